@@ -1,0 +1,168 @@
+"""The block pool: who holds which KV block, and which blocks are known by content.
+
+Rule: a block's content is only trusted under its key, a hash chained over everything before it; only full,
+committed blocks carry one. Block 0 is the null block: padding points there, nobody owns it.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from mlxspec.types import NULL_BLOCK
+
+PARTS = 8  # copy sources remembered under one parent; the oldest is forgotten first
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the pool knows of a prompt: whole `blocks` to share, with their `keys`, then `copy = (block, n)`:
+    the first `n` slots of a block whose content starts as the prompt goes on, to be copied, not shared."""
+
+    blocks: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    copy: tuple[int, int] | None
+
+
+class BlockPool:
+    """`blocks` blocks of `block_size` token slots; block 0 is reserved. Six verbs: match, alloc, share, drop,
+    publish, check. Not thread-safe: the engine thread owns it."""
+
+    def __init__(self, blocks: int, block_size: int, salt: bytes = b"") -> None:
+        if blocks < 2 or block_size < 1:
+            raise ValueError(f"a pool needs 2 blocks and 1 slot at least, got {blocks} of {block_size}")
+        self.size, self.block_size = blocks, block_size
+        self.root = blake2b(salt, digest_size=16).digest()
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))  # in eviction order
+        self.refs = [0] * blocks
+        self.index: dict[bytes, int] = {}
+        self.key: dict[int, bytes] = {}
+        self.parts: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent key -> block -> its tokens
+        self.parent: dict[int, bytes] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit when one sequence has the pool to itself."""
+        return (self.size - 1) * self.block_size
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest known prefix of `tokens`. Looks only; `share` takes the references."""
+        size, parent = self.block_size, self.root
+        blocks: list[int] = []
+        keys: list[bytes] = []
+        for start in range(0, len(tokens) - size + 1, size):
+            key = _key(parent, tokens[start : start + size])
+            if (block := self.index.get(key)) is None:
+                break
+            blocks.append(block)
+            keys.append(key)
+            parent = key
+        start = len(blocks) * size
+        rest = tuple(tokens[start : min(start + size, len(tokens) - 1)])  # a hit leaves one token to compute
+        best, copy = 0, None
+        for block, content in self.parts.get(parent, {}).items():
+            if (n := _common(content, rest)) > best:
+                best, copy = n, (block, n)
+        return Match(tuple(blocks), tuple(keys), copy)
+
+    def alloc(self, n: int) -> list[int] | None:
+        """`n` blocks with one reference each, or None and nothing taken. What they held is forgotten."""
+        if n > len(self.free):
+            return None
+        taken = [self.free.popitem(last=False)[0] for _ in range(n)]
+        for block in taken:
+            self._forget(block)
+            self.refs[block] = 1
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block; a free one comes back to life with its content."""
+        for block in blocks:
+            self.free.pop(block, None)
+            self.refs[block] += 1
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """One reference less to each, the tail first, so that a prefix outlives what followed it."""
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.free[block] = None
+                if block not in self.parent:  # it holds nothing worth keeping
+                    self.free.move_to_end(block, last=False)
+
+    def publish(self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int) -> None:
+        """Make the full blocks of `tokens[:upto]` known, and extend `keys`, their hash chain, in place."""
+        size = self.block_size
+        for i in range(len(keys), upto // size):
+            content = tuple(tokens[i * size : (i + 1) * size])
+            parent = keys[-1] if keys else self.root
+            key = _key(parent, content)
+            keys.append(key)
+            if key not in self.index and table[i] not in self.key:
+                self.index[key] = table[i]
+                self.key[table[i]] = key
+                self._offer(parent, table[i], content)
+
+    def publish_tail(self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int) -> None:
+        """Offer the slots of the last, partly filled block of `tokens[:upto]` as a source to copy from.
+
+        They are committed and never rewritten, whatever its owner adds behind them."""
+        i = upto // self.block_size
+        if upto % self.block_size and len(keys) == i and table[i] not in self.key:
+            content = tuple(tokens[i * self.block_size : upto])
+            self._offer(keys[-1] if keys else self.root, table[i], content)
+
+    def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Assert every invariant; `tables`, if given, are all the block tables that hold references."""
+        assert NULL_BLOCK not in self.free and self.refs[NULL_BLOCK] == 0, "the null block is owned"
+        for block in range(1, self.size):
+            assert (self.refs[block] == 0) == (block in self.free), f"block {block} is both free and held"
+        if tables is not None:
+            held = Counter(block for table in tables for block in table)
+            assert NULL_BLOCK not in held, "a table holds the null block"
+            assert all(self.refs[b] == held[b] for b in range(self.size)), "references differ from the tables"
+        assert self.key == {block: key for key, block in self.index.items()}, "index and keys differ"
+        listed = {block: parent for parent, blocks in self.parts.items() for block in blocks}
+        assert listed == self.parent, "copy sources differ from their parents"
+        assert all(0 < len(blocks) <= PARTS for blocks in self.parts.values()), "a parent lists too many"
+
+    @property
+    def used(self) -> int:
+        return self.size - 1 - len(self.free)
+
+    @property
+    def cached(self) -> int:
+        """Free blocks that still hold known content."""
+        return sum(block in self.parent or block in self.key for block in self.free)
+
+    def _offer(self, parent: bytes, block: int, content: tuple[int, ...]) -> None:
+        if block in self.parent:
+            self._withdraw(block)
+        blocks = self.parts.setdefault(parent, {})
+        blocks[block] = content
+        self.parent[block] = parent
+        if len(blocks) > PARTS:
+            self._withdraw(next(iter(blocks)))
+
+    def _withdraw(self, block: int) -> None:
+        parent = self.parent.pop(block)
+        del self.parts[parent][block]
+        if not self.parts[parent]:
+            del self.parts[parent]
+
+    def _forget(self, block: int) -> None:
+        if block in self.key:
+            del self.index[self.key.pop(block)]
+        if block in self.parent:
+            self._withdraw(block)
+
+
+def _key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    return blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16, key=parent).digest()
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)

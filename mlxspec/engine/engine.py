@@ -1,0 +1,173 @@
+"""The loop: plan, draft, forward, sample, submit; read the step before; accept, commit.
+
+Rule: step n+1 is submitted before step n is read. A stop that is found late costs one wasted row, never a
+wrong token.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mlxspec.engine.scheduler import Scheduler
+from mlxspec.model.runner import Runner, Step
+from mlxspec.speculate import Drafter, NoDrafter, accept
+from mlxspec.types import Entry, Logprob, Output, Request, Stats, Unfit
+from mlxspec.types import Sequence as Seq
+
+_COUNTERS = ("steps", "rounds", "prompt", "cached", "generated", "drafted", "accepted")
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds of the last step: `plan` and `book` are our own Python, `build` the model's graph and its
+    submission, `wait` the host read."""
+
+    plan: float = 0.0
+    build: float = 0.0
+    wait: float = 0.0
+    book: float = 0.0
+
+
+@dataclass(slots=True)
+class Engine:
+    """One model's scheduler, runner and drafter. `trace` is told ("submit" | "read", number)."""
+
+    runner: Runner
+    scheduler: Scheduler
+    drafter: Drafter = field(default_factory=NoDrafter)
+    vocab: int = 0  # 0: token ids are not checked
+    trace: Callable[[str, int], None] = lambda event, step: None
+    timing: Timing = field(default_factory=Timing)
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    step_seconds: float = 0.0
+    _flight: deque[tuple[int, Step]] = field(default_factory=deque)
+    _settled: float = 0.0
+    _live: dict[Seq, None] = field(default_factory=dict)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises Unfit where it can never run; then nothing is kept of it."""
+        ids = (*request.prompt, *(token for token, _ in request.sampling.logit_bias))
+        if self.vocab and not all(0 <= token < self.vocab for token in ids):
+            raise Unfit(f"a token id is outside the model's vocabulary of {self.vocab}")
+        self.scheduler.add(request)
+
+    def abort(self, request: str, index: int | None = None) -> list[Output]:
+        """End a request's choices now; their blocks are free when this returns."""
+        outputs = self.scheduler.abort(request, index)
+        self._retire()
+        return outputs
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._flight or self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[Output]:
+        """Submit one step and book the one before it."""
+        outputs: list[Output] = []
+        if not self.drafter.overlaps:
+            outputs += self._settle(keep=0)
+        began = time.perf_counter()
+        plan = self.scheduler.plan(self.drafter.depth)
+        self._enlist(e.seq for e in plan)
+        self.drafter.draft([e for e in plan if e.depth and not e.pending])
+        planned = time.perf_counter()
+        self.timing.plan = planned - began
+        self.runner.copy(self.scheduler.copies)
+        self.scheduler.copies.clear()
+        if plan:
+            self._submit(plan)
+        self.timing.build = time.perf_counter() - planned
+        outputs += self._settle(keep=1 if plan else 0)
+        self._retire()
+        return outputs
+
+    def _submit(self, plan: Sequence[Entry]) -> None:
+        before = self._flight[-1][1] if self._flight else None
+        step = self.runner.run(plan, before)
+        self.scheduler.submitted(plan)
+        self.counters["steps"] += 1
+        self._flight.append((self.counters["steps"], step))
+        self.trace("submit", self.counters["steps"])
+
+    def _settle(self, keep: int) -> list[Output]:
+        """Read and commit submitted steps, oldest first, until `keep` are left in flight."""
+        outputs: list[Output] = []
+        while len(self._flight) > keep:
+            number, step = self._flight.popleft()
+            began = time.perf_counter()
+            tokens, logprobs = step.read()
+            now = time.perf_counter()
+            self.trace("read", number)
+            self.timing.wait = now - began
+            outputs += self._book(step, tokens, logprobs)
+            self._clock(step, now)
+            self.timing.book = time.perf_counter() - now
+        return outputs
+
+    def _book(self, step: Step, tokens: list[int], logprobs: list[list[Logprob]]) -> list[Output]:
+        accepted, lps, r = [], [], 0
+        for e in step.plan:
+            sampled = tokens[r : r + e.sampled]
+            new = accept(e.draft.tokens, sampled) if e.samples else []
+            accepted.append(new)
+            lps.append([lp for row in logprobs[r : r + len(new)] for lp in row])
+            r += e.sampled
+            self.counters["drafted"] += len(e.draft)
+            self.counters["accepted"] += max(0, len(new) - 1)
+            self.counters["rounds"] += e.samples
+            self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
+        outputs = self.scheduler.commit(step.plan, accepted, lps)
+        self.counters["generated"] += sum(len(o.tokens) for o in outputs)
+        self.drafter.observe(step.plan, accepted, step.hidden)
+        return outputs
+
+    def _clock(self, step: Step, now: float) -> None:
+        """A step lasts from the later of its submission and the read before it to its own read."""
+        self.step_seconds = now - max(step.submitted, self._settled)
+        self._settled = now
+        prefill = sum(e.count for e in step.plan if e.count > 1)
+        self.scheduler.pace.learn(prefill, any(e.count == 1 for e in step.plan), self.step_seconds)
+
+    def _enlist(self, seqs: Iterable[Seq]) -> None:
+        for seq in seqs:
+            if seq not in self._live:
+                self._live[seq] = None
+                self.counters["cached"] += seq.reported_cached
+                self.drafter.begin(seq)
+
+    def _retire(self) -> None:
+        for seq in [s for s in self._live if s.finish is not None and not s.inflight]:
+            del self._live[seq]
+            self.drafter.end(seq)
+
+    def forget(self) -> None:
+        """Drop what the prefix cache knows and start the counters afresh. The engine must be idle."""
+        pool = self.scheduler.pool
+        pool.drop(pool.alloc(len(pool.free)) or [])
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+
+    def check(self) -> None:
+        """Assert the invariants; meant for an idle engine and for tests."""
+        self.scheduler.check()
+
+    def stats(self) -> Stats:
+        """A snapshot. The caller stamps `progress`."""
+        pool, c = self.scheduler.pool, self.counters
+        used, cached = pool.used, pool.cached
+        return Stats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks_used=used,
+            blocks_cached=cached,
+            blocks_free=pool.size - 1 - used - cached,
+            steps=c["steps"],
+            rounds=c["rounds"],
+            prompt_tokens=c["prompt"],
+            cached_tokens=c["cached"],
+            generated_tokens=c["generated"],
+            drafted_tokens=c["drafted"],
+            accepted_tokens=c["accepted"],
+            preemptions=self.scheduler.preemptions,
+            step_seconds=self.step_seconds,
+        )

@@ -1,0 +1,39 @@
+"""How many prompt rows a step may carry, set by time: a decoding neighbour waits `gap` seconds at most.
+
+Rule: the budget follows what steps of this size cost here, now; nothing about the machine is assumed.
+"""
+
+from dataclasses import dataclass
+
+FLOOR = 8  # rows; a prefill always gets on
+CEILING = 2048  # rows; bounds a step's memory
+IDLE_GAP = 1.0  # seconds a prefill step may take when nobody decodes: how late a cancel or an arrival is seen
+MARGIN = 0.8  # aim below the bound, a step's cost varies
+
+
+@dataclass(slots=True)
+class Pace:
+    """`rows(decoding)` is the prefill budget of a step; `learn` feeds it what steps took.
+
+    A step costs a + b * rows; scaling the rows by wanted / measured time converges on the wanted time for
+    any a below it. `fixed` rows, if not 0, override the clock."""
+
+    gap: float = 0.25
+    fixed: int = 0
+    shared: float = 64.0  # rows beside decodes
+    alone: float = 256.0  # rows when nobody decodes
+
+    def rows(self, decoding: bool) -> int:
+        return self.fixed or int(self.shared if decoding else self.alone)
+
+    def learn(self, prefill: int, decoding: bool, seconds: float) -> None:
+        """`prefill` rows beside decodes or alone took `seconds`. Steps well below the budget say little."""
+        if self.fixed or seconds <= 0 or prefill < 0.5 * self.rows(decoding):
+            return
+        want = MARGIN * (self.gap if decoding else IDLE_GAP)
+        ratio = min(2.0, max(0.25, want / seconds))
+        if decoding:
+            self.shared = min(CEILING, max(FLOOR, self.shared * ratio))
+        else:
+            self.alone = min(CEILING, max(FLOOR, self.alone * ratio))
+            self.shared = min(self.shared, self.alone)

@@ -1,0 +1,270 @@
+"""Which sequence computes which tokens in a step: admission, budget, blocks, preemption, commit.
+
+Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to what is known
+plus its draft; whatever is short of blocks gives up drafts first, then its youngest neighbour. No mlx here.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import count
+
+from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.pace import Pace
+from mlxspec.types import Entry, Finish, Logprob, Output, Request, Sequence, Unfit
+
+PATIENCE = 8  # plans that may pass a prefill over for shorter ones
+
+Copies = list[tuple[int, int]]  # (source, target) blocks
+
+
+class Scheduler:
+    """Holds every live sequence. `context` bounds prompt + output in tokens; `sharing` is off where a model
+    keeps its own caches (solo). Engine thread only."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        context: int,
+        max_sequences: int = 16,
+        pace: Pace | None = None,
+        sharing: bool = True,
+    ) -> None:
+        self.pool, self.context, self.max_sequences, self.sharing = pool, context, max_sequences, sharing
+        self.pace = pace or Pace()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.copies: Copies = []  # blocks to copy before the next plan's rows are written
+        self.preemptions = 0
+        self._order = count()
+
+    @property
+    def limit(self) -> int:
+        """The longest prompt + output that can run here, in tokens."""
+        return min(self.context, self.pool.capacity)
+
+    def add(self, request: Request) -> None:
+        """Queue a request's choices. Raises Unfit where it could never run."""
+        if not request.prompt:
+            raise Unfit("the prompt is empty; send one token at least")
+        if request.max_tokens < 1 or len(request.prompt) + request.max_tokens > self.limit:
+            raise Unfit(
+                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} do not fit"
+                f" in {self.limit} tokens; shorten one of them"
+            )
+        leader = None
+        for index in range(request.n):
+            seq = Sequence(request, index, next(self._order), list(request.prompt), leader=leader)
+            leader = leader or seq
+            self.waiting.append(seq)
+
+    def abort(self, request: str, index: int | None = None) -> list[Output]:
+        """End the choices of `request` (all, or one), freeing their blocks now. Unknown ids do nothing."""
+        hit = [
+            s
+            for s in (*self.running, *self.waiting)
+            if s.request.id == request and index in (None, s.index) and s.finish is None
+        ]
+        for seq in hit:
+            self._end(seq, "abort")
+        return [_output(seq, (), ()) for seq in hit]
+
+    def plan(self, depth: Callable[[Sequence], int] = lambda seq: 0) -> list[Entry]:
+        """The next step: decodes first, then prefills inside the budget. Reserves blocks for every row."""
+        self._admit()
+        ready = [s for s in self.running if s.remaining and s.room > 0 and not s.drafting]
+        plan: list[Entry] = []
+        for seq in ready:
+            if seq.remaining == 1:
+                self._place(plan, seq, 1)
+        budget = self.pace.rows(decoding=bool(plan))
+        prefills = [s for s in ready if s.remaining > 1]
+        for seq in sorted(prefills, key=lambda s: (s.deferred < PATIENCE, s.remaining, s.order)):
+            n = min(seq.remaining, budget)
+            if n > 0 and seq.finish is None and seq in self.running and self._place(plan, seq, n):
+                budget -= n
+                seq.deferred = 0
+            else:
+                seq.deferred += 1
+        for entry in plan:
+            if entry.samples and (want := min(depth(entry.seq), entry.seq.room - 1)) > 0:
+                entry.depth = self._widen(entry, want)
+        return plan
+
+    def submitted(self, plan: Iterable[Entry]) -> None:
+        """The step is on its way: its rows count as computed; a plain sampling entry has a pending token."""
+        for e in plan:
+            seq = e.seq
+            seq.inflight += 1
+            seq.computed = e.start + e.count
+            if e.samples and not len(e.draft):
+                seq.pending += 1
+            seq.drafting = len(e.draft) > 0
+
+    def commit(
+        self, plan: Iterable[Entry], accepted: Iterable[list[int]], logprobs: Iterable[list[Logprob]]
+    ) -> list[Output]:
+        """Book what a step brought, oldest step first. A row of a sequence that has ended meanwhile is
+        ignored; drafted slots behind the accepted ones are free to be written again.
+
+            tokens:  [ shared ][ computed before ][ count ][ kept drafts ] new | rejected
+        """
+        outputs = []
+        for e, new, lps in zip(plan, accepted, logprobs, strict=True):
+            seq = e.seq
+            seq.inflight -= 1
+            if seq.finish is not None:
+                continue
+            if e.samples:
+                seq.pending -= not len(e.draft)
+                seq.drafting = False
+                seq.rounds += 1
+                outputs.append(self._extend(e, new, lps))
+            if seq.table:
+                self._publish(e, len(new))
+            if seq.finish is not None:
+                self._release(seq)
+        return outputs
+
+    def check(self) -> None:
+        """Assert what must hold between steps."""
+        live = (*self.running, *self.waiting)
+        self.pool.check([s.table for s in live])
+        assert all(not s.table and not s.computed for s in self.waiting), "a waiting sequence holds blocks"
+        assert len(self.running) <= self.max_sequences
+        for seq in live:
+            assert seq.finish is None, "an ended sequence is still listed"
+            assert seq.shared <= seq.prompt_len or seq.generated, "shared beyond the prompt"
+            assert seq.computed <= max(0, len(seq.table)) * self.pool.block_size, "computed without a block"
+            assert seq.computed <= seq.known, "computed what does not exist"
+
+    # ---- admission ------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        held: list[Sequence] = []
+        promised = sum(self._lacking(s) for s in self.running)
+        while self.waiting and len(self.running) < self.max_sequences:
+            seq = self.waiting.popleft()
+            if seq.inflight or (seq.leader and not seq.leader.generated and seq.leader.finish is None):
+                held.append(seq)
+                continue
+            if not self._start(seq, promised):
+                self.waiting.appendleft(seq)
+                break
+            promised += self._lacking(seq)
+        self.waiting.extendleft(reversed(held))
+
+    def _lacking(self, seq: Sequence) -> int:
+        """Blocks a sequence still needs to catch up and to hold one more token."""
+        return max(0, -(-(seq.known + 1) // self.pool.block_size) - len(seq.table))
+
+    def _start(self, seq: Sequence, promised: int) -> bool:
+        """Give a waiting sequence what the prefix cache has, if there is room for the rest."""
+        match = self.pool.match(seq.tokens) if self.sharing else None
+        hits = match.blocks if match else ()
+        idle = sum(b in self.pool.free for b in hits)
+        need = self._lacking(seq) - len(hits) + idle
+        if self.running and need + promised > len(self.pool.free):
+            return False
+        self.pool.share(hits)
+        seq.table, seq.keys = list(hits), list(match.keys) if match else []
+        seq.shared = len(hits) * self.pool.block_size
+        seq.computed = min(seq.shared, seq.known - 1)
+        if match and match.copy and (target := self.pool.alloc(1)):
+            source, n = match.copy
+            self.copies.append((source, target[0]))
+            seq.table += target
+            seq.computed += n
+        seq.cached = seq.computed
+        if not seq.admitted:
+            seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
+        self.running.append(seq)
+        self.running.sort(key=lambda s: s.order)
+        return True
+
+    # ---- blocks ---------------------------------------------------------------------------------------
+
+    def _place(self, plan: list[Entry], seq: Sequence, n: int) -> bool:
+        """Add an entry of `n` rows if blocks can be had; younger sequences pay for older ones."""
+        if seq not in self.running:
+            return False
+        while (need := -(-(seq.computed + n) // self.pool.block_size) - len(seq.table)) > 0:
+            if blocks := self.pool.alloc(need):
+                seq.table += blocks
+                break
+            victim = next((s for s in reversed(self.running) if not s.drafting), seq)
+            if victim.order <= seq.order:
+                return False
+            self._preempt(victim)
+            plan[:] = [e for e in plan if e.seq is not victim]
+        samples = seq.computed + n == seq.known
+        plan.append(Entry(seq, seq.computed, n, samples, pending=samples and seq.pending > 0))
+        return True
+
+    def _widen(self, entry: Entry, want: int) -> int:
+        """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
+        table, size = entry.seq.table, self.pool.block_size
+        end = entry.start + entry.count
+        need = -(-(end + want) // size) - len(table)
+        if need > 0 and (blocks := self.pool.alloc(min(need, len(self.pool.free)))):
+            table += blocks
+        return min(want, len(table) * size - end)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take its blocks; catch-up and the prefix cache will do the rest."""
+        self.preemptions += 1
+        self.running.remove(seq)
+        self._drop(seq)
+        self.waiting.appendleft(seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        self.pool.drop(seq.table)
+        seq.table, seq.keys, seq.state = [], [], None
+        seq.computed = seq.shared = seq.cached = 0
+
+    # ---- commit ---------------------------------------------------------------------------------------
+
+    def _extend(self, entry: Entry, new: list[int], lps: list[Logprob]) -> Output:
+        seq = entry.seq
+        finish: Finish | None = None
+        for n, token in enumerate(new, 1):
+            seq.tokens.append(token)
+            if token in seq.request.stop_tokens:
+                finish = "stop"
+            elif seq.generated == seq.request.max_tokens:
+                finish = "length"
+            if finish:
+                del new[n:]
+                break
+        if seq.table and seq.inflight == 0:
+            seq.computed = entry.start + entry.count + max(0, len(new) - 1)
+        if finish:
+            seq.finish = finish
+        return _output(seq, tuple(new), tuple(lps[: len(new)]))
+
+    def _publish(self, entry: Entry, new: int) -> None:
+        seq = entry.seq
+        upto = entry.start + entry.count + max(0, new - 1)
+        if not self.sharing or upto > len(seq.table) * self.pool.block_size:
+            return
+        self.pool.publish(seq.tokens, seq.table, seq.keys, upto)
+        if entry.start < seq.prompt_len <= upto:
+            keys = seq.keys[: seq.prompt_len // self.pool.block_size]
+            self.pool.publish_tail(seq.tokens, seq.table, keys, seq.prompt_len)
+        if seq.finish is not None:
+            self.pool.publish_tail(seq.tokens, seq.table, seq.keys, upto)
+
+    def _end(self, seq: Sequence, finish: Finish) -> None:
+        seq.finish = finish
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self._drop(seq)
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+
+
+def _output(seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[Logprob, ...]) -> Output:
+    return Output(seq.request.id, seq.index, tokens, logprobs, seq.finish, seq.reported_cached, seq.rounds)

@@ -1,0 +1,91 @@
+"""From a model directory to a warm engine: load, choose the layout, size the pool, warm up.
+
+Rule: what was derived is reported once, in ModelInfo; nothing is decided again later.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxspec.engine import memory
+from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.pace import Pace
+from mlxspec.engine.scheduler import Scheduler
+from mlxspec.model.load import context_of, fit, load, weights
+from mlxspec.types import ModelInfo, Request, Sampling, Unfit
+
+log = logging.getLogger("mlxspec")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What of the configuration the engine heeds; 0 and "auto" mean derived."""
+
+    block_size: int = 32
+    kv_blocks: int = 0
+    context: int = 0
+    layout: str = "auto"
+    max_sequences: int = 16
+    prefill_budget: int = 0
+    decode_gap: float = 0.25  # seconds
+
+
+def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
+    """Load `path` on this thread, which owns MLX from now on. Raises Unfit with the reason and the mend."""
+    began = time.perf_counter()
+    model, config = load(path)
+    found = fit(model, options.layout)
+    for reason in found.refused:
+        log.info("layout refused: %s", reason)
+    context = min(context_of(config), options.context or 1 << 31)
+    blocks = options.kv_blocks or memory.kv_blocks(
+        context, options.block_size, found.token_bytes, memory.available()
+    )
+    if blocks < 2:
+        raise Unfit(
+            f"{memory.available() >> 20} MiB are free, less than one KV block of {options.block_size} tokens"
+            " needs twice over; close something, or pick a smaller model"
+        )
+    runner = found.runner(model, options.block_size, blocks)
+    pool = BlockPool(blocks, options.block_size, salt=f"{path}:{found.layout}".encode())
+    scheduler = Scheduler(
+        pool,
+        context=context,
+        max_sequences=options.max_sequences,
+        pace=Pace(options.decode_gap, options.prefill_budget),
+        sharing=found.layout != "solo",
+    )
+    engine = Engine(runner, scheduler, vocab=found.vocab)
+    _warm(engine)
+    if scheduler.limit < context:
+        log.warning("context cut from %d to %d tokens: the KV pool holds no more", context, scheduler.limit)
+    info = ModelInfo(
+        name=name,
+        context=scheduler.limit,
+        vocab=found.vocab,
+        layout=found.layout,
+        block_size=options.block_size,
+        kv_blocks=blocks,
+        kv_bytes=blocks * options.block_size * found.token_bytes,
+        weight_bytes=weights(model),
+        created=int(time.time()),
+    )
+    log.info("%s: %s layout, ready in %.1f s", name, found.layout, time.perf_counter() - began)
+    return engine, info
+
+
+def _warm(engine: Engine) -> None:
+    """One short request through the real pool: allocates it and compiles what is compiled lazily."""
+    limit = engine.scheduler.limit
+    if limit < 2:
+        raise Unfit(f"a context of {limit} tokens cannot hold a prompt and an answer; raise --context")
+    prompt = tuple(i % engine.vocab for i in range(min(40, limit - 1)))
+    engine.add(Request("warm-up", prompt, min(4, limit - len(prompt)), Sampling(seed=1)))
+    while engine.busy:
+        engine.step()
+    engine.forget()
+    mx.clear_cache()

@@ -1,0 +1,234 @@
+"""The engine's thread, and the door between it and asyncio.
+
+Rule: one thread owns MLX. Requests go in through a bounded inbox, outputs come back with one loop callback
+per step; nothing that holds an array crosses. If the thread dies, everything waiting is told, loudly.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlxspec.engine.engine import Engine
+from mlxspec.types import Busy, ModelInfo, Output, Request, Stats, Unfit
+
+log = logging.getLogger("mlxspec")
+
+STATS_EVERY = 0.1  # seconds; counting cached blocks is not free
+
+
+class Dead(RuntimeError):
+    """The engine thread has ended; nothing can be served."""
+
+
+class Stream:
+    """The outputs of one request, all choices interleaved; ends after the last choice's finish. It holds at
+    most one output per step and choice, so `max_tokens` bounds it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._left = request.n
+        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._left == 0:
+            raise StopAsyncIteration
+        output = await self._queue.get()
+        self._left -= output.finish is not None
+        return output
+
+
+class Worker:
+    """`start` loads the model and returns the engine; it runs on the worker's thread. `submit` and `drain`
+    are for one event loop, the rest for any thread. Beyond `max_sequences` choices that run, `max_queue` may
+    wait."""
+
+    def __init__(
+        self, start: Callable[[], tuple[Engine, ModelInfo]], *, max_sequences: int = 16, max_queue: int = 64
+    ) -> None:
+        self._start, self._slots, self._max = start, max_sequences, max_sequences + max_queue
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._wake = threading.Condition()
+        self._inbox: deque[Request | tuple[str, int | None]] = deque()
+        self._stopping = self._draining = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, tuple[Stream, set[int]]] = {}  # loop thread; choices not finished yet
+        self._idle: asyncio.Event = asyncio.Event()
+        self._seconds = 1.0  # moving average of a request's duration
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._info: ModelInfo | None = None
+        self._stats, self._busy, self._progress = Stats(), False, time.monotonic()
+
+    # ---- any thread -----------------------------------------------------------------------------------
+
+    def launch(self) -> ModelInfo:
+        """Start the thread and wait for the model. Raises what loading raised."""
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self.info
+
+    @property
+    def info(self) -> ModelInfo:
+        if self._info is None:
+            raise Dead("the model is not loaded")
+        return self._info
+
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self._error is None
+
+    def stalled(self) -> float:
+        """Seconds since the engine last finished a turn while it had work; 0.0 when idle."""
+        return time.monotonic() - self._progress if self._busy else 0.0
+
+    def stats(self) -> Stats:
+        return self._stats
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request (or one choice); unknown ids do nothing. Honoured before the next step is planned."""
+        with self._wake:
+            self._inbox.append((request_id, index))
+            self._busy = True
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the thread after its current step; safe to call twice."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # ---- event loop -----------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request. Raises Busy when the queue is full or draining, Dead without an engine."""
+        if not self.alive():
+            raise Dead("the engine has stopped; see the log")
+        waiting = sum(len(left) for _, left in self._streams.values())
+        if self._draining or waiting + request.n > self._max:
+            turns = (waiting + request.n) / max(1, self._slots)
+            raise Busy(min(60, max(1, math.ceil(self._seconds * turns))))
+        self._loop = asyncio.get_running_loop()
+        stream = Stream(request)
+        self._streams[request.id] = (stream, set(range(request.n)))
+        self._idle.clear()
+        with self._wake:
+            self._inbox.append(request)
+            if not self._busy:
+                self._busy, self._progress = True, time.monotonic()
+            self._wake.notify()
+        return stream
+
+    async def drain(self, timeout: float) -> None:
+        """Admit nothing more; wait until all requests have ended, and abort those left after `timeout` s."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                while self._streams and self.alive():
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            log.warning("%d requests did not finish in %.0f s; aborted", len(self._streams), timeout)
+            for name in list(self._streams):
+                self.abort(name)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if (entry := self._streams.get(output.request)) is None:
+                continue
+            stream, left = entry
+            if output.index in left:
+                stream._queue.put_nowait(output)
+                if output.finish is not None:
+                    left.discard(output.index)
+            if not left:
+                del self._streams[output.request]
+                took = time.monotonic() - (stream.request.created or time.monotonic())
+                self._seconds += 0.1 * (took - self._seconds)
+        if not self._streams:
+            self._idle.set()
+
+    # ---- engine thread --------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        engine = None
+        try:
+            engine, self._info = self._start()
+            self._publish(engine, [])
+            self._ready.set()
+            while self._turn(engine):
+                pass
+        except BaseException as error:
+            self._error = error
+            if self._ready.is_set():
+                log.critical("the engine thread died", exc_info=error)
+                self._send_all_failed(f"the engine failed: {type(error).__name__}: {error}")
+        finally:
+            self._ready.set()
+            mx.clear_streams()
+
+    def _turn(self, engine: Engine) -> bool:
+        with self._wake:
+            while not (self._inbox or engine.busy or self._stopping):
+                engine.check()
+                self._stats, self._busy = engine.stats(), False
+                self._wake.wait()
+            if self._stopping:
+                return False
+            orders = list(self._inbox)
+            self._inbox.clear()
+        outputs = [o for order in orders for o in self._take(engine, order)]
+        if engine.busy:
+            outputs += engine.step()
+        self._publish(engine, outputs)
+        return True
+
+    def _take(self, engine: Engine, order: Request | tuple[str, int | None]) -> list[Output]:
+        if not isinstance(order, Request):
+            return engine.abort(*order)
+        try:
+            engine.add(order)
+        except Unfit as error:
+            return [Output(order.id, i, (), finish="error", error=str(error)) for i in range(order.n)]
+        return []
+
+    def _publish(self, engine: Engine, outputs: list[Output]) -> None:
+        now = time.monotonic()
+        if now - self._stats.progress > STATS_EVERY or not engine.busy:
+            self._stats = replace(engine.stats(), progress=now)
+        self._progress = now
+        if outputs and self._loop is not None:
+            self._call(lambda: self._deliver(outputs))
+
+    def _send_all_failed(self, reason: str) -> None:
+        def fail() -> None:
+            self._deliver(
+                [
+                    Output(name, index, (), finish="error", error=reason)
+                    for name, (_, left) in list(self._streams.items())
+                    for index in sorted(left)
+                ]
+            )
+            self._idle.set()
+
+        if self._loop is not None:
+            self._call(fail)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop has closed: nobody listens any more
+            log.debug("outputs after the event loop closed")

@@ -1,0 +1,99 @@
+"""Paged attention in plain MLX ops: gather a group's blocks, then one fused attention call.
+
+Rule: this is what every faster kernel must equal. Pools lie head first, [kv_heads, slots, dim], so that a
+gathered block is contiguous within its head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+Selection = tuple[mx.array, mx.array | str | None, slice]  # blocks [B, n], mask, the slots to keep
+
+
+@dataclass(slots=True)
+class Group:
+    """Sequences of one step that carry the same number of rows: rows `lo .. hi` are `[B, L]`, B-major.
+
+    `starts` [B] are the positions of their first rows, `tables` their block ids; a table covers at least
+    `start + length` slots. Attention is causal: row i of sequence b sees the positions up to starts[b] + i.
+    """
+
+    lo: int
+    hi: int
+    length: int
+    starts: list[int]
+    tables: list[list[int]]
+    block_size: int
+    _selections: dict[int, Selection] = field(default_factory=dict)
+
+    def select(self, window: int | None) -> Selection:
+        """Blocks to gather, mask over them, and the slots to keep, for a sliding window or None.
+
+        A lone sequence is cut to the exact slots and needs no mask for one row; several are padded with
+        null blocks to the longest and masked. Made once per step and window, shared by the layers."""
+        found = self._selections.get(window or 0)
+        if found is None:
+            found = self._selections[window or 0] = self._select(window)
+        return found
+
+    def _select(self, window: int | None) -> Selection:
+        size, rows = self.block_size, self.length
+        ends = [s + rows for s in self.starts]
+        firsts = [max(0, s - window + 1) // size for s in self.starts] if window else [0] * len(ends)
+        width = max(-(-e // size) - f for e, f in zip(ends, firsts, strict=True))
+        blocks = np.zeros((len(ends), width), np.int32)
+        for i, (table, first, end) in enumerate(zip(self.tables, firsts, ends, strict=True)):
+            part = table[first : -(-end // size)]
+            blocks[i, : len(part)] = part
+        if len(ends) == 1:
+            start, base = self.starts[0], firsts[0] * size
+            low = max(0, start - window + 1) - base if window else 0
+            keep = slice(low, ends[0] - base)
+            if rows == 1:
+                return mx.array(blocks), None, keep
+            if not window or ends[0] <= window:
+                return mx.array(blocks), "causal", keep
+        else:
+            keep = slice(0, width * size)
+        at = np.array(firsts)[:, None, None] * size + np.arange(keep.start, keep.stop)  # [B, 1, S]
+        row = np.array(self.starts)[:, None, None] + np.arange(rows)[:, None]  # [B, L, 1]
+        seen = (at <= row) & (at > row - window) if window else at <= row
+        return mx.array(blocks), mx.array(seen[:, None]), keep
+
+
+def gather(pool: mx.array, blocks: mx.array, block_size: int, keep: slice) -> mx.array:
+    """Slots of `blocks` [B, n] out of `pool` [H, slots, D], cut to `keep`: dense [B, H, S, D]."""
+    heads, _, dim = pool.shape
+    batch, n = blocks.shape
+    dense = pool.reshape(heads, -1, block_size, dim)[:, blocks].reshape(heads, batch, n * block_size, dim)
+    if keep != slice(0, n * block_size):
+        dense = dense[:, :, keep]
+    return dense.transpose(1, 0, 2, 3)
+
+
+def paged_attention(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    groups: Sequence[Group],
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """softmax(scale * q k^T) v over the groups' pages.
+
+    q [T, heads, D]; keys [kv_heads, slots, D] and values [kv_heads, slots, Dv] are pools; `sinks` [heads] are
+    extra logits of the softmax with no value. Returns [T, heads, Dv] in q's dtype."""
+    heads, dim = q.shape[1:]
+    out = []
+    for g in groups:
+        blocks, mask, keep = g.select(window)
+        k, v = (gather(pool, blocks, g.block_size, keep) for pool in (keys, values))
+        rows = q[g.lo : g.hi] if len(groups) > 1 else q
+        rows = rows.reshape(-1, g.length, heads, dim).transpose(0, 2, 1, 3)  # [B, heads, L, D]
+        o = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=mask, sinks=sinks)
+        out.append(o.transpose(0, 2, 1, 3).reshape(g.hi - g.lo, heads, -1))
+    return mx.concatenate(out) if len(out) > 1 else out[0]

@@ -1,0 +1,87 @@
+"""The seam to mlx-lm: its attention function and its lm_head, rebound on a loaded model.
+
+Rule: dispatch is per handle. Ours is called for our pages only; everything else goes to mlx-lm's own, so a
+target, a draft model and plain mlx-lm live in one process.
+"""
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models import base
+
+from mlxspec.kernels import paged_attention
+from mlxspec.model.caches import Pages, View
+
+_NAME = "scaled_dot_product_attention"
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """queries [T, heads, 1, D] and a Pages handle -> [T, heads, 1, Dv]; arrays go to mlx-lm's function."""
+    if not isinstance(keys, Pages):
+        return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    rows, heads, length, dim = queries.shape
+    if length != 1:
+        raise TypeError(f"the rows layout attends one token per row, got {length}")
+    q = queries.reshape(rows, heads, dim)
+    k, v = keys.pools()
+    return paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks)[:, :, None]
+
+
+def install(model: Module) -> None:
+    """Rebind attention in the modules that the model's layers come from. Idempotent."""
+    for module in {sys.modules[type(m).__module__] for _, m in model.named_modules()}:
+        if hasattr(module, _NAME) and module is not base:
+            setattr(module, _NAME, attention)
+
+
+class Trunk:
+    """Stands in for a model's inner module: keeps the sampled rows before lm_head sees them.
+
+    Everything else (layers, tied embeddings) is looked up on the inner module."""
+
+    def __init__(self, inner: Module, view: View) -> None:
+        self._inner, self._view = inner, view
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        hidden: mx.array = self._inner(*args, **kwargs)
+        if self._view.sampled is not None:
+            hidden = hidden[self._view.sampled]
+        self._view.hidden = hidden
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def graft(model: Module, view: View) -> bool:
+    """Put a Trunk round the module that holds the layers. False where the model is not built that way."""
+    for owner, name in _seats(model):
+        inner = getattr(owner, name)
+        if isinstance(inner, Module) and "layers" in inner:
+            setattr(owner, name, Trunk(inner, view))
+            return True
+    return False
+
+
+def ungraft(model: Module) -> None:
+    """Undo `graft`."""
+    for owner, name in _seats(model):
+        if isinstance(trunk := getattr(owner, name), Trunk):
+            delattr(owner, name)
+            setattr(owner, name, trunk._inner)
+
+
+def _seats(model: Module) -> list[tuple[Module, str]]:
+    """Where mlx-lm's models keep the module with the layers."""
+    owners = [o for o in (model, getattr(model, "language_model", None)) if isinstance(o, Module)]
+    return [(o, n) for o in owners for n in ("model", "backbone", "transformer") if hasattr(o, n)]

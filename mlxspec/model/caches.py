@@ -1,0 +1,103 @@
+"""What one attention layer sees as its cache: pages of a pool, addressed by the step's view.
+
+Rule: mlx-lm hands each layer its cache, so all that a step changes lies in one View that every layer's
+pages share; there are no globals. A handle has no array methods: a model that touches K/V fails at warm-up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlxspec.kernels import Group
+from mlxspec.kernels.reference import gather
+
+
+@dataclass(slots=True)
+class View:
+    """The step as the layers see it. `positions` [batch rows], `slots` [T] where K/V of each row go,
+    `groups` partition the rows, `sampled` is the index of the rows that reach lm_head (None: all)."""
+
+    block_size: int
+    slots_total: int
+    positions: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
+    slots: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
+    groups: Sequence[Group] = ()
+    sampled: Any = None
+    hidden: mx.array | None = None  # of the sampled rows, left here by the trunk
+
+
+class Pages:
+    """One layer's KV in the rows layout `[T, 1]`: K/V are written at the step's slots, and what goes on to
+    attention is this handle. Pools are made at the first write, when heads and dims are known."""
+
+    __slots__ = ("keys", "values", "view", "window")
+
+    def __init__(self, view: View, window: int | None) -> None:
+        self.view, self.window = view, window
+        self.keys: mx.array | None = None  # [kv_heads, slots, D]
+        self.values: mx.array | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        return self.view.positions
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        """Attention knows the view; no mask is built."""
+
+    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
+        """k, v: [T, kv_heads, 1, D]."""
+        self.write(k, v)
+        return self, self
+
+    def write(self, k: mx.array, v: mx.array) -> None:
+        """k, v: [B, kv_heads, L, D], rows B-major as in the view."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._pool(k), self._pool(v)
+        self.keys[:, self.view.slots] = _rows(k)
+        self.values[:, self.view.slots] = _rows(v)
+
+    def pools(self) -> tuple[mx.array, mx.array]:
+        """K and V of every slot, [kv_heads, slots, D] each."""
+        assert self.keys is not None and self.values is not None, "read before the first write"
+        return self.keys, self.values
+
+    def copy(self, sources: mx.array, targets: mx.array) -> None:
+        """Copy slots `sources` [n] to `targets` [n]."""
+        if self.keys is not None and self.values is not None:
+            self.keys[:, targets] = self.keys[:, sources]
+            self.values[:, targets] = self.values[:, sources]
+
+    def _pool(self, x: mx.array) -> mx.array:
+        return mx.zeros((x.shape[1], self.view.slots_total, x.shape[3]), x.dtype)
+
+
+class DensePages(Pages):
+    """The gather layout `[B, L]`: the same pages, handed back as dense K/V for models that compute their own
+    attention. One group at a time is in the view."""
+
+    __slots__ = ()
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """Bool [B, 1, L, S], "causal" (unless an array is asked for) or None, for the gathered slots."""
+        mask, keep = self.view.groups[0].select(self.window)[1:]
+        if isinstance(mask, str) and return_array:
+            return mx.tri(N, keep.stop - keep.start, keep.stop - keep.start - N, dtype=mx.bool_)
+        return mask
+
+    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
+        self.write(k, v)
+        group = self.view.groups[0]
+        blocks, _, keep = group.select(self.window)
+        k, v = (
+            gather(pool, blocks, group.block_size, keep)
+            for pool in (self.keys, self.values)
+            if pool is not None
+        )
+        return k, v
+
+
+def _rows(x: mx.array) -> mx.array:
+    """[B, H, L, D] -> [H, B * L, D]."""
+    return x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1, x.shape[3])

@@ -1,0 +1,148 @@
+"""Loads an mlx-lm model and finds the layout it runs in, by trying.
+
+Rule: fail loud at load, never silently slow. A layout must reproduce mlx-lm's own logits on a ragged probe;
+the first that does is used, and why the earlier ones were not is logged.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from mlxspec.model.runner import LAYOUTS, Layout, Runner
+from mlxspec.types import Draft, Entry, Request, Unfit
+from mlxspec.types import Sequence as Seq
+
+log = logging.getLogger("mlxspec")
+
+PROBES = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9))
+TAIL = (2, 7, 1)  # tokens fed after each probe: one alone, then the other two as a draft
+TOLERANCE = {mx.float32: 1e-3}  # root mean square error over the logits' deviation; half precision below
+HALF = 0.1
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a model runs here. `token_bytes` is the KV memory of one token over all layers."""
+
+    layout: Layout
+    trunk: bool
+    lone: bool
+    token_bytes: int
+    vocab: int
+    refused: tuple[str, ...] = ()
+
+    def runner(self, model: Module, block_size: int, blocks: int) -> Runner:
+        return Runner(model, self.layout, block_size, blocks, trunk=self.trunk, lone=self.lone)
+
+
+def load(path: Path) -> tuple[Module, dict[str, Any]]:
+    """The model with its weights in memory, and its config. Raises Unfit with what is wrong."""
+    try:
+        model, config = load_model(path)
+    except (ValueError, KeyError, FileNotFoundError, TypeError) as error:
+        raise Unfit(f"mlx-lm cannot load {path}: {error}") from error
+    model.eval()
+    return model, config
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """The longest context the model was made for, in tokens; 8192 where its config does not say."""
+    for part in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            if isinstance(part.get(key), int) and part[key] > 0:
+                return int(part[key])
+    log.warning("the model's config names no context length; 8192 tokens are assumed")
+    return 8192
+
+
+def weights(model: Module) -> int:
+    """Bytes of the model's parameters."""
+    leaves: Any = tree_flatten(model.parameters())
+    return sum(int(a.nbytes) for _, a in leaves)
+
+
+def fit(model: Module, wanted: str = "auto") -> Fit:
+    """Try the layouts in order of speed, or only `wanted`. Raises Unfit, naming each refusal."""
+    truth = _truth(model)
+    refused: list[str] = []
+    for layout in LAYOUTS if wanted == "auto" else [name for name in LAYOUTS if name == wanted]:
+        for lone in (False, True) if layout == "gather" else (layout == "solo",):
+            for trunk in (True, False):
+                way = (
+                    layout
+                    + (", one sequence at a time" if lone else "")
+                    + ("" if trunk else ", whole lm_head")
+                )
+                try:
+                    runner = Runner(model, layout, 4, 16, trunk=trunk, lone=lone)
+                    if trunk and not runner.trunk:
+                        continue
+                    if (error := _probe(runner, truth)) is not None:
+                        refused.append(f"{way}: {error}")
+                        continue
+                except Exception as error:  # the model's own code decides what it raises
+                    refused.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                    continue
+                size = sum(pool.nbytes for pages in runner.caches for pool in pages.pools())
+                return Fit(layout, trunk, lone, size // (4 * 16), truth[0].shape[-1], tuple(refused))
+    raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
+
+
+def _truth(model: Module) -> list[mx.array]:
+    """mlx-lm's logits [1 + len(TAIL), vocab] after each probe and each token of the tail."""
+    found = []
+    for probe in PROBES:
+        cache = make_prompt_cache(model)
+        rows = [model(mx.array([probe]), cache=cache)[0, -1]]
+        for token in TAIL:
+            rows.append(model(mx.array([[token]]), cache=cache)[0, -1])
+        found.append(mx.stack(rows))
+    mx.eval(found)
+    return found
+
+
+def _probe(runner: Runner, truth: Sequence[mx.array]) -> str | None:
+    """Run the probes as one ragged batch: prompts, a decode, a draft. None, or how the logits differ."""
+    seqs = [Seq(Request("probe", p, len(TAIL) + 1), tokens=list(p)) for p in PROBES]
+    blocks = iter(range(1, 16))
+    for seq in seqs:
+        seq.table = [next(blocks) for _ in range(-(-(len(seq.tokens) + len(TAIL)) // 4))]
+    got: list[list[mx.array]] = [[] for _ in seqs]
+
+    def step(count: Callable[[Seq], int], draft: tuple[int, ...] = ()) -> None:
+        plan = [Entry(s, s.computed, count(s), samples=True, draft=Draft(draft, "probe")) for s in seqs]
+        logits, at = runner.logits(plan), 0
+        mx.eval(logits)
+        for e, rows in zip(plan, got, strict=True):
+            rows += [logits[at : at + e.sampled]]
+            at += e.sampled
+            e.seq.computed = e.end
+            e.seq.tokens += draft
+
+    step(lambda s: len(s.tokens))
+    for seq in seqs:
+        seq.tokens.append(TAIL[0])
+    if runner.layout == "solo":  # its caches cannot take a draft back, so none is ever given to it
+        step(lambda s: 1)
+        for token in TAIL[1:]:
+            for seq in seqs:
+                seq.tokens.append(token)
+            step(lambda s: 1)
+    else:
+        step(lambda s: 1, TAIL[1:])
+    for rows, want in zip(got, truth, strict=True):
+        a, b = mx.concatenate(rows).astype(mx.float32), want.astype(mx.float32)
+        error = float(np.array(mx.sqrt(mx.mean(mx.square(a - b))) / mx.maximum(mx.std(b), 1e-6)))
+        if not error <= TOLERANCE.get(want.dtype, HALF):
+            return f"logits are off by {error:.2g} of their deviation"
+    return None

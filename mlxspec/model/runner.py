@@ -1,0 +1,220 @@
+"""Runs a plan through an unmodified mlx-lm model: fills the view, forwards, returns the sampled rows' logits.
+
+Rule: one code path per layout, chosen once at warm-up. `rows` puts every token in its own batch row, so
+prefill chunks, decodes and drafts are one forward; `gather` hands K/V back dense; `solo` keeps mlx-lm's own caches.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from mlxspec.kernels import Group
+from mlxspec.model.attention import graft, install, ungraft
+from mlxspec.model.caches import DensePages, Pages, View
+from mlxspec.model.sample import Row, Sampled, read, rows_of, sample
+from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
+from mlxspec.types import Sequence as Seq
+
+Layout = Literal["rows", "gather", "solo"]
+LAYOUTS: tuple[Layout, ...] = ("rows", "gather", "solo")
+
+
+class Step:
+    """A submitted plan: its sampled rows, their lazy results and which row belongs to which sequence."""
+
+    __slots__ = ("at", "hidden", "marker", "plan", "rows", "sampled", "submitted")
+
+    def __init__(
+        self,
+        plan: Sequence[Entry],
+        rows: list[Row],
+        sampled: Sampled | None,
+        marker: mx.array,
+        hidden: mx.array | None,
+    ) -> None:
+        self.plan, self.rows, self.sampled, self.marker, self.hidden = plan, rows, sampled, marker, hidden
+        self.submitted = time.perf_counter()
+        self.at: dict[Seq, int] = {}
+        for r, row in enumerate(rows):
+            self.at.setdefault(row.entry.seq, r)
+
+    def read(self) -> tuple[list[int], list[list[Logprob]]]:
+        """Wait for the step; the sampled rows' tokens and log-probabilities."""
+        mx.eval(self.marker)
+        return read(self.sampled, self.rows) if self.sampled else ([], [])
+
+
+class Runner:
+    """A model, its pages and a pool of `blocks` blocks. Engine thread only."""
+
+    def __init__(
+        self,
+        model: Module,
+        layout: Layout,
+        block_size: int,
+        blocks: int,
+        *,
+        trunk: bool = True,
+        lone: bool = False,
+    ) -> None:
+        self.model, self.layout = model, layout
+        self.lone = lone or layout == "solo"  # one sequence per forward
+        self.view = View(block_size, block_size * blocks)
+        self.caches: list[Pages] = []
+        if layout != "solo":
+            install(model)
+            kind = Pages if layout == "rows" else DensePages
+            self.caches = [kind(self.view, _window(c)) for c in make_prompt_cache(model)]
+        ungraft(model)  # a runner that was tried before this one
+        self.trunk = trunk and graft(model, self.view)
+
+    # ---- one step -------------------------------------------------------------------------------------
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each; what the sources hold now counts, not what comes."""
+        if not pairs:
+            return
+        span, size = np.arange(self.view.block_size), self.view.block_size
+        slots = (np.array(pairs, np.int32)[:, :, None] * size + span).astype(np.int32)  # [n, 2, size]
+        sources, targets = mx.array(slots[:, 0].ravel()), mx.array(slots[:, 1].ravel())
+        for pages in self.caches:
+            pages.copy(sources, targets)
+
+    def run(self, plan: Sequence[Entry], before: Step | None) -> Step:
+        """Build the step's graph and submit it. `before` holds the tokens that are still pending."""
+        rows = rows_of(plan)
+        ids, spans = self._inputs(plan, before)
+        logits = self._forward(plan, ids, spans)
+        sampled = None
+        if rows:
+            firsts = [s for e, s in zip(plan, spans, strict=True) for _ in range(e.sampled)]
+            sampled = sample(logits, rows, ids, firsts)
+        state = self._state(plan)
+        # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
+        marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
+        mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
+        return Step(plan, rows, sampled, marker, self.view.hidden)
+
+    def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
+        """What a step leaves behind on the device."""
+        if self.layout == "solo":
+            leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
+            return [a for _, a in leaves if isinstance(a, mx.array)]
+        return [a for p in self.caches for a in (p.keys, p.values) if a is not None]
+
+    def logits(self, plan: Sequence[Entry]) -> mx.array:
+        """Lazy logits [R, vocab] of a plan whose tokens are all known. For warm-up."""
+        return self._forward(plan, *self._inputs(plan, None))
+
+    def _inputs(self, plan: Sequence[Entry], before: Step | None) -> tuple[mx.array, list[int]]:
+        """Input tokens int32 [T] in plan order, and each entry's first sampled row in it."""
+        host: list[int] = []
+        spans, holes, sources = [], [], []
+        for e in plan:
+            spans.append(len(host) + e.count - 1)
+            if e.pending:
+                holes.append(spans[-1])
+                assert before is not None
+                sources.append(before.at[e.seq])
+            known = e.seq.tokens[e.start : e.start + e.count]
+            host += known + [0] * (e.count - len(known)) + list(e.draft.tokens)
+        if before is not None and before.sampled is not None and holes:
+            if len(holes) == len(host) and sources == list(range(before.sampled.tokens.size)):
+                return before.sampled.tokens, spans
+            ids = mx.array(np.array(host, np.int32))
+            ids[mx.array(holes)] = before.sampled.tokens[mx.array(sources)]
+            return ids, spans
+        return mx.array(np.array(host, np.int32)), spans
+
+    def _forward(self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int]) -> mx.array:
+        """Logits [R, vocab] of the sampled rows in plan order."""
+        if self.layout == "rows":
+            return self._rows(plan, ids, spans)
+        return self._rect(plan, ids)
+
+    def _rows(self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int]) -> mx.array:
+        size, view = self.view.block_size, self.view
+        starts = np.cumsum([0, *(e.rows for e in plan)])
+        order = sorted(range(len(plan)), key=lambda i: _bucket(plan[i], size))
+        index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
+        if (index != np.arange(len(index))).any():
+            ids = ids[mx.array(index)]
+        self._stage([plan[i] for i in order])
+        place = np.empty_like(index)
+        place[index] = np.arange(len(index))
+        picked = [place[s + i] for e, s in zip(plan, spans, strict=True) for i in range(e.sampled)]
+        view.sampled = mx.array(np.array(picked, np.int32))
+        logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
+        return logits if self.trunk else logits[view.sampled]
+
+    def _stage(self, plan: Sequence[Entry]) -> None:
+        """Positions, slots and groups of entries that lie in bucket order."""
+        size, view = self.view.block_size, self.view
+        positions = np.concatenate([np.arange(e.start, e.end) for e in plan]).astype(np.int32)
+        slots = np.concatenate([_slots(e, size) for e in plan]).astype(np.int32)
+        view.slots = mx.array(slots)
+        view.groups, lo = [], 0
+        for _, members in groupby(plan, key=lambda e: _bucket(e, size)):
+            batch = list(members)
+            length = batch[0].rows
+            hi = lo + length * len(batch)
+            starts = [e.start for e in batch]
+            view.groups.append(Group(lo, hi, length, starts, [e.seq.table for e in batch], size))
+            lo = hi
+        view.positions = mx.array(positions)
+
+    def _rect(self, plan: Sequence[Entry], ids: mx.array) -> mx.array:
+        """One forward per group of entries with equal rows, or per entry where the model cannot batch."""
+        size, view = self.view.block_size, self.view
+        starts = np.cumsum([0, *(e.rows for e in plan)])
+        found: dict[int, mx.array] = {}
+        order = sorted(range(len(plan)), key=lambda i: _bucket(plan[i], size))
+        caches: Any = self.caches
+        for _, members in groupby(order, key=lambda i: i if self.lone else _bucket(plan[i], size)):
+            batch = list(members)
+            entries = [plan[i] for i in batch]
+            index = np.stack([np.arange(starts[i], starts[i + 1]) for i in batch])
+            tokens = ids[mx.array(index)]  # [B, L]
+            if self.layout == "solo":
+                seq = entries[0].seq
+                caches = seq.state = seq.state or make_prompt_cache(self.model)
+            else:
+                self._stage(entries)
+                view.positions = mx.array([e.start for e in entries])
+            most = max(e.sampled for e in entries)
+            view.sampled = (slice(None), slice(entries[0].rows - most, None))
+            logits = self.model(tokens, cache=caches)
+            logits = logits if self.trunk else logits[view.sampled]
+            for i, e, row in zip(batch, entries, logits, strict=True):
+                if e.samples:
+                    found[i] = row[most - e.sampled :]
+        picked = [found[i] for i in sorted(found)]
+        return mx.concatenate(picked) if picked else mx.zeros((0, 1))
+
+
+def _window(cache: Any) -> int | None:
+    """The sliding window that mlx-lm's cache of this layer stands for. Raises Unfit for other memories."""
+    if type(cache) is KVCache:
+        return None
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return int(cache.max_size)
+    raise Unfit(f"a layer keeps {type(cache).__name__}, which is not paged")
+
+
+def _bucket(entry: Entry, size: int) -> tuple[int, int]:
+    """Entries of equal rows and alike context share one gather; padding at most doubles it."""
+    return entry.rows, (-(-entry.end // size) - 1).bit_length()
+
+
+def _slots(entry: Entry, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where the entry's rows write; positions in shared blocks go to the null block."""
+    at = np.arange(entry.start, entry.end)
+    table = np.array(entry.seq.table)
+    return np.where(at < entry.seq.shared, NULL_BLOCK, table[at // size] * size + at % size)

@@ -1,0 +1,185 @@
+"""From logits to tokens, for every row of a step at once, each by its own request's parameters.
+
+Rule: a token is a function of (its logits, its history, the request's sampling, seed, position). The noise is
+keyed by (seed, position), so neither the batch nor a drafter can change what is drawn.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import mlx.core as mx
+import numpy as np
+
+from mlxspec.types import Entry, Logprob, Sampling
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Lazy results of a step. `tokens` int32 [R]; the rest only if some row asked for log-probabilities."""
+
+    tokens: mx.array
+    chosen: mx.array | None = None  # [R] float32
+    top: mx.array | None = None  # [R, k] int32, unordered
+    top_logprobs: mx.array | None = None  # [R, k]
+
+    def arrays(self) -> list[mx.array]:
+        return [a for a in (self.tokens, self.chosen, self.top, self.top_logprobs) if a is not None]
+
+
+@dataclass(slots=True)
+class Row:
+    """One sampled row: its request's sampling, the position of the token it draws, which choice it is, and
+    how many rows of its entry's input lie before it (history, for penalties)."""
+
+    entry: Entry
+    sampling: Sampling
+    position: int
+    behind: int  # rows of the step's input, up to and including this one, that are this entry's sampled span
+
+
+def rows_of(plan: Sequence[Entry]) -> list[Row]:
+    """The sampled rows of a plan, in plan order."""
+    return [
+        Row(e, e.seq.request.sampling, e.start + e.count + i, i + 1) for e in plan for i in range(e.sampled)
+    ]
+
+
+def seed32(seed: int, index: int) -> int:
+    """The 32-bit noise key of choice `index` of a request with `seed` (any int). Choices are independent."""
+    data = seed.to_bytes(16, "little", signed=True) + index.to_bytes(2, "little")
+    return int.from_bytes(blake2b(data, digest_size=4).digest(), "little")
+
+
+def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
+    """Standard Gumbel noise float32 [R, vocab], keyed by (seed, position) uint32 [R] each.
+
+    Threefry is a counter-based generator: the noise of (seed, position, token) is the same wherever and
+    whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T) (Gumbel-max)."""
+    keys = mx.stack([seeds, positions], axis=1).astype(mx.uint32)
+    draw: Callable[[mx.array], mx.array] = mx.vmap(lambda key: mx.random.gumbel((vocab,), key=key))
+    return draw(keys)
+
+
+def sample(logits: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequence[int]) -> Sampled:
+    """logits [R, vocab] of `rows`; `inputs` [T] are the step's input tokens (maybe lazy) and `spans[r]` the
+    index in it of the first sampled row of row r's entry. Nothing is evaluated here."""
+    x = logits.astype(mx.float32)
+    wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
+    logprobs = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else None
+    x = _bias(x, rows)
+    x = _penalize(x, rows, inputs, spans)
+    tokens = mx.argmax(x, axis=-1).astype(mx.int32)
+    hot = [r for r, row in enumerate(rows) if row.sampling.temperature > 0]
+    if hot:
+        drawn = _draw(x if len(hot) == len(rows) else x[mx.array(hot)], [rows[r] for r in hot])
+        if len(hot) == len(rows):
+            tokens = drawn
+        else:
+            tokens[mx.array(hot)] = drawn
+    result = Sampled(tokens)
+    if logprobs is not None:
+        result.chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+        if k := min(max(wanted), x.shape[-1] - 1):
+            result.top = mx.argpartition(-logprobs, k, axis=-1)[:, :k].astype(mx.int32)
+            result.top_logprobs = mx.take_along_axis(logprobs, result.top, axis=-1)
+    return result
+
+
+def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[list[Logprob]]]:
+    """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities."""
+    mx.eval(sampled.arrays())
+    tokens = np.array(sampled.tokens).tolist()
+    if sampled.chosen is None:
+        return tokens, [[] for _ in rows]
+    chosen = np.array(sampled.chosen).tolist()
+    tops: list[list[tuple[int, float]]] = [[] for _ in rows]
+    if sampled.top is not None:
+        ids, values = np.array(sampled.top), np.array(sampled.top_logprobs)
+        order = np.lexsort((ids, -values), axis=-1)
+        ids, values = np.take_along_axis(ids, order, -1), np.take_along_axis(values, order, -1)
+        tops = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return tokens, [
+        [] if (n := row.sampling.logprobs) is None else [Logprob(t, p, tuple(top[:n]))]
+        for row, t, p, top in zip(rows, tokens, chosen, tops, strict=True)
+    ]
+
+
+def _bias(x: mx.array, rows: Sequence[Row]) -> mx.array:
+    pairs = [(r, token, value) for r, row in enumerate(rows) for token, value in row.sampling.logit_bias]
+    if not pairs:
+        return x
+    at, token, value = (mx.array(list(column)) for column in zip(*pairs, strict=True))
+    return x.at[at, token].add(value.astype(mx.float32))
+
+
+def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequence[int]) -> mx.array:
+    """Presence and frequency count generated tokens, repetition prompt and generated ones (vLLM's rules;
+    repetition is Keskar et al., arXiv 1909.05858)."""
+    chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
+    if not chosen:
+        return x
+    some = len(chosen) < len(rows)
+    y = x[mx.array(chosen)] if some else x
+    vocab = x.shape[-1]
+    output, prompt = (
+        mx.zeros((len(chosen) * vocab,), mx.float32),
+        mx.zeros((len(chosen) * vocab,), mx.float32),
+    )
+    for i, r in enumerate(chosen):
+        row, seq = rows[r], rows[r].entry.seq
+        first = row.position - row.behind  # the span's first token may be unread; those before it are not
+        told = np.array(seq.tokens[: min(first, seq.prompt_len)], np.int64)
+        said = np.array(seq.tokens[seq.prompt_len : first], np.int64)
+        prompt = prompt.at[mx.array(told + i * vocab)].add(1.0) if len(told) else prompt
+        output = output.at[mx.array(said + i * vocab)].add(1.0) if len(said) else output
+        span = inputs[spans[r] : spans[r] + row.behind] + i * vocab
+        if first < seq.prompt_len:  # the prompt's last token
+            prompt, span = prompt.at[span[:1]].add(1.0), span[1:]
+        output = output.at[span].add(1.0) if span.size else output
+    output, seen = output.reshape(y.shape), (output + prompt).reshape(y.shape) > 0
+
+    def column(value: Callable[[Sampling], float]) -> mx.array:
+        return mx.array([value(rows[r].sampling) for r in chosen])[:, None]
+
+    repetition = column(lambda s: s.repetition_penalty)
+    y = mx.where(seen, mx.where(y > 0, y / repetition, y * repetition), y)
+    y = (
+        y
+        - output * column(lambda s: s.frequency_penalty)
+        - (output > 0) * column(lambda s: s.presence_penalty)
+    )
+    if not some:
+        return y
+    x[mx.array(chosen)] = y
+    return x
+
+
+def _draw(x: mx.array, rows: Sequence[Row]) -> mx.array:
+    """Filtered Gumbel-max over [R, vocab] of rows with a temperature above 0 -> int32 [R]."""
+    x = x / mx.array([row.sampling.temperature for row in rows])[:, None]
+    cut = [i for i, row in enumerate(rows) if row.sampling.filtered]
+    if len(cut) == len(rows):
+        x = _filter(x, rows)
+    elif cut:
+        x[mx.array(cut)] = _filter(x[mx.array(cut)], [rows[i] for i in cut])
+    seeds = mx.array([seed32(r.sampling.seed, r.entry.seq.index) for r in rows], mx.uint32)
+    positions = mx.array([r.position for r in rows], mx.uint32)
+    return mx.argmax(x + gumbel(seeds, positions, x.shape[-1]), axis=-1).astype(mx.int32)
+
+
+def _filter(x: mx.array, rows: Sequence[Row]) -> mx.array:
+    """top_k, then top_p over what top_k left, and min_p relative to the best; ties at a threshold stay."""
+    vocab = x.shape[-1]
+    ranked = mx.sort(x, axis=-1)[:, ::-1]  # best first
+    ks = mx.array([min(r.sampling.top_k or vocab, vocab) for r in rows])[:, None]
+    ranked_kept = mx.where(mx.arange(vocab)[None] < ks, ranked, -mx.inf)
+    probs = mx.softmax(ranked_kept, axis=-1, precise=True)
+    # a sum that rounds to 1 must not cut a tail that nobody asked to cut
+    mass = mx.array([r.sampling.top_p if r.sampling.top_p < 1 else 2.0 for r in rows])[:, None]
+    before = mx.cumsum(probs, axis=-1) - probs  # mass of better tokens
+    last = ((before < mass) & (probs > 0)).sum(-1, keepdims=True)
+    floor = mx.take_along_axis(ranked, mx.maximum(mx.minimum(last, ks), 1) - 1, axis=-1)
+    ratio = mx.array([np.log(r.sampling.min_p) if r.sampling.min_p else -np.inf for r in rows], mx.float32)
+    floor = mx.maximum(floor, ranked[:, :1] + ratio[:, None])
+    return mx.where(x < floor, -mx.inf, x)

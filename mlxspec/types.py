@@ -1,0 +1,237 @@
+"""The vocabulary: plain data that every layer shares. Imports the standard library only.
+
+Lengths nest: `cached <= computed <= len(tokens)`. A request is frozen; a `Sequence` is the one mutable
+object, owned by the engine thread; an `Output` is what crosses back to the server.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+NULL_BLOCK = 0  # padding points here; nobody owns it
+MAX_CHOICES = 8
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request draws its tokens. The defaults change nothing: plain sampling at temperature 1.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties' neutral values switch a
+    filter off. Order: bias, penalties, temperature, top_k, top_p, min_p (vLLM's). `presence_penalty` and
+    `frequency_penalty` look at generated tokens, `repetition_penalty` at prompt and generated tokens.
+    `logprobs` is None (off) or the number of alternatives to report per token, 0 to 20; they are the
+    model's own, before bias, penalties and temperature.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+
+    @property
+    def penalized(self) -> bool:
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def filtered(self) -> bool:
+        return self.temperature > 0 and bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One accepted request, in token ids. `n` choices share the prompt's blocks.
+
+    `max_tokens` is already clamped to the window; `stop_tokens` end a choice and are reported as the last
+    token of its final output. `created` is `time.monotonic()` at acceptance.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: frozenset[int] = frozenset()
+    n: int = 1
+    created: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability and the best alternatives, best first: `(token, logprob)` pairs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought for one choice of one request. `tokens` may hold several (accepted drafts).
+
+    `finish` is None until the last output of the choice. With `finish == "stop"` the last token is the stop
+    token itself. `cached` counts prompt tokens that were not computed for this choice; `rounds` counts the
+    steps that sampled for it so far. `error` is set with `finish == "error"`.
+    """
+
+    request: str
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprob, ...] = ()
+    finish: Finish | None = None
+    cached: int = 0
+    rounds: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the server needs to know of the loaded model. `context` bounds prompt + output, in tokens."""
+
+    name: str
+    context: int
+    vocab: int
+    layout: str
+    block_size: int
+    kv_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    created: int  # unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot of the engine, made by the engine thread after each step; counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    steps: int = 0
+    rounds: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    step_seconds: float = 0.0  # of the last step
+    progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
+
+
+class Busy(Exception):
+    """The queue is full. `retry_after` is in seconds, at least 1."""
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__(f"the queue is full; try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class Unfit(ValueError):
+    """A request or a model that can never be served here, with the reason and the mend."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """Proposed tokens for one entry: ints, or a lazy [k] array of a drafter that does not sync."""
+
+    tokens: Any = ()
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request while it runs. Owned by the engine thread.
+
+    `tokens` holds prompt and output that the host knows; `pending` counts the newest tokens, sampled but
+    not read yet. `computed` counts the positions whose KV is written or submitted, `cached` those that
+    came from the prefix cache, `shared` those that lie in blocks that others may read: they are never
+    written again. `table` lists the block ids, position // block_size.
+    """
+
+    request: Request
+    index: int = 0
+    order: int = 0  # arrival, the age that preemption looks at
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    pending: int = 0
+    cached: int = 0
+    shared: int = 0
+    table: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
+    state: Any = None  # the solo layout's own caches
+    leader: "Sequence | None" = None  # the sibling whose prefill this choice waits for
+    deferred: int = 0  # plans that passed this prefill over
+    rounds: int = 0
+    reported_cached: int = 0  # `cached` of the first admission, for usage
+    finish: Finish | None = None
+    inflight: int = 0  # entries submitted, not committed
+    drafting: bool = False  # a draft is in flight: how far `computed` got is not known yet
+    admitted: bool = False
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def known(self) -> int:
+        """Tokens that exist, read or not."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Rows to catch up."""
+        return self.known - self.computed
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be sampled, after the pending one."""
+        return self.prompt_len + self.request.max_tokens - self.known
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One sequence's share of one step: rows `start .. start + count`, then the draft's rows.
+
+    It samples iff it reaches the end of what is known; then each of its last `1 + len(draft)` rows is
+    sampled. `pending` says that its last known row is a token the host has not read.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    samples: bool
+    depth: int = 0  # how many tokens may be drafted
+    pending: bool = False
+    draft: Draft = field(default_factory=Draft)
+
+    @property
+    def rows(self) -> int:
+        return self.count + len(self.draft)
+
+    @property
+    def end(self) -> int:
+        """Positions this entry makes computed, its draft included."""
+        return self.start + self.count + len(self.draft)
+
+    @property
+    def sampled(self) -> int:
+        return 1 + len(self.draft) if self.samples else 0
+
+
+Plan = Seq[Entry]

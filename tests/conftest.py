@@ -1,0 +1,29 @@
+"""OpenBLAS before mlx, as in the program itself, and the fixtures that several modules need."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxspec import blas
+
+blas.load()
+
+import mlx.core as mx  # noqa: E402  after BLAS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _streams() -> Iterator[None]:
+    """Threads that used MLX must not outlive the interpreter."""
+    yield
+    gc.collect()
+    mx.clear_streams()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model in fp32, fetched and converted once per machine."""
+    from mlxspec.model.catalog import default_cache_dir, resolve
+
+    return resolve("", default_cache_dir(), metal=False).path

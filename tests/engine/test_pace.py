@@ -1,0 +1,38 @@
+"""The budget finds what fits into the time, whatever a row costs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.engine.pace import CEILING, FLOOR, Pace
+
+
+@given(fixed=st.floats(1e-4, 0.1), row=st.floats(1e-5, 0.05))
+def test_a_step_beside_decodes_stays_inside_the_gap(fixed: float, row: float) -> None:
+    pace = Pace(gap=0.25)
+    for _ in range(60):
+        rows = pace.rows(decoding=True)
+        pace.learn(rows, True, fixed + row * rows)
+    rows = pace.rows(decoding=True)
+    assert fixed + row * rows <= 0.25 or rows == FLOOR
+    assert fixed + row * rows * 1.5 > 0.15 or rows == CEILING, "far below what would fit"
+
+
+def test_small_steps_teach_nothing_and_a_fixed_budget_stays() -> None:
+    pace = Pace()
+    pace.learn(1, True, 10.0)
+    assert pace.rows(True) == Pace().rows(True)
+    fixed = Pace(fixed=7)
+    fixed.learn(7, True, 10.0)
+    assert fixed.rows(True) == fixed.rows(False) == 7
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+def test_bounds(decoding: bool) -> None:
+    pace = Pace()
+    for _ in range(50):
+        pace.learn(pace.rows(decoding), decoding, 1e-6)
+    assert pace.rows(decoding) <= CEILING
+    for _ in range(50):
+        pace.learn(pace.rows(decoding), decoding, 100.0)
+    assert pace.rows(decoding) == FLOOR

@@ -1,0 +1,294 @@
+"""The scheduler without a model: a stand-in engine samples from a hash of the history, so that what must
+come out is known whatever the order, the preemptions and the drafts."""
+
+import random
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.pace import Pace
+from mlxspec.engine.scheduler import PATIENCE, Scheduler
+from mlxspec.speculate import accept
+from mlxspec.types import Draft, Entry, Output, Request, Sequence, Unfit
+
+VOCAB = 7
+SIZE = 4
+
+
+def nth(history: list[int], salt: int) -> int:
+    return blake2b(bytes([*history, salt]), digest_size=1).digest()[0] % VOCAB
+
+
+def answer(prompt: list[int], n: int, index: int = 0) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(nth(tokens, index))
+    return tokens[len(prompt) :]
+
+
+class Mock:
+    """An engine with one step in flight. Slots remember which prefix they were written for; a row that would
+    read a slot of another prefix fails the test."""
+
+    def __init__(self, blocks: int, budget: int = 8, liar: random.Random | None = None, **kw: int) -> None:
+        self.s = Scheduler(
+            BlockPool(blocks, SIZE), context=kw.pop("context", 64), pace=Pace(fixed=budget), **kw
+        )
+        self.liar = liar
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.flight: list[tuple[list[Entry], list[list[int]]]] = []
+        self.out: list[Output] = []
+
+    def step(self) -> None:
+        if self.liar:
+            self.settle()
+        plan = self.s.plan(lambda seq: self.liar.randint(0, 4) if self.liar else 0)
+        for source, target in self.s.copies:
+            for i in range(SIZE):
+                if (content := self.slots.get(source * SIZE + i)) is not None:
+                    self.slots[target * SIZE + i] = content
+        self.s.copies.clear()
+        for e in plan:
+            if self.liar and e.depth:
+                right = answer(self.known(e.seq), e.depth, e.seq.index)
+                e.draft = Draft([(t + (self.liar.random() < 0.4)) % VOCAB for t in right])
+        sampled = [self.forward(e) for e in plan]
+        self.s.submitted(plan)
+        waiting = self.flight
+        self.flight = [(plan, sampled)] if plan else []
+        for done in waiting:
+            self.commit(*done)
+        self.s.check()
+
+    def known(self, seq: Sequence) -> list[int]:
+        tokens = list(seq.tokens)
+        while len(tokens) < seq.known:
+            tokens.append(nth(tokens, seq.index))
+        return tokens
+
+    def forward(self, e: Entry) -> list[int]:
+        tokens = [*self.known(e.seq)[: e.start + e.count], *e.draft.tokens]
+        table = e.seq.table
+        for at in range(e.start, e.end):
+            if at >= e.seq.shared:
+                assert 0 not in table
+                self.slots[table[at // SIZE] * SIZE + at % SIZE] = tuple(tokens[: at + 1])
+        for at in range(e.end):
+            assert self.slots[table[at // SIZE] * SIZE + at % SIZE] == tuple(tokens[: at + 1])
+        return [nth(tokens[: e.start + e.count + i], e.seq.index) for i in range(e.sampled)]
+
+    def commit(self, plan: list[Entry], sampled: list[list[int]]) -> None:
+        accepted = [
+            accept(e.draft.tokens, row) if e.samples else [] for e, row in zip(plan, sampled, strict=True)
+        ]
+        self.out += self.s.commit(plan, accepted, [[] for _ in plan])
+
+    def settle(self) -> None:
+        for done in self.flight:
+            self.commit(*done)
+        self.flight = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.s.waiting or self.s.running or self.flight)
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not self.busy:
+                break
+            self.step()
+        assert not self.busy, "the scheduler does not come to rest"
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        return [t for o in self.out if (o.request, o.index) == (name, index) for t in o.tokens]
+
+
+def test_catch_up_in_chunks_then_decode() -> None:
+    m = Mock(32, budget=4)
+    m.s.add(Request("r", tuple(range(6)), 3))
+    seen = []
+    for _ in range(5):
+        plan = m.s.plan()
+        seen += [(e.start, e.count, e.samples, e.pending) for e in plan]
+        sampled = [m.forward(e) for e in plan]
+        m.s.submitted(plan)
+        m.commit(plan, sampled)
+    assert seen == [(0, 4, False, False), (4, 2, True, False), (6, 1, True, False), (7, 1, True, False)]
+    assert m.tokens("r") == answer(list(range(6)), 3) and m.out[-1].finish == "length"
+
+
+def test_a_plan_may_feed_the_pending_token_and_stops_at_the_known_end() -> None:
+    m = Mock(32)
+    m.s.add(Request("r", (1, 2, 3), 3))
+    for expected in [(0, 3, False), (3, 1, True), (4, 1, True)]:
+        (e,) = plan = m.s.plan()
+        assert (e.start, e.count, e.pending) == expected
+        m.flight.append((plan, [m.forward(e)]))
+        m.s.submitted(plan)
+        if len(m.flight) > 1:
+            m.commit(*m.flight.pop(0))
+    assert m.s.plan() == []  # its last token is on its way
+    m.finish()
+    assert m.tokens("r") == answer([1, 2, 3], 3)
+
+
+def test_decodes_come_first_and_prefills_share_the_budget_shortest_first() -> None:
+    m = Mock(64, budget=6)
+    m.s.add(Request("old", (1,), 9))
+    m.step()
+    m.step()
+    m.s.add(Request("long", tuple([2] * 20), 2))
+    m.s.add(Request("short", (3, 3, 3, 3), 2))
+    plan = m.s.plan()
+    assert [(e.seq.request.id, e.count) for e in plan] == [("old", 1), ("short", 4), ("long", 2)]
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    m = Mock(200, budget=4)
+    m.s.add(Request("long", tuple([1] * 30), 1))
+    for i in range(80):
+        m.s.add(Request(f"s{i}", (2, i % 7, i // 7, 3), 1))
+        m.step()
+    assert any(o.request == "long" and o.finish for o in m.out), f"passed over more than {PATIENCE} times"
+
+
+def test_short_of_blocks_the_youngest_gives_way_and_comes_back() -> None:
+    m = Mock(8, context=28)
+    m.s._lacking = lambda seq: 0  # admit blindly, so that blocks run out later
+    for i, name in enumerate("abc"):
+        m.s.add(Request(name, (i, i, i, i, i), 16))
+    m.finish()
+    assert m.s.preemptions > 0
+    for i, name in enumerate("abc"):
+        assert m.tokens(name) == answer([i] * 5, 16)
+    assert next(o for o in m.out if o.finish).request == "a"
+
+
+def test_drafts_are_trimmed_before_anyone_is_preempted() -> None:
+    m = Mock(5, context=16)
+    m.s.add(Request("a", (1, 1, 1), 6))
+    m.s.add(Request("b", (2, 2, 2), 6))
+    plan = m.s.plan(lambda seq: 5)
+    assert [e.depth for e in plan] == [5, 5]  # both blocks that are left went to drafts
+    m = Mock(4, context=12)
+    m.s._lacking = lambda seq: 0
+    m.s.add(Request("a", (1, 1, 1), 6))
+    m.s.add(Request("b", (2, 2, 2), 6))
+    plan = m.s.plan(lambda seq: 5)
+    assert [e.depth for e in plan] == [5, 1] and not m.s.preemptions
+
+
+def test_siblings_wait_for_their_leader_and_share_its_prompt() -> None:
+    m = Mock(64, budget=3)
+    m.s.add(Request("r", tuple(range(10)), 4, n=3))
+    rows = 0
+    while m.busy:
+        m.step()
+        rows += sum(e.count for plan, _ in m.flight for e in plan if e.start < 10)
+    assert rows == 10 + 1 + 1
+    assert [m.tokens("r", i) for i in range(3)] == [answer(list(range(10)), 4, i) for i in range(3)]
+
+
+def test_siblings_outlive_an_aborted_leader() -> None:
+    m = Mock(64)
+    m.s.add(Request("r", (1, 2, 3), 4, n=2))
+    m.s.plan()
+    m.out += m.s.abort("r", 0)
+    m.finish()
+    assert m.tokens("r", 1) == answer([1, 2, 3], 4, 1)
+    assert [o.finish for o in m.out if o.index == 0] == ["abort"]
+
+
+def test_a_stop_token_ends_a_choice_and_is_its_last_token() -> None:
+    want = answer([1, 2], 12)
+    stop = want[3]
+    m = Mock(64)
+    m.s.add(Request("r", (1, 2), 12, stop_tokens=frozenset({stop})))
+    m.finish()
+    assert m.tokens("r") == want[: want.index(stop) + 1] and m.out[-1].finish == "stop"
+
+
+def test_an_abort_frees_blocks_at_once_also_mid_flight() -> None:
+    m = Mock(64)
+    for name in "abc":
+        m.s.add(Request(name, (1, 2, 3, 4, 5), 40))
+    for _ in range(4):
+        m.step()
+    used = m.s.pool.used
+    (gone,) = m.s.abort("b")
+    assert gone.finish == "abort" and m.s.pool.used < used
+    assert m.s.abort("b") == [] and m.s.abort("nobody") == []
+    m.finish()
+    assert m.tokens("a") == answer([1, 2, 3, 4, 5], 40)
+
+
+@pytest.mark.parametrize(
+    "request_, said",
+    [
+        (Request("r", (), 4), "empty"),
+        (Request("r", (1,) * 60, 5), "do not fit in 64"),
+        (Request("r", (1,), 0), "max_tokens 0"),
+    ],
+)
+def test_what_can_never_run_is_refused(request_: Request, said: str) -> None:
+    m = Mock(64)
+    with pytest.raises(Unfit, match=said):
+        m.s.add(request_)
+    assert not m.busy
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_random_lives(data: st.DataObject) -> None:
+    """Arrivals, cancels, tiny pools, any budget, with and without a lying drafter: every survivor says what
+    it must, `check()` holds after every operation, and nothing leaks."""
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    m = Mock(
+        rng.choice([10, 14, 40]),
+        budget=rng.choice([1, 3, 8, 50]),
+        liar=rng.choice([None, rng]),
+        context=36,
+        max_sequences=rng.choice([1, 3, 8]),
+    )
+    if rng.random() < 0.5:
+        m.s._lacking = lambda seq: 0
+    alive: dict[str, Request] = {}
+    for i in range(40):
+        if rng.random() < 0.4:
+            prompt = tuple(rng.randrange(2) for _ in range(rng.randint(1, 20)))
+            r = Request(f"r{i}", prompt, rng.randint(1, 12), n=rng.choice([1, 1, 3]))
+            m.s.add(r)
+            alive[r.id] = r
+        if alive and rng.random() < 0.1:
+            name = rng.choice(list(alive))
+            del alive[name]
+            m.out += m.s.abort(name)
+        m.s.check()
+        m.step()
+    m.finish()
+    for r in alive.values():
+        for index in range(r.n):
+            assert m.tokens(r.id, index) == answer(list(r.prompt), r.max_tokens, index)
+            assert sum(o.finish is not None for o in m.out if (o.request, o.index) == (r.id, index)) == 1
+    assert m.s.pool.used == 0
+    m.s.check()
+
+
+def test_a_thousand_random_cancels_leak_nothing() -> None:
+    rng = random.Random(1)
+    m = Mock(40, budget=6, max_sequences=6)
+    for i in range(1000):
+        m.s.add(Request(f"r{i}", tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))), 20, n=2))
+        for _ in range(rng.randint(0, 3)):
+            m.step()
+        m.s.abort(f"r{rng.randint(max(0, i - 5), i)}")
+        if len(m.s.waiting) > 20:
+            m.s.abort(m.s.waiting[0].request.id)
+        m.s.check()
+    for i in range(1000):
+        m.s.abort(f"r{i}")
+    m.finish()
+    assert m.s.pool.used == 0 and not m.s.running and not m.s.waiting

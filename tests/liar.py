@@ -1,0 +1,44 @@
+"""A drafter that knows the truth and lies every so often: it proves that drafts cannot change the output."""
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxspec.types import Draft, Entry, Sequence
+from tests import tiny
+
+
+@dataclass
+class Liar:
+    """Drafts the sequence's true continuation (`truth`: (prompt, index) -> output), each token wrong with
+    probability `lies`. Ragged: every entry drafts another length."""
+
+    truth: dict[tuple[tuple[int, ...], int], list[int]]
+    lies: float = 0.3
+    most: int = 5
+    rng: random.Random = field(default_factory=lambda: random.Random(7))
+    overlaps: bool = False
+    live: set[int] = field(default_factory=set)
+    drafted: int = 0
+    kept: int = 0
+
+    def begin(self, seq: Sequence) -> None:
+        assert id(seq) not in self.live
+        self.live.add(id(seq))
+
+    def depth(self, seq: Sequence) -> int:
+        return self.rng.randint(0, self.most)
+
+    def draft(self, entries: Seq[Entry]) -> None:
+        for e in entries:
+            assert e.depth > 0 and not e.seq.pending
+            rest = self.truth[e.seq.request.prompt, e.seq.index][e.seq.generated :][: e.depth]
+            e.draft = Draft([(t + (self.rng.random() < self.lies)) % tiny.VOCAB for t in rest], "liar")
+
+    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], hidden: Any) -> None:
+        self.drafted += sum(len(e.draft) for e in entries)
+        self.kept += sum(max(0, len(a) - 1) for a in accepted)
+
+    def end(self, seq: Sequence) -> None:
+        self.live.remove(id(seq))

@@ -1,0 +1,196 @@
+"""THE test: whatever the engine does, the tokens are those of plain decoding by mlx-lm, by ==."""
+
+import functools
+import random
+from pathlib import Path
+
+import pytest
+
+from mlxspec.engine.engine import Engine
+from mlxspec.types import Request
+from tests import tiny
+from tests.liar import Liar
+
+PAGED = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
+LAYOUTS = [(kind, "rows", False) for kind in PAGED] + [
+    ("llama", "gather", False),
+    ("gemma3_text", "gather", False),
+    ("gpt_oss", "rows", False),
+    ("gemma2", "gather", True),
+    ("llama", "solo", True),
+    ("mamba2", "solo", True),
+]
+LAYOUTS = list(dict.fromkeys(LAYOUTS))
+N = 20
+BLOCK = 8
+
+
+@functools.cache
+def plain(kind: str) -> tiny.Plain:
+    return tiny.Plain(tiny.model(kind))
+
+
+@functools.cache
+def model(kind: str):
+    return tiny.model(kind)
+
+
+def prompts() -> dict[str, list[int]]:
+    """Lengths around the block and the window; three share a start, one of them is exactly that start."""
+    rng = random.Random(0)
+
+    def some(n: int) -> list[int]:
+        return [rng.randrange(tiny.VOCAB) for _ in range(n)]
+
+    shared = some(3 * BLOCK)
+    return {
+        "long": shared + some(31),
+        "fork": shared + some(5),
+        "exact": shared,
+        "inside": [*shared[: 2 * BLOCK + 3], *some(9)],
+        "alone": some(13),
+        "one": some(1),
+    }
+
+
+def requests(temperature: float) -> dict[str, Request]:
+    return {
+        name: tiny.request(name, p, N, temperature=temperature, seed=i)
+        for i, (name, p) in enumerate(prompts().items())
+    }
+
+
+def truth(kind: str, r: Request, index: int = 0) -> list[int]:
+    return plain(kind)(r.prompt, r.max_tokens, r.sampling.temperature, r.sampling.seed, index)
+
+
+def liar(kind: str, all_of: dict[str, Request]) -> Liar:
+    return Liar({(r.prompt, i): truth(kind, r, i) for r in all_of.values() for i in range(r.n)})
+
+
+def same(kind: str, outputs, all_of: dict[str, Request]) -> None:
+    got = {name: tiny.tokens(outputs, name) for name in all_of}
+    assert got == {name: truth(kind, r) for name, r in all_of.items()}
+
+
+def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = None):
+    """Run all requests; each joins at its step, the first at once."""
+    when = when or {}
+    for name, r in all_of.items():
+        if not when.get(name):
+            e.add(r)
+    joins = {step: [all_of[n] for n in when if when[n] == step] for step in when.values()}
+    return tiny.run(e, lambda i: [e.add(r) for r in joins.get(i, ())], last=max(joins, default=0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("lying", [False, True], ids=["plain", "liar"])
+@pytest.mark.parametrize("budget", [1, 7, 64])
+@pytest.mark.parametrize("kind, layout, lone", LAYOUTS)
+def test_batch(kind: str, layout: str, lone: bool, budget: int, lying: bool, temperature: float) -> None:
+    """Cold prompts, hits, partial hits and an exact multiple of the block; neighbours join and leave."""
+    all_of = requests(temperature)
+    drafter = liar(kind, all_of) if lying and layout != "solo" else None
+    e = tiny.engine(model(kind), layout=layout, lone=lone, block=BLOCK, budget=budget, drafter=drafter)
+    late = 5 + 90 // budget  # by then the first prompts are known
+    joins = {"fork": late, "exact": late + 5, "inside": late + 6, "one": 3}
+    same(kind, drive(e, all_of, joins), all_of)
+    if layout != "solo":
+        assert e.counters["cached"] > 3 * BLOCK
+    if drafter:
+        assert drafter.drafted > drafter.kept > 0 and not drafter.live
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("lying", [False, True], ids=["plain", "liar"])
+@pytest.mark.parametrize("kind", PAGED)
+def test_hits(kind: str, lying: bool, temperature: float) -> None:
+    """Every prompt again, alone, when everything is cached: the same tokens, one token of compute."""
+    all_of = requests(temperature)
+    drafter = liar(kind, all_of) if lying else None
+    e = tiny.engine(model(kind), block=BLOCK, drafter=drafter)
+    same(kind, drive(e, all_of), all_of)
+    for name, r in all_of.items():
+        before = e.counters["prompt"]
+        e.add(r)
+        outputs = tiny.run(e)
+        assert tiny.tokens(outputs, name) == truth(kind, r), name
+        assert e.counters["prompt"] - before == 1, name
+        assert outputs[-1].cached == len(r.prompt) - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("lying", [False, True], ids=["plain", "liar"])
+@pytest.mark.parametrize("kind", PAGED)
+def test_preemption(kind: str, lying: bool, temperature: float) -> None:
+    """A pool so small that sequences push each other out and come back."""
+    all_of = requests(temperature)
+    drafter = liar(kind, all_of) if lying else None
+    e = tiny.engine(model(kind), block=BLOCK, blocks=14, drafter=drafter)
+    e.scheduler._lacking = lambda seq: 0  # admit without looking ahead, so that blocks do run out
+    same(kind, drive(e, all_of, {"fork": 6, "one": 4}), all_of)
+    assert e.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("kind", PAGED)
+def test_leavers_change_nothing(kind: str) -> None:
+    """Neighbours that are cut off, at every step of their life, leave the others' tokens alone."""
+    all_of = requests(0.8)
+    for step in range(1, 12, 2):
+        e = tiny.engine(model(kind), block=BLOCK, budget=7)
+        for r in all_of.values():
+            e.add(r)
+        gone = {"long", "alone"}
+        outputs = tiny.run(e, lambda i, e=e, step=step: [e.abort(n) for n in gone if i == step])
+        rest = {n: r for n, r in all_of.items() if n not in gone}
+        same(kind, outputs, rest)
+
+
+@pytest.mark.parametrize("lying", [False, True], ids=["plain", "liar"])
+def test_choices_share_their_prompt(lying: bool) -> None:
+    r = tiny.request("r", prompts()["long"], N, temperature=0.8, choices=4, seed=5)
+    drafter = liar("qwen3", {"r": r}) if lying else None
+    e = tiny.engine(model("qwen3"), block=BLOCK, drafter=drafter)
+    e.add(r)
+    outputs = tiny.run(e)
+    assert [tiny.tokens(outputs, "r", i) for i in range(4)] == [truth("qwen3", r, i) for i in range(4)]
+    assert e.counters["prompt"] == len(r.prompt) + 3  # one token each for the others
+
+
+@pytest.mark.parametrize("lying", [False, True], ids=["plain", "liar"])
+def test_stop_tokens_cut(lying: bool) -> None:
+    """A stop inside what a round accepts cuts tokens and KV there; the next turn reuses what stands."""
+    all_of = requests(0.8)
+    want = truth("llama", all_of["long"])
+    stop = want[7]
+    cut = want[: want.index(stop) + 1]
+    r = tiny.request("long", all_of["long"].prompt, N, temperature=0.8, seed=0, stop_tokens=frozenset({stop}))
+    drafter = liar("llama", all_of) if lying else None
+    e = tiny.engine(model("llama"), block=BLOCK, drafter=drafter)
+    e.add(r)
+    outputs = tiny.run(e)
+    assert tiny.tokens(outputs, "long") == cut and outputs[-1].finish == "stop"
+    e.drafter = type(e.drafter)({}) if lying else e.drafter
+    turn = tiny.request("turn", [*r.prompt, *cut, 5, 6, 7], N)
+    if lying:
+        e.drafter = liar("llama", {"turn": turn})
+    e.add(turn)
+    outputs = tiny.run(e)
+    assert tiny.tokens(outputs, "turn") == truth("llama", turn)
+    assert outputs[-1].cached >= len(r.prompt) + len(cut) - 1
+
+
+@pytest.mark.slow
+def test_smollm2_greedy(smollm2: Path) -> None:
+    """The embedded model itself: 64 tokens of 4 prompts, batched, against mlx-lm's plain decoding."""
+    from mlx_lm.utils import load_model
+    from mlxspec.text.prompt import encode, load_tokenizer
+
+    tokenizer = load_tokenizer(smollm2)
+    texts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time", "1, 2, 3, 4,"]
+    real = tiny.Plain(load_model(smollm2)[0])
+    all_of = {t: tiny.request(t, encode(tokenizer, t), 64) for t in texts}
+    e = tiny.engine(load_model(smollm2)[0], block=16, blocks=64, budget=7)
+    outputs = drive(e, all_of, {texts[2]: 3, texts[3]: 5})
+    for t, r in all_of.items():
+        assert tiny.tokens(outputs, t) == real(r.prompt, 64), t

@@ -1,0 +1,166 @@
+"""Tiny random models in fp32 and the plain decoding that everything must equal.
+
+Rule: `plain` is mlx-lm's own forward with mlx-lm's own caches, one sequence, one token at a time.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.pace import Pace
+from mlxspec.engine.scheduler import Scheduler
+from mlxspec.model.runner import Layout, Runner
+from mlxspec.model.sample import gumbel, seed32
+from mlxspec.speculate import Drafter, NoDrafter
+from mlxspec.types import Output, Request, Sampling
+
+VOCAB = 320
+SHARP = {"gemma2": 1.2, "mamba2": 1.5}  # how much larger than initialised the weights are
+_DENSE: dict[str, Any] = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    vocab_size=VOCAB,
+    max_position_embeddings=512,
+    rope_theta=1000.0,
+    tie_word_embeddings=True,
+)
+_EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1
+)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _DENSE,
+    "qwen3": _DENSE,
+    "qwen3_moe": _DENSE | _EXPERTS | dict(mlp_only_layers=[], moe_intermediate_size=32),
+    "gemma3_text": _DENSE
+    | dict(num_hidden_layers=3, sliding_window=12, sliding_window_pattern=3, query_pre_attn_scalar=16),
+    "gpt_oss": _DENSE | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=12),
+    "gemma2": _DENSE
+    | dict(query_pre_attn_scalar=16, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "mamba2": dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        vocab_size=VOCAB,
+        num_heads=4,
+        head_dim=32,
+        state_size=16,
+        conv_kernel=4,
+        n_groups=1,
+        expand=2,
+        intermediate_size=128,
+        use_bias=False,
+        use_conv_bias=True,
+        tie_word_embeddings=True,
+        time_step_limit=(0.0, 100.0),
+        time_step_rank=4,
+        layer_norm_epsilon=1e-5,
+        ssm_state_size=16,
+        max_position_embeddings=512,
+        num_attention_heads=4,
+        residual_in_fp32=False,
+        rescale_prenorm_residual=False,
+        chunk_size=16,
+    ),
+}
+
+
+def model(kind: str) -> nn.Module:
+    """A fresh model with the same random weights every time."""
+    arch = importlib.import_module(f"mlx_lm.models.{kind}")
+    mx.random.seed(3)
+    m = arch.Model(arch.ModelArgs.from_dict(dict(model_type=kind, **CONFIGS[kind])))
+    # Weights as initialised give nearly flat logits; with larger ones a wrong cache changes the choice.
+    m.update(tree_map(lambda x: x * SHARP.get(kind, 2.5) if x.ndim > 1 else x, m.parameters()))
+    for layer in m.layers:
+        if "sinks" in getattr(layer, "self_attn", {}):
+            layer.self_attn.sinks = mx.random.normal(layer.self_attn.sinks.shape)
+    mx.eval(m.parameters())
+    m.eval()
+    return m
+
+
+@dataclass
+class Plain:
+    """Plain decoding by mlx-lm: the truth. Remembers what it has computed."""
+
+    model: nn.Module
+    _known: dict[Any, list[int]] = field(default_factory=dict)
+
+    def __call__(
+        self, prompt: Sequence[int], n: int, temperature: float = 0.0, seed: int = 0, index: int = 0
+    ) -> list[int]:
+        key = (tuple(prompt), n, temperature, seed, index)
+        if key not in self._known:
+            self._known[key] = self._decode(list(prompt), n, temperature, seed, index)
+        return self._known[key]
+
+    def _decode(self, tokens: list[int], n: int, temperature: float, seed: int, index: int) -> list[int]:
+        cache = make_prompt_cache(self.model)
+        x, out = mx.array([tokens]), []
+        for position in range(len(tokens), len(tokens) + n):
+            logits = self.model(x, cache=cache)[:, -1].astype(mx.float32)
+            if temperature:
+                key = mx.array([seed32(seed, index)], mx.uint32)
+                noise = gumbel(key, mx.array([position], mx.uint32), logits.shape[-1])
+                logits = logits / temperature + noise
+            out.append(int(mx.argmax(logits).item()))
+            x = mx.array([[out[-1]]])
+        return out
+
+
+def engine(
+    m: nn.Module,
+    *,
+    layout: Layout = "rows",
+    block: int = 8,
+    blocks: int = 64,
+    budget: int = 16,
+    drafter: Drafter | None = None,
+    max_sequences: int = 8,
+    context: int = 512,
+    lone: bool = False,
+    **kw: Any,
+) -> Engine:
+    runner = Runner(m, layout, block, blocks, lone=lone)
+    pool = BlockPool(blocks, block)
+    scheduler = Scheduler(
+        pool, context=context, max_sequences=max_sequences, pace=Pace(fixed=budget), sharing=layout != "solo"
+    )
+    return Engine(runner, scheduler, drafter or NoDrafter(), **kw)
+
+
+def request(
+    name: str, prompt: Iterable[int], n: int = 12, *, temperature: float = 0.0, choices: int = 1, **kw: Any
+) -> Request:
+    stop = kw.pop("stop_tokens", frozenset())
+    return Request(name, tuple(prompt), n, Sampling(temperature=temperature, **kw), stop, choices)
+
+
+def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0) -> list[Output]:
+    """Step until idle; `each(i)` runs before turn i, up to turn `last` at least. Checks the invariants."""
+    outputs: list[Output] = []
+    for i in range(2000):
+        each(i)
+        if e.busy:
+            outputs += e.step()
+            e.check()
+        elif i >= last:
+            break
+    assert not e.busy, "the engine did not come to rest"
+    return outputs
+
+
+def tokens(outputs: Iterable[Output], name: str, index: int = 0) -> list[int]:
+    return [t for o in outputs if o.request == name and o.index == index for t in o.tokens]

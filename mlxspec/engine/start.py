@@ -38,6 +38,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     """Load `path` on this thread, which owns MLX from now on. Raises Unfit with the reason and the mend."""
     began = time.perf_counter()
     model, config = load(path)
+    weight_bytes = weights(model)  # before the runner grafts its trunk, which hides them
     found = fit(model, options.layout)
     for reason in found.refused:
         log.info("layout refused: %s", reason)
@@ -71,7 +72,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         block_size=options.block_size,
         kv_blocks=blocks,
         kv_bytes=blocks * options.block_size * found.token_bytes,
-        weight_bytes=weights(model),
+        weight_bytes=weight_bytes,
         created=int(time.time()),
     )
     log.info("%s: %s layout, ready in %.1f s", name, found.layout, time.perf_counter() - began)

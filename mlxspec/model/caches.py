@@ -55,19 +55,18 @@ class Pages:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view."""
         if self.keys is None or self.values is None:
             self.keys, self.values = self._pool(k), self._pool(v)
-        self.keys[:, self.view.slots] = _rows(k)
-        self.values[:, self.view.slots] = _rows(v)
+        self.put(self.view.slots, _rows(k), _rows(v))
+
+    def put(self, slots: mx.array, k: mx.array, v: mx.array) -> None:
+        """Write k, v [kv_heads, n, D] at `slots` [n], in place."""
+        keys, values = self.pools()
+        keys[:, slots] = k
+        values[:, slots] = v
 
     def pools(self) -> tuple[mx.array, mx.array]:
         """K and V of every slot, [kv_heads, slots, D] each."""
         assert self.keys is not None and self.values is not None, "read before the first write"
         return self.keys, self.values
-
-    def copy(self, sources: mx.array, targets: mx.array) -> None:
-        """Copy slots `sources` [n] to `targets` [n]."""
-        if self.keys is not None and self.values is not None:
-            self.keys[:, targets] = self.keys[:, sources]
-            self.values[:, targets] = self.values[:, sources]
 
     def _pool(self, x: mx.array) -> mx.array:
         return mx.zeros((x.shape[1], self.view.slots_total, x.shape[3]), x.dtype)

@@ -84,8 +84,11 @@ class Runner:
         span, size = np.arange(self.view.block_size), self.view.block_size
         slots = (np.array(pairs, np.int32)[:, :, None] * size + span).astype(np.int32)  # [n, 2, size]
         sources, targets = mx.array(slots[:, 0].ravel()), mx.array(slots[:, 1].ravel())
-        for pages in self.caches:
-            pages.copy(sources, targets)
+        # Read first, then write: a pool with a reader under way is copied whole instead of written in place.
+        held = [[pool[:, sources] for pool in pages.pools()] for pages in self.caches]
+        mx.eval(held)
+        for pages, (k, v) in zip(self.caches, held, strict=True):
+            pages.put(targets, k, v)
 
     def run(self, plan: Sequence[Entry], before: Step | None) -> Step:
         """Build the step's graph and submit it. `before` holds the tokens that are still pending."""
@@ -100,7 +103,9 @@ class Runner:
         # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
         marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
         mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
-        return Step(plan, rows, sampled, marker, self.view.hidden)
+        # Unevaluated, the hidden states of a step that samples nothing would hold on to the pools as well.
+        hidden, self.view.hidden = self.view.hidden if rows else None, None
+        return Step(plan, rows, sampled, marker, hidden)
 
     def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
         """What a step leaves behind on the device."""

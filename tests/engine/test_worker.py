@@ -1,0 +1,170 @@
+"""The thread and its door: streams, cancel, overload, errors, death, shutdown. No sleeps."""
+
+import asyncio
+import time
+
+import pytest
+
+from mlxspec.engine.worker import Dead, Worker
+from mlxspec.types import Busy, ModelInfo, Output, Unfit
+from tests import tiny
+
+INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 0, 0, 0)
+
+
+def make(**kw) -> Worker:
+    def start():
+        return tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB, **kw), INFO
+
+    return Worker(start, max_sequences=8, max_queue=4)
+
+
+@pytest.fixture
+def worker():
+    w = make()
+    w.launch()
+    yield w
+    w.stop()
+
+
+async def collect(stream) -> list[Output]:
+    async with asyncio.timeout(30):
+        return [o async for o in stream]
+
+
+def test_streams_carry_the_tokens(worker: Worker) -> None:
+    plain = tiny.Plain(tiny.model("qwen3"))
+
+    async def main():
+        streams = [worker.submit(tiny.request(f"r{i}", [i, 1, 2], 10)) for i in range(5)]
+        return await asyncio.gather(*map(collect, streams))
+
+    for i, outputs in enumerate(asyncio.run(main())):
+        assert tiny.tokens(outputs, f"r{i}") == plain([i, 1, 2], 10)
+        assert [o.finish for o in outputs][-1] == "length"
+
+
+def test_choices_end_one_by_one(worker: Worker) -> None:
+    async def main():
+        return await collect(worker.submit(tiny.request("r", [1, 2], 6, temperature=1.0, choices=3)))
+
+    outputs = asyncio.run(main())
+    assert sorted(o.index for o in outputs if o.finish) == [0, 1, 2]
+    assert all(len(tiny.tokens(outputs, "r", i)) == 6 for i in range(3))
+
+
+def test_abort_ends_the_stream_and_frees_the_blocks(worker: Worker) -> None:
+    async def main():
+        stream = worker.submit(tiny.request("r", [1, 2, 3], 400))
+        first = await anext(stream)
+        worker.abort("r")
+        rest = await collect(stream)
+        while worker.stalled() or worker.stats().running:
+            await asyncio.sleep(0)
+        return first, rest
+
+    first, rest = asyncio.run(main())
+    assert first.finish is None and rest[-1].finish == "abort"
+    assert len(rest) < 300
+    assert worker.stats().blocks_used == 0
+
+
+def test_abort_of_one_choice_leaves_the_others(worker: Worker) -> None:
+    async def main():
+        stream = worker.submit(tiny.request("r", [1, 2, 3], 50, temperature=1.0, choices=2))
+        await anext(stream)
+        worker.abort("r", 0)
+        return await collect(stream)
+
+    ends = {o.index: o.finish for o in asyncio.run(main()) if o.finish}
+    assert ends == {0: "abort", 1: "length"}
+
+
+def test_a_full_queue_is_refused_with_a_time(worker: Worker) -> None:
+    async def main():
+        streams = [worker.submit(tiny.request(f"r{i}", [1], 30)) for i in range(12)]
+        with pytest.raises(Busy) as refused:
+            worker.submit(tiny.request("more", [1], 30))
+        done = await asyncio.gather(*map(collect, streams))
+        again = await collect(worker.submit(tiny.request("more", [1], 3)))
+        return refused.value.retry_after, done, again
+
+    wait, done, again = asyncio.run(main())
+    assert 1 <= wait <= 60
+    assert all(d[-1].finish == "length" for d in done) and again[-1].finish == "length"
+
+
+def test_a_request_that_cannot_run_hurts_nobody(worker: Worker) -> None:
+    async def main():
+        good = worker.submit(tiny.request("good", [1, 2], 20))
+        bad = worker.submit(tiny.request("bad", [1, 999], 20, choices=2))
+        return await asyncio.gather(collect(good), collect(bad))
+
+    good, bad = asyncio.run(main())
+    assert good[-1].finish == "length"
+    assert [o.finish for o in bad] == ["error", "error"] and "vocabulary" in bad[0].error
+    assert worker.alive()
+
+
+def test_a_dead_engine_tells_everyone() -> None:
+    worker = make()
+    worker.launch()
+
+    async def main():
+        stream = worker.submit(tiny.request("r", [1, 2], 400))
+        await anext(stream)
+        worker.abort(object())  # type: ignore[arg-type]  harmless: an unknown id
+        worker._inbox.append(42)  # what no caller can send
+        outputs = await collect(stream)
+        with pytest.raises(Dead):
+            worker.submit(tiny.request("s", [1], 3))
+        return outputs
+
+    outputs = asyncio.run(main())
+    assert outputs[-1].finish == "error" and "engine failed" in outputs[-1].error
+    assert not worker.alive()
+
+
+def test_loading_errors_reach_the_caller() -> None:
+    def start():
+        raise Unfit("no such model")
+
+    with pytest.raises(Unfit, match="no such model"):
+        Worker(start).launch()
+
+
+def test_health_is_progress(worker: Worker) -> None:
+    assert worker.alive() and worker.stalled() == 0.0
+
+    async def main():
+        stream = worker.submit(tiny.request("r", [1], 5))
+        during = worker.stalled()
+        await collect(stream)
+        return during
+
+    assert 0 <= asyncio.run(main()) < 5
+    worker._busy, worker._progress = True, time.monotonic() - 100
+    assert worker.stalled() > 99
+
+
+def test_drain_waits_then_aborts(worker: Worker) -> None:
+    async def main():
+        short = worker.submit(tiny.request("short", [1], 5))
+        await worker.drain(30)
+        with pytest.raises(Busy):
+            worker.submit(tiny.request("late", [1], 5))
+        return await collect(short)
+
+    assert asyncio.run(main())[-1].finish == "length"
+    second = make()
+    second.launch()
+
+    async def cut():
+        long = second.submit(tiny.request("long", [1], 500))
+        await second.drain(0.0)
+        return await collect(long)
+
+    assert asyncio.run(cut())[-1].finish == "abort"
+    second.stop()
+    second.stop()
+    assert not second.alive()

@@ -1,0 +1,67 @@
+"""Paged attention against numpy: ragged groups, shared blocks, grouped heads, windows, sinks, dtypes."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxspec.kernels import Group, paged_attention
+
+HEADS, KV, DIM, SIZE, BLOCKS = 4, 2, 16, 8, 24
+
+
+def truth(q, keys, values, table, start, scale, window, sinks):
+    """One sequence, row by row. q [L, heads, D] -> [L, heads, D]."""
+    slots = [table[p // SIZE] * SIZE + p % SIZE for p in range(start + len(q))]
+    out = np.zeros_like(q)
+    for i in range(len(q)):
+        low = 0 if window is None else max(0, start + i - window + 1)
+        seen = slots[low : start + i + 1]
+        for h in range(HEADS):
+            k, v = keys[h // (HEADS // KV), seen], values[h // (HEADS // KV), seen]
+            scores = k @ q[i, h] * scale
+            top = max(scores.max(), sinks[h]) if sinks is not None else scores.max()
+            weight = np.exp(scores - top)
+            total = weight.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0)
+            out[i, h] = weight @ v / total
+    return out
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(mx.float32, 1e-5), (mx.float16, 5e-3), (mx.bfloat16, 4e-2)])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
+@pytest.mark.parametrize(
+    "shapes",
+    [[(1, [0])], [(1, [37])], [(5, [0])], [(20, [11])], [(1, [3, 40, 17]), (4, [9, 0]), (17, [16])]],
+    ids=["first", "decode", "prefill", "chunk", "ragged"],
+)
+def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(2, KV, BLOCKS * SIZE, DIM)).astype(np.float32)
+    groups, qs, want, lo = [], [], [], 0
+    sink = rng.normal(size=HEADS).astype(np.float32) if sinks else None
+    for length, starts in shapes:
+        tables = [rng.permutation(np.arange(1, BLOCKS))[: -(-(s + length) // SIZE)].tolist() for s in starts]
+        hi = lo + length * len(starts)
+        groups.append(Group(lo, hi, length, starts, tables, SIZE))
+        lo = hi
+        for start, table in zip(starts, tables, strict=True):
+            q = rng.normal(size=(length, HEADS, DIM)).astype(np.float32)
+            qs.append(q)
+            want.append(truth(q, keys, values, table, start, 0.3, window, sink))
+    got = paged_attention(
+        mx.array(np.concatenate(qs)).astype(dtype),
+        mx.array(keys).astype(dtype),
+        mx.array(values).astype(dtype),
+        groups,
+        0.3,
+        window,
+        mx.array(sink).astype(dtype) if sinks else None,
+    )
+    assert got.dtype == dtype and got.shape == (lo, HEADS, DIM)
+    assert np.abs(np.array(got.astype(mx.float32)) - np.concatenate(want)).max() < tolerance
+
+
+def test_a_window_gathers_only_its_blocks() -> None:
+    group = Group(0, 2, 1, [150, 20], [list(range(1, 20)), [20, 21, 22]], SIZE)
+    assert group.select(16)[0].shape == (2, 3)
+    assert group.select(None)[0].shape == (2, 19)

@@ -136,11 +136,11 @@ def test_preemption(kind: str, lying: bool, temperature: float) -> None:
 def test_leavers_change_nothing(kind: str) -> None:
     """Neighbours that are cut off, at every step of their life, leave the others' tokens alone."""
     all_of = requests(0.8)
+    gone = {"long", "alone"}
     for step in range(1, 12, 2):
         e = tiny.engine(model(kind), block=BLOCK, budget=7)
         for r in all_of.values():
             e.add(r)
-        gone = {"long", "alone"}
         outputs = tiny.run(e, lambda i, e=e, step=step: [e.abort(n) for n in gone if i == step])
         rest = {n: r for n, r in all_of.items() if n not in gone}
         same(kind, outputs, rest)

@@ -1,7 +1,8 @@
 """Runs a plan through an unmodified mlx-lm model: fills the view, forwards, returns the sampled rows' logits.
 
 Rule: one code path per layout, chosen once at warm-up. `rows` puts every token in its own batch row, so
-prefill chunks, decodes and drafts are one forward; `gather` hands K/V back dense; `solo` keeps mlx-lm's own caches.
+prefill chunks, decodes and drafts are one forward; `gather` hands K/V back dense; `solo` keeps
+mlx-lm's caches.
 """
 
 import time

@@ -1,0 +1,55 @@
+"""A fast BLAS for MLX on Linux, which must be in the process before `mlx.core` is.
+
+Rule: load it first. MLX's CPU wheel carries a reference BLAS that is 10 to 30 times slower; OpenBLAS, loaded
+with RTLD_GLOBAL, answers for its symbols instead. macOS needs nothing: MLX uses Accelerate and Metal there.
+"""
+
+import ctypes
+import ctypes.util
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger("mlxspec")
+
+PLACES = (
+    "/usr/lib/*-linux-gnu/openblas-pthread/libopenblas.so.0",
+    "/usr/lib*/libopenblasp.so.0",
+    "/usr/lib*/libopenblas.so*",
+    "/opt/*/lib/libopenblas.so*",
+)
+MEND = (
+    "install it with one of: sudo apt-get install libopenblas0-pthread; sudo dnf install openblas-threads;"
+    " sudo pacman -S openblas"
+)
+
+
+@functools.cache
+def load() -> str | None:
+    """The OpenBLAS that was loaded, or None where there is none or none is needed. Says so once in the log."""
+    if sys.platform != "linux":
+        return None
+    if "mlx.core" in sys.modules:
+        log.warning("OpenBLAS not loaded: MLX was imported before it, and keeps its slow reference BLAS")
+        return None
+    for name in _candidates():
+        try:
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # noqa: B018  another library has none
+        except (OSError, AttributeError):
+            continue
+        log.info("BLAS: %s", name)
+        return name
+    log.warning("OpenBLAS not found; matrix products will be 10 to 30 times slower. %s", MEND)
+    return None
+
+
+def _candidates() -> Iterator[str]:
+    if found := ctypes.util.find_library("openblas"):
+        yield found
+    if prefix := os.environ.get("CONDA_PREFIX"):
+        yield from map(str, Path(prefix).glob("lib/libopenblas.so*"))
+    for place in PLACES:
+        yield from sorted(map(str, Path("/").glob(place.removeprefix("/"))))

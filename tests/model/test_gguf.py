@@ -1,0 +1,166 @@
+"""The conversion, on a small GGUF file made here and on the real one (slow)."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model
+from transformers import AutoTokenizer
+
+from mlxspec.model import gguf
+from mlxspec.types import Unfit
+
+HEADS, KV, DIM, LAYERS, HIDDEN, INNER = 4, 2, 16, 2, 64, 96
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+def meta() -> dict:
+    tokens = [*SPECIAL, *alphabet(), "Ġt", "he", "Ġthe"]
+
+    def u32(n: int) -> mx.array:
+        return mx.array(n, mx.uint32)
+
+    return {
+        "general.architecture": "llama",
+        "llama.block_count": u32(LAYERS),
+        "llama.embedding_length": u32(HIDDEN),
+        "llama.feed_forward_length": u32(INNER),
+        "llama.attention.head_count": u32(HEADS),
+        "llama.attention.head_count_kv": u32(KV),
+        "llama.attention.layer_norm_rms_epsilon": mx.array(1e-5, mx.float32),
+        "llama.rope.freq_base": mx.array(10000.0, mx.float32),
+        "llama.context_length": u32(128),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": mx.array([3] * 3 + [1] * (len(tokens) - 3), mx.int32),
+        "tokenizer.ggml.merges": ["Ġ t", "h e", "Ġt he"],
+        "tokenizer.ggml.bos_token_id": u32(1),
+        "tokenizer.ggml.eos_token_id": u32(2),
+        "tokenizer.ggml.padding_token_id": u32(2),
+        "tokenizer.ggml.unknown_token_id": u32(0),
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+
+
+def permuted(w: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of a q or k matrix: within a head, row i of the first half, row i of the second, …"""
+    dim = w.shape[0] // heads
+    return w.reshape(heads, 2, dim // 2, -1).swapaxes(1, 2).reshape(w.shape)
+
+
+def tensors() -> tuple[dict[str, mx.array], dict[str, np.ndarray]]:
+    """A GGUF's plain tensors, and what mlx-lm must find, by its names."""
+    rng = np.random.default_rng(0)
+    vocab = len(meta()["tokenizer.ggml.tokens"])
+    out, want = {}, {}
+
+    def put(name: str, target: str, *shape: int, heads: int = 0) -> None:
+        w = rng.normal(size=shape).astype(np.float32) * 0.2
+        want[f"{target}.weight"] = w
+        out[f"{name}.weight"] = mx.array(permuted(w, heads) if heads else w)
+
+    put("token_embd", "model.embed_tokens", vocab, HIDDEN)
+    put("output_norm", "model.norm", HIDDEN)
+    for i in range(LAYERS):
+        a, b = f"blk.{i}", f"model.layers.{i}"
+        put(f"{a}.attn_q", f"{b}.self_attn.q_proj", HEADS * DIM, HIDDEN, heads=HEADS)
+        put(f"{a}.attn_k", f"{b}.self_attn.k_proj", KV * DIM, HIDDEN, heads=KV)
+        put(f"{a}.attn_v", f"{b}.self_attn.v_proj", KV * DIM, HIDDEN)
+        put(f"{a}.attn_output", f"{b}.self_attn.o_proj", HIDDEN, HEADS * DIM)
+        put(f"{a}.ffn_gate", f"{b}.mlp.gate_proj", INNER, HIDDEN)
+        put(f"{a}.ffn_up", f"{b}.mlp.up_proj", INNER, HIDDEN)
+        put(f"{a}.ffn_down", f"{b}.mlp.down_proj", HIDDEN, INNER)
+        put(f"{a}.attn_norm", f"{b}.input_layernorm", HIDDEN)
+        put(f"{a}.ffn_norm", f"{b}.post_attention_layernorm", HIDDEN)
+    return out, want
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    mx.save_gguf(str(tmp_path / "m.gguf"), tensors()[0], meta())
+    return tmp_path / "m.gguf"
+
+
+def test_fp32_has_the_weights_in_mlx_lms_order(source: Path, tmp_path: Path) -> None:
+    shares: list[float] = []
+    gguf.convert(source, tmp_path / "out", "fp32", shares.append)
+    found = mx.load(str(tmp_path / "out/model.safetensors"))
+    want = tensors()[1]
+    assert found.keys() == want.keys()
+    for name, w in want.items():
+        assert (np.array(found[name]) == w).all(), name
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    model, config = load_model(tmp_path / "out")
+    assert config["rms_norm_eps"] == 1e-5 and config["tie_word_embeddings"]
+    assert model(mx.array([[1, 5, 9]])).shape == (1, 3, len(meta()["tokenizer.ggml.tokens"]))
+
+
+def test_the_tokenizer_keeps_every_id(source: Path, tmp_path: Path) -> None:
+    gguf.convert(source, tmp_path / "out", "fp32")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokens = meta()["tokenizer.ggml.tokens"]
+    assert tokenizer.encode("the the") == [tokens.index("t"), tokens.index("he"), tokens.index("Ġthe")]
+    assert tokenizer.encode("<|im_start|>") == [1] and tokenizer.eos_token_id == 2
+    for text in ("naïve ☕\n\t x", "1234 the"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.apply_chat_template([{"content": "hé"}], tokenize=False) == "hé"
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("general.architecture", "rwkv"), ("tokenizer.ggml.model", "llama"), ("tokenizer.ggml.pre", "qwen2")],
+)
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path, key: str, value: str) -> None:
+    mx.save_gguf(str(tmp_path / "m.gguf"), tensors()[0], {**meta(), key: value})
+    with pytest.raises(Unfit, match=f"{key} is '{value}'"):
+        gguf.convert(tmp_path / "m.gguf", tmp_path / "out", "fp32")
+
+
+def test_a_foreign_tensor_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    odd = {**tensors()[0], "blk.0.attn_sinks.weight": mx.zeros((4,))}
+    mx.save_gguf(str(tmp_path / "m.gguf"), odd, meta())
+    with pytest.raises(Unfit, match="attn_sinks"):
+        gguf.convert(tmp_path / "m.gguf", tmp_path / "models/out", "fp32")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_directory_that_is_there_stays(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("x")
+    gguf.convert(source, tmp_path / "out", "fp32")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+    assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
+
+
+@pytest.mark.slow
+def test_smollm2(smollm2: Path, tmp_path: Path) -> None:
+    """The real file: its 4 bits dequantize to exactly the fp32 weights, and it knows France."""
+    from mlx_lm import generate, load
+
+    model, tokenizer = load(str(smollm2))
+    assert "Paris" in generate(model, tokenizer, "The capital of France is", max_tokens=8)
+    for text in ("def f(x):\n\treturn x  # ☕", "12 + 34 = 46", "naïve  façade"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    from mlxspec.model.catalog import resolve
+
+    packed = resolve("", tmp_path, metal=True).path
+    small, whole = mx.load(str(packed / "model.safetensors")), mx.load(str(smollm2 / "model.safetensors"))
+    config = json.loads((packed / "config.json").read_text())["quantization"]
+    for name, w in whole.items():
+        base = name.removesuffix(".weight")
+        if f"{base}.scales" in small:
+            scales, biases = (small[f"{base}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+            bits = config.get(base, config)["bits"]
+            w4 = mx.dequantize(small[name], scales, biases, group_size=32, bits=bits)
+            assert mx.array_equal(w4, w).item(), name
+    quantized, tokenizer = load(str(packed))
+    assert "Paris" in generate(quantized, tokenizer, "The capital of France is", max_tokens=8)

@@ -1,0 +1,109 @@
+"""The `mlxspec` command. It loads nothing heavy until a command needs it, so that --help is instant.
+
+Whatever a user can mend ends in one line on stderr and exit status 2; a traceback is a bug of ours.
+"""
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from mlxspec import __version__
+from mlxspec.chat import ChatError
+from mlxspec.config import TABLE, ConfigError, flag, kind, limits, load
+from mlxspec.types import Unfit
+
+METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Runs the command of `sys.argv`."""
+    try:
+        app(prog_name="mlxspec")
+    except (ConfigError, ChatError, Unfit) as error:
+        from rich.console import Console
+        from rich.text import Text
+
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mlxspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A local server for language models on Apple Silicon, built on MLX."""
+
+
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the model as its argument and a flag for each other row of the settings' table."""
+    parameters = []
+    for name, row in TABLE.items():
+        notes = [row.metadata["help"]]
+        notes += [f"Admits: {limits(row)}."] if limits(row) else []
+        notes += [f"Default: {row.default}."] if row.default else []
+        text = " ".join(notes)
+        info: Any = typer.Argument(help=text, show_default=False, metavar="MODEL")
+        if name != "model":
+            info = typer.Option(flag(name), help=text, show_default=False, metavar=METAVARS[kind(row)])
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, info]
+            )
+        )
+    command.__dict__["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+@app.command()
+@_with_flags
+def serve(**flags: str | None) -> None:
+    """Serve a model: a directory in mlx-lm's format, a hub id, or, without MODEL, the embedded one."""
+    config = load(flags, os.environ)
+    log_to_stderr(config.log_level)
+    from mlxspec.server.run import serve_model
+
+    sys.exit(serve_model(config))
+
+
+@app.command()
+def chat(
+    url: Annotated[str | None, typer.Option(help="The server; without it, the one of your settings.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; default: the model's.")
+    ] = None,
+) -> None:
+    """Chat with the running server. /reset starts anew, /exit ends, Ctrl-C stops an answer."""
+    from mlxspec.chat import run
+
+    if url is None:
+        config = load({}, os.environ)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+        url = f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+        api_key = api_key or config.api_key  # the settings' key is for the settings' server only
+    run(url, api_key or "", system, temperature)
+
+
+def log_to_stderr(level: str) -> None:
+    """Our own log at `level`; other libraries' warnings and errors."""
+    line = logging.StreamHandler(sys.stderr)
+    line.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[line])
+    logging.getLogger("mlxspec").setLevel(level.upper())

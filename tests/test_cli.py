@@ -1,0 +1,126 @@
+"""The command line: what it prints, and that a user's mistake ends in one line and status 2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxspec import __version__, cli
+from mlxspec.config import TABLE, Config, flag
+from mlxspec.types import Unfit
+
+
+@pytest.fixture(autouse=True)
+def bare_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No file, no variables: the settings of whoever runs the tests stay out of them."""
+    for name in list(os.environ):
+        if name.startswith("MLXSPEC_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlxspec", *words]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"mlxspec {__version__}\n", "")
+
+
+def test_help_has_every_flag() -> None:
+    done = run("serve", "--help")
+    assert done.returncode == 0
+    for name in TABLE:
+        assert flag(name) in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (("serve", "--port", "x"), {}, "error: --port: port = 'x' is not a whole number; give 0 to 65535\n"),
+        (("serve",), {"MLXSPEC_PORT": "x"}, "error: MLXSPEC_PORT: port = 'x' is not a whole number; "),
+        (("serve",), {"MLXSPEC_CONFIG": "/gone.toml"}, "error: /gone.toml: there is no such file; "),
+        (("serve", "--prot", "1"), {}, "No such option: --prot"),
+        (("chat", "--url", "localhost"), {}, "error: --url = 'localhost' is not a URL; "),
+        (("chat", "--temperature", "-1"), {}, "--temperature"),
+        (("sing",), {}, "No such command 'sing'"),
+    ],
+)
+def test_mistakes_end_in_a_line_and_status_2(
+    words: tuple[str, ...], env: dict[str, str], message: str
+) -> None:
+    done = run(*words, **env)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_no_color_is_honoured() -> None:
+    red = "\x1b[1;31m"
+    assert red in run("serve", "--port", "x", FORCE_COLOR="1").stderr
+    assert "31m" not in run("serve", "--port", "x", FORCE_COLOR="1", NO_COLOR="1").stderr
+    assert "\x1b" not in run("serve", "--port", "x").stderr
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["mlxspec", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Config] = []
+    monkeypatch.setattr("mlxspec.server.run.serve_model", lambda config: given.append(config) or 0)
+    monkeypatch.setenv("MLXSPEC_MAX_QUEUE", "5")
+    assert command(monkeypatch, "serve", "some/model", "--port", "0", "--log-level", "debug") == 0
+    assert given == [Config(model="some/model", port=0, max_queue=5, log_level="debug")]
+
+
+def test_serve_passes_on_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxspec.server.run.serve_model", lambda config: 1)
+    assert command(monkeypatch, "serve") == 1
+
+
+def test_a_model_that_does_not_fit_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: Config) -> int:
+        raise Unfit("model = 'a[b]' is too large; give a smaller one")
+
+    monkeypatch.setattr("mlxspec.server.run.serve_model", refuse)
+    assert command(monkeypatch, "serve") == 2
+    assert capsys.readouterr().err == "error: model = 'a[b]' is too large; give a smaller one\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "url", "key"),
+    [
+        ((), {}, "http://127.0.0.1:8080", ""),
+        ((), {"MLXSPEC_HOST": "0.0.0.0", "MLXSPEC_PORT": "9"}, "http://127.0.0.1:9", ""),
+        ((), {"MLXSPEC_HOST": "::", "MLXSPEC_API_KEY": "k"}, "http://[::1]:8080", "k"),
+        (("--api-key", "mine"), {"MLXSPEC_API_KEY": "k"}, "http://127.0.0.1:8080", "mine"),
+        (("--url", "http://other:1"), {"MLXSPEC_API_KEY": "k"}, "http://other:1", ""),
+    ],
+)
+def test_chat_finds_its_server(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], env: dict[str, str], url: str, key: str
+) -> None:
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr("mlxspec.chat.run", lambda *args: given.append(args))
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert command(monkeypatch, "chat", "--system", "Be brief.", "--temperature", "0.5", *words) == 0
+    assert given == [(url, key, "Be brief.", 0.5)]

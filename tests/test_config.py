@@ -1,0 +1,141 @@
+"""The settings: precedence, and errors that name source, field, value and mend."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mlxspec.config import TABLE, Config, ConfigError, as_flags, flag, load
+
+
+def file(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_need_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load({}, {}) == Config()
+
+
+def test_default_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".config/mlxspec").mkdir(parents=True)
+    file(tmp_path / ".config/mlxspec", "port = 9000\n")
+    assert load({}, {}).port == 9000
+
+
+def test_flags_beat_variables_beat_file(tmp_path: Path) -> None:
+    path = file(tmp_path, 'port = 1\nhost = "a"\nmodel = "m"\n')
+    config = load({"port": "3", "host": None}, {"MLXSPEC_PORT": "2", "MLXSPEC_HOST": "b"}, path)
+    assert (config.port, config.host, config.model) == (3, "b", "m")
+
+
+def test_variable_names_the_file(tmp_path: Path) -> None:
+    path = file(tmp_path, "port = 9000\n")
+    assert load({}, {"MLXSPEC_CONFIG": str(path)}).port == 9000
+
+
+def test_empty_variable_is_unset(tmp_path: Path) -> None:
+    path = file(tmp_path, "port = 9000\n")
+    assert load({}, {"MLXSPEC_PORT": ""}, path).port == 9000
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_row_takes_its_default_from_file_variable_and_flag(name: str, tmp_path: Path) -> None:
+    value = getattr(Config(), name)
+    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    toml = repr(list(value)) if isinstance(value, tuple) else f'"{value}"' if isinstance(value, str) else text
+    nothing = file(tmp_path, "")
+    assert load({name: text}, {}, nothing) == Config()
+    assert load({}, {f"MLXSPEC_{name.upper()}": text}, nothing) == Config()
+    assert load({}, {}, file(tmp_path, f"{name} = {toml}\n")) == Config()
+
+
+def test_lists(tmp_path: Path) -> None:
+    from_file = load({}, {}, file(tmp_path, 'allowed_hosts = ["a.local", "b"]\n'))
+    from_flag = load({"allowed_hosts": "a.local, b,"}, {}, file(tmp_path, ""))
+    assert from_file.allowed_hosts == from_flag.allowed_hosts == ("a.local", "b")
+
+
+def test_whole_number_serves_as_number(tmp_path: Path) -> None:
+    config = load({}, {}, file(tmp_path, "drain_s = 3\n"))
+    assert config.drain_s == 3.0 and isinstance(config.drain_s, float)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("\nport = 99999\n", ":2: port = 99999 is out of range; give 0 to 65535"),
+        ('# port\nhost = "a"\nport = "80"\n', ":3: port = '80' is not a whole number; give 0 to 65535"),
+        ("port = true\n", ":1: port = True is not a whole number; give 0 to 65535"),
+        ("drain_s = nan\n", ":1: drain_s = nan is out of range; give 0 to 3600 s"),
+        ("host = 1\n", ":1: host = 1 is not text; give text"),
+        ("allowed_hosts = [1]\n", ":1: allowed_hosts = [1] is not a list of texts; give a list of texts"),
+        ('layout = "rect"\n', ":1: layout = 'rect' is not a choice; give one of auto, rows, gather, solo"),
+        ("\n\nmax_que = 3\n", ":3: there is no setting 'max_que'; did you mean max_queue?"),
+        ("[server]\nport = 1\n", ":1: there is no setting 'server'; "),
+        ("port = \n", "not TOML: Invalid value (at line 1"),
+    ],
+)
+def test_errors_in_the_file(toml: str, message: str, tmp_path: Path) -> None:
+    path = file(tmp_path, toml)
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, path)
+    assert str(caught.value).startswith(f"{path}:")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "message"),
+    [
+        ({"port": "x"}, {}, "--port: port = 'x' is not a whole number; give 0 to 65535"),
+        ({"drain_s": "nan"}, {}, "--drain-s: drain_s = nan is out of range; give 0 to 3600 s"),
+        ({}, {"MLXSPEC_PORT": "-1"}, "MLXSPEC_PORT: port = -1 is out of range; give 0 to 65535"),
+        ({}, {"MLXSPEC_PROT": "1"}, "MLXSPEC_PROT: there is no setting 'prot'; did you mean port?"),
+        ({}, {"MLXSPEC_ZZZ": "1"}, "there is no setting 'zzz'; docs/configuration.md lists them all"),
+    ],
+)
+def test_errors_elsewhere(flags: dict[str, str], env: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags, env, file(tmp_path, ""))
+    assert message in str(caught.value)
+
+
+def test_named_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"gone.toml: there is no such file; make it or unset MLXSPEC_CONFIG"
+    ):
+        load({}, {"MLXSPEC_CONFIG": str(tmp_path / "gone.toml")})
+    with pytest.raises(ConfigError, match="Is a directory; make it a file that you may read"):
+        load({}, {}, tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"\n')
+    with pytest.raises(ConfigError, match="not TOML: 'utf-8' codec"):
+        load({}, {}, tmp_path / "latin.toml")
+
+
+def test_secrets_are_never_shown(tmp_path: Path) -> None:
+    path = file(tmp_path, 'api_key = "s3cret"\n')
+    config = load({}, {}, path)
+    assert config.api_key == "s3cret"
+    assert "s3cret" not in repr(config) + as_flags(config)
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, file(tmp_path, "api_key = 53\n"))
+    assert "53" not in str(caught.value).removeprefix(str(path))
+
+
+def test_as_flags_reads_back(tmp_path: Path) -> None:
+    assert as_flags(Config()) == ""
+    config = Config(model="/a model", layout="rows", kv_blocks=900, allowed_hosts=("a", "b"), drain_s=2.5)
+    text = as_flags(config)
+    assert text == "'/a model' --allowed-hosts a,b --kv-blocks 900 --layout rows --drain-s 2.5"
+
+
+def test_every_row_is_complete() -> None:
+    assert [f.name for f in fields(Config)] == list(TABLE)
+    for name, row in TABLE.items():
+        assert row.metadata["help"].endswith("."), name
+        if isinstance(row.default, int | float):
+            assert row.metadata["low"] <= row.default <= row.metadata["high"] < float("inf"), name
+    assert flag("model") == "MODEL" and flag("max_queue") == "--max-queue"

@@ -1,0 +1,106 @@
+"""The documents say what is so: settings, commands, dependencies and links."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import mlxspec
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md")])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+# Words that promise or belittle; a page says what is measured, and lets the reader judge what is easy.
+BANNED = ["simply", "easily", "obviously", "of course", "blazing", "lightning-fast", "seamless", "powerful"]
+BANNED += ["state-of-the-art", "cutting-edge", "world-class", "effortless"]
+
+# Where the name on the registry is not the name of the import.
+IMPORTS = {"mlx-lm": "mlx_lm", "prometheus-client": "prometheus_client"}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def names(requirements: list[str]) -> list[str]:
+    return [re.split(r"[\[<>=; ]", line)[0] for line in requirements]
+
+
+RUNTIME = set(names(PROJECT["dependencies"]))
+DEVELOPMENT = set(names(PROJECT["optional-dependencies"]["dev"]))
+
+
+def test_configuration_is_current() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts/docs", "--check"], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_configuration_is_seen(tmp_path: Path) -> None:
+    for name in ("scripts/docs", "mlxspec/__init__.py", "mlxspec/config.py", "docs/configuration.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(read(name).replace("option(8080,", "option(8081,"))
+    command = [sys.executable, tmp_path / "scripts/docs"]
+    stale = subprocess.run([*command, "--check"], capture_output=True, text=True, timeout=60)
+    assert stale.returncode == 1 and "configuration.md is stale; run scripts/docs" in stale.stderr
+    assert subprocess.run(command, timeout=60).returncode == 0
+    assert "| `8081` |" in (tmp_path / "docs/configuration.md").read_text()
+    assert subprocess.run([*command, "--check"], timeout=60).returncode == 0
+
+
+def test_dependencies_are_explained() -> None:
+    run, develop, build = re.split(
+        r"^## To (?:run|develop|build)$", read("docs/dependencies.md"), flags=re.M
+    )[1:]
+    rows = [set(re.findall(r"^\| `([^`]+)` \|", part, re.M)) for part in (run, develop, build)]
+    assert rows[:2] == [RUNTIME, DEVELOPMENT]
+    assert rows[2] == {"hatchling"}
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    imported = set()
+    for path in (ROOT / "mlxspec").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    foreign = imported - sys.stdlib_module_names - {"mlxspec"}
+    assert {"mlx", "typer"} <= foreign <= {IMPORTS.get(name, name) for name in RUNTIME}
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert PROJECT["dynamic"] == ["version"] and re.fullmatch(r"\d+\.\d+\.\d+", mlxspec.__version__)
+    assert mlxspec.__version__ in read("README.md")
+
+
+def test_the_named_make_targets_exist() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.M)
+    assert phony
+    targets = set(phony[1].split())
+    for target in targets:
+        assert re.search(rf"^{target}:", read("Makefile"), re.M), target
+    for page in PAGES:
+        assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text("utf-8"), re.M)) <= targets, page
+
+
+def test_the_named_commands_exist() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxspec", "--help"], capture_output=True, text=True, timeout=60
+    )
+    for page in PAGES:
+        for word in re.findall(r"(?:`|/|^)mlxspec ([a-z-]+)", page.read_text("utf-8"), re.M):
+            assert word in done.stdout, f"{page}: mlxspec {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_words_and_links(page: Path) -> None:
+    text = page.read_text("utf-8")
+    found = [word for word in BANNED if re.search(rf"\b{word}\b", text, re.I)]
+    assert found == []
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert link.startswith("https://") or (page.parent / link).exists(), link

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
+
+from mlxspec.types import NULL_BLOCK
 
 Selection = tuple[mx.array, mx.array | str | None, slice]  # blocks [B, n], mask, the slots to keep
 
@@ -41,27 +42,29 @@ class Group:
 
     def _select(self, window: int | None) -> Selection:
         size, rows = self.block_size, self.length
-        ends = [s + rows for s in self.starts]
+        ends = [-(-(s + rows) // size) for s in self.starts]  # in blocks, like firsts
         firsts = [max(0, s - window + 1) // size for s in self.starts] if window else [0] * len(ends)
-        width = max(-(-e // size) - f for e, f in zip(ends, firsts, strict=True))
-        blocks = np.zeros((len(ends), width), np.int32)
-        for i, (table, first, end) in enumerate(zip(self.tables, firsts, ends, strict=True)):
-            part = table[first : -(-end // size)]
-            blocks[i, : len(part)] = part
+        width = max(e - f for e, f in zip(ends, firsts, strict=True))
+        blocks = mx.array(
+            [
+                table[first:end] + [NULL_BLOCK] * (width - end + first)
+                for table, first, end in zip(self.tables, firsts, ends, strict=True)
+            ],
+            mx.int32,
+        )
+        keep = slice(0, width * size)
         if len(ends) == 1:
             start, base = self.starts[0], firsts[0] * size
             low = max(0, start - window + 1) - base if window else 0
-            keep = slice(low, ends[0] - base)
+            keep = slice(low, start + rows - base)
             if rows == 1:
-                return mx.array(blocks), None, keep
-            if not window or ends[0] <= window:
-                return mx.array(blocks), "causal", keep
-        else:
-            keep = slice(0, width * size)
-        at = np.array(firsts)[:, None, None] * size + np.arange(keep.start, keep.stop)  # [B, 1, S]
-        row = np.array(self.starts)[:, None, None] + np.arange(rows)[:, None]  # [B, L, 1]
+                return blocks, None, keep
+            if not window or start + rows <= window:
+                return blocks, "causal", keep
+        at = mx.array(firsts)[:, None, None] * size + mx.arange(keep.start, keep.stop)  # [B, 1, S]
+        row = mx.array(self.starts)[:, None, None] + mx.arange(rows)[:, None]  # [B, L, 1]
         seen = (at <= row) & (at > row - window) if window else at <= row
-        return mx.array(blocks), mx.array(seen[:, None]), keep
+        return blocks, seen[:, None], keep
 
 
 def gather(pool: mx.array, blocks: mx.array, block_size: int, keep: slice) -> mx.array:

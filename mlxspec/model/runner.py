@@ -7,7 +7,7 @@ mlx-lm's caches.
 
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -134,10 +134,10 @@ class Runner:
         if before is not None and before.sampled is not None and holes:
             if len(holes) == len(host) and sources == list(range(before.sampled.tokens.size)):
                 return before.sampled.tokens, spans
-            ids = mx.array(np.array(host, np.int32))
+            ids = mx.array(host, mx.int32)
             ids[mx.array(holes)] = before.sampled.tokens[mx.array(sources)]
             return ids, spans
-        return mx.array(np.array(host, np.int32)), spans
+        return mx.array(host, mx.int32), spans
 
     def _forward(self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int]) -> mx.array:
         """Logits [R, vocab] of the sampled rows in plan order."""
@@ -147,25 +147,26 @@ class Runner:
 
     def _rows(self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int]) -> mx.array:
         size, view = self.view.block_size, self.view
-        starts = np.cumsum([0, *(e.rows for e in plan)])
         order = sorted(range(len(plan)), key=lambda i: _bucket(plan[i], size))
-        index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
-        if (index != np.arange(len(index))).any():
-            ids = ids[mx.array(index)]
+        starts = list(accumulate((e.rows for e in plan), initial=0))
+        place = dict(zip(order, accumulate((plan[i].rows for i in order), initial=0), strict=False))
+        if order != sorted(order):
+            ids = ids[mx.array([at for i in order for at in range(starts[i], starts[i + 1])])]
         self._stage([plan[i] for i in order])
-        place = np.empty_like(index)
-        place[index] = np.arange(len(index))
-        picked = [place[s + i] for e, s in zip(plan, spans, strict=True) for i in range(e.sampled)]
-        view.sampled = mx.array(np.array(picked, np.int32))
+        picked = [
+            place[n] + span - starts[n] + i
+            for n, (e, span) in enumerate(zip(plan, spans, strict=True))
+            for i in range(e.sampled)
+        ]
+        view.sampled = mx.array(picked, mx.int32)
         logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
         return logits if self.trunk else logits[view.sampled]
 
     def _stage(self, plan: Sequence[Entry]) -> None:
         """Positions, slots and groups of entries that lie in bucket order."""
         size, view = self.view.block_size, self.view
-        positions = np.concatenate([np.arange(e.start, e.end) for e in plan]).astype(np.int32)
-        slots = np.concatenate([_slots(e, size) for e in plan]).astype(np.int32)
-        view.slots = mx.array(slots)
+        view.slots = mx.array([slot for e in plan for slot in _slots(e, size)], mx.int32)
+        view.positions = mx.array([at for e in plan for at in range(e.start, e.end)], mx.int32)
         view.groups, lo = [], 0
         for _, members in groupby(plan, key=lambda e: _bucket(e, size)):
             batch = list(members)
@@ -174,7 +175,6 @@ class Runner:
             starts = [e.start for e in batch]
             view.groups.append(Group(lo, hi, length, starts, [e.seq.table for e in batch], size))
             lo = hi
-        view.positions = mx.array(positions)
 
     def _rect(self, plan: Sequence[Entry], ids: mx.array) -> mx.array:
         """One forward per group of entries with equal rows, or per entry where the model cannot batch."""
@@ -219,8 +219,10 @@ def _bucket(entry: Entry, size: int) -> tuple[int, int]:
     return entry.rows, (-(-entry.end // size) - 1).bit_length()
 
 
-def _slots(entry: Entry, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _slots(entry: Entry, size: int) -> list[int]:
     """Where the entry's rows write; positions in shared blocks go to the null block."""
-    at = np.arange(entry.start, entry.end)
-    table = np.array(entry.seq.table)
-    return np.where(at < entry.seq.shared, NULL_BLOCK, table[at // size] * size + at % size)
+    table, shared = entry.seq.table, entry.seq.shared
+    return [
+        table[at // size] * size + at % size if at >= shared else NULL_BLOCK
+        for at in range(entry.start, entry.end)
+    ]

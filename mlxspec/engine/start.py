@@ -20,6 +20,8 @@ from mlxspec.types import ModelInfo, Request, Sampling, Unfit
 
 log = logging.getLogger("mlxspec")
 
+WORTH_CHECKING = 1 << 24  # bytes of one layer's keys; below that, activations hide a copy
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -80,13 +82,25 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 
 def _warm(engine: Engine) -> None:
-    """One short request through the real pool: allocates it and compiles what is compiled lazily."""
+    """Two short requests through the real pool: the first allocates it and compiles what is compiled lazily,
+    the second shows whether steps write it in place, which the whole design stands on."""
     limit = engine.scheduler.limit
     if limit < 2:
         raise Unfit(f"a context of {limit} tokens cannot hold a prompt and an answer; raise --context")
     prompt = tuple(i % engine.vocab for i in range(min(40, limit - 1)))
-    engine.add(Request("warm-up", prompt, min(4, limit - len(prompt)), Sampling(seed=1)))
-    while engine.busy:
-        engine.step()
+    for turn in range(2):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        engine.add(Request(f"warm-up {turn}", prompt, min(8, limit - len(prompt)), Sampling(seed=1)))
+        while engine.busy:
+            engine.step()
+    grown = mx.get_peak_memory() - before
+    pools = [pool.nbytes for pages in engine.runner.caches for pool in pages.pools()]
+    if pools and max(pools) > WORTH_CHECKING and grown > max(pools) // 2:
+        log.warning(
+            "a step takes %d MiB beside the KV pool: MLX seems to copy the pool instead of writing it in place."
+            " Answers are right but slow; a smaller --kv-blocks helps, and please report it",
+            grown >> 20,
+        )
     engine.forget()
     mx.clear_cache()

@@ -16,7 +16,17 @@ PEER = "from mlxspec import blas; blas.load(); from mlx_lm.server import main; m
 
 
 def ours(model: Path, port: int) -> list[str]:
-    return [sys.executable, "-m", "mlxspec", "serve", str(model), "--port", str(port), "--log-level", "warning"]
+    return [
+        sys.executable,
+        "-m",
+        "mlxspec",
+        "serve",
+        str(model),
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+    ]
 
 
 def mlx_lm(model: Path, port: int) -> list[str]:

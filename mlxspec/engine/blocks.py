@@ -41,6 +41,7 @@ class BlockPool:
         self.key: dict[int, bytes] = {}
         self.parts: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent key -> block -> its tokens
         self.parent: dict[int, bytes] = {}
+        self.cached = 0  # free blocks that still hold known content
 
     @property
     def capacity(self) -> int:
@@ -73,6 +74,7 @@ class BlockPool:
             return None
         taken = [self.free.popitem(last=False)[0] for _ in range(n)]
         for block in taken:
+            self.cached -= self._known(block)
             self._forget(block)
             self.refs[block] = 1
         return taken
@@ -80,7 +82,9 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each block; a free one comes back to life with its content."""
         for block in blocks:
-            self.free.pop(block, None)
+            if self.refs[block] == 0:
+                del self.free[block]
+                self.cached -= self._known(block)
             self.refs[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> None:
@@ -89,7 +93,8 @@ class BlockPool:
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 self.free[block] = None
-                if block not in self.parent:  # it holds nothing worth keeping
+                self.cached += self._known(block)
+                if not self._known(block):
                     self.free.move_to_end(block, last=False)
 
     def publish(self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int) -> None:
@@ -123,6 +128,7 @@ class BlockPool:
             held = Counter(block for table in tables for block in table)
             assert NULL_BLOCK not in held, "a table holds the null block"
             assert all(self.refs[b] == held[b] for b in range(self.size)), "references differ from the tables"
+        assert self.cached == sum(map(self._known, self.free)), "the count of cached blocks is off"
         assert self.key == {block: key for key, block in self.index.items()}, "index and keys differ"
         listed = {block: parent for parent, blocks in self.parts.items() for block in blocks}
         assert listed == self.parent, "copy sources differ from their parents"
@@ -132,10 +138,8 @@ class BlockPool:
     def used(self) -> int:
         return self.size - 1 - len(self.free)
 
-    @property
-    def cached(self) -> int:
-        """Free blocks that still hold known content."""
-        return sum(block in self.parent or block in self.key for block in self.free)
+    def _known(self, block: int) -> bool:
+        return block in self.key or block in self.parent
 
     def _offer(self, parent: bytes, block: int, content: tuple[int, ...]) -> None:
         if block in self.parent:
@@ -144,7 +148,9 @@ class BlockPool:
         blocks[block] = content
         self.parent[block] = parent
         if len(blocks) > PARTS:
-            self._withdraw(next(iter(blocks)))
+            oldest = next(iter(blocks))
+            self._withdraw(oldest)
+            self.cached -= oldest in self.free and oldest not in self.key
 
     def _withdraw(self, block: int) -> None:
         parent = self.parent.pop(block)

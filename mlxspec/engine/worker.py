@@ -20,8 +20,6 @@ from mlxspec.types import Busy, ModelInfo, Output, Request, Stats, Unfit
 
 log = logging.getLogger("mlxspec")
 
-STATS_EVERY = 0.1  # seconds; counting cached blocks is not free
-
 
 class Dead(RuntimeError):
     """The engine thread has ended; nothing can be served."""
@@ -183,7 +181,7 @@ class Worker:
         with self._wake:
             while not (self._inbox or engine.busy or self._stopping):
                 engine.check()
-                self._stats, self._busy = engine.stats(), False
+                self._busy = False
                 self._wake.wait()
             if self._stopping:
                 return False
@@ -205,10 +203,8 @@ class Worker:
         return []
 
     def _publish(self, engine: Engine, outputs: list[Output]) -> None:
-        now = time.monotonic()
-        if now - self._stats.progress > STATS_EVERY or not engine.busy:
-            self._stats = replace(engine.stats(), progress=now)
-        self._progress = now
+        self._progress = time.monotonic()
+        self._stats = replace(engine.stats(), progress=self._progress)
         if outputs and self._loop is not None:
             self._call(lambda: self._deliver(outputs))
 

@@ -6,7 +6,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from mlxspec import blas
 
@@ -39,8 +38,8 @@ def main() -> None:
     for streams in (1, 8):
         ms = steps.measure(model, streams)
         console.print(
-            f"a step of {streams} stream(s): {ms['ours']:.2f} ms our Python, {ms['seam']:.2f} ms our pages and"
-            f" attention inside the layers, {ms['graph']:.2f} ms mlx-lm's graph, {ms['run']:.1f} ms in all"
+            f"Python in a step of {streams} stream(s): {ms['ours']:.2f} ms ours, {ms['seam']:.2f} ms pages and"
+            f" attention in the layers, {ms['graph']:.2f} ms mlx-lm's graph; the step {ms['run']:.1f} ms"
         )
 
 

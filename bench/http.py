@@ -1,4 +1,4 @@
-"""What a client sees of a server: tokens per second, the longest gap of a stream, the time to a first token."""
+"""What a client sees of a server: tokens per second, a stream's longest gap, the time to a first token."""
 
 import asyncio
 import itertools
@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 
 import httpx
 
-WORDS = """time year people way day man thing woman life child world school state family student group country
-problem hand part place case week company system program question work government number night point home water
-room mother area money story fact month lot right study book eye job word business issue side kind head house
-service friend father power hour game line end member law car city community name president team minute idea
-body information back parent face others level office door health person art war history party result change
-morning reason research girl guy moment air teacher force education""".split()
+WORDS = """
+time year people way day man thing woman life child world school state family student group country
+problem hand part place case week company system program question work government number night point
+home water room mother area money story fact month lot right study book eye job word business issue
+side kind head house service friend father power hour game line end member law car city community
+name president team minute idea body information back parent face others level office door health
+person art war history party result change morning reason research girl guy moment air teacher force
+education
+""".split()
 
 STARTED = 5  # pieces after which a stream counts as running
 

@@ -40,7 +40,7 @@ class Clock:
 
 
 def measure(model: Path, streams: int) -> dict[str, float]:
-    """Median milliseconds per decode step of `streams` greedy streams: `ours` (plan, rows, sampling, booking),
+    """Median milliseconds per decode step of `streams` greedy streams: `ours` (plan, rows, sampling, commit),
     `seam` (our page writes and attention inside mlx-lm's layers), `graph` (mlx-lm's own Python), `run` (the
     whole step)."""
     engine, _ = start(model, "bench", Options(max_sequences=streams))

@@ -29,7 +29,7 @@ MEND = (
 
 @functools.cache
 def load() -> str | None:
-    """The OpenBLAS that was loaded, or None where there is none or none is needed. Says so once in the log."""
+    """The OpenBLAS that was loaded, or None where there is none or none is needed; said once in the log."""
     if sys.platform != "linux":
         return None
     if "mlx.core" in sys.modules:

@@ -50,7 +50,6 @@ LIBRARIES = {
     "transformers": {"model", "text"},
     "starlette": {"server"},
     "uvicorn": {"server"},
-    "pydantic": {"server"},
     "prometheus_client": {"metrics", "server"},
     "typer": {"cli"},
 }

@@ -98,7 +98,7 @@ def _warm(engine: Engine) -> None:
     pools = [pool.nbytes for pages in engine.runner.caches for pool in pages.pools()]
     if pools and max(pools) > WORTH_CHECKING and grown > max(pools) // 2:
         log.warning(
-            "a step takes %d MiB beside the KV pool: MLX seems to copy the pool instead of writing it in place."
+            "a step takes %d MiB beside the KV pool: MLX seems to copy the pool instead of writing in place."
             " Answers are right but slow; a smaller --kv-blocks helps, and please report it",
             grown >> 20,
         )

@@ -4,6 +4,7 @@ Rule: what is fetched is pinned and checked; a model appears in the cache whole 
 something is converted.
 """
 
+import json
 import os
 import sys
 import tomllib
@@ -74,7 +75,11 @@ def cards() -> dict[str, Card]:
     for file in sorted(data_dir("models").glob("*.toml")):
         try:
             found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
-        except (ValidationError, tomllib.TOMLDecodeError) as error:
+        except ValidationError as error:
+            wrong = [(".".join(map(str, e["loc"])), e["msg"], e["input"]) for e in error.errors()]
+            said = "; ".join(f"{field}: {why}, not {given!r:.80}" for field, why, given in wrong)
+            raise Unfit(f"{file}: {said}; models/README.md explains the fields") from error
+        except tomllib.TOMLDecodeError as error:
             raise Unfit(f"{file}: {error}") from error
     return found
 
@@ -88,9 +93,11 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
 
         name = name or DEFAULT
         return Resolved(embedded(name, known[name].source, cache_dir, "4bit" if metal else "fp32"), name)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return Resolved(_checked(path.resolve()), path.resolve().name)
+    path = os.path.expanduser(name)  # this and isdir take any text; Path's raise on some
+    if os.path.isdir(path):
+        return Resolved(_checked(Path(path).resolve()), Path(path).resolve().name)
+    if os.path.isfile(path):
+        raise Unfit(f"{name} is a file; give the directory in mlx-lm's format that holds it")
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
         return Resolved(_checked(_hub(name)), name)
     raise Unfit(
@@ -101,23 +108,36 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
 
 def _checked(path: Path) -> Path:
     missing = [] if (path / "config.json").is_file() else ["config.json"]
-    if not any(path.glob("*.safetensors")):
-        missing.append("*.safetensors")
+    if not any(path.glob("model*.safetensors")):
+        missing.append("model*.safetensors")
+    missing += _shards(path)
     if not any((path / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         missing.append("tokenizer.json or tokenizer.model")
     if missing:
+        if len(missing) > 5:
+            missing[4:] = [f"{len(missing) - 4} more files"]
         hint = "; convert it with `mlx_lm.convert`" if any(path.glob("*.gguf")) else ""
         raise Unfit(f"{path} is not a model in mlx-lm's format: {', '.join(missing)} is missing{hint}")
     return path
+
+
+def _shards(path: Path) -> list[str]:
+    """The weight files that the model's own index names and that are not there."""
+    index = path / "model.safetensors.index.json"
+    try:
+        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Unfit(f"{index} is not an index of weight files: {error!r}; fetch it again") from error
+    return sorted(name for name in named if not (path / str(name)).is_file())
 
 
 def _hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
@@ -127,7 +147,11 @@ def _hub(name: str) -> Path:
         raise Unfit(f"{name} is gated: accept its terms on the hub, then run `hf auth login`") from error
     except RepositoryNotFoundError as error:
         raise Unfit(f"the hub has no model {name}, or it is private: check the name") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise Unfit(f"{name} is not on this machine and the hub cannot be reached: {error}") from error
     except HFValidationError as error:
         raise Unfit(f"{name!r} is not a hub id: {error}") from error
+    except Exception as error:  # the hub's client lets its HTTP library's own errors through
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise Unfit(
+            f"{name} is not on this machine and cannot be fetched from the hub: {why}. Check the network, or"
+            " serve a model directory: mlxspec serve PATH"
+        ) from error

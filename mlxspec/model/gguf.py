@@ -1,7 +1,7 @@
 """Converts a GGUF checkpoint of the llama family into a directory that mlx-lm loads.
 
 Rule: nothing is guessed. Weights keep their own quantization bit for bit (4bit) or are dequantized (fp32);
-an architecture, tokenizer or tensor type that is not known here is refused by name. MLX reads the file.
+an architecture, setting, tokenizer or tensor not known here is refused by name. MLX reads the file.
 """
 
 import json
@@ -35,6 +35,26 @@ NAMES = {
 }
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 CONTROL, USER, UNUSED = 3, 4, 5  # GGUF's token types
+ACCEPTED: dict[str, tuple[str | int | None, ...]] = {  # None: the file need not say
+    "general.architecture": ("llama",),
+    # F32, F16, Q4_0, Q4_1, Q8_0: what MLX takes over as it is; it would round other types to F16
+    "general.file_type": (0, 1, 2, 3, 7, None),
+    "tokenizer.ggml.model": ("gpt2",),
+    "tokenizer.ggml.pre": ("smollm",),
+    "tokenizer.ggml.add_bos_token": (False, None),
+}
+SETTINGS = {  # those that are heeded; any other may change what the model computes
+    "llama.block_count",
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.attention.head_count",
+    "llama.attention.head_count_kv",
+    "llama.attention.layer_norm_rms_epsilon",
+    "llama.rope.dimension_count",
+    "llama.rope.freq_base",
+    "llama.vocab_size",
+}
 
 
 def convert(source: Path, target: Path, mode: Mode, progress: Progress = lambda share: None) -> None:
@@ -56,26 +76,36 @@ def convert(source: Path, target: Path, mode: Mode, progress: Progress = lambda 
         _write(scratch / "generation_config.json", ids)
         _tokenizer(meta).save(str(scratch / "tokenizer.json"))
         _write(scratch / "tokenizer_config.json", _tokenizer_config(meta, config))
+        for file in scratch.iterdir():
+            _settle(file)
         try:
             os.rename(scratch, target)
         except OSError:
             if not target.is_dir():
                 raise
         progress(1.0)
+    except KeyError as error:
+        raise Unfit(f"{source.name} does not give {error}; only a complete model can be converted") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _settle(file: Path) -> None:
+    """Its bytes on the disk, so that the directory cannot outlive a power cut without them."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
 def _check(meta: dict[str, Any]) -> None:
-    for key, known in {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-    }.items():
-        if meta.get(key) != known:
-            raise Unfit(
-                f"{key} is {meta.get(key)!r}; only {known!r} can be converted, use an mlx-lm directory"
-            )
+    for key, accepted in ACCEPTED.items():
+        value = meta.get(key)
+        value = value.item() if isinstance(value, mx.array) else value
+        if value not in accepted:
+            known = " or ".join(repr(x) for x in accepted if x is not None)
+            raise Unfit(f"{key} is {value!r}; only {known} can be converted, use an mlx-lm directory")
+    for key in sorted(meta):
+        if key.startswith("llama.") and key not in SETTINGS:
+            raise Unfit(f"{key} is a setting that cannot be converted; use an mlx-lm directory")
 
 
 def _config(weights: dict[str, mx.array], meta: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +116,9 @@ def _config(weights: dict[str, mx.array], meta: dict[str, Any]) -> dict[str, Any
 
     heads = number("llama.attention.head_count")
     hidden = number("llama.embedding_length")
+    turned = number("llama.rope.dimension_count") if "llama.rope.dimension_count" in meta else hidden // heads
+    if turned != hidden // heads:
+        raise Unfit(f"llama.rope.dimension_count is {turned}; only whole heads, {hidden // heads}, are known")
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""The pool's size follows from what is free, and the process does not grow with the requests it has served."""
+"""The pool's size follows from what is free; the process does not grow with the requests it has served."""
 
 import random
 import sys

@@ -19,8 +19,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 BANNED = ["simply", "easily", "obviously", "of course", "blazing", "lightning-fast", "seamless", "powerful"]
 BANNED += ["state-of-the-art", "cutting-edge", "world-class", "effortless"]
 
-# Where the name on the registry is not the name of the import.
-IMPORTS = {"mlx-lm": "mlx_lm", "prometheus-client": "prometheus_client"}
+# Where a package is not imported by its name on the registry alone.
+IMPORTS = {
+    "mlx-lm": {"mlx_lm"},
+    "prometheus-client": {"prometheus_client"},
+}
 
 
 def read(name: str) -> str:
@@ -29,6 +32,14 @@ def read(name: str) -> str:
 
 def names(requirements: list[str]) -> list[str]:
     return [re.split(r"[\[<>=; ]", line)[0] for line in requirements]
+
+
+def code(page: Path) -> str:
+    """The lines of a page that are code: inline, fenced or indented."""
+    text = page.read_text("utf-8")
+    fenced = re.findall(r"^```[a-z]*\n(.*?)^```$", text, re.M | re.S)
+    inline = re.findall(r"`([^`\n]+)`", text)
+    return "\n".join([*fenced, *inline, *re.findall(r"^    +(.*)$", text, re.M)])
 
 
 RUNTIME = set(names(PROJECT["dependencies"]))
@@ -70,7 +81,7 @@ def test_every_import_is_a_declared_dependency() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.partition(".")[0])
     foreign = imported - sys.stdlib_module_names - {"mlxspec"}
-    assert {"mlx", "typer"} <= foreign <= {IMPORTS.get(name, name) for name in RUNTIME}
+    assert {"mlx", "typer"} <= foreign <= set().union(*(IMPORTS.get(name, {name}) for name in RUNTIME))
 
 
 def test_the_version_stands_in_one_place() -> None:
@@ -85,7 +96,7 @@ def test_the_named_make_targets_exist() -> None:
     for target in targets:
         assert re.search(rf"^{target}:", read("Makefile"), re.M), target
     for page in PAGES:
-        assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text("utf-8"), re.M)) <= targets, page
+        assert set(re.findall(r"^make ([a-z-]+)", code(page), re.M)) <= targets, page
 
 
 def test_the_named_commands_exist() -> None:
@@ -93,7 +104,7 @@ def test_the_named_commands_exist() -> None:
         [sys.executable, "-m", "mlxspec", "--help"], capture_output=True, text=True, timeout=60
     )
     for page in PAGES:
-        for word in re.findall(r"(?:`|/|^)mlxspec ([a-z-]+)", page.read_text("utf-8"), re.M):
+        for word in re.findall(r"^(?:.*bin/)?mlxspec ([a-z-]+)", code(page), re.M):
             assert word in done.stdout, f"{page}: mlxspec {word}"
 
 

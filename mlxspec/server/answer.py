@@ -1,0 +1,190 @@
+"""One answer from submission to its last byte, streamed or whole, for either API.
+
+Rule: however it ends (the last token, a stop string, a client that left, an error), what still runs of it is
+aborted, and it is counted and logged once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlxspec.server import stream
+from mlxspec.server.errors import ApiError, busy
+from mlxspec.server.front import Front, Gone, while_connected
+from mlxspec.server.stream import Choice, Failed, Piece, Shape
+from mlxspec.types import Busy, Output, Request
+
+log = logging.getLogger("mlxspec")
+
+PROTOCOL_S = 15.0  # a silent stream gets a real chunk at least this often: some clients ignore comments
+SSE = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+Outputs = Sequence[AsyncIterator[Output]]
+
+
+@dataclass(slots=True)
+class Job:
+    """One HTTP request's work. `choices` are grouped by request, `n` of each. Times are time.monotonic()."""
+
+    requests: list[Request]
+    choices: list[Choice]
+    shape: Shape
+    streamed: bool
+    headers: dict[str, str]
+    arrived: float
+    first: float = 0.0  # token
+    last: dict[int, float] = field(default_factory=dict)  # token, by choice
+    outcome: str = ""  # how it ended, where that was not with the choices
+
+
+def answer(front: Front, job: Job) -> ASGIApp:
+    """The response that does the work while it is sent. Raises ApiError before its first byte only."""
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        outputs = _submit(front, job)
+        try:
+            deliver = _stream(front, job, outputs, send) if job.streamed else _whole(front, job, outputs)
+            response = await while_connected(receive, deliver)
+            if response is not None:
+                await response(scope, receive, send)
+        except Gone:
+            job.outcome = "gone"
+        except BaseException:
+            job.outcome = "error"
+            raise
+        finally:
+            for k, request in enumerate(job.requests):
+                if any(c.finish is None for c in job.choices[k * request.n :][: request.n]):
+                    front.engine.abort(request.id)
+            _book(front, job)
+
+    return respond
+
+
+def _submit(front: Front, job: Job) -> Outputs:
+    if not front.engine.alive():
+        raise ApiError(503, "the engine has stopped; the server's log says why")
+    outputs: list[AsyncIterator[Output]] = []
+    try:
+        for request in job.requests:
+            outputs.append(front.engine.submit(request))
+    except Busy as error:
+        for request in job.requests[: len(outputs)]:
+            front.engine.abort(request.id)
+        raise busy(error.retry_after) from error
+    return outputs
+
+
+async def _whole(front: Front, job: Job, outputs: Outputs) -> JSONResponse:
+    pieces: list[list[Piece]] = [[] for _ in job.choices]
+    try:
+        async with aclosing(_merged(outputs, None)) as merged:
+            async for found in merged:
+                if found is not None and (read := _read(front, job, *found)) is not None:
+                    pieces[read[0].index].append(read[1])
+    except Failed as error:
+        raise ApiError(error.status, str(error)) from error
+    usage = stream.usage(job.requests, job.choices)
+    return JSONResponse(stream.body(job.shape, job.choices, pieces, usage), headers=job.headers)
+
+
+async def _stream(front: Front, job: Job, outputs: Outputs, send: Send) -> None:
+    async def write(data: bytes, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    headers = [(name.encode(), value.encode()) for name, value in (SSE | job.headers).items()]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await write(b"".join(stream.opening(job.shape, range(len(job.choices)))))
+    pause = min(front.config.keepalive_s, PROTOCOL_S)
+    wrote = spoke = time.monotonic()  # a byte, a chunk
+    try:
+        async with aclosing(_merged(outputs, pause)) as merged:
+            async for found in merged:
+                read = _read(front, job, *found) if found is not None else None
+                data = b"".join(stream.chunks(job.shape, read[0].index, read[1])) if read else b""
+                now = time.monotonic()
+                if data:
+                    wrote = spoke = now
+                elif found is None or now - wrote > pause:
+                    data, wrote = stream.COMMENT, now
+                    if now - spoke + pause > PROTOCOL_S:
+                        data, spoke = data + stream.still_here(job.shape), now
+                if data:
+                    await write(data)
+        await write(stream.closing(job.shape, stream.usage(job.requests, job.choices)), more=False)
+    except Failed as error:
+        job.outcome = "error"
+        await write(stream.event(ApiError(error.status, str(error)).body()), more=False)
+
+
+def _read(front: Front, job: Job, k: int, output: Output) -> tuple[Choice, Piece] | None:
+    """What an output of request `k` adds to its choice; None where that choice has ended already."""
+    request = job.requests[k]
+    choice = job.choices[k * request.n + output.index]
+    if choice.finish is not None:
+        return None
+    now, piece = time.monotonic(), choice.take(output)
+    if output.tokens:
+        if not job.first:
+            job.first = now
+            front.metrics.first_token.observe(now - job.arrived)
+        elif (before := job.last.get(choice.index)) is not None:
+            front.metrics.between(now - before, len(output.tokens))
+        job.last[choice.index] = now
+    if choice.finish is not None and output.finish is None:
+        front.engine.abort(request.id, output.index)
+    return choice, piece
+
+
+async def _merged(outputs: Outputs, pause: float | None) -> AsyncGenerator[tuple[int, Output] | None, None]:
+    """(number of the stream, output) as they come, None after each `pause` of silence; until all have ended
+    or their choices have."""
+    waiting = {asyncio.ensure_future(anext(some)): k for k, some in enumerate(outputs)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                yield None
+            for task in done:
+                k = waiting.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(outputs[k]))] = k
+                yield k, output
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _book(front: Front, job: Job) -> None:
+    """The counters and the one line of a finished answer."""
+    now = time.monotonic()
+    counts = stream.usage(job.requests, job.choices)
+    finishes = ",".join(dict.fromkeys(c.finish or "cut" for c in job.choices))
+    front.metrics.duration.labels(job.outcome or finishes.partition(",")[0]).observe(now - job.arrived)
+    generated = counts["completion_tokens"]
+    seconds = max(job.last.values(), default=0.0) - job.first
+    rate = (generated - len(job.last)) / seconds if seconds > 0 else 0.0
+    log.info(
+        "%s: %d in, %d cached, %d out, first after %.2f s, %.1f tokens/s, %d rounds, %s",
+        job.shape.id,
+        counts["prompt_tokens"],
+        counts["prompt_tokens_details"]["cached_tokens"],
+        generated,
+        job.first - job.arrived if job.first else now - job.arrived,
+        rate,
+        sum(choice.rounds for choice in job.choices),
+        job.outcome or finishes,
+    )

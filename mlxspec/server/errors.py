@@ -1,0 +1,72 @@
+"""Refusals in the shape of OpenAI's API.
+
+Rule: a message names the field, the value and the mend.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+
+
+class ApiError(Exception):
+    """Ends a request with `status`. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code = code or CODES.get(status)
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def unfit(param: str, message: str, code: str | None = None) -> ApiError:
+    """What the client can mend: 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def busy(retry_after: int) -> ApiError:
+    return ApiError(
+        429,
+        f"the server's queue is full; try again in {retry_after} s",
+        headers={"Retry-After": str(retry_after)},
+    )
+
+
+async def on_api_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def on_http_error(http: HttpRequest, error: Exception) -> Response:
+    """What the router refuses: no such path, no such method."""
+    status = getattr(error, "status_code", 500)
+    path = http.url.path[:200]
+    message = {
+        404: f"there is nothing at {path}; GET / lists the endpoints",
+        405: f"{http.method} is not a method of {path}; use the one of the Allow header",
+    }.get(status, str(getattr(error, "detail", error)))
+    return ApiError(status, message, headers=getattr(error, "headers", None)).response()
+
+
+async def on_crash(http: HttpRequest, error: Exception) -> Response:
+    """A bug of ours; the traceback is in the log."""
+    return ApiError(500, f"the server failed: {type(error).__name__}; its log says more").response()

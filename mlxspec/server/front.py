@@ -1,0 +1,119 @@
+"""What the endpoints share: the engine, the tokenizer on its own thread, and how a client's leaving is seen.
+
+Rule: tokenizing never runs on the event loop, and no more of it waits than the queue may hold.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from mlxspec.config import Config
+from mlxspec.metrics import Metrics
+from mlxspec.server import Engine
+from mlxspec.server.errors import ApiError, busy, unfit
+from mlxspec.text.prompt import Defaults, Refused, Tokenizer
+
+log = logging.getLogger("mlxspec")
+
+T = TypeVar("T")
+
+BODY_S = 60.0  # time that a client has to send its request
+KNOWN_NAMES = 1000  # unknown fields that are remembered as logged
+NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")  # in a name that goes into a header and the log
+ALIASES = ("default", "local")
+
+
+class Gone(Exception):
+    """The client has left; there is nobody to answer."""
+
+
+@dataclass(slots=True)
+class Front:
+    """One server's state. `defaults` are the model's own sampling settings."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    defaults: Defaults
+    config: Config
+    metrics: Metrics
+    _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
+    _preparing: int = 0
+    _named: set[str] = field(default_factory=set)
+
+    async def on_text_thread(self, work: Callable[..., T], *args: Any, **kw: Any) -> T:
+        """Run `work` on the one thread for text. Raises ApiError 429 when too many wait for it, 400 for a
+        prompt that cannot be rendered."""
+        if self._preparing >= self.config.max_queue + self.config.max_sequences:
+            raise busy(1)
+        self._preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._text, lambda: work(*args, **kw))
+        except Refused as error:
+            raise unfit(error.field, str(error)) from error
+        finally:
+            self._preparing -= 1
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a model that is not served here."""
+        own = self.engine.info.name
+        if name is not None and name not in (own, *ALIASES):
+            raise ApiError(
+                404,
+                f"model = {name[:200]!r} is not served here; send {own!r} or 'default'",
+                param="model",
+                code="model_not_found",
+            )
+
+    def report(self, ignored: list[str]) -> dict[str, str]:
+        """The response header that lists unknown fields; each is logged once."""
+        names = [NOT_PLAIN.sub("?", name[:64]) for name in ignored[:32]]
+        for name in names:
+            if name not in self._named and len(self._named) < KNOWN_NAMES:
+                self._named.add(name)
+                log.warning("requests carry the unknown field %s; it is ignored", name)
+        return {"x-mlxspec-ignored": ", ".join(names)} if names else {}
+
+
+async def read_body(http: HttpRequest) -> bytes:
+    """The request's body. Raises ApiError 408 when it does not arrive in time, Gone when nobody sends it."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await http.body()
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s; send it at once") from error
+    except ClientDisconnect as error:
+        raise Gone from error
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, and cancel it the moment the client leaves; then raises Gone. The body must be read."""
+    job = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((job, left), return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise Gone
+        return job.result()
+    finally:
+        for task in (job, left):
+            task.cancel()
+        await asyncio.gather(job, left, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def on_gone(http: HttpRequest, error: Exception) -> Response:
+    """For the log of whoever stands in front; the client is not there to read it."""
+    return Response(status_code=499)

@@ -1,0 +1,191 @@
+"""The process: bind, load, serve, drain, exit.
+
+Rule: SIGTERM and SIGINT let running answers end and exit 0; a dead engine exits 1, so that whoever watches
+the process starts it again. Nothing heavy is imported before BLAS is loaded.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mlxspec import blas
+from mlxspec.config import Config, ConfigError, as_flags
+from mlxspec.server import Engine
+
+log = logging.getLogger("mlxspec")
+
+POLL_S = 0.5  # between looks at the engine's thread
+GRACE_S = 5  # for the last bytes of answers that have ended
+STOP_S = 10.0  # for the engine's thread to end its step
+KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
+BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
+
+Announce = Callable[[str], None]
+say: Announce = functools.partial(print, flush=True)
+
+
+def serve_model(config: Config) -> int:
+    """Load the configured model and serve it; the process's exit status. Raises ConfigError and Unfit."""
+    listener = bind(config)  # a taken port shows before minutes of loading
+    with listener:
+        blas.load()
+        from mlxspec.engine.start import Options, start
+        from mlxspec.engine.worker import Worker
+        from mlxspec.model.catalog import default_cache_dir, resolve
+        from mlxspec.server.app import create_app
+        from mlxspec.text.prompt import load_tokenizer
+
+        cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+        found = resolve(config.model, cache, sys.platform == "darwin" and platform.machine() == "arm64")
+        tokenizer = load_tokenizer(found.path)
+        options = Options(
+            block_size=config.block_size,
+            kv_blocks=config.kv_blocks,
+            context=config.context,
+            layout=config.layout,
+            max_sequences=config.max_sequences,
+            prefill_budget=config.prefill_budget,
+            decode_gap=config.decode_gap_ms / 1000,
+        )
+        worker = Worker(
+            lambda: start(found.path, config.name or found.name, options),
+            max_sequences=config.max_sequences,
+            max_queue=config.max_queue,
+        )
+        info = worker.launch()
+        derived = replace(
+            config,
+            model=config.model or found.name,
+            name=info.name,
+            context=info.context,
+            kv_blocks=info.kv_blocks,
+            layout=info.layout,
+        )
+        say(f"mlxspec serve {as_flags(derived)}")
+        return serve(create_app(worker, tokenizer, found.path, config), worker, config, listener=listener)
+
+
+def bind(config: Config) -> socket.socket:
+    """The server's socket, not listening yet. Raises ConfigError where it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, proto)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+    except OSError as error:
+        raise ConfigError(
+            f"host = {config.host!r}, port = {config.port}: {error.strerror}; give another --port (0: any)"
+        ) from error
+
+
+def serve(
+    app: ASGIApp,
+    engine: Engine,
+    config: Config,
+    announce: Announce = say,
+    listener: socket.socket | None = None,
+) -> int:
+    """Serve until a signal or the engine's death; the process's exit status. Main thread only.
+
+    `announce` is told once, when requests are answered. A thread of the engine that does not end is left
+    behind by ending the process on the spot.
+    """
+    status = asyncio.run(_serve(app, engine, config, announce, listener or bind(config)))
+    stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
+    stopper.start()
+    stopper.join(STOP_S)
+    if stopper.is_alive():
+        log.critical("the engine's thread does not end; leaving it")
+        logging.shutdown()
+        os._exit(1)
+    return status
+
+
+async def _serve(
+    app: ASGIApp, engine: Engine, config: Config, announce: Announce, listener: socket.socket
+) -> int:
+    server = _server(app)
+    asked = asyncio.Event()
+
+    def on_signal() -> None:
+        if asked.is_set():  # asked twice: at once, then
+            server.should_exit = server.force_exit = True
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    announce(greeting(config, engine.info.name, listener.getsockname()[1]))
+    dying, stopping = asyncio.ensure_future(_death(engine)), asyncio.ensure_future(asked.wait())
+    await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done() and not dying.done():
+        log.info("stopping; running answers have %.0f s to end", config.drain_s)
+        draining = asyncio.ensure_future(engine.drain(config.drain_s))
+        await asyncio.wait((serving, dying, draining), return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await serving
+    status = 0 if engine.alive() else 1
+    for task in (dying, stopping):
+        task.cancel()
+    return status
+
+
+def _server(app: ASGIApp) -> uvicorn.Server:
+    """uvicorn, without its own signals, log and access log."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+    # Its own handlers would stop listening at the signal and end the process by it afterwards.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    return server
+
+
+async def _death(engine: Engine) -> None:
+    """Returns when the engine's thread has ended."""
+    while engine.alive():
+        await asyncio.sleep(POLL_S)
+    log.critical("the engine has stopped; the server ends")
+
+
+def greeting(config: Config, model: str, port: int) -> str:
+    """What to do now: a curl line that works as it is."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"' if config.api_key else ""
+    return (
+        f"{model} is served at {url}/v1\n\n"
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'\n"
+    )

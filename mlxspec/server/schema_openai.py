@@ -1,0 +1,267 @@
+"""What OpenAI's endpoints take, field by field: strict types, ranges, and the fate of every other field.
+
+Rule: nothing is silently ignored. A field is used, or harmless for the reason given here, or refused because
+it would change the answer; what nobody knows is reported back.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from mlxspec.server.errors import ApiError, unfit
+from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+MAX_PROMPTS = 32
+MAX_BIASES = 1024
+INT64 = 2**63
+
+# Accepted without effect. None of them could change the text of an answer.
+HARMLESS = {
+    "user": "who asks makes no difference here",
+    "safety_identifier": "who asks makes no difference here",
+    "store": "nothing is ever stored",
+    "metadata": "it goes with storing",
+    "parallel_tool_calls": "there are no tools to call",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "the prefix cache finds shared prompts by itself",
+    "prompt_cache_retention": "the prefix cache keeps what fits",
+    "prediction": "a hint for speed only; drafts are made by the server",
+}
+HARMLESS_INSIDE = {
+    "stream_options": {"include_obfuscation"},
+    "messages[]": {"role", "content", "name", "reasoning_content", "refusal", "id", "status", "annotations"}
+    | {"tool_calls", "function_call", "audio", "tool_call_id"},  # refused where they hold something
+    "messages[].content[]": {"type", "text", "refusal", "cache_control", "annotations"},
+}
+
+# Would change the answer and is not supported: the values that ask for nothing, and the mend.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("tools", "functions"), (([],), "tools are not supported; leave it out")),
+    **dict.fromkeys(
+        ("tool_choice", "function_call"), (("none", "auto"), "tools are not supported; leave it out")
+    ),
+    "response_format": (({"type": "text"},), "the only format is {'type': 'text'}; leave it out"),
+    "modalities": ((["text"],), "answers are text; send ['text'] or leave it out"),
+    "audio": ((), "answers are text; leave it out"),
+    "web_search_options": ((), "this server searches nothing; leave it out"),
+    "verbosity": (("medium",), "the model has no such setting; ask for it in a message"),
+    "suffix": (("",), "text is completed at its end only; leave it out"),
+    "min_tokens": ((0,), "an answer may be short; ban the end token with logit_bias instead"),
+    "bad_words": (([],), "ban their tokens with logit_bias instead"),
+    "allowed_token_ids": (([],), "use logit_bias instead"),
+    "use_beam_search": ((False,), "beam search is not supported; leave it out"),
+    "length_penalty": ((1, 1.0), "beam search is not supported; leave it out"),
+    "prompt_logprobs": ((0,), "only generated tokens have log-probabilities; leave it out"),
+    "include_stop_str_in_output": ((False,), "append the stop string yourself"),
+    "skip_special_tokens": ((False,), "special tokens, but the last, are shown as text; leave it out"),
+    "draft_model": ((), "the server chooses how it drafts; leave it out"),
+    "adapters": ((), "serve the model with its adapter instead"),
+    **dict.fromkeys(
+        "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar".split(),
+        ((), "constrained answers are not supported; leave it out"),
+    ),
+    **dict.fromkeys(
+        ("mirostat", "xtc_probability", "dry_multiplier"), ((0, 0.0), "use top_k, top_p or min_p instead")
+    ),
+}
+
+OBJECT = TypeAdapter(dict[str, Any])
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+
+
+class Common(BaseModel):
+    """What both endpoints take. None, or no such field: the model's own setting, or the effect is off.
+
+    `source` is the field that the prompt comes from, `limit` the most tokens to generate, `alternatives` the
+    number of top log-probabilities per token, None for no log-probabilities.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: list[str] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+    ) = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, value: Any) -> Any:
+        stops = [value] if isinstance(value, str) else value
+        if stops is None:
+            return None
+        if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+            raise ValueError("is neither a string nor a list of strings; send one of these")
+        if len(stops) > MAX_STOPS or not all(0 < len(s) <= MAX_STOP_CHARS for s in stops):
+            raise ValueError(
+                f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters; leave some out"
+            )
+        return stops
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ValueError(
+                    f"has the key {key[:40]!r}; keys are token ids in digits, see POST /tokenize"
+                )
+        return value
+
+
+class Chat(Common):
+    api: ClassVar[Literal["chat"]] = "chat"
+    prefix: ClassVar[str] = "chatcmpl"
+    source: ClassVar[str] = "messages"
+
+    messages: Annotated[list[Any], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        given = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
+        return min(given, default=None)
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class Completion(Common):
+    api: ClassVar[Literal["completions"]] = "completions"
+    prefix: ClassVar[str] = "cmpl"
+    source: ClassVar[str] = "prompt"
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompts(cls, value: Any) -> list[str | list[int]]:
+        """A string, token ids, or a list of either -> always a list of them."""
+        some = value if isinstance(value, list) and value and not is_ids(value) else [value]
+        if not all(isinstance(prompt, str) or is_ids(prompt) for prompt in some):
+            raise ValueError("must be a string, a list of token ids, or a list of either; send one of these")
+        if len(some) > MAX_PROMPTS:
+            raise ValueError(f"holds {len(some)} prompts; send {MAX_PROMPTS} at most in one request")
+        return some
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class Tokenize(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Any], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True  # of a prompt
+    add_generation_prompt: bool = True  # of messages
+
+
+class Detokenize(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[Token]
+
+
+Body = TypeVar("Body", Chat, Completion, Tokenize, Detokenize)
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(x) is int and x >= 0 for x in value)
+
+
+def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
+    """The checked body, and the names of the fields that nobody knows. Raises ApiError 400."""
+    try:
+        raw = OBJECT.validate_json(data)
+    except ValidationError as error:
+        why = error.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
+        raise ApiError(400, f"the body is no JSON object: {why}; mend it", code="invalid_json") from error
+    given = {name: value for name, value in raw.items() if value is not None}
+    for name, value in given.items():
+        neutral, mend = REFUSED.get(name, ((value,), ""))
+        if name not in kind.model_fields and not any(type(v) is type(value) and v == value for v in neutral):
+            raise unfit(name, f"{name} = {shown(value)} is not supported: {mend}", "unsupported_parameter")
+    try:
+        return kind.model_validate(given), list(dict.fromkeys(unknown(kind, given)))
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def unknown(kind: type[BaseModel], given: Mapping[str, Any]) -> Iterator[str]:
+    """Names of fields that are neither used, nor harmless, nor refused; inner ones as `messages[].name`."""
+    for name in given:
+        if name not in kind.model_fields and name not in HARMLESS and name not in REFUSED:
+            yield name
+    if isinstance(options := given.get("stream_options"), dict):
+        known = {*StreamOptions.model_fields, *HARMLESS_INSIDE["stream_options"]}
+        yield from (f"stream_options.{name}" for name in options if name not in known)
+    for message in given["messages"] if isinstance(given.get("messages"), list) else ():
+        if isinstance(message, dict):
+            yield from _inside("messages[]", message)
+            parts = message.get("content")
+            for part in parts if isinstance(parts, list) else ():
+                yield from _inside("messages[].content[]", part if isinstance(part, dict) else {})
+
+
+def _inside(where: str, given: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{where}.{name}" for name in given if name not in HARMLESS_INSIDE[where])
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """OpenAI's error for the first thing that is wrong."""
+    first = error.errors(include_url=False)[0]
+    where = ""
+    for part in first["loc"]:
+        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
+    if first["type"] == "missing":
+        return unfit(where, f"{where} is missing; send it")
+    why = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return unfit(where, f"{where} = {shown(first['input'])} {why}")
+
+
+def shown(value: Any) -> str:
+    """A value of the client's for a message: JSON, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,126 @@
+"""Who may talk to the server: API key, Host and Origin, size of the body. Plain ASGI, around everything.
+
+Rule: nothing behind it runs for a request that it refuses. A page of some web site cannot use the server: its
+Origin is foreign, and a name that was rebound to this address is not ours. CORS stays off.
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxspec.config import Config
+from mlxspec.server.errors import ApiError
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+ANY = frozenset({"0.0.0.0", "::"})
+OPEN = frozenset({"/health"})  # without a key: what watches a service has none
+
+
+def guard(app: ASGIApp, config: Config) -> ASGIApp:
+    """`app`, for those who may use it."""
+    names = LOOPBACK | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
+    names = names - ANY
+    addresses = config.host in ANY  # then an address of ours is not known beforehand
+    most = config.max_body_mb << 20
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        try:
+            _check_names(headers, names, addresses)
+            _check_key(headers, config.api_key if scope["path"] not in OPEN else "")
+            _check_size(headers, most)
+        except ApiError as error:
+            return await error.response()(scope, receive, send)
+        await app(scope, _counted(receive, most), send)
+
+    return guarded
+
+
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
+    return [value.decode("latin-1").strip() for key, value in headers if key.lower() == name]
+
+
+def _check_names(headers: list[tuple[bytes, bytes]], names: frozenset[str], addresses: bool) -> None:
+    hosts = _values(headers, b"host")
+    if not hosts:
+        raise ApiError(400, "the Host header is missing; send it")
+    for host in hosts:
+        if not _known(f"//{host}", names, addresses):
+            raise _foreign("Host", host)
+    for origin in _values(headers, b"origin"):
+        if not _known(origin, names, addresses):
+            raise _foreign("Origin", origin)
+
+
+def _known(url: str, names: frozenset[str], addresses: bool) -> bool:
+    try:
+        name = (urlsplit(url).hostname or "").lower().removesuffix(".")
+    except ValueError:
+        return False
+    return name in names or (addresses and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    """An address cannot be rebound: whoever sends it was given it."""
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def _foreign(header: str, value: str) -> ApiError:
+    return ApiError(
+        403,
+        f"{header} = {value[:200]!r} is not a name of this server; allowed_hosts may list more names",
+        code="host_not_allowed",
+    )
+
+
+def _check_key(headers: list[tuple[bytes, bytes]], key: str) -> None:
+    if not key:
+        return
+    given = _values(headers, b"x-api-key")
+    for value in _values(headers, b"authorization"):
+        scheme, _, rest = value.partition(" ")
+        if scheme.lower() == "bearer":
+            given.append(rest.strip())
+    right = [hmac.compare_digest(one.encode("latin-1"), key.encode()) for one in given]
+    if not any(right):
+        raise ApiError(
+            401,
+            ("the API key is wrong" if given else "an API key is needed")
+            + "; send it as Authorization: Bearer, or as x-api-key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _check_size(headers: list[tuple[bytes, bytes]], most: int) -> None:
+    for value in _values(headers, b"content-length"):
+        if not value.isdigit() or len(value) > 18 or int(value) > most:
+            raise _too_large(most)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most >> 20} MB; send less, or raise max_body_mb")
+
+
+def _counted(receive: Receive, most: int) -> Receive:
+    """`receive` that refuses a body which turns out too large, whatever its headers said."""
+    seen = 0
+
+    async def counted() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > most:
+            raise _too_large(most)
+        return message
+
+    return counted

@@ -38,8 +38,8 @@ def main() -> None:
     for streams in (1, 8):
         ms = steps.measure(model, streams)
         console.print(
-            f"Python in a step of {streams} stream(s): {ms['ours']:.2f} ms ours, {ms['seam']:.2f} ms pages and"
-            f" attention in the layers, {ms['graph']:.2f} ms mlx-lm's graph; the step {ms['run']:.1f} ms"
+            f"Python in a step of {streams} stream(s): {ms['ours']:.2f} ms ours, {ms['seam']:.2f} ms pages"
+            f" and attention in the layers, {ms['graph']:.2f} ms mlx-lm's graph; the step {ms['run']:.1f} ms"
         )
 
 

@@ -1,10 +1,10 @@
 """The servers under measurement, each in a process of its own, with the same BLAS loaded first."""
 
-import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -42,13 +42,15 @@ def running(name: str, model: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen(COMMANDS[name](model, port), env=dict(os.environ), stdout=subprocess.DEVNULL)
+    log = tempfile.TemporaryFile("w+")  # a peer's tracebacks are not our output, unless it does not start
+    process = subprocess.Popen(COMMANDS[name](model, port), stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_TIMEOUT
         while not _answers(url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{name} did not start: exit status {process.poll()}")
+                log.seek(0)
+                raise SystemExit(f"{name} did not start: exit status {process.poll()}\n{log.read()[-2000:]}")
             time.sleep(0.2)
         yield url
     finally:
@@ -57,6 +59,7 @@ def running(name: str, model: Path) -> Iterator[str]:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
+        log.close()
 
 
 def _answers(url: str) -> bool:

@@ -3,23 +3,22 @@
 Rule: the pool is sized once, from what is free after the weights are loaded, and never grows.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
-
-import mlx.core as mx
 
 SHARE = 0.5  # of what is free; the rest is headroom for activations and for the user
 CONTEXTS = 4  # full contexts that are enough: a coding agent keeps three or four sequences alive
 
 
-def available() -> int:
-    """Bytes that can be had without pushing anything out: MemAvailable on Linux; elsewhere what the device
-    reports, less a quarter for the system and less what MLX holds."""
+def available(weights: int) -> int:
+    """Bytes that can be had without pushing anything out, with `weights` bytes loaded already: MemAvailable
+    on Linux; elsewhere three quarters of the machine less the weights, because its system takes the rest."""
     if sys.platform == "linux":
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         return int(found[1]) * 1024 if found else 0
-    return max(0, int(mx.device_info()["memory_size"]) * 3 // 4 - mx.get_active_memory())
+    return max(0, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4 - weights)
 
 
 def kv_blocks(context: int, block_size: int, token_bytes: int, free: int) -> int:

@@ -8,14 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
-
 from mlxspec.engine import memory
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.model.load import context_of, fit, load, weights
+from mlxspec.model.load import context_of, fit, growth, load, weights
 from mlxspec.types import ModelInfo, Request, Sampling, Unfit
 
 log = logging.getLogger("mlxspec")
@@ -45,12 +43,11 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     context = min(context_of(config), options.context or 1 << 31)
-    blocks = options.kv_blocks or memory.kv_blocks(
-        context, options.block_size, found.token_bytes, memory.available()
-    )
+    free = memory.available(weight_bytes)
+    blocks = options.kv_blocks or memory.kv_blocks(context, options.block_size, found.token_bytes, free)
     if blocks < 2:
         raise Unfit(
-            f"{memory.available() >> 20} MiB are free, less than one KV block of {options.block_size} tokens"
+            f"{free >> 20} MiB are free, less than one KV block of {options.block_size} tokens"
             " needs twice over; close something, or pick a smaller model"
         )
     runner = found.runner(model, options.block_size, blocks)
@@ -88,13 +85,15 @@ def _warm(engine: Engine) -> None:
     if limit < 2:
         raise Unfit(f"a context of {limit} tokens cannot hold a prompt and an answer; raise --context")
     prompt = tuple(i % engine.vocab for i in range(min(40, limit - 1)))
-    for turn in range(2):
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        engine.add(Request(f"warm-up {turn}", prompt, min(8, limit - len(prompt)), Sampling(seed=1)))
+    request = Request("warm-up", prompt, min(8, limit - len(prompt)), Sampling(seed=1))
+
+    def run() -> None:
+        engine.add(request)
         while engine.busy:
             engine.step()
-    grown = mx.get_peak_memory() - before
+
+    run()
+    grown = growth(run)
     pools = [pool.nbytes for pages in engine.runner.caches for pool in pages.pools()]
     if pools and max(pools) > WORTH_CHECKING and grown > max(pools) // 2:
         log.warning(
@@ -103,4 +102,3 @@ def _warm(engine: Engine) -> None:
             grown >> 20,
         )
     engine.forget()
-    mx.clear_cache()

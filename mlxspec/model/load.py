@@ -98,6 +98,16 @@ def fit(model: Module, wanted: str = "auto") -> Fit:
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
 
 
+def growth(work: Callable[[], None]) -> int:
+    """Bytes that `work` takes at its peak beyond what MLX holds now. Ends with MLX's spare buffers freed."""
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    work()
+    grown = mx.get_peak_memory() - before
+    mx.clear_cache()
+    return grown
+
+
 def _truth(model: Module) -> list[mx.array]:
     """mlx-lm's logits [1 + len(TAIL), vocab] after each probe and each token of the tail."""
     found = []

@@ -117,8 +117,7 @@ async def tokenize(http: HttpRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise unfit("prompt", "prompt, messages: send one of them, and only one")
     if body.messages is not None:
-        options = {"generation_prompt": body.add_generation_prompt}
-        work = front.on_text_thread(render_chat, front.tokenizer, body.messages, **options)
+        work = front.on_text_thread(render_chat, front.tokenizer, body.messages, body.add_generation_prompt)
     else:
         work = front.on_text_thread(encode, front.tokenizer, body.prompt, body.add_special_tokens)
     ids = await while_connected(http.receive, work)

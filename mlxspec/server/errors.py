@@ -53,6 +53,7 @@ def busy(retry_after: int) -> ApiError:
 
 async def on_api_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    http.app.state.front.metrics.refused.labels(str(error.status)).inc()
     return error.response()
 
 

@@ -49,7 +49,7 @@ class Front:
     _preparing: int = 0
     _named: set[str] = field(default_factory=set)
 
-    async def on_text_thread(self, work: Callable[..., T], *args: Any, **kw: Any) -> T:
+    async def on_text_thread(self, work: Callable[..., T], /, *args: Any, **kw: Any) -> T:
         """Run `work` on the one thread for text. Raises ApiError 429 when too many wait for it, 400 for a
         prompt that cannot be rendered."""
         if self._preparing >= self.config.max_queue + self.config.max_sequences:

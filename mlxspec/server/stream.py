@@ -126,12 +126,13 @@ def body(shape: Shape, choices: Sequence[Choice], pieces: Sequence[Sequence[Piec
     made = []
     for choice, some in zip(choices, pieces, strict=True):
         text = "".join(piece.text for piece in some)
-        said: Json = {"index": choice.index, "finish_reason": choice.finish}
+        said: Json = {"index": choice.index}
         if shape.api == "chat":
             said["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             said["text"] = (shape.echoes[choice.index] if shape.echoes else "") + text
         said["logprobs"] = _logprobs(shape, choice.index, some) if shape.logprobs else None
+        said["finish_reason"] = choice.finish
         made.append(said)
     return {**shape.head(False), "choices": made, "usage": usage}
 

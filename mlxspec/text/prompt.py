@@ -114,7 +114,7 @@ def template_reads(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: Sequence[Any], *, generation_prompt: bool = True, **template: Any
+    tokenizer: Tokenizer, messages: Sequence[Any], generation_prompt: bool = True, /, **template: Any
 ) -> list[int]:
     """Token ids of a conversation, up to where the assistant is to speak. `template` goes to the template.
 

@@ -38,7 +38,7 @@ def test_options_override(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_no_memory_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available", lambda: 1 << 10)
+    monkeypatch.setattr(memory, "available", lambda weights: 1 << 10)
     with pytest.raises(Unfit, match="0 MiB are free"):
         start.start(path, "tiny", Options())
 

@@ -37,7 +37,7 @@ def test_a_directory_is_checked(tmp_path: Path) -> None:
 
 def test_a_gguf_directory_gets_a_hint(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
-    with pytest.raises(Unfit, match="mlx_lm.convert"):
+    with pytest.raises(Unfit, match=r"mlx_lm\\.convert"):
         resolve(str(tmp_path), tmp_path, False)
 
 

@@ -14,7 +14,7 @@ import typer
 
 from mlxspec import __version__
 from mlxspec.chat import ChatError
-from mlxspec.config import TABLE, ConfigError, flag, kind, limits, load
+from mlxspec.config import TABLE, ConfigError, flag, kind, limits, load, url_of
 from mlxspec.types import Unfit
 
 METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
@@ -95,8 +95,7 @@ def chat(
 
     if url is None:
         config = load({}, os.environ)
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-        url = f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+        url = url_of(config.host, config.port)
         api_key = api_key or config.api_key  # the settings' key is for the settings' server only
     run(url, api_key or "", system, temperature)
 

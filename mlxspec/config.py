@@ -115,6 +115,12 @@ def as_flags(config: Config) -> str:
     return shlex.join(words)
 
 
+def url_of(host: str, port: int) -> str:
+    """Where a client on this machine finds a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def limits(row: Field[Any]) -> str:
     """What a row admits beyond its type: its choices or its range, in its unit. Empty where anything goes."""
     meta = row.metadata

@@ -184,6 +184,7 @@ def test_stop_tokens_cut(lying: bool) -> None:
 def test_smollm2_greedy(smollm2: Path) -> None:
     """The embedded model itself: 64 tokens of 4 prompts, batched, against mlx-lm's plain decoding."""
     from mlx_lm.utils import load_model
+
     from mlxspec.text.prompt import encode, load_tokenizer
 
     tokenizer = load_tokenizer(smollm2)

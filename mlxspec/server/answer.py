@@ -178,12 +178,13 @@ def _book(front: Front, job: Job) -> None:
     seconds = max(job.last.values(), default=0.0) - job.first
     rate = (generated - len(job.last)) / seconds if seconds > 0 else 0.0
     log.info(
-        "%s: %d in, %d cached, %d out, first after %.2f s, %.1f tokens/s, %d rounds, %s",
+        "%s: %d in, %d cached, %d out, %s after %.2f s, %.1f tokens/s, %d rounds, %s",
         job.shape.id,
         counts["prompt_tokens"],
         counts["prompt_tokens_details"]["cached_tokens"],
         generated,
-        job.first - job.arrived if job.first else now - job.arrived,
+        "first" if job.first else "none",
+        (job.first or now) - job.arrived,
         rate,
         sum(choice.rounds for choice in job.choices),
         job.outcome or finishes,

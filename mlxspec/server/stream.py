@@ -15,6 +15,7 @@ from mlxspec.types import Finish, Logprob, Output, Request
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 Json = dict[str, Any]
 Api = Literal["chat", "completions"]
@@ -118,7 +119,7 @@ def closing(shape: Shape, usage: Json) -> bytes:
 
 
 def event(data: Json) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + ENCODER.encode(data).encode() + b"\n\n"
 
 
 def body(shape: Shape, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:

@@ -55,7 +55,7 @@ def test_a_conversation_is_rendered_up_to_the_answer(tokenizer: Any) -> None:
     assert text(tokenizer, [{"role": "system", "content": "Be brief."}, user("hello")]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert text(tokenizer, [user("a")], generation_prompt=False) == "<|im_start|>user\na<|im_end|>\n"
+    assert tokenizer.decode(render_chat(tokenizer, [user("a")], False)) == "<|im_start|>user\na<|im_end|>\n"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_refusing_template_gets_merged_messages(tmp_path: Path, tokenizer: Any
     ]
     assert render_chat(strict, rough) == render_chat(tokenizer, smooth)
     grown = [*rough, {"role": "assistant", "content": "E"}, user("F")]
-    begin = render_chat(strict, rough, generation_prompt=False)
+    begin = render_chat(strict, rough, False)
     assert render_chat(strict, grown)[: len(begin)] == begin  # or the prefix cache would never hit
 
 
@@ -160,6 +160,8 @@ def test_template_variables(tmp_path: Path) -> None:
     assert template_reads(loud, "effort") and not template_reads(loud, "colour")
     with pytest.raises(Refused, match=r"chat_template_kwargs\.tokenize is set by the server"):
         render_chat(loud, [user("A")], tokenize=False)
+    with pytest.raises(Refused, match=r"chat_template_kwargs\.messages is set by the server"):
+        render_chat(loud, [user("A")], messages=[])
 
 
 def test_reasoning_and_names_reach_the_template(tmp_path: Path) -> None:

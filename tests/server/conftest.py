@@ -1,0 +1,24 @@
+"""The tests of the server run on asyncio, with the tiny tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.text.prompt import load_tokenizer
+from tests.tiny_tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Any:
+    return load_tokenizer(model_dir)

@@ -1,0 +1,25 @@
+"""An application on a real socket, served by uvicorn as `mlxspec serve` does, on a thread of its own."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mlxspec.config import Config
+from mlxspec.server.run import _server, bind
+
+
+@contextmanager
+def live(app: Any) -> Iterator[str]:
+    """The base URL of `app`, until the block ends."""
+    with bind(Config(port=0)) as listener:
+        server = _server(app)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        listener.listen(128)  # connections wait from now on
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()

@@ -1,0 +1,127 @@
+"""The text thread: off the event loop, one at a time, bounded. And how a client's leaving is seen."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.server.errors import ApiError
+from mlxspec.server.front import Front, Gone, while_connected
+from mlxspec.text.prompt import Refused
+from tests.server.scripted import server
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def front(tokenizer: Any, model_dir: Any) -> Front:
+    made: Front = server(tokenizer, model_dir, Config(max_sequences=1, max_queue=2)).app.state.front
+    return made
+
+
+async def test_work_runs_elsewhere_and_in_turn(front: Front) -> None:
+    gate, order = threading.Event(), []
+
+    def work(name: str, wait: bool = False) -> str:
+        if wait:
+            assert gate.wait(10)
+        order.append((name, threading.current_thread() is threading.main_thread()))
+        return name
+
+    first = asyncio.ensure_future(front.on_text_thread(work, "a", wait=True))
+    second = asyncio.ensure_future(front.on_text_thread(work, "b"))
+    await asyncio.sleep(0)  # the loop is free although the thread is not
+    assert not order
+    gate.set()
+    assert await asyncio.gather(first, second) == ["a", "b"]
+    assert order == [("a", False), ("b", False)]
+
+
+async def test_what_may_wait_is_bounded(front: Front) -> None:
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as caught:
+        await front.on_text_thread(len, "")
+    assert caught.value.status == 429 and caught.value.headers == {"Retry-After": "1"}
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert await front.on_text_thread(len, "ab") == 2
+
+
+async def test_what_nobody_waits_for_any_more_makes_room(front: Front) -> None:
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[2].cancel()
+    await asyncio.wait(waiting[2:])
+    gate.set()
+    assert await front.on_text_thread(len, "ab") == 2
+    await asyncio.gather(*waiting[:2])
+
+
+async def test_refusals_become_400(front: Front) -> None:
+    def refuse() -> None:
+        raise Refused("messages[1]", "messages[1] is wrong; mend it")
+
+    with pytest.raises(ApiError) as caught:
+        await front.on_text_thread(refuse)
+    assert (caught.value.status, caught.value.param) == (400, "messages[1]")
+
+
+def connection() -> tuple[Callable[[], Any], asyncio.Event]:
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive, gone
+
+
+async def test_while_connected_returns_what_the_work_returns() -> None:
+    receive, _ = connection()
+
+    async def work() -> int:
+        return 5
+
+    assert await while_connected(receive, work()) == 5
+
+
+async def test_while_connected_passes_errors_on() -> None:
+    receive, _ = connection()
+
+    async def work() -> int:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await while_connected(receive, work())
+
+
+@pytest.mark.parametrize("how", ["the client", "the server"])
+async def test_while_connected_cancels_the_work_and_waits_for_its_end(how: str) -> None:
+    receive, gone = connection()
+    began, log = asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            log.append("ended")
+
+    task = asyncio.ensure_future(while_connected(receive, work()))
+    await began.wait()
+    if how == "the client":
+        gone.set()
+        with pytest.raises(Gone):
+            await task
+    else:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert log == ["ended"]

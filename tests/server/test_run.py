@@ -1,0 +1,261 @@
+"""The process: bind, greet, drain at a signal, end with the engine."""
+
+import ast
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxspec.config import Config, ConfigError
+from mlxspec.server import run
+from mlxspec.server.run import bind, greeting, serve
+from tests import tiny
+from tests.server.scripted import MESSAGES, Server, server
+from tests.tiny_tokenizer import save_tokenizer
+
+
+@pytest.fixture
+def make(tokenizer: Any, model_dir: Path) -> Callable[..., Server]:
+    return lambda **kw: server(tokenizer, model_dir, Config(port=0), **kw)
+
+
+class Caller:
+    """What happens once the server listens, on a thread of its own."""
+
+    def __init__(self, do: Callable[[str], None]) -> None:
+        self.do, self.said, self.errors = do, "", list[BaseException]()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __call__(self, text: str) -> None:
+        self.said = text
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.do(self.said.split()[4].removesuffix("/v1"))
+        except BaseException as error:
+            self.errors.append(error)
+
+    def check(self) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive() and self.errors == []
+
+
+def stop_me(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def post(url: str, **body: Any) -> Any:
+    data = json.dumps({"messages": MESSAGES, **body}).encode()
+    with urllib.request.urlopen(f"{url}/v1/chat/completions", data, timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_0(make: Callable[..., Server], number: int) -> None:
+    s = make()
+
+    def call(url: str) -> None:
+        assert post(url)["choices"][0]["message"]["content"] == "hello world"
+        stop_me(number)
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0, drain_s=7), caller) == 0
+    caller.check()
+    assert s.engine.drained == [7] and s.engine.stopped == 1
+
+
+def test_running_answers_end_first(make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the signal nothing more is admitted; what runs is answered."""
+    s = make(holds=True)
+    draining, late, answered = asyncio.Event(), threading.Event(), list[Any]()
+
+    async def drain(timeout: float) -> None:
+        s.engine.busy = 1
+        draining.set()
+        await asyncio.to_thread(late.wait, 10)
+        s.engine.push("hello", finish="stop")
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(s.engine, "drain", drain)
+
+    def call(url: str) -> None:
+        first = threading.Thread(target=lambda: answered.append(post(url)), daemon=True)
+        first.start()
+        while not s.engine.submitted:
+            assert not late.wait(0.005)
+        stop_me()
+        while not draining.is_set():
+            assert not late.wait(0.005)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(url)
+        assert caught.value.code == 429
+        caught.value.close()
+        late.set()
+        first.join(10)
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0), caller) == 0
+    caller.check()
+    assert [a["choices"][0]["message"]["content"] for a in answered] == ["hello"]
+
+
+def test_a_second_signal_ends_it_at_once(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = make(holds=True)
+
+    async def drain(timeout: float) -> None:
+        stop_me()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(s.engine, "drain", drain)
+
+    def call(url: str) -> None:
+        with httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json={"messages": MESSAGES, "stream": True}
+        ) as r:
+            assert r.status_code == 200
+            stop_me()
+            with pytest.raises(httpx.HTTPError):
+                r.read()
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0, drain_s=3600), caller) == 0
+    caller.check()
+
+
+@pytest.mark.parametrize("while_draining", [False, True])
+def test_a_dead_engine_ends_it_with_1(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, while_draining: bool
+) -> None:
+    monkeypatch.setattr(run, "POLL_S", 0.01)
+    s = make()
+
+    async def drain(timeout: float) -> None:
+        s.engine.lives = False
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(s.engine, "drain", drain)
+
+    def call(url: str) -> None:
+        if while_draining:
+            stop_me()
+        else:
+            s.engine.lives = False
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0, drain_s=3600), caller) == 1
+    caller.check()
+
+
+def test_a_thread_that_does_not_end_is_left_behind(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s, ended, forever = make(), list[int](), threading.Event()
+    monkeypatch.setattr(run, "STOP_S", 0.01)
+    monkeypatch.setattr(run.os, "_exit", ended.append)
+    monkeypatch.setattr(run.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(s.engine, "stop", forever.wait)
+    caller = Caller(lambda url: stop_me())
+    serve(s.app, s.engine, Config(port=0), caller)
+    caller.check()
+    forever.set()
+    assert ended == [1]
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port = {port}: Address already in use; give another --port"):
+            bind(Config(port=port))
+    with pytest.raises(ConfigError, match=r"host = 'no\.such\.host\.invalid'"):
+        bind(Config(host="no.such.host.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("config", "url"),
+    [
+        (Config(), "http://127.0.0.1:81/v1"),
+        (Config(host="0.0.0.0"), "http://127.0.0.1:81/v1"),
+        (Config(host="::"), "http://[::1]:81/v1"),
+        (Config(host="::1"), "http://[::1]:81/v1"),
+        (Config(host="mac.local"), "http://mac.local:81/v1"),
+    ],
+)
+def test_the_greeting_has_a_curl_line(config: Config, url: str) -> None:
+    text = greeting(config, "tiny", 81)
+    assert text.startswith(f"tiny is served at {url}\n") and f"curl {url}/chat/completions -H" in text
+    assert "Authorization" not in text
+
+
+def test_the_curl_line_works(make: Callable[..., Server]) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    s, answers = make(), list[Any]()
+
+    def call(url: str) -> None:
+        line = next(line for line in caller.said.splitlines() if "curl" in line)
+        done = subprocess.run(shlex.split(line), capture_output=True, timeout=20, check=True)
+        answers.append(json.loads(done.stdout))
+        stop_me()
+
+    caller = Caller(call)
+    serve(s.app, s.engine, Config(port=0), caller)
+    caller.check()
+    assert answers[0]["choices"][0]["message"]["content"] == "hello world"
+
+
+def test_the_command_serves_a_model(tmp_path: Path) -> None:
+    """The whole chain, in a process of its own: load, warm up, greet, answer, end at SIGTERM."""
+    model = tiny.model("llama")
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **tiny.CONFIGS["llama"]}))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    command = [sys.executable, "-m", "mlxspec", "serve", str(tmp_path), "--port", "0", "--kv-blocks", "32"]
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(tmp_path)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare, stdin=subprocess.DEVNULL
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process, process.stdout, process.stderr:
+        try:
+            flags, greeted = process.stdout.readline(), process.stdout.readline()
+            assert "--kv-blocks 32 --layout rows" in flags, flags + process.stderr.read()
+            url = greeted.split()[4].removesuffix("/v1")
+            answer = post(url, max_tokens=5, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 5 and answer["model"] == tmp_path.name
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert f"{answer['id']}: " in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_the_key_is_not_printed() -> None:
+    text = greeting(Config(api_key="sesame"), "tiny", 81)
+    assert "sesame" not in text and '-H "Authorization: Bearer $MLXSPEC_API_KEY"' in text
+
+
+def test_nothing_heavy_is_imported_before_blas() -> None:
+    """The module's own imports bring neither mlx nor mlx_lm: BLAS must be loaded before them."""
+    tree = ast.parse(Path(run.__file__).read_text("utf-8"))
+    names = {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
+    ours = {name for name in names if name and name.startswith("mlxspec")}
+    assert ours == {"mlxspec", "mlxspec.config", "mlxspec.server"}

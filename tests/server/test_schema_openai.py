@@ -1,0 +1,267 @@
+"""The schema: types are strict, ranges hold, and no field is silently ignored."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from mlxspec.server.errors import ApiError
+from mlxspec.server.schema_openai import (
+    HARMLESS,
+    REFUSED,
+    Chat,
+    Completion,
+    Detokenize,
+    Tokenize,
+    parse,
+)
+from tests.server.scripted import MESSAGES, Server, server
+
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+COMPLETION: dict[str, Any] = {"prompt": "hello"}
+
+
+def refuse(kind: Any, body: Any) -> ApiError:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(ApiError) as caught:
+        parse(kind, data)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"x"',
+        b"\xff",
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"n": 01}',
+        b"{'n': 1}",
+    ],
+)
+def test_what_is_not_a_json_object(data: bytes) -> None:
+    error = refuse(Chat, data)
+    assert error.code == "invalid_json" and "no JSON object" in error.message
+
+
+WRONG = [
+    ("model", 5),
+    ("n", 0),
+    ("n", 9),
+    ("n", "2"),
+    ("n", True),
+    ("n", 1.0),
+    ("stream", "true"),
+    ("stream", 1),
+    ("stream_options", True),
+    ("stream_options", {"include_usage": 1}),
+    ("max_tokens", "5"),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", True),
+    ("max_tokens", 5.5),
+    ("stop", 5),
+    ("stop", [5]),
+    ("stop", [""]),
+    ("stop", ""),
+    ("stop", ["x"] * 17),
+    ("stop", ["x" * 1001]),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["5"]),
+    ("ignore_eos", "yes"),
+    ("temperature", -0.1),
+    ("temperature", 2.01),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("top_p", 1.1),
+    ("top_p", -1),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", 2),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -2.5),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"٣": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": "5"}),
+    ("logit_bias", {"1": True}),
+    ("logit_bias", [1]),
+    ("logit_bias", {str(i): 1 for i in range(1025)}),
+    ("seed", 1.5),
+    ("seed", "7"),
+    ("seed", 2**63),
+    ("messages", {}),
+    ("max_completion_tokens", "9"),
+    ("logprobs", 1),
+    ("top_logprobs", 21),
+    ("top_logprobs", -1),
+    ("reasoning_effort", 1),
+    ("chat_template_kwargs", []),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
+    error = refuse(Chat, CHAT | {name: value})
+    assert error.param is not None and error.param.startswith(name)
+    assert error.message.startswith(name)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "presence_penalty", "logit_bias"])
+def test_only_finite_numbers(name: str, value: str) -> None:
+    shown = f'{{"5": {value}}}' if name == "logit_bias" else value
+    error = refuse(Chat, f'{{"messages": [1], "{name}": {shown}}}'.encode())
+    assert error.param is not None and error.param.startswith(name)
+
+
+@pytest.mark.parametrize("kind", [Chat, Completion])
+def test_null_is_as_if_it_were_not_there(kind: Any) -> None:
+    needed = CHAT if kind is Chat else COMPLETION
+    nulls = dict.fromkeys([*kind.model_fields, *REFUSED, *HARMLESS])
+    assert parse(kind, json.dumps(nulls | needed).encode()) == parse(kind, json.dumps(needed).encode())
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_would_change_the_answer_is_refused(name: str) -> None:
+    neutral, mend = REFUSED[name]
+    error = refuse(Chat, CHAT | {name: {"some": "thing"}})
+    assert error.param == name and error.code == "unsupported_parameter"
+    assert mend in error.message and '{"some": "thing"}' in error.message
+    for value in neutral:
+        assert parse(Chat, json.dumps(CHAT | {name: value}).encode())[1] == []
+
+
+def test_a_neutral_value_is_not_mistaken_for_another_type() -> None:
+    for name, value in (("min_tokens", False), ("use_beam_search", 0), ("tools", {}), ("tools", [{}])):
+        assert refuse(Chat, CHAT | {name: value}).param == name
+
+
+def test_the_tables_do_not_overlap() -> None:
+    used = {*Chat.model_fields, *Completion.model_fields}
+    assert not HARMLESS.keys() & REFUSED.keys()
+    assert not used & HARMLESS.keys()
+    assert used & REFUSED.keys() == set()
+
+
+def test_long_values_are_shortened() -> None:
+    error = refuse(Chat, CHAT | {"temperature": "x" * 100_000})
+    assert len(error.message) < 200
+
+
+def test_unknown_fields_at_every_depth() -> None:
+    part = {"type": "text", "text": "x", "cache_control": {}, "blink": 1}
+    body = {
+        "messages": [
+            {"role": "user", "content": [part], "mood": 1, "name": "Ann"},
+            {"role": "user", "mood": 2},
+        ],
+        "stream_options": {"include_usage": True, "include_obfuscation": False, "speed": 1},
+        "colour": 1,
+        "user": "me",
+    }
+    assert parse(Chat, json.dumps(body).encode())[1] == [
+        "colour",
+        "stream_options.speed",
+        "messages[].mood",
+        "messages[].content[].blink",
+    ]
+
+
+# For each field of the two endpoints a value that must show: in what reaches the engine, or in the answer.
+TELLING: dict[str, Any] = {
+    "model": "another",
+    "n": 2,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "stop": "world",
+    "stop_token_ids": [64],
+    "ignore_eos": True,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1},
+    "seed": 5,
+    "messages": [{"role": "user", "content": "you"}],
+    "prompt": "you",
+    "logprobs": {"chat": True, "completions": 1},
+    "top_logprobs": 3,  # beside logprobs
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"colour": "red"},
+    "echo": True,
+    "best_of": 2,  # is not n
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in (Chat, Completion) for name in kind.model_fields]
+)
+async def test_no_field_is_silently_ignored(kind: Any, name: str, tokenizer: Any, model_dir: Any) -> None:
+    telling = (
+        TELLING[name][kind.api]
+        if isinstance(TELLING[name], dict) and kind.api in TELLING[name]
+        else TELLING[name]
+    )
+    basis: dict[str, Any] = {**(CHAT if kind is Chat else COMPLETION), "seed": 1}
+    if name == "top_logprobs":
+        basis["logprobs"] = True
+    if name == "stream_options":
+        basis["stream"] = True
+    one, other = [await seen(tokenizer, model_dir, kind, body) for body in (basis, basis | {name: telling})]
+    assert one[0] == 200 and one != other
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [Chat, Completion])
+async def test_harmless_fields_change_nothing(kind: Any, tokenizer: Any, model_dir: Any) -> None:
+    basis: dict[str, Any] = {**(CHAT if kind is Chat else COMPLETION), "seed": 1}
+    body = basis | dict.fromkeys(HARMLESS, "something")
+    assert await seen(tokenizer, model_dir, kind, body) == await seen(tokenizer, model_dir, kind, basis)
+
+
+async def seen(tokenizer: Any, model_dir: Any, kind: Any, body: Any) -> tuple[Any, ...]:
+    """Status, what reached the engine, and the answer, without what differs every time."""
+    s: Server = server(tokenizer, model_dir)
+    answer = await s.post("/v1/chat/completions" if kind is Chat else "/v1/completions", body)
+    engine = [(r.prompt, r.max_tokens, r.sampling, r.stop_tokens, r.n) for r in s.engine.submitted]
+    text = re.sub(r'"created":\d+', "", answer.body.decode())
+    for request in s.engine.submitted:
+        text = text.replace(request.id, "ID")
+    return answer.status, engine, answer.headers.get("x-mlxspec-ignored"), text
+
+
+def test_every_field_has_a_telling_value() -> None:
+    assert TELLING.keys() == {*Chat.model_fields, *Completion.model_fields}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (Tokenize, {"prompt": 5}, "prompt"),
+        (Tokenize, {"messages": []}, "messages"),
+        (Tokenize, {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        (Detokenize, {}, "tokens"),
+        (Detokenize, {"tokens": "x"}, "tokens"),
+        (Detokenize, {"tokens": [1, "2"]}, "tokens[1]"),
+        (Detokenize, {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+def test_the_other_bodies(kind: Any, body: Any, param: str) -> None:
+    assert refuse(kind, body).param == param

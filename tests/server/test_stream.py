@@ -1,0 +1,151 @@
+"""Outputs to pieces, pieces to chunks, bodies and usage: pure functions."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mlxspec.server import stream
+from mlxspec.server.stream import Choice, Failed, Piece, Shape, body, chunks, closing, opening, usage
+from mlxspec.text.prompt import encode
+from mlxspec.text.reader import Reader
+from mlxspec.types import Logprob, Output, Request
+
+END = 299
+
+
+def shape(tokenizer: Any, **kw: Any) -> Shape:
+    return Shape(**{"api": "chat", "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw)
+
+
+def choice(tokenizer: Any, index: int = 0, stop: tuple[str, ...] = ()) -> Choice:
+    return Choice(index, Reader(tokenizer, stop, frozenset({END})))
+
+
+def output(tokens: list[int], **kw: Any) -> Output:
+    return Output("r", 0, tuple(tokens), **kw)
+
+
+def data(chunk: bytes) -> Any:
+    assert chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and chunk.count(b"\n") == 2
+    return json.loads(chunk[6:])
+
+
+def test_pieces(tokenizer: Any) -> None:
+    made = choice(tokenizer)
+    assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == Piece("hello", (), (0,))
+    last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
+    assert last == Piece(" world", (), (5,), "stop")
+    assert (made.finish, made.cached, made.rounds, made.reader.count) == ("stop", 3, 4, 3)
+
+
+def test_a_stop_string_ends_a_choice_whatever_the_engine_says(tokenizer: Any) -> None:
+    for finish in (None, "length"):
+        made = choice(tokenizer, stop=("lo",))
+        assert made.take(output(encode(tokenizer, "hello"), finish=finish)).finish == "stop"
+    made = choice(tokenizer, stop=("\ufffd",))  # completed by the flush at the end
+    piece = made.take(output(encode(tokenizer, "a🦊")[:-1], finish="length"))
+    assert (piece.text, piece.finish) == ("a", "stop")
+
+
+def test_what_is_held_back_comes_at_the_end(tokenizer: Any) -> None:
+    made = choice(tokenizer, stop=("hello world",))
+    assert made.take(output(encode(tokenizer, "hello"))) == Piece("")
+    assert made.take(output([END], finish="stop")) == Piece("hello", (), (0,), "stop")
+
+
+def test_log_probabilities_come_with_their_text(tokenizer: Any) -> None:
+    made = choice(tokenizer, stop=("hello world",))
+    hello, you = encode(tokenizer, "hello"), encode(tokenizer, "you")
+    first, second = Logprob(hello[0], -1.0), Logprob(you[0], -2.0)
+    assert made.take(output(hello, logprobs=(first,))).logprobs == ()
+    assert made.take(output(you, logprobs=(second,))).logprobs == (first, second)
+    assert made.take(output([END], logprobs=(Logprob(END, -3.0),), finish="stop")).logprobs == ()
+
+
+@pytest.mark.parametrize(("finish", "status"), [("error", 500), ("abort", 503)])
+def test_no_answer(tokenizer: Any, finish: Any, status: int) -> None:
+    with pytest.raises(Failed) as caught:
+        choice(tokenizer).take(output([], finish=finish, error="broken"))
+    assert caught.value.status == status
+
+
+def test_a_piece_without_text_makes_no_chunk(tokenizer: Any) -> None:
+    assert chunks(shape(tokenizer), 0, Piece("")) == []
+    assert len(chunks(shape(tokenizer), 0, Piece("", finish="stop"))) == 1
+    assert len(chunks(shape(tokenizer), 0, Piece("a", finish="stop"))) == 2
+
+
+def test_chunks_are_one_line_of_utf8(tokenizer: Any) -> None:
+    [chunk] = chunks(shape(tokenizer), 3, Piece("é\n\u2028🦊"))
+    assert "é".encode() in chunk and data(chunk)["choices"][0] == {
+        "index": 3,
+        "delta": {"content": "é\n\u2028🦊"},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+
+
+def test_openings(tokenizer: Any) -> None:
+    roles = [data(c)["choices"][0] for c in opening(shape(tokenizer), range(2))]
+    assert [(c["index"], c["delta"]) for c in roles] == [
+        (i, {"role": "assistant", "content": ""}) for i in (0, 1)
+    ]
+    assert opening(shape(tokenizer, api="completions"), range(2)) == []
+    echo = opening(shape(tokenizer, api="completions", echoes=("a", "b")), range(2))
+    assert [data(c)["choices"][0]["text"] for c in echo] == ["a", "b"]
+
+
+def test_the_chunk_that_says_nothing(tokenizer: Any) -> None:
+    assert data(stream.still_here(shape(tokenizer)))["choices"][0]["delta"] == {"content": ""}
+    assert data(stream.still_here(shape(tokenizer, api="completions")))["choices"][0]["text"] == ""
+
+
+def test_closings(tokenizer: Any) -> None:
+    assert closing(shape(tokenizer), {}) == b"data: [DONE]\n\n"
+    told = closing(shape(tokenizer, include_usage=True), {"total_tokens": 5})
+    first, _, rest = told.partition(b"\n\n")
+    assert rest == b"data: [DONE]\n\n"
+    assert data(first + b"\n\n")["choices"] == [] and data(first + b"\n\n")["usage"] == {"total_tokens": 5}
+
+
+def test_no_infinity_in_json(tokenizer: Any) -> None:
+    never = Logprob(64, float("-inf"), ((65, float("-inf")),))
+    for api in ("chat", "completions"):
+        piece = Piece("a", (never,), (0,))
+        [chunk] = chunks(shape(tokenizer, api=api, logprobs=True), 0, piece)
+        assert b"Infinity" not in chunk and b"-9999.0" in chunk
+
+
+def test_usage_counts_a_prompt_once(tokenizer: Any) -> None:
+    requests = [Request("a", (1, 2, 3), 5, n=2), Request("b", (1,), 5, n=2)]
+    choices = [choice(tokenizer, i) for i in range(4)]
+    for i, made in enumerate(choices):
+        made.take(output([64] * (i + 1), cached=i))
+    assert usage(requests, choices) == {
+        "prompt_tokens": 4,
+        "completion_tokens": 10,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0 + 2},
+    }
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_a_body_is_what_its_stream_says(tokenizer: Any, api: Any) -> None:
+    look = shape(tokenizer, api=api, logprobs=True)
+    made, pieces = choice(tokenizer), []
+    for token in encode(tokenizer, "hello é🦊 world"):
+        pieces.append(made.take(output([token], logprobs=(Logprob(token, -1.0, ((64, -2.0),)),))))
+    pieces.append(made.take(output([END], finish="stop")))
+    [whole] = body(look, [made], [pieces], {})["choices"]
+    events = [data(c)["choices"][0] for p in pieces for c in chunks(look, 0, p)]
+    key = "content" if api == "chat" else "text_offset"
+    told = [entry for e in events if e["logprobs"] for entry in e["logprobs"][key]]
+    assert told == whole["logprobs"][key]
+    texts = [e["delta"].get("content", "") if api == "chat" else e["text"] for e in events]
+    assert (
+        "".join(texts)
+        == (whole["message"]["content"] if api == "chat" else whole["text"])
+        == "hello é🦊 world"
+    )
+    assert events[-1]["finish_reason"] == whole["finish_reason"] == "stop"

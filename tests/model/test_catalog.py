@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -28,16 +29,34 @@ def test_a_wrong_card_names_file_and_field(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_directory_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(Unfit, match=r"config\.json, \*\.safetensors, tokenizer"):
+    with pytest.raises(Unfit, match=r"config\.json, model\*\.safetensors, tokenizer"):
         resolve(str(tmp_path), tmp_path, False)
-    for name in ("config.json", "a.safetensors", "tokenizer.json"):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     assert resolve(str(tmp_path), tmp_path, False) == catalog.Resolved(tmp_path.resolve(), tmp_path.name)
 
 
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    for name in ("config.json", "model-1.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(Unfit, match=r"format: model-2\.safetensors is missing"):
+        resolve(str(tmp_path), tmp_path, False)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(Unfit, match="not an index"):
+        resolve(str(tmp_path), tmp_path, False)
+
+
+def test_a_file_is_refused_with_the_mend(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(Unfit, match="is a file; give the directory"):
+        resolve(str(tmp_path / "m.gguf"), tmp_path, False)
+
+
 def test_a_gguf_directory_gets_a_hint(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
-    with pytest.raises(Unfit, match=r"mlx_lm\\.convert"):
+    with pytest.raises(Unfit, match=r"mlx_lm\.convert"):
         resolve(str(tmp_path), tmp_path, False)
 
 
@@ -50,9 +69,9 @@ def test_other_names_are_refused_with_what_is_accepted(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     "error, said",
     [
-        (errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (errors.LocalEntryNotFoundError("offline"), "Check the network"),
         (errors.HFValidationError("odd"), "not a hub id"),
-        (OSError("no route"), "cannot be reached"),
+        (OSError("no route"), "no route. Check the network"),
     ],
 )
 def test_hub_errors_say_what_to_do(

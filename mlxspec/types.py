@@ -104,6 +104,7 @@ class ModelInfo:
     kv_bytes: int
     weight_bytes: int
     created: int  # unix seconds
+    prefill_budget: int = 0  # prompt rows beside decodes, as warm-up found; follows the clock from there
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,8 +123,8 @@ class Engine:
         return outputs
 
     def _clock(self, step: Step, now: float) -> None:
-        """A step lasts from the later of its submission and the read before it to its own read."""
-        self.step_seconds = now - max(step.submitted, self._settled)
+        """A step lasts from the later of its beginning and the read before it to its own read."""
+        self.step_seconds = now - max(step.began, self._settled)
         self._settled = now
         prefill = sum(e.count for e in step.plan if e.count > 1)
         self.scheduler.pace.learn(prefill, any(e.count == 1 for e in step.plan), self.step_seconds)

@@ -26,6 +26,12 @@ class Pace:
     def rows(self, decoding: bool) -> int:
         return self.fixed or int(self.shared if decoding else self.alone)
 
+    def calibrate(self, prefill: int, seconds: float) -> None:
+        """The first estimate, from a warm-up step of `prefill` rows that took `seconds`."""
+        rate = MARGIN * prefill / max(seconds, 1e-6)
+        self.alone = min(CEILING, max(FLOOR, rate * IDLE_GAP))
+        self.shared = min(CEILING, max(FLOOR, rate * self.gap))
+
     def learn(self, prefill: int, decoding: bool, seconds: float) -> None:
         """`prefill` rows beside decodes or alone took `seconds`. Steps well below the budget say little."""
         if self.fixed or seconds <= 0 or prefill < 0.5 * self.rows(decoding):

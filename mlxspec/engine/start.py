@@ -18,6 +18,7 @@ from mlxspec.types import ModelInfo, Request, Sampling, Unfit
 
 log = logging.getLogger("mlxspec")
 
+WARM_ROWS = 64  # a prompt long enough to tell what a row costs
 WORTH_CHECKING = 1 << 24  # bytes of one layer's keys; below that, activations hide a copy
 
 
@@ -72,6 +73,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         kv_blocks=blocks,
         kv_bytes=blocks * options.block_size * found.token_bytes,
         weight_bytes=weight_bytes,
+        prefill_budget=scheduler.pace.rows(decoding=True),
         created=int(time.time()),
     )
     log.info("%s: %s layout, ready in %.1f s", name, found.layout, time.perf_counter() - began)
@@ -80,20 +82,24 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 def _warm(engine: Engine) -> None:
     """Two short requests through the real pool: the first allocates it and compiles what is compiled lazily,
-    the second shows whether steps write it in place, which the whole design stands on."""
-    limit = engine.scheduler.limit
+    the second shows what a step costs and whether it writes the pool in place, which all else stands on."""
+    limit, worst = engine.scheduler.limit, 0.0
     if limit < 2:
         raise Unfit(f"a context of {limit} tokens cannot hold a prompt and an answer; raise --context")
-    prompt = tuple(i % engine.vocab for i in range(min(40, limit - 1)))
-    request = Request("warm-up", prompt, min(8, limit - len(prompt)), Sampling(seed=1))
+    rows = min(WARM_ROWS, limit - 1)
 
-    def run() -> None:
-        engine.add(request)
+    def run(first: int) -> None:
+        nonlocal worst
+        prompt = tuple((first + i) % engine.vocab for i in range(rows))
+        engine.add(Request("warm-up", prompt, min(4, limit - rows), Sampling(seed=1)))
+        worst = 0.0
         while engine.busy:
             engine.step()
+            worst = max(worst, engine.step_seconds)
 
-    run()
-    grown = growth(run)
+    run(1)
+    grown = growth(lambda: run(2))
+    engine.scheduler.pace.calibrate(rows, worst)
     pools = [pool.nbytes for pages in engine.runner.caches for pool in pages.pools()]
     if pools and max(pools) > WORTH_CHECKING and grown > max(pools) // 2:
         log.warning(

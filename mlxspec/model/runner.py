@@ -30,7 +30,7 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "gather", "solo")
 class Step:
     """A submitted plan: its sampled rows, their lazy results and which row belongs to which sequence."""
 
-    __slots__ = ("at", "hidden", "marker", "plan", "rows", "sampled", "submitted")
+    __slots__ = ("at", "began", "hidden", "marker", "plan", "rows", "sampled")
 
     def __init__(
         self,
@@ -39,9 +39,10 @@ class Step:
         sampled: Sampled | None,
         marker: mx.array,
         hidden: mx.array | None,
+        began: float,
     ) -> None:
         self.plan, self.rows, self.sampled, self.marker, self.hidden = plan, rows, sampled, marker, hidden
-        self.submitted = time.perf_counter()
+        self.began = began
         self.at: dict[Seq, int] = {}
         for r, row in enumerate(rows):
             self.at.setdefault(row.entry.seq, r)
@@ -93,6 +94,7 @@ class Runner:
 
     def run(self, plan: Sequence[Entry], before: Step | None) -> Step:
         """Build the step's graph and submit it. `before` holds the tokens that are still pending."""
+        began = time.perf_counter()  # a CPU computes most of a step while it is being submitted
         rows = rows_of(plan)
         ids, spans = self._inputs(plan, before)
         logits = self._forward(plan, ids, spans)
@@ -106,7 +108,7 @@ class Runner:
         mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
         # Unevaluated, the hidden states of a step that samples nothing would hold on to the pools as well.
         hidden, self.view.hidden = self.view.hidden if rows else None, None
-        return Step(plan, rows, sampled, marker, hidden)
+        return Step(plan, rows, sampled, marker, hidden, began)
 
     def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
         """What a step leaves behind on the device."""

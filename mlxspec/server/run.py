@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mlxspec import blas
-from mlxspec.config import Config, ConfigError, as_flags
+from mlxspec.config import Config, ConfigError, as_flags, url_of
 from mlxspec.server import Engine
 
 log = logging.getLogger("mlxspec")
@@ -73,6 +73,7 @@ def serve_model(config: Config) -> int:
             context=info.context,
             kv_blocks=info.kv_blocks,
             layout=info.layout,
+            prefill_budget=info.prefill_budget,
         )
         say(f"mlxspec serve {as_flags(derived)}")
         return serve(create_app(worker, tokenizer, found.path, config), worker, config, listener=listener)
@@ -182,8 +183,7 @@ async def _death(engine: Engine) -> None:
 
 def greeting(config: Config, model: str, port: int) -> str:
     """What to do now: a curl line that works as it is."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = url_of(config.host, port)
     key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"' if config.api_key else ""
     return (
         f"{model} is served at {url}/v1\n\n"

@@ -22,7 +22,6 @@ OPEN = frozenset({"/health"})  # without a key: what watches a service has none
 def guard(app: ASGIApp, config: Config) -> ASGIApp:
     """`app`, for those who may use it."""
     names = LOOPBACK | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
-    names = names - ANY
     addresses = config.host in ANY  # then an address of ours is not known beforehand
     most = config.max_body_mb << 20
 
@@ -103,7 +102,7 @@ def _check_key(headers: list[tuple[bytes, bytes]], key: str) -> None:
 
 def _check_size(headers: list[tuple[bytes, bytes]], most: int) -> None:
     for value in _values(headers, b"content-length"):
-        if not value.isdigit() or len(value) > 18 or int(value) > most:
+        if not value.isdecimal() or len(value) > 18 or int(value) > most:
             raise _too_large(most)
 
 

@@ -18,6 +18,14 @@ def test_a_step_beside_decodes_stays_inside_the_gap(fixed: float, row: float) ->
     assert fixed + row * rows * 1.5 > 0.15 or rows == CEILING, "far below what would fit"
 
 
+def test_warm_up_gives_the_first_estimate() -> None:
+    pace = Pace(gap=0.25)
+    pace.calibrate(64, 0.4)
+    assert pace.rows(True) == 32 and pace.rows(False) == 128
+    pace.calibrate(64, 1e-9)
+    assert pace.rows(True) == pace.rows(False) == CEILING
+
+
 def test_small_steps_teach_nothing_and_a_fixed_budget_stays() -> None:
     pace = Pace()
     pace.learn(1, True, 10.0)

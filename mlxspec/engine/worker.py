@@ -95,10 +95,7 @@ class Worker:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one choice); unknown ids do nothing. Honoured before the next step is planned."""
-        with self._wake:
-            self._inbox.append((request_id, index))
-            self._busy = True
-            self._wake.notify()
+        self._order((request_id, index))
 
     def stop(self) -> None:
         """End the thread after its current step; safe to call twice."""
@@ -108,11 +105,18 @@ class Worker:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _order(self, order: Request | tuple[str, int | None]) -> None:
+        with self._wake:
+            self._inbox.append(order)
+            if not self._busy:
+                self._busy, self._progress = True, time.monotonic()
+            self._wake.notify()
+
     # ---- event loop -----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Stream:
         """Queue a request. Raises Busy when the queue is full or draining, Dead without an engine."""
-        if not self.alive():
+        if not self.alive() or self._stopping:
             raise Dead("the engine has stopped; see the log")
         waiting = sum(len(left) for _, left in self._streams.values())
         if self._draining or waiting + request.n > self._max:
@@ -122,11 +126,7 @@ class Worker:
         stream = Stream(request)
         self._streams[request.id] = (stream, set(range(request.n)))
         self._idle.clear()
-        with self._wake:
-            self._inbox.append(request)
-            if not self._busy:
-                self._busy, self._progress = True, time.monotonic()
-            self._wake.notify()
+        self._order(request)
         return stream
 
     async def drain(self, timeout: float) -> None:
@@ -172,8 +172,9 @@ class Worker:
             self._error = error
             if self._ready.is_set():
                 log.critical("the engine thread died", exc_info=error)
-                self._send_all_failed(f"the engine failed: {type(error).__name__}: {error}")
         finally:
+            why = f"the engine failed: {self._error!r}" if self._error else "the server is stopping"
+            self._send_all_failed(why)
             self._ready.set()
             mx.clear_streams()
 

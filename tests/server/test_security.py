@@ -41,6 +41,7 @@ async def ask(config: Config, path: str = "/v1/models", **headers: str) -> Answe
         (Config(), "[::1", False),
         (Config(), "", False),
         (Config(), "192.168.1.5:8080", False),
+        (Config(), "0.0.0.0:8080", False),
         (Config(host="192.168.1.5"), "192.168.1.5:8080", True),
         (Config(host="0.0.0.0"), "192.168.1.5:8080", True),
         (Config(host="::"), "[fe80::1]:8080", True),
@@ -130,6 +131,7 @@ async def test_a_body_that_is_too_large(tokenizer: Any, model_dir: Any) -> None:
         {"body": b"{}", "headers": {"content-length": str(1 << 40)}},
         {"body": b"{}", "headers": {"content-length": "9" * 5000}},
         {"body": b"{}", "headers": {"content-length": "-1"}},
+        {"body": b"{}", "headers": {"content-length": "²"}},
     ):
         answer = await s.post(CHAT, **kw)
         assert answer.status == 413 and "larger than 1 MB" in answer.error["message"]

@@ -143,9 +143,9 @@ def test_a_template_without_a_system_role(tmp_path: Path, tokenizer: Any) -> Non
 
 
 def test_what_the_template_refuses_in_every_form(tmp_path: Path) -> None:
-    never = with_template(tmp_path, "{{ raise_exception('Not today') }}")
-    with pytest.raises(Refused, match="refuses them: Not today; change their roles") as caught:
-        render_chat(never, [user("A")])
+    never = with_template(tmp_path, "{{ raise_exception('Not these ' ~ messages|length) }}")
+    with pytest.raises(Refused, match="refuses them: Not these 2; change their roles") as caught:
+        render_chat(never, [user("A"), user("B")])  # what is said of the messages as they came
     assert caught.value.field == "messages"
 
 

@@ -136,6 +136,10 @@ class Busy(Exception):
         self.retry_after = retry_after
 
 
+class Dead(RuntimeError):
+    """The engine's thread has ended or is ending; nothing can be served."""
+
+
 class Unfit(ValueError):
     """A request or a model that can never be served here, with the reason and the mend."""
 

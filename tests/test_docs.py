@@ -51,6 +51,18 @@ def test_configuration_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_api_page_names_every_field() -> None:
+    from mlxspec.server.schema_openai import HARMLESS, REFUSED, Chat, Completion
+
+    page = read("docs/api.md")
+    known = [*HARMLESS, *REFUSED, *Chat.model_fields, *Completion.model_fields]
+    assert [name for name in known if f"`{name}`" not in page] == []
+    for name, why in HARMLESS.items():
+        assert why[1:] in page, name
+    for name, (_, mend) in REFUSED.items():
+        assert mend[1:] in page, name
+
+
 def test_a_stale_configuration_is_seen(tmp_path: Path) -> None:
     for name in ("scripts/docs", "mlxspec/__init__.py", "mlxspec/config.py", "docs/configuration.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -16,13 +16,9 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxspec.engine.engine import Engine
-from mlxspec.types import Busy, ModelInfo, Output, Request, Stats, Unfit
+from mlxspec.types import Busy, Dead, ModelInfo, Output, Request, Stats, Unfit
 
 log = logging.getLogger("mlxspec")
-
-
-class Dead(RuntimeError):
-    """The engine thread has ended; nothing can be served."""
 
 
 class Stream:

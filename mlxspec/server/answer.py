@@ -18,7 +18,7 @@ from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, busy
 from mlxspec.server.front import Front, Gone, while_connected
 from mlxspec.server.stream import Choice, Failed, Piece, Shape
-from mlxspec.types import Busy, Output, Request
+from mlxspec.types import Busy, Dead, Output, Request
 
 log = logging.getLogger("mlxspec")
 
@@ -72,12 +72,12 @@ def answer(front: Front, job: Job) -> ASGIApp:
 
 
 def _submit(front: Front, job: Job) -> Outputs:
-    if not front.engine.alive():
-        raise ApiError(503, "the engine has stopped; the server's log says why")
     outputs: list[AsyncIterator[Output]] = []
     try:
         for request in job.requests:
             outputs.append(front.engine.submit(request))
+    except Dead as error:
+        raise ApiError(503, "the engine has stopped; the server's log says why") from error
     except Busy as error:
         for request in job.requests[: len(outputs)]:
             front.engine.abort(request.id)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from mlxspec.engine.worker import Dead, Worker
-from mlxspec.types import Busy, ModelInfo, Output, Unfit
+from mlxspec.engine.worker import Worker
+from mlxspec.types import Busy, Dead, ModelInfo, Output, Unfit
 from tests import tiny
 
 INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 0, 0, 0)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message
 from mlxspec.config import Config
 from mlxspec.server.app import create_app
 from mlxspec.text.prompt import encode
-from mlxspec.types import Busy, Finish, Logprob, ModelInfo, Output, Request, Stats
+from mlxspec.types import Busy, Dead, Finish, Logprob, ModelInfo, Output, Request, Stats
 
 INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
 END = 299
@@ -60,6 +60,8 @@ class Scripted:
     stopped: int = 0
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
+        if not self.lives:
+            raise Dead("the engine has stopped")
         if self.busy:
             raise Busy(self.busy)
         self.submitted.append(request)

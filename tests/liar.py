@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
 from mlxspec.types import Draft, Entry, Sequence
 from tests import tiny
@@ -36,7 +35,7 @@ class Liar:
             rest = self.truth[e.seq.request.prompt, e.seq.index][e.seq.generated :][: e.depth]
             e.draft = Draft([(t + (self.rng.random() < self.lies)) % tiny.VOCAB for t in rest], "liar")
 
-    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], hidden: Any) -> None:
+    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]]) -> None:
         self.drafted += sum(len(e.draft) for e in entries)
         self.kept += sum(max(0, len(a) - 1) for a in accepted)
 

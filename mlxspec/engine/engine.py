@@ -119,7 +119,7 @@ class Engine:
             self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
         outputs = self.scheduler.commit(step.plan, accepted, lps)
         self.counters["generated"] += sum(len(o.tokens) for o in outputs)
-        self.drafter.observe(step.plan, accepted, step.hidden)
+        self.drafter.observe(step.plan, accepted)
         return outputs
 
     def _clock(self, step: Step, now: float) -> None:

@@ -33,10 +33,12 @@ class Pace:
         self.shared = min(CEILING, max(FLOOR, rate * self.gap))
 
     def learn(self, prefill: int, decoding: bool, seconds: float) -> None:
-        """`prefill` rows beside decodes or alone took `seconds`. Steps well below the budget say little."""
-        if self.fixed or seconds <= 0 or prefill < 0.5 * self.rows(decoding):
-            return
+        """`prefill` rows beside decodes or alone took `seconds`. A fast step well below the
+        budget says little; a slow one says that the budget is too large."""
         want = MARGIN * (self.gap if decoding else IDLE_GAP)
+        few = prefill < 0.5 * self.rows(decoding)
+        if self.fixed or seconds <= 0 or (few and (seconds <= want or prefill < FLOOR)):
+            return
         ratio = min(2.0, max(0.25, want / seconds))
         if decoding:
             self.shared = min(CEILING, max(FLOOR, self.shared * ratio))

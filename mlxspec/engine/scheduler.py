@@ -19,7 +19,7 @@ Copies = list[tuple[int, int]]  # (source, target) blocks
 
 class Scheduler:
     """Holds every live sequence. `context` bounds prompt + output in tokens; `sharing` is off where a model
-    keeps its own caches (solo). Engine thread only."""
+    keeps its own caches (solo), which neither share a prefix nor take a draft back. Engine thread only."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Scheduler:
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
         self.preemptions = 0
         self._order = count()
+        self._stuck: tuple[Sequence, int] | None = None  # who could not be admitted, with how many blocks
 
     @property
     def limit(self) -> int:
@@ -66,7 +67,9 @@ class Scheduler:
             if s.request.id == request and index in (None, s.index) and s.finish is None
         ]
         for seq in hit:
-            self._end(seq, "abort")
+            seq.finish = "abort"
+            self._release(seq)
+            self._succeed(seq)
         return [_output(seq, (), ()) for seq in hit]
 
     def plan(self, depth: Callable[[Sequence], int] = lambda seq: 0) -> list[Entry]:
@@ -87,7 +90,7 @@ class Scheduler:
             else:
                 seq.deferred += 1
         for entry in plan:
-            if entry.samples and (want := min(depth(entry.seq), entry.seq.room - 1)) > 0:
+            if self.sharing and entry.samples and (want := min(depth(entry.seq), entry.seq.room - 1)) > 0:
                 entry.depth = self._widen(entry, want)
         return plan
 
@@ -145,10 +148,15 @@ class Scheduler:
         promised = sum(self._lacking(s) for s in self.running)
         while self.waiting and len(self.running) < self.max_sequences:
             seq = self.waiting.popleft()
+            # A preempted sequence waits until its step in flight has been read.
             if seq.inflight or (seq.leader and not seq.leader.generated and seq.leader.finish is None):
                 held.append(seq)
                 continue
-            if not self._start(seq, promised):
+            slack = len(self.pool.free) - promised
+            if (self._stuck and self._stuck[0] is seq and slack <= self._stuck[1]) or not self._start(
+                seq, promised
+            ):
+                self._stuck = (seq, slack)  # so that its prompt is not hashed again at every step
                 self.waiting.appendleft(seq)
                 break
             promised += self._lacking(seq)
@@ -254,9 +262,12 @@ class Scheduler:
         if seq.finish is not None:
             self.pool.publish_tail(seq.tokens, seq.table, seq.keys, upto)
 
-    def _end(self, seq: Sequence, finish: Finish) -> None:
-        seq.finish = finish
-        self._release(seq)
+    def _succeed(self, leader: Sequence) -> None:
+        """Where a leader goes before its prompt is known, the next of its siblings leads."""
+        if not leader.generated:
+            heirs = [s for s in self.waiting if s.leader is leader]
+            for heir in heirs:
+                heir.leader = heirs[0] if heir is not heirs[0] else None
 
     def _release(self, seq: Sequence) -> None:
         self._drop(seq)

@@ -81,8 +81,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 
 def _warm(engine: Engine) -> None:
-    """Two short requests through the real pool: the first allocates it and compiles what is compiled lazily,
-    the second shows what a step costs and whether it writes the pool in place, which all else stands on."""
+    """Two pairs of short requests through the real pool: the first allocates it and compiles what is compiled
+    lazily, the second shows what a step costs and that it writes the pool in place, which all stands on."""
     limit, worst = engine.scheduler.limit, 0.0
     if limit < 2:
         raise Unfit(f"a context of {limit} tokens cannot hold a prompt and an answer; raise --context")
@@ -90,16 +90,17 @@ def _warm(engine: Engine) -> None:
 
     def run(first: int) -> None:
         nonlocal worst
-        prompt = tuple((first + i) % engine.vocab for i in range(rows))
-        engine.add(Request("warm-up", prompt, min(4, limit - rows), Sampling(seed=1)))
+        for i in (first, first + 1):
+            prompt = tuple((i + at) % engine.vocab for at in range(rows))
+            engine.add(Request(f"warm-up {i}", prompt, min(4, limit - rows), Sampling(seed=1)))
         worst = 0.0
         while engine.busy:
             engine.step()
             worst = max(worst, engine.step_seconds)
 
     run(1)
-    grown = growth(lambda: run(2))
-    engine.scheduler.pace.calibrate(rows, worst)
+    grown = growth(lambda: run(3))
+    engine.scheduler.pace.calibrate(2 * rows, worst)
     pools = [pool.nbytes for pages in engine.runner.caches for pool in pages.pools()]
     if pools and max(pools) > WORTH_CHECKING and grown > max(pools) // 2:
         log.warning(

@@ -5,6 +5,7 @@ per step; nothing that holds an array crosses. If the thread dies, everything wa
 """
 
 import asyncio
+import atexit
 import logging
 import math
 import threading
@@ -19,6 +20,8 @@ from mlxspec.engine.engine import Engine
 from mlxspec.types import Busy, Dead, ModelInfo, Output, Request, Stats, Unfit
 
 log = logging.getLogger("mlxspec")
+
+STOP = 30.0  # seconds that a step may take to end
 
 
 class Stream:
@@ -68,8 +71,10 @@ class Worker:
     def launch(self) -> ModelInfo:
         """Start the thread and wait for the model. Raises what loading raised."""
         self._thread.start()
+        atexit.register(self.stop)  # the interpreter must not end under a thread that uses MLX
         self._ready.wait()
         if self._error is not None:
+            self._thread.join(STOP)
             raise self._error
         return self.info
 
@@ -94,12 +99,12 @@ class Worker:
         self._order((request_id, index))
 
     def stop(self) -> None:
-        """End the thread after its current step; safe to call twice."""
+        """End the thread after its current step, waiting STOP seconds at most; safe to call twice."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(STOP)
 
     def _order(self, order: Request | tuple[str, int | None]) -> None:
         with self._wake:
@@ -114,6 +119,8 @@ class Worker:
         """Queue a request. Raises Busy when the queue is full or draining, Dead without an engine."""
         if not self.alive() or self._stopping:
             raise Dead("the engine has stopped; see the log")
+        if request.id in self._streams:
+            raise ValueError(f"a request with the id {request.id} is running")
         waiting = sum(len(left) for _, left in self._streams.values())
         if self._draining or waiting + request.n > self._max:
             turns = (waiting + request.n) / max(1, self._slots)
@@ -175,9 +182,10 @@ class Worker:
             mx.clear_streams()
 
     def _turn(self, engine: Engine) -> bool:
+        if not engine.busy:
+            engine.check()
         with self._wake:
             while not (self._inbox or engine.busy or self._stopping):
-                engine.check()
                 self._busy = False
                 self._wake.wait()
             if self._stopping:

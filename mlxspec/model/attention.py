@@ -56,7 +56,6 @@ class Trunk:
         hidden: mx.array = self._inner(*args, **kwargs)
         if self._view.sampled is not None:
             hidden = hidden[self._view.sampled]
-        self._view.hidden = hidden
         return hidden
 
     def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,6 @@ class View:
     slots: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
     groups: Sequence[Group] = ()
     sampled: Any = None
-    hidden: mx.array | None = None  # of the sampled rows, left here by the trunk
 
 
 class Pages:
@@ -61,7 +60,9 @@ class Pages:
         """Write k, v [kv_heads, n, D] at `slots` [n], in place."""
         keys, values = self.pools()
         keys[:, slots] = k
-        values[:, slots] = v
+        # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach whoever's
+        # padding or freed block this becomes.
+        values[:, slots] = mx.where(mx.isfinite(v), v, 0) if v.dtype == mx.float16 else v
 
     def pools(self) -> tuple[mx.array, mx.array]:
         """K and V of every slot, [kv_heads, slots, D] each."""

@@ -27,6 +27,7 @@ PROBES = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9))
 TAIL = (2, 7, 1)  # tokens fed after each probe: one alone, then the other two as a draft
 TOLERANCE = {mx.float32: 1e-3}  # root mean square error over the logits' deviation; half precision below
 HALF = 0.1
+KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
@@ -67,13 +68,12 @@ def context_of(config: dict[str, Any]) -> int:
 
 def weights(model: Module) -> int:
     """Bytes of the model's parameters."""
-    leaves: Any = tree_flatten(model.parameters())
-    return sum(int(a.nbytes) for _, a in leaves)
+    return _bytes(model.parameters())
 
 
 def fit(model: Module, wanted: str = "auto") -> Fit:
     """Try the layouts in order of speed, or only `wanted`. Raises Unfit, naming each refusal."""
-    truth = _truth(model)
+    truth, held = _truth(model)
     refused: list[str] = []
     for layout in LAYOUTS if wanted == "auto" else [name for name in LAYOUTS if name == wanted]:
         for lone in (False, True) if layout == "gather" else (layout == "solo",):
@@ -93,8 +93,9 @@ def fit(model: Module, wanted: str = "auto") -> Fit:
                 except Exception as error:  # the model's own code decides what it raises
                     refused.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
                     continue
-                size = sum(pool.nbytes for pages in runner.caches for pool in pages.pools())
-                return Fit(layout, trunk, lone, size // (4 * 16), truth[0].shape[-1], tuple(refused))
+                size = sum(pool.nbytes for pages in runner.caches for pool in pages.pools()) // (4 * 16)
+                size = -(-held // KV_STEP) if layout == "solo" else size
+                return Fit(layout, trunk, lone, size, truth[0].shape[-1], tuple(refused))
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
 
 
@@ -108,17 +109,24 @@ def growth(work: Callable[[], None]) -> int:
     return grown
 
 
-def _truth(model: Module) -> list[mx.array]:
-    """mlx-lm's logits [1 + len(TAIL), vocab] after each probe and each token of the tail."""
-    found = []
+def _truth(model: Module) -> tuple[list[mx.array], int]:
+    """mlx-lm's logits [1 + len(TAIL), vocab] after each probe and each token of the tail; and the bytes that
+    mlx-lm's own caches hold for one of them."""
+    found, held = [], 0
     for probe in PROBES:
         cache = make_prompt_cache(model)
         rows = [model(mx.array([probe]), cache=cache)[0, -1]]
         for token in TAIL:
             rows.append(model(mx.array([[token]]), cache=cache)[0, -1])
         found.append(mx.stack(rows))
+        held = _bytes([c.state for c in cache])
     mx.eval(found)
-    return found
+    return found, held
+
+
+def _bytes(tree: Any) -> int:
+    leaves: Any = tree_flatten(tree)
+    return sum(int(a.nbytes) for _, a in leaves if isinstance(a, mx.array))
 
 
 def _probe(runner: Runner, truth: Sequence[mx.array]) -> str | None:

@@ -30,7 +30,7 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "gather", "solo")
 class Step:
     """A submitted plan: its sampled rows, their lazy results and which row belongs to which sequence."""
 
-    __slots__ = ("at", "began", "hidden", "marker", "plan", "rows", "sampled")
+    __slots__ = ("at", "began", "marker", "plan", "rows", "sampled")
 
     def __init__(
         self,
@@ -38,11 +38,9 @@ class Step:
         rows: list[Row],
         sampled: Sampled | None,
         marker: mx.array,
-        hidden: mx.array | None,
         began: float,
     ) -> None:
-        self.plan, self.rows, self.sampled, self.marker, self.hidden = plan, rows, sampled, marker, hidden
-        self.began = began
+        self.plan, self.rows, self.sampled, self.marker, self.began = plan, rows, sampled, marker, began
         self.at: dict[Seq, int] = {}
         for r, row in enumerate(rows):
             self.at.setdefault(row.entry.seq, r)
@@ -80,7 +78,8 @@ class Runner:
     # ---- one step -------------------------------------------------------------------------------------
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target) each; what the sources hold now counts, not what comes."""
+        """Copy whole blocks, (source, target) each; what the sources hold now counts, not what comes. Waits
+        for the step in flight: once per prompt with a partial hit, the loop does not overlap."""
         if not pairs:
             return
         span, size = np.arange(self.view.block_size), self.view.block_size
@@ -106,15 +105,16 @@ class Runner:
         # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
         marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
         mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
-        # Unevaluated, the hidden states of a step that samples nothing would hold on to the pools as well.
-        hidden, self.view.hidden = self.view.hidden if rows else None, None
-        return Step(plan, rows, sampled, marker, hidden, began)
+        return Step(plan, rows, sampled, marker, began)
 
     def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
         """What a step leaves behind on the device."""
         if self.layout == "solo":
             leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
             return [a for _, a in leaves if isinstance(a, mx.array)]
+        return self._pools()
+
+    def _pools(self) -> list[mx.array]:
         return [a for p in self.caches for a in (p.keys, p.values) if a is not None]
 
     def logits(self, plan: Sequence[Entry]) -> mx.array:
@@ -200,6 +200,8 @@ class Runner:
             view.sampled = (slice(None), slice(entries[0].rows - most, None))
             logits = self.model(tokens, cache=caches)
             logits = logits if self.trunk else logits[view.sampled]
+            # The next forward writes the pools that this one reads; in one graph MLX would copy them.
+            mx.async_eval(logits, *self._pools())
             for i, e, row in zip(batch, entries, logits, strict=True):
                 if e.samples:
                     found[i] = row[most - e.sampled :]

@@ -13,6 +13,8 @@ import numpy as np
 
 from mlxspec.types import Entry, Logprob, Sampling
 
+COLDEST = 1e-5  # dividing by less would leave a float's range; greedy in all but name
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -47,7 +49,7 @@ def rows_of(plan: Sequence[Entry]) -> list[Row]:
 
 def seed32(seed: int, index: int) -> int:
     """The 32-bit noise key of choice `index` of a request with `seed` (any int). Choices are independent."""
-    data = seed.to_bytes(16, "little", signed=True) + index.to_bytes(2, "little")
+    data = (seed % (1 << 128)).to_bytes(16, "little") + index.to_bytes(2, "little")
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little")
 
 
@@ -157,7 +159,7 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
 
 def _draw(x: mx.array, rows: Sequence[Row]) -> mx.array:
     """Filtered Gumbel-max over [R, vocab] of rows with a temperature above 0 -> int32 [R]."""
-    x = x / mx.array([row.sampling.temperature for row in rows])[:, None]
+    x = x / mx.array([max(row.sampling.temperature, COLDEST) for row in rows])[:, None]
     cut = [i for i, row in enumerate(rows) if row.sampling.filtered]
     if len(cut) == len(rows):
         x = _filter(x, rows)

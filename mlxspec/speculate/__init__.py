@@ -5,7 +5,7 @@ samples confirm or refuse (`accept`).
 """
 
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlxspec.types import Entry, Sequence
 
@@ -25,8 +25,8 @@ class Drafter(Protocol):
     def draft(self, entries: Seq[Entry]) -> None:
         """Fill `entry.draft` with up to `entry.depth` tokens, or leave it empty."""
 
-    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], hidden: Any) -> None:
-        """What the step committed, in plan order; `hidden` [R, D] of the sampled rows, or None."""
+    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]]) -> None:
+        """What the step committed, in plan order."""
 
     def end(self, seq: Sequence) -> None:
         """The sequence has finished or was aborted."""
@@ -42,7 +42,7 @@ class NoDrafter:
         return 0
 
     def draft(self, entries: Seq[Entry]) -> None: ...
-    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], hidden: Any) -> None: ...
+    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]]) -> None: ...
     def end(self, seq: Sequence) -> None: ...
 
 

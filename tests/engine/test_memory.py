@@ -16,11 +16,21 @@ def test_enough_contexts_or_half_of_what_is_free() -> None:
     assert memory.kv_blocks(8192, 32, 1000, free=1 << 40) == memory.CONTEXTS * 256 + 1
     assert memory.kv_blocks(8192, 32, 1000, free=64_000_000) == 1000 + 1
     assert memory.kv_blocks(100, 32, 1000, free=1 << 40) == memory.CONTEXTS * 4 + 1
-    assert memory.kv_blocks(8192, 32, 0, free=0) == memory.CONTEXTS * 256 + 1  # caches of the model's own
+    assert memory.kv_blocks(8192, 32, 0, free=0) == memory.CONTEXTS * 256 + 1  # memory that does not grow
 
 
 def test_available_is_part_of_the_machine() -> None:
     assert 1 << 20 < memory.available(0) < 1 << 50
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    free = memory.available(0)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert abs(memory.available(0) - free) < 1 << 30
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert memory.available(0) == (4000 if sys.platform == "linux" else free)
 
 
 def resident() -> int:

@@ -26,13 +26,21 @@ def test_warm_up_gives_the_first_estimate() -> None:
     assert pace.rows(True) == pace.rows(False) == CEILING
 
 
-def test_small_steps_teach_nothing_and_a_fixed_budget_stays() -> None:
+def test_small_fast_steps_teach_nothing_and_a_fixed_budget_stays() -> None:
     pace = Pace()
-    pace.learn(1, True, 10.0)
+    pace.learn(10, True, 0.01)
+    pace.learn(1, True, 10.0)  # its one row is not what took so long
     assert pace.rows(True) == Pace().rows(True)
     fixed = Pace(fixed=7)
     fixed.learn(7, True, 10.0)
     assert fixed.rows(True) == fixed.rows(False) == 7
+
+
+def test_a_budget_learned_in_a_fast_moment_is_unlearned() -> None:
+    pace = Pace(gap=0.25, shared=256)
+    for _ in range(20):
+        pace.learn(120, True, 2.0)
+    assert pace.rows(True) <= 16
 
 
 @pytest.mark.parametrize("decoding", [True, False])

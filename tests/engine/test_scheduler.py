@@ -19,7 +19,7 @@ SIZE = 4
 
 
 def nth(history: list[int], salt: int) -> int:
-    return blake2b(bytes([*history, salt]), digest_size=1).digest()[0] % VOCAB
+    return blake2b(repr((history, salt)).encode(), digest_size=1).digest()[0] % VOCAB
 
 
 def answer(prompt: list[int], n: int, index: int = 0) -> list[int]:
@@ -150,7 +150,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     m = Mock(200, budget=4)
     m.s.add(Request("long", tuple([1] * 30), 1))
     for i in range(80):
-        m.s.add(Request(f"s{i}", (2, i % 7, i // 7, 3), 1))
+        m.s.add(Request(f"s{i}", (3 + i, 3, 3, 3), 1))  # no two begin alike, so none is cached
         m.step()
     assert any(o.request == "long" and o.finish for o in m.out), f"passed over more than {PATIENCE} times"
 
@@ -165,6 +165,50 @@ def test_short_of_blocks_the_youngest_gives_way_and_comes_back() -> None:
     for i, name in enumerate("abc"):
         assert m.tokens(name) == answer([i] * 5, 16)
     assert next(o for o in m.out if o.finish).request == "a"
+
+
+def test_the_preempted_wait_in_order_and_report_their_first_hit() -> None:
+    m = Mock(9, context=28)
+    m.s.add(Request("first", (5, 5, 5, 5, 5), 1))
+    m.finish()
+    m.s._lacking = lambda seq: 0
+    for i, name in enumerate("abcd"):
+        m.s.add(Request(name, (5, 5, 5, 5, 5, i), 14))
+    for _ in range(200):
+        m.step()
+        orders = [s.order for s in m.s.waiting]
+        assert orders == sorted(orders)
+    m.finish()
+    assert m.s.preemptions > 0
+    for i, name in enumerate("abcd"):
+        assert m.tokens(name) == answer([5, 5, 5, 5, 5, i], 14)
+        assert {o.cached for o in m.out if o.request == name} == {5}
+
+
+def test_admission_looks_ahead_so_that_nobody_is_preempted() -> None:
+    m = Mock(13, context=40, max_sequences=8)
+    m.s.add(Request("warm", tuple(range(12)), 1))
+    m.finish()
+    for i in range(8):
+        m.s.add(Request(f"r{i}", (*range(12), 20 + i, *range(10)), 2))
+    m.finish()
+    assert m.s.preemptions == 0
+    assert all(m.tokens(f"r{i}") for i in range(8))
+
+
+def test_a_blocked_prompt_is_not_hashed_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = Mock(8, context=28)
+    m.s.add(Request("a", (1,) * 9, 18))
+    m.step()
+    m.s.add(Request("b", (2,) * 20, 2))
+    looked = []
+    match = m.s.pool.match
+    monkeypatch.setattr(m.s.pool, "match", lambda tokens: looked.append(1) or match(tokens))
+    for _ in range(10):
+        m.step()
+    assert len(looked) == 1
+    m.finish()
+    assert m.tokens("b") == answer([2] * 20, 2)
 
 
 def test_drafts_are_trimmed_before_anyone_is_preempted() -> None:
@@ -192,13 +236,18 @@ def test_siblings_wait_for_their_leader_and_share_its_prompt() -> None:
     assert [m.tokens("r", i) for i in range(3)] == [answer(list(range(10)), 4, i) for i in range(3)]
 
 
-def test_siblings_outlive_an_aborted_leader() -> None:
+def test_siblings_outlive_an_aborted_leader_and_follow_the_next() -> None:
     m = Mock(64)
-    m.s.add(Request("r", (1, 2, 3), 4, n=2))
+    m.s.add(Request("r", (1, 2, 3, 4, 5, 6), 4, n=4))
     m.s.plan()
     m.out += m.s.abort("r", 0)
-    m.finish()
-    assert m.tokens("r", 1) == answer([1, 2, 3], 4, 1)
+    rows = 0
+    while m.busy:
+        m.step()
+        rows += sum(e.count for plan, _ in m.flight for e in plan if e.start < 6)
+    assert rows == 6 + 1 + 1
+    for i in (1, 2, 3):
+        assert m.tokens("r", i) == answer([1, 2, 3, 4, 5, 6], 4, i)
     assert [o.finish for o in m.out if o.index == 0] == ["abort"]
 
 

@@ -1,10 +1,13 @@
 """The thread and its door: streams, cancel, overload, errors, death, shutdown. No sleeps."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
 
+from mlxspec.engine.engine import Engine
 from mlxspec.engine.worker import Worker
 from mlxspec.types import Busy, Dead, ModelInfo, Output, Unfit
 from tests import tiny
@@ -42,6 +45,54 @@ def test_streams_carry_the_tokens(worker: Worker) -> None:
     for i, outputs in enumerate(asyncio.run(main())):
         assert tiny.tokens(outputs, f"r{i}") == plain([i, 1, 2], 10)
         assert [o.finish for o in outputs][-1] == "length"
+
+
+def test_nothing_is_kept_of_what_has_ended(worker: Worker) -> None:
+    async def main():
+        before = worker.stats().progress
+        with pytest.raises(ValueError, match="is running"):
+            stream = worker.submit(tiny.request("r", [1], 3))
+            worker.submit(tiny.request("r", [1], 3))
+        await collect(stream)
+        return before
+
+    before = asyncio.run(main())
+    assert not worker._streams
+    assert worker.stats().progress > before and worker._progress > before
+
+
+def test_an_idle_engine_is_checked() -> None:
+    worker = make()
+    worker.launch()
+    checked = []
+
+    async def main():
+        stream = worker.submit(tiny.request("r", [1], 3))
+        while (await anext(stream)).finish is None:
+            pass
+        while worker._busy:
+            await asyncio.sleep(0)
+
+    check = Engine.check
+    Engine.check = lambda self: checked.append(1) or check(self)
+    try:
+        asyncio.run(main())
+    finally:
+        Engine.check = check
+        worker.stop()
+    assert checked
+
+
+@pytest.mark.parametrize("how, status", [("raise SystemExit(3)", 3), ("", 0), ("worker.stop()", 0)])
+def test_a_program_ends_cleanly_whatever_it_forgets(how: str, status: int) -> None:
+    """A thread that holds MLX while the interpreter ends would abort the process."""
+    program = (
+        "from mlxspec import blas; blas.load()\n"
+        "from tests.engine.test_worker import make\n"
+        f"worker = make(); worker.launch()\n{how}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
 
 
 def test_choices_end_one_by_one(worker: Worker) -> None:
@@ -118,6 +169,7 @@ def test_a_dead_engine_tells_everyone() -> None:
         outputs = await collect(stream)
         with pytest.raises(Dead):
             worker.submit(tiny.request("s", [1], 3))
+        await worker.drain(30)  # has nothing to wait for
         return outputs
 
     outputs = asyncio.run(main())

@@ -34,6 +34,11 @@ def test_token_bytes_are_those_of_the_pool() -> None:
     assert runner.trunk
 
 
+def test_models_own_caches_are_measured() -> None:
+    assert fit(tiny.model("llama"), "solo").token_bytes == fit(tiny.model("llama")).token_bytes
+    assert fit(tiny.model("mamba2")).token_bytes > 0
+
+
 def test_a_wanted_layout_is_taken_or_refused() -> None:
     assert fit(tiny.model("llama"), "solo").layout == "solo"
     with pytest.raises(Unfit, match="not paged"):

@@ -157,6 +157,14 @@ def test_logprobs_are_the_models_own_and_sorted() -> None:
     assert third.top == () and third.logprob == pytest.approx(p.max(), abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**64])
+def test_the_coldest_temperature_is_greedy() -> None:
+    for t in (1e-5, 1e-38, 1e-40):
+        assert (
+            draw([entry(Sampling(temperature=t, seed=i)) for i in range(20)])[0]
+            == [int(LOGITS.argmax())] * 20
+        )
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 2**64, 2**200])
 def test_any_seed_is_a_key(seed: int) -> None:
     assert 0 <= seed32(seed, 0) < 2**32 and seed32(seed, 0) != seed32(seed, 1)

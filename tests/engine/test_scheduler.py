@@ -196,6 +196,18 @@ def test_admission_looks_ahead_so_that_nobody_is_preempted() -> None:
     assert all(m.tokens(f"r{i}") for i in range(8))
 
 
+def test_a_hit_on_idle_blocks_takes_them_out_of_what_is_free() -> None:
+    m = Mock(13, context=40)
+    m.s.add(Request("warm", tuple(range(12)), 1))
+    m.finish()
+    m.s.add(Request("other", (9,) * 26, 2))  # holds 7 of 12 blocks; 3 of the free ones hold the hit
+    m.step()
+    m.s.add(Request("hit", (*range(12), 7, 7, 7, 7, 7, 7, 7, 7, 7), 2))
+    m.finish()
+    assert m.s.preemptions == 0
+    assert m.tokens("hit") == answer([*range(12), *[7] * 9], 2)
+
+
 def test_a_blocked_prompt_is_not_hashed_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     m = Mock(8, context=28)
     m.s.add(Request("a", (1,) * 9, 18))

@@ -88,8 +88,12 @@ def test_a_program_ends_cleanly_whatever_it_forgets(how: str, status: int) -> No
     """A thread that holds MLX while the interpreter ends would abort the process."""
     program = (
         "from mlxspec import blas; blas.load()\n"
+        "import asyncio\n"
+        "from tests import tiny\n"
         "from tests.engine.test_worker import make\n"
-        f"worker = make(); worker.launch()\n{how}\n"
+        "worker = make(); worker.launch()\n"
+        "async def busy(): await anext(worker.submit(tiny.request('r', [1, 2], 500)))\n"
+        f"asyncio.run(busy())\n{how}\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr

@@ -19,7 +19,7 @@ test: .venv/developed
 	scripts/test
 
 test-slow: .venv/developed
-	scripts/test -m slow
+	scripts/test -m slow -o faulthandler_timeout=1800
 
 lint: .venv/developed
 	scripts/check

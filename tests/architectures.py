@@ -95,11 +95,10 @@ CAUSES = {
 }
 
 _SIZES: list[tuple[Any, str]] = [
-    (tiny.VOCAB, "vocab_size num_vocab vocab_size_per_layer_input"),
+    (tiny.VOCAB, "vocab_size num_vocab vocab_size_per_layer_input embedding_size"),
     (64, "hidden_size hidden_dim d_model n_embd model_dim block_dim moe_hidden_size n_inner mamba_d_ssm"),
-    (64, "routed_expert_hidden_size"),
-    (128, "intermediate_size ffn_hidden_size ff_intermediate_size intermediate_size_mlp"),
-    (128, "dense_intermediate_size"),
+    (64, "routed_expert_hidden_size dense_intermediate_size"),
+    (128, "intermediate_size ffn_hidden_size ff_intermediate_size intermediate_size_mlp mlp_hidden_size"),
     (32, "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size share_expert_dim"),
     (32, "moe_shared_expert_intermediate_size shared_intermediate_size dim_model_base mamba_head_dim"),
     (24, "q_lora_rank"),
@@ -151,10 +150,6 @@ _BLOCKS = [
     dict(attention=dict(no_op=True), ffn=dict(ffn_mult=1.0)),
     dict(attention=dict(n_heads_in_group=1), ffn=dict(no_op=True)),
 ]
-_SOURCES = dict(
-    **dict(compress_ratios=(0, 2, 2, 2), kv_source_layer_ids=(1, 2), index_source_layer_ids=(1, 2)),
-    **dict(candidate_source_layer_id=1, candidate_topk_blocks=2, candidate_block_size=2),
-)
 _PACKED = [("gate_proj", 0), ("up_proj", 0), ("down_proj", 512)]
 
 
@@ -177,7 +172,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "deepseek_v2": dict(topk_method="group_limited_greedy", rope_scaling=_YARN),
     "deepseek_v3": dict(rope_scaling=_YARN),
-    "deepseek_v41": dict(num_hidden_layers=4, index_topk=4, rope_scaling=_YARN, **_SOURCES),
+    "deepseek_v41": dict(
+        num_hidden_layers=4,
+        compress_ratios=(0, 2, 2, 2),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2),
+        candidate_source_layer_id=1,
+        candidate_topk_blocks=2,
+        candidate_block_size=2,
+        index_topk=4,
+        rope_scaling=_YARN,
+    ),
     "exaone": dict(rope_scaling=_LLAMA3),
     "exaone4": dict(num_hidden_layers=4, sliding_window_pattern="LLLG", rope_scaling=_LLAMA3),
     "exaone_moe": dict(layer_types=_WINDOWS, is_moe_layer=[False, True]),
@@ -253,7 +258,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron": dict(hidden_act="relu2"),
     "nemotron-nas": dict(num_hidden_layers=3, block_configs=_BLOCKS),
     "nemotron_h": dict(hybrid_override_pattern=list("M*-E")),
-    "olmo": dict(mlp_hidden_size=128, embedding_size=tiny.VOCAB),
     "olmo3": dict(layer_types=_WINDOWS),
     "olmo_hybrid": dict(layer_types=["linear_attention", "full_attention"]),
     "openelm": dict(num_query_heads=[4, 4], num_kv_heads=[2, 2], ffn_multipliers=[1.0, 2.0]),
@@ -302,13 +306,8 @@ SHARP |= dict.fromkeys("gpt_bigcode gpt_neox llama4 nanochat".split(), 6.0) | {"
 def module(name: str) -> types.ModuleType:
     """mlx-lm's module of an architecture."""
     # One asks whether a package is there that it never uses, and ends the process if not.
-    probed = types.ModuleType("hf_olmo")
-    added = sys.modules.setdefault("hf_olmo", probed) is probed
-    try:
-        return importlib.import_module(f"mlx_lm.models.{name}")
-    finally:
-        if added:
-            del sys.modules["hf_olmo"]
+    sys.modules.setdefault("hf_olmo", types.ModuleType("hf_olmo"))
+    return importlib.import_module(f"mlx_lm.models.{name}")
 
 
 def known() -> set[str]:
@@ -378,7 +377,8 @@ def _row(name: str) -> str:
 
 def read() -> dict[str, tuple[str, bool]]:
     """Layout and whether lm_head runs on every row, by architecture, as the page has it."""
-    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|[^|]*\| ([^|]*)\|$", PAGE.read_text("utf-8"), re.M)
+    table = PAGE.read_text("utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|[^|]*\| ([^|]*)\|$", table, re.M)
     return {name: (layout, WHOLE in remarks) for name, layout, remarks in rows}
 
 

@@ -18,7 +18,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.load import Fit, fit
 from mlxspec.types import Unfit
 from tests import tiny
-from tests.architectures import LAYOUTS, UNSTEADY, UNTESTABLE, WHOLE_HEAD, build, known, label, read
+from tests.architectures import LAYOUTS, SPECIAL, UNSTEADY, UNTESTABLE, WHOLE_HEAD, build, known, label, read
 
 BLOCK = 8
 N = 8
@@ -75,6 +75,13 @@ def test_conforms(name: str) -> None:
     outputs = tiny.run(e, lambda i: e.add(requests["fork"]) if i == LATE else None, last=LATE)
     assert {key: tiny.tokens(outputs, key) for key in requests} == want
     assert e.counters["cached"] == (0 if found.layout == "solo" else SHARED)
+
+
+def test_a_window_that_no_cache_keeps_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe is shorter than the window, so only the mask's request can show it."""
+    monkeypatch.setitem(SPECIAL, "pixtral", {})  # windows inside a wrapper that makes plain caches
+    found = fit(build("pixtral"))
+    assert found.layout == "solo" and "masks 12 tokens, but its cache keeps all" in found.refused[0]
 
 
 @pytest.mark.slow

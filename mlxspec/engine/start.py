@@ -101,7 +101,7 @@ def _warm(engine: Engine) -> None:
     run(1)
     grown = growth(lambda: run(3))
     engine.scheduler.pace.calibrate(2 * rows, worst)
-    pools = [pool.nbytes for pages in engine.runner.caches for pool in pages.pools()]
+    pools = [pool.nbytes for pages in engine.runner.pages() for pool in pages.pools()]
     if pools and max(pools) > WORTH_CHECKING and grown > max(pools) // 2:
         log.warning(
             "a step takes %d MiB beside the KV pool: MLX seems to copy the pool instead of writing in place."

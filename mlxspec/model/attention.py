@@ -66,7 +66,9 @@ def graft(model: Module, view: View) -> bool:
     """Put a Trunk round the module that holds the layers. False where the model is not built that way."""
     for owner, name in _seats(model):
         inner = getattr(owner, name)
-        if isinstance(inner, Module) and "layers" in inner:
+        if isinstance(inner, Module) and (
+            "layers" in inner or any(isinstance(x, list) for x in inner.values())
+        ):
             setattr(owner, name, Trunk(inner, view))
             return True
     return False
@@ -83,4 +85,5 @@ def ungraft(model: Module) -> None:
 def _seats(model: Module) -> list[tuple[Module, str]]:
     """Where mlx-lm's models keep the module with the layers."""
     owners = [o for o in (model, getattr(model, "language_model", None)) if isinstance(o, Module)]
-    return [(o, n) for o in owners for n in ("model", "backbone", "transformer") if hasattr(o, n)]
+    names = ("model", "backbone", "transformer")
+    return [(o, n) for o in owners for n in names if n in o or n in vars(o)]  # a property cannot be set

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlxspec.kernels import Group
 from mlxspec.kernels.reference import gather
+from mlxspec.types import Unfit
 
 
 @dataclass(slots=True)
@@ -42,12 +43,25 @@ class Pages:
     def offset(self) -> mx.array:
         return self.view.positions
 
-    def make_mask(self, *_: Any, **__: Any) -> None:
-        """Attention knows the view; no mask is built."""
+    @property
+    def dtype(self) -> mx.Dtype:
+        """All that a model may ask of K/V that it passes on."""
+        return self.pools()[0].dtype
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """Attention knows the view; no mask is built. Raises Unfit for a window that this layer's cache does
+        not keep: probes are shorter than real windows and would not see the difference."""
+        if window_size not in (None, self.window):
+            raise Unfit(f"masks {window_size} tokens, but its cache keeps {self.window or 'all'}")
+        return None
 
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
         """k, v: [T, kv_heads, 1, D]."""
         self.write(k, v)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """Of the step that is in the view: later layers may share them."""
         return self, self
 
     def write(self, k: mx.array, v: mx.array) -> None:
@@ -81,13 +95,13 @@ class DensePages(Pages):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """Bool [B, 1, L, S], "causal" (unless an array is asked for) or None, for the gathered slots."""
+        super().make_mask(N, return_array, window_size)
         mask, keep = self.view.groups[0].select(self.window)[1:]
         if isinstance(mask, str) and return_array:
             return mx.tri(N, keep.stop - keep.start, keep.stop - keep.start - N, dtype=mx.bool_)
         return mask
 
-    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
-        self.write(k, v)
+    def keys_and_values(self) -> tuple[Any, Any]:
         group = self.view.groups[0]
         blocks, _, keep = group.select(self.window)
         k, v = (

@@ -52,6 +52,8 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
         model, config = load_model(path)
     except (ValueError, KeyError, FileNotFoundError, TypeError) as error:
         raise Unfit(f"mlx-lm cannot load {path}: {error}") from error
+    except SystemExit as error:  # one of its models ends the process where a package is missing
+        raise Unfit(f"mlx-lm cannot load {path}: it asks for a package; its line above says which") from error
     model.eval()
     return model, config
 
@@ -73,7 +75,10 @@ def weights(model: Module) -> int:
 
 def fit(model: Module, wanted: str = "auto") -> Fit:
     """Try the layouts in order of speed, or only `wanted`. Raises Unfit, naming each refusal."""
-    truth, held = _truth(model)
+    try:
+        truth, held = _truth(model)
+    except Exception as failed:  # whatever the model's own code raises
+        raise Unfit(f"mlx-lm itself cannot run this model here: {failed}") from failed
     refused: list[str] = []
     for layout in LAYOUTS if wanted == "auto" else [name for name in LAYOUTS if name == wanted]:
         for lone in (False, True) if layout == "gather" else (layout == "solo",):
@@ -93,7 +98,7 @@ def fit(model: Module, wanted: str = "auto") -> Fit:
                 except Exception as error:  # the model's own code decides what it raises
                     refused.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
                     continue
-                size = sum(pool.nbytes for pages in runner.caches for pool in pages.pools()) // (4 * 16)
+                size = sum(pool.nbytes for pages in runner.pages() for pool in pages.pools()) // (4 * 16)
                 size = -(-held // KV_STEP) if layout == "solo" else size
                 return Fit(layout, trunk, lone, size, truth[0].shape[-1], tuple(refused))
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
@@ -137,17 +142,18 @@ def _probe(runner: Runner, truth: Sequence[mx.array]) -> str | None:
         seq.table = [next(blocks) for _ in range(-(-(len(seq.tokens) + len(TAIL)) // 4))]
     got: list[list[mx.array]] = [[] for _ in seqs]
 
-    def step(count: Callable[[Seq], int], draft: tuple[int, ...] = ()) -> None:
-        plan = [Entry(s, s.computed, count(s), samples=True, draft=Draft(draft, "probe")) for s in seqs]
+    def step(count: Callable[[Seq], int], draft: tuple[int, ...] = (), samples: bool = True) -> None:
+        plan = [Entry(s, s.computed, count(s), samples, draft=Draft(draft, "probe")) for s in seqs]
         logits, at = runner.logits(plan), 0
         mx.eval(logits)
         for e, rows in zip(plan, got, strict=True):
-            rows += [logits[at : at + e.sampled]]
+            rows += [logits[at : at + e.sampled]] if samples else []
             at += e.sampled
             e.seq.computed = e.end
             e.seq.tokens += draft
 
-    step(lambda s: len(s.tokens))
+    step(lambda s: 2, samples=False)  # the engine cuts prompts, so where it cuts must not matter
+    step(lambda s: len(s.tokens) - 2)
     for seq in seqs:
         seq.tokens.append(TAIL[0])
     if runner.layout == "solo":  # its caches cannot take a draft back, so none is ever given to it
@@ -159,8 +165,11 @@ def _probe(runner: Runner, truth: Sequence[mx.array]) -> str | None:
     else:
         step(lambda s: 1, TAIL[1:])
     for rows, want in zip(got, truth, strict=True):
-        a, b = mx.concatenate(rows).astype(mx.float32), want.astype(mx.float32)
-        error = float(np.array(mx.sqrt(mx.mean(mx.square(a - b))) / mx.maximum(mx.std(b), 1e-6)))
+        a, b = (np.array(x.astype(mx.float32)) for x in (mx.concatenate(rows), want))
+        open_ = ~np.isneginf(b)  # a model may rule tokens out
+        if (open_ == np.isneginf(a)).any():
+            return "other tokens are ruled out"
+        error = float(np.sqrt(np.mean(np.square(a[open_] - b[open_]))) / max(b[open_].std(), 1e-6))
         if not error <= TOLERANCE.get(want.dtype, HALF):
             return f"logits are off by {error:.2g} of their deviation"
     return None

@@ -75,6 +75,10 @@ class Runner:
         ungraft(model)  # a runner that was tried before this one
         self.trunk = trunk and graft(model, self.view)
 
+    def pages(self) -> list[Pages]:
+        """The pages that were written; a model may ask for caches that it never uses."""
+        return [p for p in self.caches if p.keys is not None]
+
     # ---- one step -------------------------------------------------------------------------------------
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -86,9 +90,9 @@ class Runner:
         slots = (np.array(pairs, np.int32)[:, :, None] * size + span).astype(np.int32)  # [n, 2, size]
         sources, targets = mx.array(slots[:, 0].ravel()), mx.array(slots[:, 1].ravel())
         # Read first, then write: a pool with a reader under way is copied whole instead of written in place.
-        held = [[pool[:, sources] for pool in pages.pools()] for pages in self.caches]
+        held = [[pool[:, sources] for pool in pages.pools()] for pages in self.pages()]
         mx.eval(held)
-        for pages, (k, v) in zip(self.caches, held, strict=True):
+        for pages, (k, v) in zip(self.pages(), held, strict=True):
             pages.put(targets, k, v)
 
     def run(self, plan: Sequence[Entry], before: Step | None) -> Step:
@@ -115,7 +119,7 @@ class Runner:
         return self._pools()
 
     def _pools(self) -> list[mx.array]:
-        return [a for p in self.caches for a in (p.keys, p.values) if a is not None]
+        return [pool for pages in self.pages() for pool in pages.pools()]
 
     def logits(self, plan: Sequence[Entry]) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known. For warm-up."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 FLOOR = 8  # rows; a prefill always gets on
 CEILING = 2048  # rows; bounds a step's memory
 IDLE_GAP = 1.0  # seconds a prefill step may take when nobody decodes: how late a cancel or an arrival is seen
-MARGIN = 0.8  # aim below the bound, a step's cost varies
+MARGIN = 0.7  # aim below the bound, a step's cost varies
+RISE = 1.3  # at most this much more at once: one fast step is no promise
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Pace:
         few = prefill < 0.5 * self.rows(decoding)
         if self.fixed or seconds <= 0 or (few and (seconds <= want or prefill < FLOOR)):
             return
-        ratio = min(2.0, max(0.25, want / seconds))
+        ratio = min(RISE, max(0.25, want / seconds))
         if decoding:
             self.shared = min(CEILING, max(FLOOR, self.shared * ratio))
         else:

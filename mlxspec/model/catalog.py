@@ -32,6 +32,7 @@ class Card(BaseModel):
     layout: Literal["rows", "gather", "solo"]
     tested: tuple[str, ...] = ()
     drafters: tuple[str, ...] = ()
+    sampling: dict[str, float] = {}
     source: Source
 
 
@@ -78,7 +79,10 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
     known = cards()
     if not name or name in known:
         name = name or DEFAULT
-        return Resolved(embedded(name, known[name].source, cache_dir, "4bit" if metal else "fp32"), name)
+        return Resolved(
+            embedded(name, known[name].source, cache_dir, "4bit" if metal else "fp32", known[name].sampling),
+            name,
+        )
     path = os.path.expanduser(name)  # this and isdir take any text; Path's raise on some
     if os.path.isdir(path):
         return Resolved(_checked(Path(path).resolve()), Path(path).resolve().name)

@@ -15,9 +15,10 @@ import tempfile
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -46,7 +47,13 @@ class Source(BaseModel):
     bytes: int = Field(gt=0)
 
 
-def embedded(name: str, source: Source, cache_dir: Path, mode: Literal["fp32", "4bit"]) -> Path:
+def embedded(
+    name: str,
+    source: Source,
+    cache_dir: Path,
+    mode: Literal["fp32", "4bit"],
+    sampling: Mapping[str, float] = MappingProxyType({}),
+) -> Path:
     """`<cache_dir>/models/<name>-<mode>`, made if it is not there: by one process, while others wait for it.
     Raises Unfit with what went wrong and the mend."""
     target = cache_dir / "models" / f"{name}-{mode}"
@@ -57,7 +64,7 @@ def embedded(name: str, source: Source, cache_dir: Path, mode: Literal["fp32", "
                 if not target.is_dir():  # another process may have made it meanwhile
                     for left in [*target.parent.glob(".fetch-*"), *target.parent.glob(f".{name}-*")]:
                         shutil.rmtree(left)  # by a process that was killed
-                    _make(target, source, mode)
+                    _make(target, source, mode, sampling)
     except (OSError, RuntimeError) as error:  # RuntimeError is how MLX reports a write that failed
         raise Unfit(
             f"{target} cannot be made: {error}. Free some space there, or name another place: --cache-dir"
@@ -77,7 +84,7 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _make(target: Path, source: Source, mode: Literal["fp32", "4bit"]) -> None:
+def _make(target: Path, source: Source, mode: Literal["fp32", "4bit"], sampling: Mapping[str, float]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with (
@@ -89,7 +96,7 @@ def _make(target: Path, source: Source, mode: Literal["fp32", "4bit"]) -> None:
         from mlxspec.model.gguf import convert
 
         task = _stage(bar, f"Converting to {mode}", 1)
-        convert(gguf, target, mode, lambda share: bar.update(task, completed=share))
+        convert(gguf, target, mode, lambda share: bar.update(task, completed=share), sampling)
 
 
 def _stage(bar: Progress, text: str, total: int) -> TaskID:

@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -57,9 +58,16 @@ SETTINGS = {  # those that are heeded; any other may change what the model compu
 }
 
 
-def convert(source: Path, target: Path, mode: Mode, progress: Progress = lambda share: None) -> None:
-    """Write `target` from the GGUF file `source`. The directory appears whole or not at all; one that is
-    there already is left alone. Raises Unfit for what this cannot convert."""
+def convert(
+    source: Path,
+    target: Path,
+    mode: Mode,
+    progress: Progress = lambda share: None,
+    sampling: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Write `target` from the GGUF file `source`, with `sampling` as the model's own defaults. The directory
+    appears whole or not at all; one that is there already is left alone. Raises Unfit for what this cannot
+    convert."""
     loaded: Any = mx.load(str(source), format="gguf", return_metadata=True)
     weights, meta = loaded
     _check(meta)
@@ -73,7 +81,7 @@ def convert(source: Path, target: Path, mode: Mode, progress: Progress = lambda 
         mx.save_safetensors(str(scratch / "model.safetensors"), tensors, {"format": "mlx"})
         _write(scratch / "config.json", config)
         ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write(scratch / "generation_config.json", ids)
+        _write(scratch / "generation_config.json", {**ids, **sampling})
         _tokenizer(meta).save(str(scratch / "tokenizer.json"))
         _write(scratch / "tokenizer_config.json", _tokenizer_config(meta, config))
         for file in scratch.iterdir():

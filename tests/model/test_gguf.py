@@ -1,6 +1,8 @@
 """The conversion, on a small GGUF file made here and on the real one (slow)."""
 
 import json
+import os
+import struct
 from pathlib import Path
 
 import mlx.core as mx
@@ -117,14 +119,125 @@ def test_the_tokenizer_keeps_every_id(source: Path, tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"content": "hé"}], tokenize=False) == "hé"
 
 
+def q8_0(w: np.ndarray) -> tuple[bytes, np.ndarray]:
+    """GGUF's blocks of 32 weights, a half-precision scale and int8 codes, and what they stand for."""
+    x = w.reshape(-1, 32)
+    d = (np.abs(x).max(1) / 127).astype(np.float16)
+    q = np.rint(x / d[:, None].astype(np.float32)).clip(-127, 127).astype(np.int8)
+    data = b"".join(s.tobytes() + c.tobytes() for s, c in zip(d, q, strict=True))
+    return data, (q * d[:, None].astype(np.float32)).reshape(w.shape)
+
+
+def q4_1(w: np.ndarray) -> tuple[bytes, np.ndarray]:
+    """The same with a minimum and 4-bit codes: the first 16 in the low halves of the bytes."""
+    x = w.reshape(-1, 32)
+    low = x.min(1).astype(np.float16)
+    d = ((x.max(1) - x.min(1)) / 15).astype(np.float16)
+    base, step = low.astype(np.float32)[:, None], d.astype(np.float32)[:, None]
+    q = np.rint((x - base) / step).clip(0, 15).astype(np.uint8)
+    rows = zip(d, low, q[:, :16] | q[:, 16:] << 4, strict=True)
+    data = b"".join(a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in rows)
+    return data, (q * step + base).reshape(w.shape)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def value(x: object) -> bytes:
+    """A metadata value with its type, as the GGUF specification numbers them."""
+    if isinstance(x, str):
+        return struct.pack("<I", 8) + text(x)
+    if isinstance(x, list):
+        return struct.pack("<IIQ", 9, 8, len(x)) + b"".join(map(text, x))
+    assert isinstance(x, mx.array)
+    kind = {mx.uint32: 4, mx.int32: 5, mx.float32: 6}[x.dtype]
+    raw = np.array(x).tobytes()
+    return struct.pack("<IIQ", 9, kind, x.size) + raw if x.ndim else struct.pack("<I", kind) + raw
+
+
+def write_packed(path: Path) -> dict[str, np.ndarray]:
+    """A GGUF file with Q4_1 matrices and a Q8_0 embedding. Returns the weights that mlx-lm must find."""
+    plain, _ = tensors()
+    parts, infos, want, at = [], b"", {}, 0
+    for name, array in plain.items():
+        w = np.array(array)
+        if w.ndim == 1:
+            kind, (data, stands) = 0, (w.tobytes(), w)
+        else:
+            kind, (data, stands) = (8, q8_0(w)) if name == "token_embd.weight" else (3, q4_1(w))
+        heads = {"attn_q": HEADS, "attn_k": KV}.get(name.split(".")[-2])
+        target = f"{gguf._target(name.removesuffix('.weight'))}.weight"
+        want[target] = restored(stands, heads) if heads else stands
+        infos += text(name) + struct.pack("<I", w.ndim) + struct.pack(f"<{w.ndim}Q", *w.shape[::-1])
+        infos += struct.pack("<IQ", kind, at)
+        parts.append(data + bytes(-len(data) % 32))
+        at += len(parts[-1])
+    given = meta() | {"general.file_type": mx.array(3, mx.uint32)}
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(plain), len(given))
+    head += b"".join(text(k) + value(v) for k, v in given.items()) + infos
+    path.write_bytes(head + bytes(-len(head) % 32) + b"".join(parts))
+    return want
+
+
+def restored(w: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `permuted`, row by row."""
+    out, dim = np.empty_like(w), w.shape[0] // heads
+    for row in range(w.shape[0]):
+        head, i = divmod(row, dim)
+        out[head * dim + i % 2 * (dim // 2) + i // 2] = w[row]
+    return out
+
+
+def test_packed_weights_are_kept_bit_for_bit(tmp_path: Path) -> None:
+    want = write_packed(tmp_path / "m.gguf")
+    gguf.convert(tmp_path / "m.gguf", tmp_path / "fp32", "fp32")
+    gguf.convert(tmp_path / "m.gguf", tmp_path / "4bit", "4bit")
+    whole = mx.load(str(tmp_path / "fp32/model.safetensors"))
+    assert whole.keys() == want.keys()
+    packed = mx.load(str(tmp_path / "4bit/model.safetensors"))
+    quantization = json.loads((tmp_path / "4bit/config.json").read_text())["quantization"]
+    special = {"group_size": 32, "bits": 8}
+    assert quantization == {"group_size": 32, "bits": 4, "model.embed_tokens": special}
+    for name, w in want.items():
+        assert (np.array(whole[name]) == w).all(), name
+        base = name.removesuffix(".weight")
+        if w.ndim == 2:
+            assert packed[f"{base}.scales"].dtype == mx.float16
+            scales, biases = (packed[f"{base}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+            bits = quantization.get(base, quantization)["bits"]
+            again = mx.dequantize(packed[name], scales, biases, group_size=32, bits=bits)
+            assert (np.array(again) == w).all(), name
+    model, _ = load_model(tmp_path / "4bit")
+    ids = mx.array([[1, 5, 9]])
+    near = model(ids).astype(mx.float32) - load_model(tmp_path / "fp32")[0](ids)
+    assert mx.abs(near).max().item() < 0.05  # activations in half precision
+
+
+def refused(tmp_path: Path, **change: object) -> str:
+    changed = {key: x for key, x in {**meta(), **change}.items() if x is not None}
+    mx.save_gguf(str(tmp_path / "m.gguf"), tensors()[0], changed)
+    with pytest.raises(Unfit) as caught:
+        gguf.convert(tmp_path / "m.gguf", tmp_path / "models/out", "fp32")
+    assert not (tmp_path / "models").exists() or list((tmp_path / "models").iterdir()) == []
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
-    "key, value",
-    [("general.architecture", "rwkv"), ("tokenizer.ggml.model", "llama"), ("tokenizer.ggml.pre", "qwen2")],
+    "key, value, said",
+    [
+        ("general.architecture", "rwkv", "general.architecture is 'rwkv'; only 'llama' can be converted"),
+        ("general.file_type", mx.array(15, mx.uint32), "general.file_type is 15; only 0 or 1 or 2 or 3 or 7"),
+        ("tokenizer.ggml.model", "llama", "tokenizer.ggml.model is 'llama'; only 'gpt2'"),
+        ("tokenizer.ggml.pre", "qwen2", "tokenizer.ggml.pre is 'qwen2'; only 'smollm'"),
+        ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type is a setting"),
+        ("llama.rope.dimension_count", mx.array(8, mx.uint32), "llama.rope.dimension_count is 8"),
+        ("llama.rope.freq_base", None, "does not give 'llama.rope.freq_base'"),
+        ("tokenizer.chat_template", None, "does not give 'tokenizer.chat_template'"),
+    ],
 )
-def test_what_is_not_known_is_refused_by_name(tmp_path: Path, key: str, value: str) -> None:
-    mx.save_gguf(str(tmp_path / "m.gguf"), tensors()[0], {**meta(), key: value})
-    with pytest.raises(Unfit, match=f"{key} is '{value}'"):
-        gguf.convert(tmp_path / "m.gguf", tmp_path / "out", "fp32")
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path, key: str, value: object, said: str) -> None:
+    assert said in refused(tmp_path, **{key: value})
 
 
 def test_a_foreign_tensor_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
@@ -141,6 +254,20 @@ def test_a_directory_that_is_there_stays(source: Path, tmp_path: Path) -> None:
     gguf.convert(source, tmp_path / "out", "fp32")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
     assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
+
+
+def test_its_bytes_are_on_the_disk_before_it_appears(source: Path, tmp_path: Path, monkeypatch) -> None:
+    settled: set[int] = set()
+    monkeypatch.setattr(gguf.os, "fsync", lambda file: settled.add(os.fstat(file).st_ino))
+    rename = os.rename
+
+    def appear(scratch: Path, target: Path) -> None:
+        assert {file.stat().st_ino for file in scratch.iterdir()} == settled
+        rename(scratch, target)
+
+    monkeypatch.setattr(gguf.os, "rename", appear)
+    gguf.convert(source, tmp_path / "out", "fp32")
+    assert len(settled) == 5
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ Finish = Literal["stop", "length", "abort", "error"]
 NULL_BLOCK = 0  # padding points here; nobody owns it
 MAX_CHOICES = 8
 MAX_TOP_LOGPROBS = 20
+COLDEST = 1e-5  # dividing by a lower temperature would leave a float's range; it is greedy in all but name
 
 
 @dataclass(frozen=True, slots=True)

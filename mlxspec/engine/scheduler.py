@@ -84,7 +84,7 @@ class Scheduler:
         prefills = [s for s in ready if s.remaining > 1]
         for seq in sorted(prefills, key=lambda s: (s.deferred < PATIENCE, s.remaining, s.order)):
             n = min(seq.remaining, budget)
-            if n > 0 and seq.finish is None and seq in self.running and self._place(plan, seq, n):
+            if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
             else:
@@ -194,7 +194,7 @@ class Scheduler:
 
     def _place(self, plan: list[Entry], seq: Sequence, n: int) -> bool:
         """Add an entry of `n` rows if blocks can be had; younger sequences pay for older ones."""
-        if seq not in self.running:
+        if seq not in self.running:  # it has paid already, in this plan
             return False
         while (need := -(-(seq.computed + n) // self.pool.block_size) - len(seq.table)) > 0:
             if blocks := self.pool.alloc(need):
@@ -265,9 +265,10 @@ class Scheduler:
     def _succeed(self, leader: Sequence) -> None:
         """Where a leader goes before its prompt is known, the next of its siblings leads."""
         if not leader.generated:
-            heirs = [s for s in self.waiting if s.leader is leader]
-            for heir in heirs:
-                heir.leader = heirs[0] if heir is not heirs[0] else None
+            next_leader = None
+            for heir in [s for s in self.waiting if s.leader is leader]:
+                heir.leader = next_leader
+                next_leader = next_leader or heir
 
     def _release(self, seq: Sequence) -> None:
         self._drop(seq)

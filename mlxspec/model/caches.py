@@ -104,11 +104,7 @@ class DensePages(Pages):
     def keys_and_values(self) -> tuple[Any, Any]:
         group = self.view.groups[0]
         blocks, _, keep = group.select(self.window)
-        k, v = (
-            gather(pool, blocks, group.block_size, keep)
-            for pool in (self.keys, self.values)
-            if pool is not None
-        )
+        k, v = (gather(pool, blocks, group.block_size, keep) for pool in self.pools())
         return k, v
 
 

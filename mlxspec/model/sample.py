@@ -11,9 +11,7 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
-from mlxspec.types import Entry, Logprob, Sampling
-
-COLDEST = 1e-5  # dividing by less would leave a float's range; greedy in all but name
+from mlxspec.types import COLDEST, Entry, Logprob, Sampling
 
 
 @dataclass(slots=True)
@@ -31,8 +29,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class Row:
-    """One sampled row: its request's sampling, the position of the token it draws, which choice it is, and
-    how many rows of its entry's input lie before it (history, for penalties)."""
+    """One sampled row: its entry, its request's sampling, and the position of the token that it draws."""
 
     entry: Entry
     sampling: Sampling

@@ -18,11 +18,9 @@ from mlxspec.server.schema_openai import Chat, Completion, parse
 from mlxspec.server.stream import Choice, Shape
 from mlxspec.text.prompt import encode, render_chat, template_reads
 from mlxspec.text.reader import Reader
-from mlxspec.types import Request, Sampling
+from mlxspec.types import COLDEST, Request, Sampling
 
 T = TypeVar("T")
-
-COLDEST = 1e-5  # a lower temperature is greedy: dividing by it would leave a float's range
 
 
 async def chat(http: HttpRequest) -> ASGIApp:

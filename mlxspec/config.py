@@ -65,7 +65,7 @@ class Config:
         0, "Prompt tokens computed in one step; 0: by time.", unit="rows", low=0, high=2**16
     )
     decode_gap_ms: int = option(
-        250, "Longest wait of a running answer for another's prompt.", unit="ms", low=1, high=60_000
+        250, "Longest wait of a running answer for another's prompt to aim at.", unit="ms", low=1, high=60_000
     )
     max_body_mb: int = option(32, "Largest request body.", unit="MB", low=1, high=1024)
     keepalive_s: float = option(

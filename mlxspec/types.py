@@ -4,6 +4,7 @@ Lengths nest: `cached <= computed <= len(tokens)`. A request is frozen; a `Seque
 object, owned by the engine thread; an `Output` is what crosses back to the server.
 """
 
+import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,6 +15,12 @@ NULL_BLOCK = 0  # padding points here; nobody owns it
 MAX_CHOICES = 8
 MAX_TOP_LOGPROBS = 20
 COLDEST = 1e-5  # dividing by a lower temperature would leave a float's range; it is greedy in all but name
+
+
+def shown(value: Any) -> str:
+    """A client's value for a message: JSON, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ def test_the_package_is_within_the_budget() -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a.py": "x = 1\n" * 501}, "the file has 501 lines, more than 500"),
+        ({"a.py": "x = 1\n" * 401}, "the file has 401 lines, more than 400"),
         ({"a.py": "async def long():\n" + "    x = 1\n" * 60}, "long has 61 lines, more than 60"),
-        ({f"{i}.py": "x = 1\n" * 500 for i in range(17)}, "8500 lines, more than 8000"),
+        ({f"{i}.py": "x = 1\n" * 400 for i in range(21)}, "8400 lines, more than 8000"),
     ],
 )
 def test_too_much_is_refused(files: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_too_much_is_refused(files: dict[str, str], message: str, tmp_path: Path
 
 
 def test_a_full_budget_is_allowed(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("def long():\n" + "    x = 1\n" * 59 + "x = 1\n" * 440)
+    (tmp_path / "a.py").write_text("def long():\n" + "    x = 1\n" * 59 + "x = 1\n" * 340)
     assert size(tmp_path).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""How many prompt rows a step may carry, set by time: a decoding neighbour waits `gap` seconds at most.
+"""How many prompt rows a step may carry, set by time: a decoding neighbour should wait `gap` seconds at most.
 
 Rule: the budget follows what steps of this size cost here, now; nothing about the machine is assumed.
 """

@@ -91,6 +91,9 @@ class Worker:
         """Seconds since the engine last finished a turn while it had work; 0.0 when idle."""
         return time.monotonic() - self._progress if self._busy else 0.0
 
+    def draining(self) -> bool:
+        return self._draining
+
     def stats(self) -> Stats:
         return self._stats
 
@@ -116,13 +119,13 @@ class Worker:
     # ---- event loop -----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request. Raises Busy when the queue is full or draining, Dead without an engine."""
-        if not self.alive() or self._stopping:
-            raise Dead("the engine has stopped; see the log")
+        """Queue a request. Raises Busy when the queue is full, Dead when draining or without an engine."""
+        if not self.alive() or self._stopping or self._draining:
+            raise Dead("the engine takes no more requests")
         if request.id in self._streams:
             raise ValueError(f"a request with the id {request.id} is running")
         waiting = sum(len(left) for _, left in self._streams.values())
-        if self._draining or waiting + request.n > self._max:
+        if waiting + request.n > self._max:
             turns = (waiting + request.n) / max(1, self._slots)
             raise Busy(min(60, max(1, math.ceil(self._seconds * turns))))
         self._loop = asyncio.get_running_loop()

@@ -17,7 +17,8 @@ class Engine(Protocol):
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request, on the event loop; never blocks. The iterator gives the outputs of all its choices
-        and ends after the last `finish`. Raises Busy when no more may wait."""
+        and ends after the last `finish`. Raises Busy when no more may wait, Dead when none is taken any
+        more."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it. Idempotent; unknown ids do nothing."""
@@ -28,6 +29,9 @@ class Engine(Protocol):
 
     def stalled(self) -> float:
         """Seconds since the engine last made progress while it had work; 0.0 when it is idle."""
+
+    def draining(self) -> bool:
+        """Whether what runs may end and nothing more is taken."""
 
     async def drain(self, timeout: float) -> None:
         """Admit nothing more and wait for what runs, `timeout` seconds at most."""

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxspec.server import stream
-from mlxspec.server.errors import ApiError, busy
+from mlxspec.server.errors import ApiError, busy, stopping
 from mlxspec.server.front import Front, Gone, while_connected
 from mlxspec.server.stream import Choice, Failed, Piece, Shape
 from mlxspec.types import Busy, Dead, Output, Request
@@ -77,6 +77,8 @@ def _submit(front: Front, job: Job) -> Outputs:
         for request in job.requests:
             outputs.append(front.engine.submit(request))
     except Dead as error:
+        if front.engine.draining():
+            raise stopping() from error
         raise ApiError(503, "the engine has stopped; the server's log says why") from error
     except Busy as error:
         for request in job.requests[: len(outputs)]:

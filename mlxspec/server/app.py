@@ -61,18 +61,20 @@ def _routes() -> list[Route]:
 async def index(http: HttpRequest) -> Response:
     """What this is, for whoever opens it."""
     front: Front = http.app.state.front
-    paths = [f"{min(r.methods - {'HEAD'})} {r.path}" for r in http.app.routes]
+    paths = [f"{min(r.methods - {'HEAD'})} {r.path_format}" for r in http.app.routes]
     return JSONResponse(
         {"name": "mlxspec", "version": __version__, "model": front.engine.info.name, "endpoints": paths}
     )
 
 
 async def health(http: HttpRequest) -> Response:
-    """200 while the engine's thread lives and gets on with its work, else 503 with the reason."""
+    """200 while the engine takes requests and gets on with its work, else 503 with the reason."""
     engine = http.app.state.front.engine
     reason = ""
     if not engine.alive():
         reason = "the engine has stopped"
+    elif engine.draining():
+        reason = "the server is stopping"
     elif (seconds := engine.stalled()) > STALLED_S:
         reason = f"the engine has made no progress for {seconds:.0f} s"
     if reason:
@@ -117,7 +119,11 @@ async def tokenize(http: HttpRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise unfit("prompt", "prompt, messages: send one of them, and only one")
     if body.messages is not None:
-        work = front.on_text_thread(render_chat, front.tokenizer, body.messages, body.add_generation_prompt)
+        options, unread = openai.template_options(front, body)
+        ignored += unread
+        work = front.on_text_thread(
+            render_chat, front.tokenizer, body.messages, body.add_generation_prompt, **options
+        )
     else:
         work = front.on_text_thread(encode, front.tokenizer, body.prompt, body.add_special_tokens)
     ids = await while_connected(http.receive, work)

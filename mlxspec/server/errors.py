@@ -1,15 +1,21 @@
 """Refusals in the shape of OpenAI's API.
 
-Rule: a message names the field, the value and the mend.
+Rule: a message names the field, the value and the mend. Each is logged and counted where it is sent, whoever
+refuses: the guard, the router or an endpoint.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+log = logging.getLogger("mlxspec")
 
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+RESTART_S = 5  # until whatever watches the process has started the next
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
@@ -35,12 +41,34 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+        return Refusal(self)
+
+
+class Refusal(JSONResponse):
+    """An error on its way to the client."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.body(), error.status, headers=error.headers)
+        self.message = error.message
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        said = "".join(c if c.isprintable() else "?" for c in f"{scope['path'][:200]}: {self.message}")
+        log.info("%s %s (%d)", scope["method"], said, self.status_code)
+        scope["app"].state.front.metrics.refused.labels(str(self.status_code)).inc()
+        await super().__call__(scope, receive, send)
 
 
 def unfit(param: str, message: str, code: str | None = None) -> ApiError:
     """What the client can mend: 400."""
     return ApiError(400, message, param=param, code=code)
+
+
+def stopping() -> ApiError:
+    return ApiError(
+        503,
+        f"the server is stopping; send the request again in {RESTART_S} s",
+        headers={"Retry-After": str(RESTART_S)},
+    )
 
 
 def busy(retry_after: int) -> ApiError:
@@ -53,7 +81,6 @@ def busy(retry_after: int) -> ApiError:
 
 async def on_api_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    http.app.state.front.metrics.refused.labels(str(error.status)).inc()
     return error.response()
 
 

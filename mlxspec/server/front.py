@@ -5,11 +5,11 @@ Rule: tokenizing never runs on the event loop, and no more of it waits than the 
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 BODY_S = 60.0  # time that a client has to send its request
 KNOWN_NAMES = 1000  # unknown fields that are remembered as logged
-NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")  # in a name that goes into a header and the log
 ALIASES = ("default", "local")
 
 
@@ -74,8 +73,8 @@ class Front:
             )
 
     def report(self, ignored: list[str]) -> dict[str, str]:
-        """The response header that lists unknown fields; each is logged once."""
-        names = [NOT_PLAIN.sub("?", name[:64]) for name in ignored[:32]]
+        """The response header that lists unknown fields, percent-encoded; each is logged once."""
+        names = [quote(name[:64], safe="[]") for name in ignored[:32]]
         for name in names:
             if name not in self._named and len(self._named) < KNOWN_NAMES:
                 self._named.add(name)

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from mlxspec.server.answer import Job, answer
 from mlxspec.server.errors import unfit
 from mlxspec.server.front import Front, read_body, while_connected
-from mlxspec.server.schema_openai import Chat, Completion, parse
+from mlxspec.server.schema_openai import Chat, Completion, Tokenize, parse
 from mlxspec.server.stream import Choice, Shape
 from mlxspec.text.prompt import encode, render_chat, template_reads
 from mlxspec.text.reader import Reader
@@ -31,6 +31,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
         raise unfit(
             "top_logprobs", f"top_logprobs = {body.top_logprobs} needs logprobs; set logprobs to true"
         )
+    _check_count(front, body.n or 1, 1)
     options, unread = template_options(front, body)
     rendering = front.on_text_thread(render_chat, front.tokenizer, body.messages, **options)
     prompt = await while_connected(http.receive, rendering)
@@ -50,16 +51,21 @@ async def completions(http: HttpRequest) -> ASGIApp:
         raise unfit(
             "echo", "echo = true with logprobs: a prompt's tokens have none here; leave out one of them"
         )
-    most = front.config.max_sequences + front.config.max_queue
-    if len(body.prompt) * n > most:
-        raise unfit("n", f"n = {n} for {len(body.prompt)} prompts is more than {most} answers; ask for fewer")
+    _check_count(front, n, len(body.prompt))
     encoding = front.on_text_thread(_encode_all, front, body.prompt, bool(body.echo))
     prompts, texts = await while_connected(http.receive, encoding)
     job = _job(front, body, prompts, ignored, arrived, tuple(text for text in texts for _ in range(n)))
     return answer(front, job)
 
 
-def template_options(front: Front, body: Chat) -> tuple[dict[str, Any], list[str]]:
+def _check_count(front: Front, n: int, prompts: int) -> None:
+    """Raises ApiError for more answers than could ever wait together."""
+    most = front.config.max_sequences + front.config.max_queue
+    if n * prompts > most:
+        raise unfit("n", f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer")
+
+
+def template_options(front: Front, body: Chat | Tokenize) -> tuple[dict[str, Any], list[str]]:
     """What the request tells the chat template, and the names of what this template does not look at."""
     given = {f"chat_template_kwargs.{k}": (k, v) for k, v in (body.chat_template_kwargs or {}).items()}
     if body.reasoning_effort is not None:

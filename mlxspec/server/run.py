@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from mlxspec import blas
 from mlxspec.config import Config, ConfigError, as_flags, url_of
 from mlxspec.server import Engine
+from mlxspec.server.protocol import bounded
 
 log = logging.getLogger("mlxspec")
 
@@ -39,44 +40,57 @@ say: Announce = functools.partial(print, flush=True)
 
 def serve_model(config: Config) -> int:
     """Load the configured model and serve it; the process's exit status. Raises ConfigError and Unfit."""
-    listener = bind(config)  # a taken port shows before minutes of loading
-    with listener:
-        blas.load()
-        from mlxspec.engine.start import Options, start
-        from mlxspec.engine.worker import Worker
-        from mlxspec.model.catalog import default_cache_dir, resolve
-        from mlxspec.server.app import create_app
-        from mlxspec.text.prompt import load_tokenizer
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))  # until the event loop takes them over
+    with bind(config) as listener:  # a taken port shows before minutes of loading
+        try:
+            app, worker = _load(config)
+        except SystemExit:
+            log.info("stopped while loading")
+            logging.shutdown()
+            os._exit(0)  # the thread that loads would keep the process for minutes
+        return serve(app, worker, config, listener=listener)
 
-        cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-        found = resolve(config.model, cache, sys.platform == "darwin" and platform.machine() == "arm64")
-        tokenizer = load_tokenizer(found.path)
-        options = Options(
-            block_size=config.block_size,
-            kv_blocks=config.kv_blocks,
-            context=config.context,
-            layout=config.layout,
-            max_sequences=config.max_sequences,
-            prefill_budget=config.prefill_budget,
-            decode_gap=config.decode_gap_ms / 1000,
-        )
-        worker = Worker(
-            lambda: start(found.path, config.name or found.name, options),
-            max_sequences=config.max_sequences,
-            max_queue=config.max_queue,
-        )
-        info = worker.launch()
-        derived = replace(
-            config,
-            model=config.model or found.name,
-            name=info.name,
-            context=info.context,
-            kv_blocks=info.kv_blocks,
-            layout=info.layout,
-            prefill_budget=info.prefill_budget,
-        )
-        say(f"mlxspec serve {as_flags(derived)}")
-        return serve(create_app(worker, tokenizer, found.path, config), worker, config, listener=listener)
+
+def _load(config: Config) -> tuple[ASGIApp, Engine]:
+    """The application and its engine, warm. What was derived is printed as the flags that would set it."""
+    blas.load()
+    from mlxspec.engine.start import Options, start
+    from mlxspec.engine.worker import Worker
+    from mlxspec.model.catalog import default_cache_dir, resolve
+    from mlxspec.server.app import create_app
+    from mlxspec.text.prompt import load_tokenizer
+
+    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    found = resolve(config.model, cache, sys.platform == "darwin" and platform.machine() == "arm64")
+    tokenizer = load_tokenizer(found.path)
+    options = Options(
+        block_size=config.block_size,
+        kv_blocks=config.kv_blocks,
+        context=config.context,
+        layout=config.layout,
+        max_sequences=config.max_sequences,
+        prefill_budget=config.prefill_budget,
+        decode_gap=config.decode_gap_ms / 1000,
+    )
+    worker = Worker(
+        lambda: start(found.path, config.name or found.name, options),
+        max_sequences=config.max_sequences,
+        max_queue=config.max_queue,
+    )
+    info = worker.launch()
+    derived = replace(
+        config,
+        model=config.model or found.name,
+        name=info.name,
+        context=info.context,
+        kv_blocks=info.kv_blocks,
+        layout=info.layout,
+    )
+    # The budget follows the clock; printed as its flag it would be fixed by whoever copies the line.
+    budget = "" if config.prefill_budget else f"  # prefill budget by time: {info.prefill_budget} rows now"
+    say(f"mlxspec serve {as_flags(derived)}{budget}")
+    return create_app(worker, tokenizer, found.path, config), worker
 
 
 def bind(config: Config) -> socket.socket:
@@ -125,7 +139,7 @@ def serve(
 async def _serve(
     app: ASGIApp, engine: Engine, config: Config, announce: Announce, listener: socket.socket
 ) -> int:
-    server = _server(app)
+    server = _server(app, config.max_sequences + config.max_queue)
     asked = asyncio.Event()
 
     def on_signal() -> None:
@@ -153,12 +167,12 @@ async def _serve(
     return status
 
 
-def _server(app: ASGIApp) -> uvicorn.Server:
-    """uvicorn, without its own signals, log and access log."""
+def _server(app: ASGIApp, most: int) -> uvicorn.Server:
+    """uvicorn for `most` requests at once, without its own signals, log and access log."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http="h11",
+            http=bounded(most),
             ws="none",
             lifespan="off",
             log_config=None,

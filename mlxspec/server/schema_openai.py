@@ -4,14 +4,13 @@ Rule: nothing is silently ignored. A field is used, or harmless for the reason g
 it would change the answer; what nobody knows is reported back.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from mlxspec.server.errors import ApiError, unfit
-from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
+from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, shown
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -38,7 +37,7 @@ HARMLESS_INSIDE = {
     "messages[].content[]": {"type", "text", "refusal", "cache_control", "annotations"},
 }
 
-# Would change the answer and is not supported: the values that ask for nothing, and the mend.
+# Would change the answer, and the endpoint has no such field: the values that ask for nothing, and the mend.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("tools", "functions"), (([],), "tools are not supported; leave it out")),
     **dict.fromkeys(
@@ -60,6 +59,24 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "skip_special_tokens": ((False,), "special tokens, but the last, are shown as text; leave it out"),
     "draft_model": ((), "the server chooses how it drafts; leave it out"),
     "adapters": ((), "serve the model with its adapter instead"),
+    "messages": ((), "send it to /v1/chat/completions"),
+    "prompt": ((), "send it to /v1/completions"),
+    "system": ((), "send it as a message with the role system"),
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens"), ((), "send max_tokens instead")),
+    "repeat_penalty": ((1, 1.0), "send repetition_penalty instead"),
+    "typical_p": ((1, 1.0), "use top_k, top_p or min_p instead"),
+    "echo": ((False,), "an answer holds what is new; prepend the prompt yourself"),
+    "best_of": ((1,), "nothing is ranked; ask for n answers"),
+    "top_logprobs": ((), "send their number as logprobs"),
+    "continue_final_message": ((False,), "render the text yourself and send it to /v1/completions"),
+    "add_generation_prompt": ((True,), "render the text yourself and send it to /v1/completions"),
+    "chat_template": ((), "render the text yourself and send it to /v1/completions"),
+    "documents": (([],), "put their text into a message"),
+    "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
+    **dict.fromkeys(
+        ("thinking", "enable_thinking", "reasoning", "reasoning_effort", "chat_template_kwargs"),
+        ((), "send to /v1/chat/completions what the model's template reads, as chat_template_kwargs"),
+    ),
     **dict.fromkeys(
         "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar".split(),
         ((), "constrained answers are not supported; leave it out"),
@@ -67,6 +84,24 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(
         ("mirostat", "xtc_probability", "dry_multiplier"), ((0, 0.0), "use top_k, top_p or min_p instead")
     ),
+}
+
+# What is wrong with a value and the mend, by pydantic's names for it.
+WRONG = {
+    "int_type": "is not a whole number; send one",
+    "int_from_float": "is not a whole number; send one",
+    "float_type": "is not a number; send one",
+    "finite_number": "is out of range; send a finite number",
+    "bool_type": "is neither true nor false; send one of them",
+    "string_type": "is not a string; send one",
+    "list_type": "is not a list; send one",
+    "dict_type": "is not an object; send one",
+    "model_type": "is not an object; send one",
+    "too_short": "is empty; send {min_length} at least",
+    "too_long": "holds more than {max_length}; leave some out",
+    "greater_than_equal": "is too small; send {ge} or more",
+    "less_than_equal": "is too large; send {le} or less",
+    "less_than": "is too large; send less than {lt}",
 }
 
 OBJECT = TypeAdapter(dict[str, Any])
@@ -118,10 +153,10 @@ class Common(BaseModel):
             return None
         if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
             raise ValueError("is neither a string nor a list of strings; send one of these")
-        if len(stops) > MAX_STOPS or not all(0 < len(s) <= MAX_STOP_CHARS for s in stops):
-            raise ValueError(
-                f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters; leave some out"
-            )
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"holds {len(stops)} strings; send {MAX_STOPS} at most")
+        if not all(0 < len(s) <= MAX_STOP_CHARS for s in stops):
+            raise ValueError(f"holds an empty or overlong string; send 1 to {MAX_STOP_CHARS} characters each")
         return stops
 
     @field_validator("logit_bias")
@@ -194,7 +229,9 @@ class Tokenize(BaseModel):
     prompt: str | None = None
     messages: Annotated[list[Any], Field(min_length=1)] | None = None
     add_special_tokens: bool = True  # of a prompt
-    add_generation_prompt: bool = True  # of messages
+    add_generation_prompt: bool = True  # of messages, as are those below
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Detokenize(BaseModel):
@@ -216,8 +253,10 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:
-        why = error.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
-        raise ApiError(400, f"the body is no JSON object: {why}; mend it", code="invalid_json") from error
+        first = error.errors(include_url=False)[0]
+        why = first["ctx"]["error"] if first["type"] == "json_invalid" else "it is another value"
+        message = f"the body is no JSON object: {why}; send one"
+        raise ApiError(400, message, code="invalid_json") from error
     given = {name: value for name, value in raw.items() if value is not None}
     for name, value in given.items():
         neutral, mend = REFUSED.get(name, ((value,), ""))
@@ -257,11 +296,6 @@ def _refusal(error: ValidationError) -> ApiError:
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
     if first["type"] == "missing":
         return unfit(where, f"{where} is missing; send it")
-    why = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    why = WRONG.get(first["type"], said).format(**first.get("ctx", {}))
     return unfit(where, f"{where} = {shown(first['input'])} {why}")
-
-
-def shown(value: Any) -> str:
-    """A value of the client's for a message: JSON, shortened."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxspec.config import Config
 from mlxspec.server.errors import ApiError
+from mlxspec.server.protocol import CROWDED
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
@@ -32,6 +33,8 @@ def guard(app: ASGIApp, config: Config) -> ASGIApp:
             return await send({"type": "websocket.close", "code": 1008})
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         try:
+            if CROWDED in scope.get("state", {}):
+                raise _crowded()
             _check_names(headers, names, addresses)
             _check_key(headers, config.api_key if scope["path"] not in OPEN else "")
             _check_size(headers, most)
@@ -48,22 +51,22 @@ def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
 
 def _check_names(headers: list[tuple[bytes, bytes]], names: frozenset[str], addresses: bool) -> None:
     hosts = _values(headers, b"host")
-    if not hosts:
-        raise ApiError(400, "the Host header is missing; send it")
-    for host in hosts:
-        if not _known(f"//{host}", names, addresses):
-            raise _foreign("Host", host)
+    if len(hosts) != 1:
+        raise ApiError(400, f"there are {len(hosts)} Host headers; send one")
+    asked = _name(f"//{hosts[0]}") if "@" not in hosts[0] else ""
+    if asked not in names and not (addresses and _is_address(asked)):
+        raise _foreign("Host", hosts[0])
     for origin in _values(headers, b"origin"):
-        if not _known(origin, names, addresses):
+        if _name(origin) not in names | {asked}:
             raise _foreign("Origin", origin)
 
 
-def _known(url: str, names: frozenset[str], addresses: bool) -> bool:
+def _name(url: str) -> str:
+    """The host's name in a URL; empty where there is none."""
     try:
-        name = (urlsplit(url).hostname or "").lower().removesuffix(".")
+        return (urlsplit(url).hostname or "").lower().removesuffix(".")
     except ValueError:
-        return False
-    return name in names or (addresses and _is_address(name))
+        return ""
 
 
 def _is_address(name: str) -> bool:
@@ -77,8 +80,16 @@ def _is_address(name: str) -> bool:
 def _foreign(header: str, value: str) -> ApiError:
     return ApiError(
         403,
-        f"{header} = {value[:200]!r} is not a name of this server; allowed_hosts may list more names",
+        f"{header} = {value[:200]!r} is not a name of this server; start it with --allowed-hosts NAME",
         code="host_not_allowed",
+    )
+
+
+def _crowded() -> ApiError:
+    return ApiError(
+        503,
+        "too many connections are open; close some, or try again in 1 s",
+        headers={"Retry-After": "1", "Connection": "close"},
     )
 
 

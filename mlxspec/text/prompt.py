@@ -15,7 +15,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_wrapper
 
-from mlxspec.types import Unfit
+from mlxspec.types import Unfit, shown
 
 log = logging.getLogger("mlxspec")
 
@@ -156,14 +156,16 @@ def canonical(messages: Sequence[Any]) -> Messages:
 
 def _message(message: Any, at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise Refused(at, f"{at} = {message!r:.60} is not an object; send role and content")
+        raise Refused(at, f"{at} = {shown(message)} is not an object; send role and content")
     role = message.get("role")
     if role in ("tool", "function"):
         raise Refused(
-            f"{at}.role", f"{at}.role = {role!r}: tools are not supported; send the result as user text"
+            f"{at}.role", f"{at}.role = {shown(role)}: tools are not supported; send the result as user text"
         )
     if role not in ROLES:
-        raise Refused(f"{at}.role", f"{at}.role = {role!r:.60} is not a role; send one of {', '.join(ROLES)}")
+        raise Refused(
+            f"{at}.role", f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
+        )
     for key in ("tool_calls", "function_call", "audio"):
         if message.get(key):
             raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; send what was said as content")
@@ -174,7 +176,7 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     for key in KEPT:
         if (value := message.get(key)) is not None:
             if not isinstance(value, str):
-                raise Refused(f"{at}.{key}", f"{at}.{key} = {value!r:.60} is not text; send a string")
+                raise Refused(f"{at}.{key}", f"{at}.{key} = {shown(value)} is not text; send a string")
             plain[key] = value
     return plain
 
@@ -183,13 +185,13 @@ def _text(content: Any, at: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refused(at, f"{at} = {content!r:.60} is not text; send a string or a list of text parts")
+        raise Refused(at, f"{at} = {shown(content)} is not text; send a string or a list of text parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            what = f"a part of type {kind!r:.40}" if kind else f"{part!r:.60}"
+            what = f"a part of type {shown(kind)}" if kind else f"{shown(part)}"
             raise Refused(
                 f"{at}[{i}]",
                 f"{at}[{i}] is {what}; this server reads text only: send {{'type': 'text', 'text': ...}}",

@@ -10,10 +10,10 @@ from mlxspec.server.run import _server, bind
 
 
 @contextmanager
-def live(app: Any) -> Iterator[str]:
-    """The base URL of `app`, until the block ends."""
+def live(app: Any, most: int = 80) -> Iterator[str]:
+    """The base URL of `app` for `most` requests at once, until the block ends."""
     with bind(Config(port=0)) as listener:
-        server = _server(app)
+        server = _server(app, most)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         listener.listen(128)  # connections wait from now on
         thread.start()

@@ -49,6 +49,7 @@ class Scripted:
     busy: int = 0  # seconds of Retry-After
     info: ModelInfo = INFO
     lives: bool = True
+    ending: bool = False
     silent: float = 0.0
     group: int = 1  # tokens per output, as accepted drafts come
     cached: int = 0
@@ -60,7 +61,7 @@ class Scripted:
     stopped: int = 0
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
-        if not self.lives:
+        if not self.lives or self.ending:
             raise Dead("the engine has stopped")
         if self.busy:
             raise Busy(self.busy)
@@ -122,9 +123,12 @@ class Scripted:
     def stalled(self) -> float:
         return self.silent
 
+    def draining(self) -> bool:
+        return self.ending
+
     async def drain(self, timeout: float) -> None:
         self.drained.append(timeout)
-        self.busy = 1
+        self.ending = True
 
     def stop(self) -> None:
         self.stopped += 1

@@ -227,6 +227,28 @@ async def test_the_log_line_of_a_client_that_left(
     assert "0 out, none after" in caplog.text and caplog.text.rstrip().endswith("0 rounds, gone")
 
 
+async def test_every_refusal_is_counted_and_logged(
+    make: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever refuses: the guard, the router, an endpoint, the engine."""
+    caplog.set_level(logging.INFO, "mlxspec")
+    s = make()
+    await s.get("/v1/models", headers={"host": "evil.example"})
+    await s.get("/no/such\npath")
+    await s.get("/v1/chat/completions")
+    await s.chat(model="other")
+    s.engine.busy = 3
+    await s.chat()
+    s.engine.ending = True
+    assert (await s.chat()).headers["retry-after"] == "5"
+    page = (await s.get("/metrics")).body.decode()
+    for status, count in ((403, 1), (404, 2), (405, 1), (429, 1), (503, 1)):
+        assert f'mlxspec_refused_total{{status="{status}"}} {count}.0' in page
+    lines = [record.getMessage() for record in caplog.records if record.getMessage()[-1] == ")"]
+    assert len(lines) == 6 and lines[1].startswith("GET /no/such?path: there is nothing at /no/such")
+    assert lines[3].startswith("POST /v1/chat/completions: model = 'other'") and lines[3].endswith("(404)")
+
+
 async def test_counters(make: Callable[..., Server]) -> None:
     s = make()
     await s.chat()

@@ -33,7 +33,9 @@ async def test_models(make: Callable[..., Server]) -> None:
 async def test_index(make: Callable[..., Server]) -> None:
     answer = await make().get("/")
     assert answer.json["name"] == "mlxspec" and answer.json["model"] == "tiny"
-    assert {"POST /v1/chat/completions", "GET /health"} <= set(answer.json["endpoints"])
+    assert {"POST /v1/chat/completions", "GET /health", "GET /v1/models/{name}"} <= set(
+        answer.json["endpoints"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ async def test_index(make: Callable[..., Server]) -> None:
         ({"silent": 59.0}, 200, None),
         ({"silent": 61.0}, 503, "no progress for 61 s"),
         ({"lives": False}, 503, "has stopped"),
+        ({"ending": True}, 503, "the server is stopping"),
     ],
 )
 async def test_health(make: Callable[..., Server], script: Any, status: int, reason: str | None) -> None:

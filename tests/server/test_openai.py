@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mlxspec.config import Config
 from mlxspec.text.prompt import encode, render_chat
 from tests.server.scripted import END, INFO, MESSAGES, Answer, Server, server
 
@@ -303,11 +304,11 @@ async def test_log_probabilities_of_completions(make: Callable[..., Server]) -> 
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": []}, "messages", "is empty; send 1 at least"),
         ({"messages": None}, "messages", "messages is missing"),
-        ({"messages": "hello"}, "messages", "valid list"),
+        ({"messages": "hello"}, "messages", "is not a list"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5 is not text"),
-        ({"temperature": 2.1}, "temperature", "temperature = 2.1 should be less than or equal to 2"),
+        ({"temperature": 2.1}, "temperature", "temperature = 2.1 is too large; send 2.0 or less"),
         ({"top_logprobs": 3}, "top_logprobs", "set logprobs to true"),
         ({"logit_bias": {"320": 1}}, "logit_bias", "320; ids run from 0 to 319"),
         (
@@ -326,6 +327,14 @@ async def test_chat_refusals(
         assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
         assert answer.error["param"] == param and words in answer.error["message"]
     assert s.engine.submitted == []
+
+
+async def test_more_answers_than_may_ever_wait(make: Callable[..., Server]) -> None:
+    """A 429 would be for ever."""
+    s = make(config=Config(max_sequences=1, max_queue=2))
+    for answer in (await s.chat(n=4), await s.complete(n=4), await s.complete(prompt=["a", "b"], n=2)):
+        assert (answer.status, answer.error["param"]) == (400, "n")
+    assert (await s.chat(n=3)).status == 200
 
 
 async def test_a_prompt_that_does_not_fit(make: Callable[..., Server]) -> None:
@@ -357,7 +366,7 @@ async def test_a_prompt_that_does_not_fit(make: Callable[..., Server]) -> None:
         ({"suffix": "x"}, "suffix", "at its end only"),
         ({"best_of": 3}, "best_of", "nothing is ranked"),
         ({"echo": True, "logprobs": 1}, "echo", "leave out one"),
-        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"logprobs": 21}, "logprobs", "send 20 or less"),
     ],
 )
 async def test_completion_refusals(
@@ -379,11 +388,14 @@ async def test_unknown_fields_are_reported(
     make: Callable[..., Server], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     s = make()
-    strange = {"zeta": 1, "x y\r\nset-cookie: a": 2, "user": "me", "store": True}
+    strange = {"zeta": 1, "x y\r\nset-cookie: ä": 2, "user": "me", "store": True}
     for _ in range(2):
         answer = await s.chat(**strange, stream=stream, stream_options={"colour": 1})
         assert answer.status == 200
-        assert answer.headers["x-mlxspec-ignored"] == "zeta, x?y??set-cookie??a, stream_options.colour"
+        assert (
+            answer.headers["x-mlxspec-ignored"]
+            == "zeta, x%20y%0D%0Aset-cookie%3A%20%C3%A4, stream_options.colour"
+        )
     assert caplog.text.count("unknown field zeta") == 1
     assert "x-mlxspec-ignored" not in (await s.chat(user="me")).headers
     many = await s.chat(**{f"field{i}": i for i in range(100)})

@@ -87,7 +87,7 @@ def test_running_answers_end_first(make: Callable[..., Server], monkeypatch: pyt
     draining, late, answered = asyncio.Event(), threading.Event(), list[Any]()
 
     async def drain(timeout: float) -> None:
-        s.engine.busy = 1
+        s.engine.ending = True
         draining.set()
         await asyncio.to_thread(late.wait, 10)
         s.engine.push("hello", finish="stop")
@@ -103,10 +103,11 @@ def test_running_answers_end_first(make: Callable[..., Server], monkeypatch: pyt
         stop_me()
         while not draining.is_set():
             assert not late.wait(0.005)
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            post(url)
-        assert caught.value.code == 429
-        caught.value.close()
+        for late_one in (lambda: post(url), lambda: urllib.request.urlopen(f"{url}/health", timeout=10)):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                late_one()
+            assert caught.value.code == 503 and b"the server is stopping" in caught.value.read()
+            caught.value.close()
         late.set()
         first.join(10)
 
@@ -144,7 +145,7 @@ def test_a_second_signal_ends_it_at_once(
 def test_uvicorn_leaves_the_signals_alone(make: Callable[..., Server]) -> None:
     """Its own handlers would close the door before the drain, and end the process by the signal."""
     before = signal.getsignal(signal.SIGTERM)
-    with run._server(make().app).capture_signals():
+    with run._server(make().app, 1).capture_signals():
         assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -245,12 +246,37 @@ def test_the_command_serves_a_model(tmp_path: Path) -> None:
         try:
             flags, greeted = process.stdout.readline(), process.stdout.readline()
             assert "--kv-blocks 32 --layout rows" in flags, flags + process.stderr.read()
+            assert "prefill budget by time: " in flags and "--prefill-budget" not in flags
             url = greeted.split()[4].removesuffix("/v1")
             answer = post(url, max_tokens=5, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 5 and answer["model"] == tmp_path.name
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
             assert f"{answer['id']}: " in process.stderr.read()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> None:
+    code = (
+        "import logging, threading, mlxspec.server.run as run; from mlxspec.config import Config\n"
+        "logging.basicConfig(level='INFO')\n"
+        "def load(config):\n"
+        "    threading.Thread(target=threading.Event().wait).start()  # never ends by itself\n"
+        "    print('loading', flush=True); threading.Event().wait()\n"
+        "run._load = load; run.serve_model(Config(port=0))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process, process.stdout, process.stderr:
+        try:
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(number)
+            assert process.wait(20) == 0
+            assert "stopped while loading" in process.stderr.read()
         finally:
             process.kill()
 
@@ -265,4 +291,6 @@ def test_nothing_heavy_is_imported_before_blas() -> None:
     tree = ast.parse(Path(run.__file__).read_text("utf-8"))
     names = {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
     ours = {name for name in names if name and name.startswith("mlxspec")}
-    assert ours == {"mlxspec", "mlxspec.config", "mlxspec.server"}
+    assert ours == {"mlxspec", "mlxspec.config", "mlxspec.server", "mlxspec.server.protocol"}
+    code = "import sys, mlxspec.server.run; sys.exit(bool({'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -135,11 +135,78 @@ def test_null_is_as_if_it_were_not_there(kind: Any) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_would_change_the_answer_is_refused(name: str) -> None:
     neutral, mend = REFUSED[name]
-    error = refuse(Chat, CHAT | {name: {"some": "thing"}})
-    assert error.param == name and error.code == "unsupported_parameter"
-    assert mend in error.message and '{"some": "thing"}' in error.message
-    for value in neutral:
-        assert parse(Chat, json.dumps(CHAT | {name: value}).encode())[1] == []
+    kinds = [kind for kind in (Chat, Completion) if name not in kind.model_fields]
+    assert kinds
+    for kind in kinds:
+        body = CHAT if kind is Chat else COMPLETION
+        error = refuse(kind, body | {name: {"some": "thing"}})
+        assert error.param == name and error.code == "unsupported_parameter"
+        assert mend in error.message and '{"some": "thing"}' in error.message
+        for value in neutral:
+            assert parse(kind, json.dumps(body | {name: value}).encode())[1] == []
+
+
+# What other servers take and what would change an answer; none of it may pass with a mere mention.
+FOREIGN = {
+    "chat": {"echo": True, "best_of": 2, "prompt": "x"},
+    "completions": {
+        "max_completion_tokens": 5,
+        "top_logprobs": 2,
+        "reasoning_effort": "low",
+        "messages": [],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "both": {
+        "max_new_tokens": 5,
+        "repeat_penalty": 1.1,
+        "typical_p": 0.9,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "chat_template": "{{ messages }}",
+        "documents": [{"text": "x"}],
+        "truncate_prompt_tokens": 100,
+        "thinking": {"type": "enabled"},
+        "enable_thinking": False,
+        "system": "be kind",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (kind, name, value)
+        for kind in (Chat, Completion)
+        for name, value in (FOREIGN[kind.api] | FOREIGN["both"]).items()
+    ],
+)
+def test_what_another_endpoint_has_is_refused_here(kind: Any, name: str, value: Any) -> None:
+    error = refuse(kind, (CHAT if kind is Chat else COMPLETION) | {name: value})
+    assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("n", "5", 'n = "5" is not a whole number; send one'),
+        ("n", 1.5, "n = 1.5 is not a whole number; send one"),
+        ("n", 0, "n = 0 is too small; send 1 or more"),
+        ("n", 9, "n = 9 is too large; send 8 or less"),
+        ("seed", 2**63, "is too large; send less than 9223372036854775808"),
+        ("temperature", "hot", 'temperature = "hot" is not a number; send one'),
+        ("stream", "yes", 'stream = "yes" is neither true nor false; send one of them'),
+        ("messages", [], "messages = [] is empty; send 1 at least"),
+        ("messages", "hi", 'messages = "hi" is not a list; send one'),
+        ("stop", [""], 'stop = [""] holds an empty or overlong string; send 1 to 1000 characters each'),
+        ("stop", ["a"] * 17, "holds 17 strings; send 16 at most"),
+        ("stop_token_ids", [1] * 17, "holds more than 16; leave some out"),
+        ("logit_bias", [1], "logit_bias = [1] is not an object; send one"),
+        ("stream_options", 5, "stream_options = 5 is not an object; send one"),
+        ("reasoning_effort", 1, "reasoning_effort = 1 is not a string; send one"),
+    ],
+)
+def test_every_refusal_has_a_mend(name: str, value: Any, why: str) -> None:
+    assert why in refuse(Chat, CHAT | {name: value}).message
 
 
 def test_a_neutral_value_is_not_mistaken_for_another_type() -> None:
@@ -148,10 +215,10 @@ def test_a_neutral_value_is_not_mistaken_for_another_type() -> None:
 
 
 def test_the_tables_do_not_overlap() -> None:
-    used = {*Chat.model_fields, *Completion.model_fields}
+    chat, completion = set(Chat.model_fields), set(Completion.model_fields)
     assert not HARMLESS.keys() & REFUSED.keys()
-    assert not used & HARMLESS.keys()
-    assert used & REFUSED.keys() == set()
+    assert not (chat | completion) & HARMLESS.keys()
+    assert (chat ^ completion) <= REFUSED.keys() and not chat & completion & REFUSED.keys()
 
 
 def test_long_values_are_shortened() -> None:

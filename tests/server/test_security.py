@@ -1,12 +1,15 @@
 """Who gets through: key, Host, Origin, size."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlxspec.config import Config
+from mlxspec.metrics import Metrics
 from mlxspec.server.security import guard
+from mlxspec.types import Stats
 from tests.server.scripted import MESSAGES, Answer, Connection, server
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +25,15 @@ async def ask(config: Config, path: str = "/v1/models", **headers: str) -> Answe
         await send({"type": "http.response.body", "body": b"in"})
 
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return await Connection(guard(app, config), path, method="GET", headers=named).answer()
+    return await inside(Connection(guard(app, config), path, method="GET", headers=named)).answer()
+
+
+def inside(connection: Connection, **state: bool) -> Connection:
+    """As if an application had received it."""
+    front = SimpleNamespace(metrics=Metrics(Stats))
+    connection.scope["app"] = SimpleNamespace(state=SimpleNamespace(front=front))
+    connection.scope["state"] = state
+    return connection
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,8 @@ async def ask(config: Config, path: str = "/v1/models", **headers: str) -> Answe
         (Config(), "127.0.0.1.evil.example:8080", False),
         (Config(), "evil.example@localhost.evil.example", False),
         (Config(), "[::1", False),
+        (Config(), "evil.example@localhost", False),
+        (Config(host="0.0.0.0"), "192.168.1.5@192.168.1.5", False),
         (Config(), "", False),
         (Config(), "192.168.1.5:8080", False),
         (Config(), "0.0.0.0:8080", False),
@@ -54,16 +67,37 @@ async def test_host(config: Config, host: str, ok: bool) -> None:
     answer = await ask(config, host=host)
     assert answer.status == (200 if ok else 403)
     if not ok:
-        assert answer.error["code"] == "host_not_allowed" and "allowed_hosts" in answer.error["message"]
+        assert answer.error["code"] == "host_not_allowed" and "--allowed-hosts" in answer.error["message"]
 
 
 async def test_no_host_and_two_hosts() -> None:
-    connection = Connection(guard(None, Config()), "/")  # type: ignore[arg-type]
-    connection.scope["headers"] = []
-    assert (await connection.answer()).status == 400
-    connection = Connection(guard(None, Config()), "/")  # type: ignore[arg-type]
-    connection.scope["headers"] = [(b"host", b"localhost"), (b"host", b"evil.example")]
-    assert (await connection.answer()).status == 403
+    for some in ([], [(b"host", b"localhost"), (b"host", b"evil.example")]):
+        connection = inside(Connection(guard(None, Config()), "/"))  # type: ignore[arg-type]
+        connection.scope["headers"] = some
+        answer = await connection.answer()
+        assert answer.status == 400 and f"{len(some)} Host headers" in answer.error["message"]
+
+
+async def test_a_connection_too_many() -> None:
+    connection = inside(Connection(guard(None, Config()), "/"), crowded=True)  # type: ignore[arg-type]
+    answer = await connection.answer()
+    assert answer.status == 503 and answer.headers["retry-after"] == "1"
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("origin", "ok"),
+    [
+        ("http://192.168.1.5:3000", True),  # this server's own
+        ("http://localhost:3000", True),
+        ("http://203.0.113.7", False),  # a web site without a name
+        ("http://192.168.1.5@203.0.113.7", False),
+        ("null", False),
+    ],
+)
+async def test_origin_where_any_address_may_be_ours(origin: str, ok: bool) -> None:
+    answer = await ask(Config(host="0.0.0.0"), host="192.168.1.5:8080", origin=origin)
+    assert answer.status == (200 if ok else 403)
 
 
 @pytest.mark.parametrize(

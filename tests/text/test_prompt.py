@@ -82,23 +82,23 @@ def test_two_spellings_render_alike(tokenizer: Any, one: dict[str, Any], other: 
     [
         ([], "messages", "one message at least"),
         (["hello"], "messages[0]", "not an object"),
-        ([{"content": "x"}], "messages[0].role", "None is not a role"),
-        ([user("x"), {"role": "robot", "content": "x"}], "messages[1].role", "'robot' is not a role"),
+        ([{"content": "x"}], "messages[0].role", "null is not a role"),
+        ([user("x"), {"role": "robot", "content": "x"}], "messages[1].role", '"robot" is not a role'),
         (
             [{"role": "tool", "content": "x", "tool_call_id": "1"}],
             "messages[0].role",
             "tools are not supported",
         ),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls", "not supported"),
-        ([user(None)], "messages[0].content", "None is not text"),
+        ([user(None)], "messages[0].content", "null is not text"),
         ([user(5)], "messages[0].content", "5 is not text"),
         (
             [user([{"type": "image_url", "image_url": {}}])],
             "messages[0].content[0]",
-            "type 'image_url'; .* text only",
+            'type "image_url"; .* text only',
         ),
         ([user([{"type": "text", "text": 1}])], "messages[0].content[0]", "text only"),
-        ([user(["x"])], "messages[0].content[0]", "'x'; .* text only"),
+        ([user(["x"])], "messages[0].content[0]", '"x"; .* text only'),
         ([user("x") | {"name": 5}], "messages[0].name", "5 is not text"),
     ],
 )

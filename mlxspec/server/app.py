@@ -124,7 +124,10 @@ async def tokenize(http: HttpRequest) -> Response:
         work = front.on_text_thread(
             render_chat, front.tokenizer, body.messages, body.add_generation_prompt, **options
         )
+        ignored += ["add_special_tokens"] if "add_special_tokens" in body.model_fields_set else []
     else:
+        given = body.model_fields_set
+        ignored += sorted(given & {"add_generation_prompt", "reasoning_effort", "chat_template_kwargs"})
         work = front.on_text_thread(encode, front.tokenizer, body.prompt, body.add_special_tokens)
     ids = await while_connected(http.receive, work)
     found = {"count": len(ids), "max_model_len": front.engine.info.context, "tokens": ids}

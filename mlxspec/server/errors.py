@@ -49,13 +49,18 @@ class Refusal(JSONResponse):
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.body(), error.status, headers=error.headers)
-        self.message = error.message
+        self.error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        said = "".join(c if c.isprintable() else "?" for c in f"{scope['path'][:200]}: {self.message}")
-        log.info("%s %s (%d)", scope["method"], said, self.status_code)
-        scope["app"].state.front.metrics.refused.labels(str(self.status_code)).inc()
+        book(scope["app"], f"{scope['method']} {scope['path'][:200]}", self.error)
         await super().__call__(scope, receive, send)
+
+
+def book(app: Any, asked: str, error: ApiError) -> None:
+    """Count and log a refusal of `app`, the application that carries the `Front`."""
+    said = "".join(c if c.isprintable() else "?" for c in f"{asked}: {error.message}")
+    log.info("%s (%d)", said, error.status)
+    app.state.front.metrics.refused.labels(str(error.status)).inc()
 
 
 def unfit(param: str, message: str, code: str | None = None) -> ApiError:

@@ -41,15 +41,23 @@ say: Announce = functools.partial(print, flush=True)
 def serve_model(config: Config) -> int:
     """Load the configured model and serve it; the process's exit status. Raises ConfigError and Unfit."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))  # until the event loop takes them over
+        signal.signal(number, _stop)  # until the event loop takes them over
     with bind(config) as listener:  # a taken port shows before minutes of loading
         try:
             app, worker = _load(config)
-        except SystemExit:
+        except Stopped:
             log.info("stopped while loading")
             logging.shutdown()
             os._exit(0)  # the thread that loads would keep the process for minutes
         return serve(app, worker, config, listener=listener)
+
+
+class Stopped(SystemExit):
+    """A signal came before the event loop was there to take it: exit status 0."""
+
+
+def _stop(*_: object) -> None:
+    raise Stopped(0)
 
 
 def _load(config: Config) -> tuple[ASGIApp, Engine]:
@@ -87,9 +95,12 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
         kv_blocks=info.kv_blocks,
         layout=info.layout,
     )
-    # The budget follows the clock; printed as its flag it would be fixed by whoever copies the line.
-    budget = "" if config.prefill_budget else f"  # prefill budget by time: {info.prefill_budget} rows now"
-    say(f"mlxspec serve {as_flags(derived)}{budget}")
+    # The prefill budget follows the clock: its flag would fix it, the gap that it aims at does not.
+    flags = as_flags(derived)
+    if not config.prefill_budget and "--decode-gap-ms" not in flags:
+        flags += f" --decode-gap-ms {config.decode_gap_ms}"
+    say(f"mlxspec serve {flags}")
+    log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
     return create_app(worker, tokenizer, found.path, config), worker
 
 

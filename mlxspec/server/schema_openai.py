@@ -37,8 +37,10 @@ HARMLESS_INSIDE = {
     "messages[].content[]": {"type", "text", "refusal", "cache_control", "annotations"},
 }
 
+Refusals = dict[str, tuple[tuple[Any, ...], str]]
+
 # Would change the answer, and the endpoint has no such field: the values that ask for nothing, and the mend.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Refusals = {
     **dict.fromkeys(("tools", "functions"), (([],), "tools are not supported; leave it out")),
     **dict.fromkeys(
         ("tool_choice", "function_call"), (("none", "auto"), "tools are not supported; leave it out")
@@ -67,7 +69,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "typical_p": ((1, 1.0), "use top_k, top_p or min_p instead"),
     "echo": ((False,), "an answer holds what is new; prepend the prompt yourself"),
     "best_of": ((1,), "nothing is ranked; ask for n answers"),
-    "top_logprobs": ((), "send their number as logprobs"),
+    "top_logprobs": ((0,), "send their number as logprobs"),
     "continue_final_message": ((False,), "render the text yourself and send it to /v1/completions"),
     "add_generation_prompt": ((True,), "render the text yourself and send it to /v1/completions"),
     "chat_template": ((), "render the text yourself and send it to /v1/completions"),
@@ -75,7 +77,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
     **dict.fromkeys(
         ("thinking", "enable_thinking", "reasoning", "reasoning_effort", "chat_template_kwargs"),
-        ((), "send to /v1/chat/completions what the model's template reads, as chat_template_kwargs"),
+        (({},), "send to /v1/chat/completions what the model's template reads, as chat_template_kwargs"),
     ),
     **dict.fromkeys(
         "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar".split(),
@@ -84,6 +86,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(
         ("mirostat", "xtc_probability", "dry_multiplier"), ((0, 0.0), "use top_k, top_p or min_p instead")
     ),
+}
+# Those that would change the tokens of messages.
+RENDERING = {
+    name: REFUSED[name]
+    for name in "tools functions continue_final_message chat_template documents truncate_prompt_tokens"
+    " thinking enable_thinking reasoning system".split()
 }
 
 # What is wrong with a value and the mend, by pydantic's names for it.
@@ -124,6 +132,8 @@ class Common(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    refuses: ClassVar[Refusals] = REFUSED
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -225,6 +235,8 @@ class Completion(Common):
 class Tokenize(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
+    refuses: ClassVar[Refusals] = RENDERING
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Any], Field(min_length=1)] | None = None
@@ -236,6 +248,8 @@ class Tokenize(BaseModel):
 
 class Detokenize(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
+
+    refuses: ClassVar[Refusals] = {}
 
     model: str | None = None
     tokens: list[Token]
@@ -259,7 +273,7 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
         raise ApiError(400, message, code="invalid_json") from error
     given = {name: value for name, value in raw.items() if value is not None}
     for name, value in given.items():
-        neutral, mend = REFUSED.get(name, ((value,), ""))
+        neutral, mend = kind.refuses.get(name, ((value,), ""))
         if name not in kind.model_fields and not any(type(v) is type(value) and v == value for v in neutral):
             raise unfit(name, f"{name} = {shown(value)} is not supported: {mend}", "unsupported_parameter")
     try:
@@ -268,10 +282,10 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
         raise _refusal(error) from error
 
 
-def unknown(kind: type[BaseModel], given: Mapping[str, Any]) -> Iterator[str]:
+def unknown(kind: type[Body], given: Mapping[str, Any]) -> Iterator[str]:
     """Names of fields that are neither used, nor harmless, nor refused; inner ones as `messages[].name`."""
     for name in given:
-        if name not in kind.model_fields and name not in HARMLESS and name not in REFUSED:
+        if name not in kind.model_fields and name not in HARMLESS and name not in kind.refuses:
             yield name
     if isinstance(options := given.get("stream_options"), dict):
         known = {*StreamOptions.model_fields, *HARMLESS_INSIDE["stream_options"]}
@@ -297,5 +311,6 @@ def _refusal(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return unfit(where, f"{where} is missing; send it")
     said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    why = WRONG.get(first["type"], said).format(**first.get("ctx", {}))
+    # What a validator of ours said may hold the client's own braces.
+    why = WRONG[first["type"]].format(**first.get("ctx", {})) if first["type"] in WRONG else said
     return unfit(where, f"{where} = {shown(first['input'])} {why}")

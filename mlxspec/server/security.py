@@ -33,7 +33,7 @@ def guard(app: ASGIApp, config: Config) -> ASGIApp:
             return await send({"type": "websocket.close", "code": 1008})
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         try:
-            if CROWDED in scope.get("state", {}):
+            if CROWDED in scope["state"] and scope["path"] not in OPEN:
                 raise _crowded()
             _check_names(headers, names, addresses)
             _check_key(headers, config.api_key if scope["path"] not in OPEN else "")

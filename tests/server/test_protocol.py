@@ -90,29 +90,81 @@ def test_an_answer_may_take_longer(tokenizer: Any, model_dir: Any, monkeypatch: 
             sock.recv(1)
 
 
-def test_what_is_no_http_is_told_so(address: tuple[str, int]) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01 hello\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # no Host
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so(address: tuple[str, int], sent: bytes) -> None:
     with socket.create_connection(address, 10) as sock:
-        sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        sock.sendall(sent)
         head, _, body = read(sock).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
-        assert "no HTTP request" in json.loads(body)["error"]["message"]
+        assert "breaks HTTP/1.1" in json.loads(body)["error"]["message"]
+    with socket.create_connection(address, 10) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b'mlxspec_refused_total{status="400"} 1.0' in read(sock)
 
 
-def test_too_many_connections_are_told_and_more_are_cut(address: tuple[str, int]) -> None:
-    """One with work, two spare; two that are told; then none."""
+def test_an_idle_connection_makes_room(address: tuple[str, int]) -> None:
     with ExitStack() as opened:
-        socks = [opened.enter_context(socket.create_connection(address, 10)) for _ in range(6)]
-        assert read(socks[5]) == b""
-        for k in (0, 1, 2):
-            assert ask(socks[k])["status"] == "ok"
-        for k in (3, 4):
-            assert "too many connections" in ask(socks[k])["error"]["message"]
-            assert read(socks[k]) == b""  # closed behind the answer
-        with socket.create_connection(address, 10) as again:
-            assert "too many connections" in ask(again)["error"]["message"]
-    until = time.monotonic() + 10  # those of before are closed, and soon not counted any more
-    while True:
-        with socket.create_connection(address, 10) as sock:
-            if ask(sock).get("status") == "ok":
-                break
-        assert time.monotonic() < until
+        socks = [opened.enter_context(socket.create_connection(address, 10)) for _ in range(3)]
+        for sock in socks:
+            assert ask(sock)["status"] == "ok"
+        for _ in range(3):
+            newest = opened.enter_context(socket.create_connection(address, 10))
+            assert ask(newest)["status"] == "ok"
+        for sock in socks:
+            assert read(sock) == b""
+
+
+def test_too_many_with_work_are_told_and_more_are_cut(
+    tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with work, two spare; two that are told, but for /health; then none."""
+    monkeypatch.setattr(protocol, "SPARE", 2)
+    body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
+    post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with live(server(tokenizer, model_dir, holds=True).app, most=1) as url, ExitStack() as opened:
+        address = "127.0.0.1", int(url.rsplit(":", 1)[1])
+        for _ in range(3):
+            sock = opened.enter_context(socket.create_connection(address, 10))
+            sock.sendall(post + body)
+            assert sock.recv(10) == b"HTTP/1.1 2"
+        told = opened.enter_context(socket.create_connection(address, 10))
+        assert ask(told)["status"] == "ok"
+        refused = ask(told, GET.replace(b"/health", b"/v1/models"))
+        assert "too many connections" in refused["error"]["message"]
+        assert read(told) == b""  # closed behind the answer
+        for _ in range(2):
+            sock = opened.enter_context(socket.create_connection(address, 10))
+            sock.sendall(post + body)
+            assert b"503" in sock.recv(20)
+
+
+def test_a_client_that_does_not_read_is_cut_off(
+    tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "CLIENT_S", 0.3)
+    with live(server(tokenizer, model_dir).app) as url:
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 10) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            began = time.monotonic()
+            with pytest.raises(ConnectionError):
+                while time.monotonic() - began < 10:
+                    sock.sendall(GET.replace(b"/health", b"/metrics") * 100)
+
+
+def test_a_body_that_nobody_waits_for_may_still_be_sent(address: tuple[str, int]) -> None:
+    """A refusal comes before the body; a client that sends it in pieces gets the refusal, not a cut."""
+    with socket.create_connection(address, 10) as sock:
+        sock.sendall(b"POST /no/such/path HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8\r\n\r\n")
+        for _ in range(8):
+            time.sleep(0.08)
+            sock.sendall(b"x")
+        assert "nothing at" in ask(sock, b"")["error"]["message"]
+        time.sleep(0.5)
+        assert ask(sock)["status"] == "ok"

@@ -246,7 +246,7 @@ def test_the_command_serves_a_model(tmp_path: Path) -> None:
         try:
             flags, greeted = process.stdout.readline(), process.stdout.readline()
             assert "--kv-blocks 32 --layout rows" in flags, flags + process.stderr.read()
-            assert "prefill budget by time: " in flags and "--prefill-budget" not in flags
+            assert "--decode-gap-ms 250" in flags and "--prefill-budget" not in flags
             url = greeted.split()[4].removesuffix("/v1")
             answer = post(url, max_tokens=5, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 5 and answer["model"] == tmp_path.name
@@ -279,6 +279,17 @@ def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> N
             assert "stopped while loading" in process.stderr.read()
         finally:
             process.kill()
+
+
+def test_an_exit_that_nobody_asked_for_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: Config) -> Any:
+        sys.exit(3)
+
+    monkeypatch.setattr(run, "_load", load)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as caught:
+        run.serve_model(Config(port=0))
+    assert caught.value.code == 3
 
 
 def test_the_key_is_not_printed() -> None:

@@ -214,6 +214,36 @@ def test_a_neutral_value_is_not_mistaken_for_another_type() -> None:
         assert refuse(Chat, CHAT | {name: value}).param == name
 
 
+@pytest.mark.parametrize("key", ["{x}", "{error!s:>100000000}", "{error.__traceback__.tb_frame}", "{"])
+def test_a_clients_braces_are_only_text(key: str) -> None:
+    error = refuse(Chat, CHAT | {"logit_bias": {key: 1}})
+    assert repr(key) in error.message and len(error.message) < 300
+
+
+def test_counting_tokens_takes_a_whole_chat_body() -> None:
+    """What cannot change the tokens is reported, what can is refused."""
+    body = CHAT | {
+        "max_completion_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "echo": True,
+        "user": "me",
+    }
+    assert parse(Tokenize, json.dumps(body).encode())[1] == [
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+    ]
+    assert refuse(Tokenize, CHAT | {"documents": [1]}).param == "documents"
+    assert parse(Detokenize, b'{"tokens": [1], "prompt": "x"}')[1] == ["prompt"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("chat_template_kwargs", {}), ("top_logprobs", 0)])
+def test_what_asks_for_nothing_passes(name: str, value: Any) -> None:
+    assert parse(Completion, json.dumps(COMPLETION | {name: value}).encode())[1] == []
+
+
 def test_the_tables_do_not_overlap() -> None:
     chat, completion = set(Chat.model_fields), set(Completion.model_fields)
     assert not HARMLESS.keys() & REFUSED.keys()

@@ -3,11 +3,17 @@
 Rule: a registry of our own, nothing global; reading costs the engine nothing.
 """
 
+from collections import Counter as Count
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from mlxspec.types import Stats
 
@@ -15,6 +21,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+POSITIONS = 16  # in a draft that are told apart
 
 COUNTERS = {
     "steps": "Steps of the engine.",
@@ -22,8 +30,6 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens computed.",
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Tokens generated.",
-    "drafted_tokens": "Tokens drafted.",
-    "accepted_tokens": "Drafted tokens that were accepted.",
     "preemptions": "Sequences that had to give up their KV blocks.",
 }
 GAUGES = {
@@ -85,7 +91,37 @@ class Metrics:
         for state in ("used", "cached", "free"):
             blocks.add_metric((state,), getattr(now, f"blocks_{state}"))
         yield blocks
+        yield from _drafts(now)
+        parked = "Time in which something was decoded and nothing was drafted."
+        yield CounterMetricFamily("mlxspec_speculation_parked_seconds", parked, value=now.parked_seconds)
+        yield _depths(now)
 
     def render(self) -> bytes:
         """The page, in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+
+def _drafts(now: Stats) -> Iterator[Metric]:
+    """Drafted and accepted tokens by source and position in the draft."""
+    drafted, accepted = Count[tuple[str, str]](), Count[tuple[str, str]]()
+    for source, position, tried, kept in now.drafts:
+        key = source, str(position) if position <= POSITIONS else f"{POSITIONS + 1}+"
+        drafted[key] += tried
+        accepted[key] += kept
+    for name, text, counts in (
+        ("drafted", "Tokens drafted.", drafted),
+        ("accepted", "Drafted tokens that were accepted.", accepted),
+    ):
+        family = CounterMetricFamily(f"mlxspec_{name}_tokens", text, labels=("source", "position"))
+        for key, count in counts.items():
+            family.add_metric(key, count)
+        yield family
+
+
+def _depths(now: Stats) -> Metric:
+    """Rounds by how many tokens were drafted for them."""
+    buckets = [(str(float(le)), sum(n for depth, n in now.depths if depth <= le)) for le in DEPTHS]
+    buckets.append(("+Inf", sum(n for _, n in now.depths)))
+    family = HistogramMetricFamily("mlxspec_draft_depth", "Tokens drafted per round; 0 where none were.")
+    family.add_metric((), buckets, sum(depth * n for depth, n in now.depths))
+    return family

@@ -7,6 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlxspec.metrics import Metrics
 from mlxspec.types import Stats
 
+SPECULATION = ("drafts", "depths", "parked_seconds")
+
 
 def page(metrics: Metrics) -> dict[str, float]:
     families = text_string_to_metric_families(metrics.render().decode())
@@ -14,17 +16,51 @@ def page(metrics: Metrics) -> dict[str, float]:
 
 
 def test_the_engines_numbers() -> None:
-    now = Stats(**{row.name: i + 1 for i, row in enumerate(fields(Stats))})
+    now = Stats(**{row.name: i + 1 for i, row in enumerate(fields(Stats)) if row.name not in SPECULATION})
     metrics = Metrics(lambda: now)
     shown = page(metrics)
     for row in fields(Stats):
-        if row.name != "progress":  # a clock's reading; /health judges it
+        if row.name not in ("progress", *SPECULATION):  # a clock's reading; /health judges it
             name = f"mlxspec_{row.name}"
             block = f"mlxspec_kv_blocks{row.name.removeprefix('blocks_')}"
             found = shown.get(f"{name}_total", shown.get(name, shown.get(block)))
             assert found == getattr(now, row.name), row.name
     now = Stats(generated_tokens=100)
     assert page(metrics)["mlxspec_generated_tokens_total"] == 100
+
+
+def test_drafts_by_source_and_position() -> None:
+    drafts = (("lookup", 1, 9, 8), ("lookup", 16, 7, 5), ("lookup", 17, 4, 3), ("lookup", 32, 2, 0))
+    now = Stats(drafts=(*drafts, ("model", 1, 6, 1)), parked_seconds=2.5)
+    metrics = Metrics(lambda: now)
+    shown = page(metrics)
+    tried = {k.removeprefix("mlxspec_drafted_tokens_total"): v for k, v in shown.items() if "drafted" in k}
+    kept = {k.removeprefix("mlxspec_accepted_tokens_total"): v for k, v in shown.items() if "accepted" in k}
+    assert tried == {"1lookup": 9, "16lookup": 7, "17+lookup": 6, "1model": 6}
+    assert kept == {"1lookup": 8, "16lookup": 5, "17+lookup": 3, "1model": 1}
+    assert shown["mlxspec_speculation_parked_seconds_total"] == 2.5
+    assert 'mlxspec_drafted_tokens_total{position="17+",source="lookup"} 6.0' in metrics.render().decode()
+
+
+def test_rounds_by_draft_length() -> None:
+    depths = ((0, 10), (1, 5), (5, 2), (32, 1), (40, 3))
+    shown = page(Metrics(lambda: Stats(depths=depths)))
+    buckets = {
+        float(name.removeprefix("mlxspec_draft_depth_bucket")): value
+        for name, value in shown.items()
+        if name.startswith("mlxspec_draft_depth_bucket")
+    }
+    assert buckets == {
+        0: 10, 1: 15, 2: 15, 3: 15, 4: 15, 6: 17, 8: 17, 12: 17, 16: 17, 24: 17, 32: 18, float("inf"): 21
+    }  # fmt: skip
+    assert shown["mlxspec_draft_depth_count"] == 21
+    assert shown["mlxspec_draft_depth_sum"] == 5 + 2 * 5 + 32 + 3 * 40
+
+
+def test_without_speculation() -> None:
+    shown = page(Metrics(Stats))
+    assert not [name for name in shown if "drafted" in name or "accepted" in name]
+    assert shown["mlxspec_draft_depth_count"] == shown["mlxspec_speculation_parked_seconds_total"] == 0
 
 
 def test_histograms_and_refusals() -> None:

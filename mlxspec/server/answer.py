@@ -179,8 +179,9 @@ def _book(front: Front, job: Job) -> None:
     generated = counts["completion_tokens"]
     seconds = max(job.last.values(), default=0.0) - job.first
     rate = (generated - len(job.last)) / seconds if seconds > 0 else 0.0
+    drafts = stream.speculation(job.choices)
     log.info(
-        "%s: %d in, %d cached, %d out, %s after %.2f s, %.1f tokens/s, %d rounds, %s",
+        "%s: %d in, %d cached, %d out, %s after %.2f s, %.1f tokens/s, %d rounds, %s%s",
         job.shape.id,
         counts["prompt_tokens"],
         counts["prompt_tokens_details"]["cached_tokens"],
@@ -189,5 +190,6 @@ def _book(front: Front, job: Job) -> None:
         (job.first or now) - job.arrived,
         rate,
         sum(choice.rounds for choice in job.choices),
+        drafts and f"{drafts}, ",
         job.outcome or finishes,
     )

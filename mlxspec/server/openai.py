@@ -22,6 +22,8 @@ from mlxspec.types import COLDEST, Request, Sampling
 
 T = TypeVar("T")
 
+CHARS_PER_TOKEN = 32  # of a prediction, on average: more text than that is not worth encoding to be cut
+
 
 async def chat(http: HttpRequest) -> ASGIApp:
     arrived, front = time.monotonic(), http.app.state.front
@@ -33,9 +35,9 @@ async def chat(http: HttpRequest) -> ASGIApp:
         )
     _check_count(front, body.n or 1, 1)
     options, unread = template_options(front, body)
-    rendering = front.on_text_thread(render_chat, front.tokenizer, body.messages, **options)
-    prompt = await while_connected(http.receive, rendering)
-    return answer(front, _job(front, body, [prompt], [*ignored, *unread], arrived))
+    rendering = front.on_text_thread(_render, front, body, options)
+    prompt, predicted = await while_connected(http.receive, rendering)
+    return answer(front, _job(front, body, [prompt], predicted, [*ignored, *unread], arrived))
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
@@ -52,10 +54,10 @@ async def completions(http: HttpRequest) -> ASGIApp:
             "echo", "echo = true with logprobs: a prompt's tokens have none here; leave out one of them"
         )
     _check_count(front, n, len(body.prompt))
-    encoding = front.on_text_thread(_encode_all, front, body.prompt, bool(body.echo))
-    prompts, texts = await while_connected(http.receive, encoding)
-    job = _job(front, body, prompts, ignored, arrived, tuple(text for text in texts for _ in range(n)))
-    return answer(front, job)
+    encoding = front.on_text_thread(_encode_all, front, body)
+    prompts, texts, predicted = await while_connected(http.receive, encoding)
+    echoes = tuple(text for text in texts for _ in range(n))
+    return answer(front, _job(front, body, prompts, predicted, ignored, arrived, echoes))
 
 
 def _check_count(front: Front, n: int, prompts: int) -> None:
@@ -75,19 +77,32 @@ def template_options(front: Front, body: Chat | Tokenize) -> tuple[dict[str, Any
     return options, [path for path in given if not read[path]]
 
 
-def _encode_all(
-    front: Front, prompts: Sequence[str | list[int]], echo: bool
-) -> tuple[list[list[int]], list[str]]:
-    """Token ids of each prompt; with `echo` also each one's text."""
-    ids = [encode(front.tokenizer, p) if isinstance(p, str) else p for p in prompts]
-    texts = [p if isinstance(p, str) else str(front.tokenizer.decode(p)) for p in prompts] if echo else []
-    return ids, texts
+def _render(front: Front, body: Chat, options: dict[str, Any]) -> tuple[list[int], tuple[int, ...]]:
+    """Token ids of the conversation and of what is predicted."""
+    return render_chat(front.tokenizer, body.messages, **options), _predicted(front, body)
+
+
+def _encode_all(front: Front, body: Completion) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
+    """Token ids of each prompt, each one's text where it is to be echoed, and what is predicted."""
+    ids = [encode(front.tokenizer, p) if isinstance(p, str) else p for p in body.prompt]
+    texts = [p if isinstance(p, str) else str(front.tokenizer.decode(p)) for p in body.prompt if body.echo]
+    return ids, texts, _predicted(front, body)
+
+
+def _predicted(front: Front, body: Chat | Completion) -> tuple[int, ...]:
+    """Token ids of what the client expects. They are a hint: what is too much is left out, not refused."""
+    if body.prediction is None:
+        return ()
+    info = front.engine.info
+    text = body.prediction.text[: info.context * CHARS_PER_TOKEN]
+    return tuple(t for t in encode(front.tokenizer, text, special=False) if t < info.vocab)[: info.context]
 
 
 def _job(
     front: Front,
     body: Chat | Completion,
     prompts: Sequence[Sequence[int]],
+    predicted: tuple[int, ...],
     ignored: list[str],
     arrived: float,
     echoes: tuple[str, ...] = (),
@@ -103,7 +118,7 @@ def _job(
         _check_prompt(front, prompt, body.source)
         most = min(info.context - len(prompt), body.limit or info.context)
         own = name if len(prompts) == 1 else f"{name}-{k}"
-        requests.append(Request(own, tuple(prompt), most, sampling, ends, n, arrived))
+        requests.append(Request(own, tuple(prompt), most, sampling, ends, n, arrived, predicted))
         for i in range(k * n, (k + 1) * n):
             choices.append(
                 Choice(i, Reader(front.tokenizer, body.stop or (), ends, body.api == "completions"))

@@ -67,11 +67,16 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
     from mlxspec.engine.worker import Worker
     from mlxspec.model.catalog import default_cache_dir, resolve
     from mlxspec.server.app import create_app
-    from mlxspec.text.prompt import load_tokenizer
+    from mlxspec.text.prompt import check_draft, load_tokenizer
 
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    found = resolve(config.model, cache, sys.platform == "darwin" and platform.machine() == "arm64")
+    metal = sys.platform == "darwin" and platform.machine() == "arm64"
+    found = resolve(config.model, cache, metal)
     tokenizer = load_tokenizer(found.path)
+    small = None
+    if config.speculate == "on" and (named := config.draft or found.draft):
+        small = resolve(named, cache, metal)
+        check_draft(tokenizer, load_tokenizer(small.path), (found.name, small.name))
     options = Options(
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
@@ -80,6 +85,9 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
         max_sequences=config.max_sequences,
         prefill_budget=config.prefill_budget,
         decode_gap=config.decode_gap_ms / 1000,
+        speculate=config.speculate == "on",
+        draft=small.path if small else None,
+        cache=cache / "costs",
     )
     worker = Worker(
         lambda: start(found.path, config.name or found.name, options),
@@ -94,6 +102,7 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
         context=info.context,
         kv_blocks=info.kv_blocks,
         layout=info.layout,
+        draft=config.draft or (small.name if small else ""),
     )
     # The prefill budget follows the clock: its flag would fix it, the gap that it aims at does not.
     flags = as_flags(derived)

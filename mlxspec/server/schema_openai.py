@@ -16,6 +16,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_PROMPTS = 32
 MAX_BIASES = 1024
+MAX_PARTS = 1024
 INT64 = 2**63
 
 # Accepted without effect. None of them could change the text of an answer.
@@ -28,13 +29,14 @@ HARMLESS = {
     "service_tier": "there is one tier",
     "prompt_cache_key": "the prefix cache finds shared prompts by itself",
     "prompt_cache_retention": "the prefix cache keeps what fits",
-    "prediction": "a hint for speed only; drafts are made by the server",
 }
 HARMLESS_INSIDE = {
     "stream_options": {"include_obfuscation"},
     "messages[]": {"role", "content", "name", "reasoning_content", "refusal", "id", "status", "annotations"}
     | {"tool_calls", "function_call", "audio", "tool_call_id"},  # refused where they hold something
     "messages[].content[]": {"type", "text", "refusal", "cache_control", "annotations"},
+    "prediction": {"type", "content"},
+    "prediction.content[]": {"type", "text"},
 }
 
 Refusals = dict[str, tuple[tuple[Any, ...], str]]
@@ -105,6 +107,7 @@ WRONG = {
     "list_type": "is not a list; send one",
     "dict_type": "is not an object; send one",
     "model_type": "is not an object; send one",
+    "literal_error": "is not supported; send {expected}",
     "too_short": "is empty; send {min_length} at least",
     "too_long": "holds more than {max_length}; leave some out",
     "greater_than_equal": "is too small; send {ge} or more",
@@ -122,6 +125,35 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """What the client expects the answer to be."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["content"]
+    content: Annotated[list[Part], Field(max_length=MAX_PARTS)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _parts(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        if not isinstance(value, list):
+            raise ValueError("is neither a string nor a list of text parts; send one of these")
+        return value
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
 
 
 class Common(BaseModel):
@@ -154,6 +186,7 @@ class Common(BaseModel):
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    prediction: Prediction | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -290,16 +323,22 @@ def unknown(kind: type[Body], given: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(options := given.get("stream_options"), dict):
         known = {*StreamOptions.model_fields, *HARMLESS_INSIDE["stream_options"]}
         yield from (f"stream_options.{name}" for name in options if name not in known)
+    if isinstance(predicted := given.get("prediction"), dict) and "prediction" in kind.model_fields:
+        yield from _inside("prediction", predicted)
+        yield from _inside_parts("prediction.content[]", predicted.get("content"))
     for message in given["messages"] if isinstance(given.get("messages"), list) else ():
         if isinstance(message, dict):
             yield from _inside("messages[]", message)
-            parts = message.get("content")
-            for part in parts if isinstance(parts, list) else ():
-                yield from _inside("messages[].content[]", part if isinstance(part, dict) else {})
+            yield from _inside_parts("messages[].content[]", message.get("content"))
 
 
 def _inside(where: str, given: Mapping[str, Any]) -> Iterator[str]:
     return (f"{where}.{name}" for name in given if name not in HARMLESS_INSIDE[where])
+
+
+def _inside_parts(where: str, parts: Any) -> Iterator[str]:
+    for part in parts if isinstance(parts, list) else ():
+        yield from _inside(where, part if isinstance(part, dict) else {})
 
 
 def _refusal(error: ValidationError) -> ApiError:

@@ -15,6 +15,7 @@ from mlxspec.types import Finish, Logprob, Output, Request
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+MODEL = "model"  # the one source of drafts that does not copy
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 Json = dict[str, Any]
@@ -48,6 +49,8 @@ class Choice:
     finish: Finish | None = None
     cached: int = 0  # prompt tokens that were not computed
     rounds: int = 0
+    drafted: int = 0
+    accepted: dict[str, int] = field(default_factory=dict)  # by source; the engine's count
     _waiting: deque[Logprob] = field(default_factory=deque)  # until their text is shown
 
     def take(self, output: Output) -> Piece:
@@ -57,6 +60,7 @@ class Choice:
         if output.finish == "abort":
             raise Failed(503, "the server is stopping; send the request again")
         self.cached, self.rounds = output.cached, output.rounds
+        self.drafted, self.accepted = output.drafted, dict(output.accepted)
         text = self.reader.feed(output.tokens)
         if output.finish is not None:
             text += self.reader.finish()
@@ -66,6 +70,12 @@ class Choice:
         self.reader.released.clear()
         logprobs = tuple(self._waiting.popleft() for _ in starts) if self._waiting else ()
         return Piece(text, logprobs, starts, self.finish)
+
+    @property
+    def kept(self) -> int:
+        """Drafted tokens that are part of the answer. A round brings those it accepted and one more; where
+        the answer ended among them, the engine's count goes beyond that end."""
+        return min(sum(self.accepted.values()), max(0, self.reader.count - self.rounds + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,7 @@ def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Json:
     """Token counts. A prompt counts once, however many choices it has; `choices` are grouped by request."""
     prompt = sum(len(request.prompt) for request in requests)
     generated = sum(choice.reader.count for choice in choices)
+    kept = sum(choice.kept for choice in choices)
     first, cached = 0, 0
     for request in requests:
         cached += choices[first].cached
@@ -151,7 +162,28 @@ def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Json:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": kept,
+            "rejected_prediction_tokens": sum(choice.drafted for choice in choices) - kept,
+        },
     }
+
+
+def speculation(choices: Sequence[Choice]) -> str:
+    """For the log: tokens per round, the share of drafted tokens that were kept, and of those the share that
+    each kind of drafter brought; empty where nothing was drafted."""
+    drafted = sum(choice.drafted for choice in choices)
+    if not drafted:
+        return ""
+    kept = sum(choice.kept for choice in choices)
+    rate = sum(choice.reader.count for choice in choices) / sum(choice.rounds for choice in choices)
+    said = f"{rate:.1f} tok/round, {100 * kept / drafted:.0f} % of drafts kept"
+    if not kept:
+        return said
+    by_model = sum(choice.accepted.get(MODEL, 0) for choice in choices)
+    model = round(100 * by_model / sum(sum(choice.accepted.values()) for choice in choices))
+    shares = (("copy", 100 - model), ("model", model))
+    return f"{said}, " + " / ".join(f"{name} {share} %" for name, share in shares if share)
 
 
 def _said(shape: Shape, text: str) -> Json | str:

@@ -5,9 +5,10 @@ No sleeps: a test waits for what it wants to see.
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class Scripted:
     ending: bool = False
     silent: float = 0.0
     group: int = 1  # tokens per output, as accepted drafts come
+    drafted: int = 0  # per output; all of its tokens but one are kept
+    sources: tuple[str, ...] = ("lookup",)  # of the drafts, in turn
     cached: int = 0
     submitted: list[Request] = field(default_factory=list)
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
@@ -87,7 +90,16 @@ class Scripted:
         for at in range(0, len(ids), self.group):
             some = tuple(ids[at : at + self.group])
             last = at + self.group >= len(ids)
-            yield self.output(request, index, some, finish if last else None, at // self.group + 1)
+            made = self.output(request, index, some, finish if last else None, at // self.group + 1)
+            yield self.speculated(made) if self.drafted else made
+
+    def speculated(self, output: Output) -> Output:
+        """Counted as the engine does it, which looks at whole drafts: also where the answer ends in one."""
+        kept: Counter[str] = Counter()
+        for source, _ in zip(cycle(self.sources), range(output.rounds), strict=False):
+            kept[source] += self.group - 1
+        accepted = tuple((source, n) for source, n in kept.items() if n)
+        return replace(output, drafted=self.drafted * output.rounds, accepted=accepted)
 
     def output(
         self, request: Request, index: int, tokens: tuple[int, ...], finish: Finish | None, rounds: int = 1

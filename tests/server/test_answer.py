@@ -215,6 +215,17 @@ async def test_the_log_line(make: Callable[..., Server], caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_line_tells_of_drafts(
+    make: Callable[..., Server], stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    s = make(says=("hello world the system",), group=2, drafted=4, sources=("lookup", "model"))
+    with caplog.at_level(logging.INFO, "mlxspec"):
+        await s.chat(stream=stream)
+    told = "2.0 tok/round, 25 % of drafts kept, copy 67 % / model 33 %"
+    assert "6 out, first after 0." in caplog.text and f"/s, 3 rounds, {told}, stop" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_the_log_line_of_a_client_that_left(
     make: Callable[..., Server], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,11 +1,13 @@
 """Both endpoints over ASGI with a scripted engine: shapes, streams, parameters, refusals."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mlxspec.config import Config
+from mlxspec.server import openai
 from mlxspec.text.prompt import encode, render_chat
 from tests.server.scripted import END, INFO, MESSAGES, Answer, Server, server
 
@@ -52,6 +54,7 @@ async def test_chat(make: Callable[..., Server], tokenizer: Any) -> None:
         "completion_tokens": 3,
         "total_tokens": len(prompt) + 3,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     assert s.engine.aborted == []
 
@@ -75,6 +78,23 @@ async def test_usage_at_the_end_of_a_stream(make: Callable[..., Server]) -> None
     assert done == "[DONE]" and last["choices"] == []
     assert last["usage"]["completion_tokens"] == 3
     assert all(chunk["usage"] is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_tells_of_drafts(make: Callable[..., Server], stream: bool) -> None:
+    """Over all choices, in a body and in a stream, at either endpoint, also behind a stop string."""
+    options = {"stream": stream, "stream_options": {"include_usage": True}, "n": 2}
+
+    async def told(ask: str, **kw: Any) -> tuple[int, int, int]:
+        s = make(says=("hello world hello world",), group=4, drafted=5)
+        answer = await getattr(s, ask)(**options, **kw)
+        found = (answer.events[-2] if stream else answer.json)["usage"]
+        details = found["completion_tokens_details"]
+        return found["completion_tokens"], *details.values()
+
+    for ask in ("chat", "complete"):
+        assert await told(ask) == (2 * 6, 2 * 5, 2 * 5)  # two rounds each: 4 tokens, then 2
+        assert await told(ask, stop=["world"]) == (2 * 2, 2 * 2, 2 * 3)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
@@ -189,6 +209,50 @@ async def test_a_silent_request_follows_the_models_defaults(tokenizer: Any, tmp_
     await s.chat(temperature=None)
     picked = [(r.sampling.temperature, r.sampling.top_k, r.sampling.min_p) for r in s.engine.submitted]
     assert picked == [(0.6, 20, 0.05), (0.0, 0, 0.0), (0.6, 20, 0.05)]
+
+
+@pytest.mark.parametrize(
+    "content", ["hello world", [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}]]
+)
+async def test_predictions_reach_the_engine(
+    make: Callable[..., Server], tokenizer: Any, content: Any
+) -> None:
+    """As ids without special tokens, for each prompt; the answer does not change."""
+    s = make()
+    prediction = {"type": "content", "content": content}
+    with_it, without = await s.chat(prediction=prediction), await s.chat(prediction=None)
+    assert with_it.json["choices"] == without.json["choices"]
+    assert with_it.json["usage"] == without.json["usage"]
+    await s.complete(prompt=["hello", "you"], prediction=prediction)
+    ids = tuple(encode(tokenizer, "hello world", special=False))
+    assert [r.prediction for r in s.engine.submitted] == [ids, (), ids, ids]
+    assert s.engine.submitted[0].prompt == s.engine.submitted[1].prompt
+
+
+async def test_a_prediction_is_cut_not_refused(
+    make: Callable[..., Server], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the window, and to the ids that the model has. Text beyond all windows is not even encoded."""
+    s, encoded = make(), list[Any]()
+
+    def counted(tokenizer: Any, text: str, **kw: Any) -> list[int]:
+        encoded.append((len(text), kw))
+        return encode(tokenizer, text, **kw)
+
+    monkeypatch.setattr(openai, "encode", counted)
+    await s.chat(prediction={"type": "content", "content": "hello " * 4000})
+    assert encoded == [(INFO.context * openai.CHARS_PER_TOKEN, {"special": False})]
+    assert s.engine.submitted[-1].prediction == tuple(encode(tokenizer, "hello " * 4000))[: INFO.context]
+    known = max(encode(tokenizer, "hello you"))
+    s.engine.info = replace(INFO, vocab=known)
+    for content in ("", []):
+        assert (
+            await s.complete(prompt=[1], prediction={"type": "content", "content": content})
+        ).status == 200
+        assert s.engine.submitted[-1].prediction == ()
+    await s.complete(prompt=[1], prediction={"type": "content", "content": "hello you"})
+    ids = tuple(t for t in encode(tokenizer, "hello you", special=False) if t != known)
+    assert s.engine.submitted[-1].prediction == ids != ()
 
 
 async def test_seeds(make: Callable[..., Server]) -> None:

@@ -100,6 +100,9 @@ WRONG = [
     ("seed", 1.5),
     ("seed", "7"),
     ("seed", 2**63),
+    ("prediction", "text"),
+    ("prediction", {}),
+    ("prediction", []),
     ("messages", {}),
     ("max_completion_tokens", "9"),
     ("logprobs", 1),
@@ -209,6 +212,35 @@ def test_every_refusal_has_a_mend(name: str, value: Any, why: str) -> None:
     assert why in refuse(Chat, CHAT | {name: value}).message
 
 
+@pytest.mark.parametrize("kind", [Chat, Completion])
+@pytest.mark.parametrize(
+    ("value", "param", "why"),
+    [
+        ("text", "prediction", 'prediction = "text" is not an object; send one'),
+        ({"content": "x"}, "prediction.type", "prediction.type is missing; send it"),
+        ({"type": "content"}, "prediction.content", "prediction.content is missing; send it"),
+        ({"type": "x", "content": ""}, "prediction.type", "type = \"x\" is not supported; send 'content'"),
+        ({"type": None, "content": ""}, "prediction.type", "type = null is not supported"),
+        ({"content": None}, "prediction.content", "null is neither a string nor a list of text parts; send"),
+        ({"content": {"text": "x"}}, "prediction.content", "is neither a string nor a list of text parts"),
+        ({"content": ["x"]}, "prediction.content[0]", '"x" is not an object; send one'),
+        (
+            {"content": [{"type": "image_url", "text": ""}]},
+            "prediction.content[0].type",
+            "prediction.content[0].type = \"image_url\" is not supported; send 'text'",
+        ),
+        ({"content": [{"type": "text"}]}, "prediction.content[0].text", "is missing; send it"),
+        ({"content": [{"type": "text", "text": 5}]}, "prediction.content[0].text", "5 is not a string"),
+        ({"content": [{"type": "text", "text": ""}] * 1025}, "prediction.content", "holds more than 1024"),
+    ],
+)
+def test_wrong_predictions(kind: Any, value: Any, param: str, why: str) -> None:
+    if isinstance(value, dict) and param.startswith("prediction.content") and "content" in value:
+        value = {"type": "content"} | value
+    error = refuse(kind, (CHAT if kind is Chat else COMPLETION) | {"prediction": value})
+    assert error.param == param and why in error.message
+
+
 def test_a_neutral_value_is_not_mistaken_for_another_type() -> None:
     for name, value in (("min_tokens", False), ("use_beam_search", 0), ("tools", {}), ("tools", [{}])):
         assert refuse(Chat, CHAT | {name: value}).param == name
@@ -264,12 +296,15 @@ def test_unknown_fields_at_every_depth() -> None:
             {"role": "user", "mood": 2},
         ],
         "stream_options": {"include_usage": True, "include_obfuscation": False, "speed": 1},
+        "prediction": {"type": "content", "content": [{"type": "text", "text": "x", "tint": 1}], "sure": 1},
         "colour": 1,
         "user": "me",
     }
     assert parse(Chat, json.dumps(body).encode())[1] == [
         "colour",
         "stream_options.speed",
+        "prediction.sure",
+        "prediction.content[].tint",
         "messages[].mood",
         "messages[].content[].blink",
     ]
@@ -295,6 +330,7 @@ TELLING: dict[str, Any] = {
     "frequency_penalty": 0.5,
     "logit_bias": {"5": 1},
     "seed": 5,
+    "prediction": {"type": "content", "content": "you"},
     "messages": [{"role": "user", "content": "you"}],
     "prompt": "you",
     "logprobs": {"chat": True, "completions": 1},
@@ -337,7 +373,9 @@ async def seen(tokenizer: Any, model_dir: Any, kind: Any, body: Any) -> tuple[An
     """Status, what reached the engine, and the answer, without what differs every time."""
     s: Server = server(tokenizer, model_dir)
     answer = await s.post("/v1/chat/completions" if kind is Chat else "/v1/completions", body)
-    engine = [(r.prompt, r.max_tokens, r.sampling, r.stop_tokens, r.n) for r in s.engine.submitted]
+    engine = [
+        (r.prompt, r.max_tokens, r.sampling, r.stop_tokens, r.n, r.prediction) for r in s.engine.submitted
+    ]
     text = re.sub(r'"created":\d+', "", answer.body.decode())
     for request in s.engine.submitted:
         text = text.replace(request.id, "ID")

@@ -168,6 +168,21 @@ def test_stop_strings(client: OpenAI, worker: Worker, anyio_backend: str) -> Non
     assert text_of(ask(client, max_tokens=64, stop=stop, stream=True)) == expected
 
 
+def test_a_prediction_changes_no_token(client: OpenAI, anyio_backend: str) -> None:
+    plain = ask(client)
+    for content in (plain.choices[0].message.content, [{"type": "text", "text": "hello world"}]):
+        prediction = {"type": "content", "content": content}
+        for kw in ({"temperature": 0}, {"n": 2}, {"stream": True}):
+            said = [ask(client, **kw, **extra) for extra in ({}, {"prediction": prediction})]
+            if "stream" in kw:
+                assert text_of(said[0]) == text_of(said[1]) == plain.choices[0].message.content
+            else:
+                assert said[0].choices == said[1].choices
+    details = plain.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens <= plain.usage.completion_tokens
+    assert details.rejected_prediction_tokens >= 0
+
+
 def test_completions_continue_the_prompt(client: OpenAI, tokenizer: Any, anyio_backend: str) -> None:
     ids = encode(tokenizer, "hello world")
     options = {"model": "tiny", "max_tokens": 16, "temperature": 0, "extra_body": {"ignore_eos": True}}

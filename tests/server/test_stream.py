@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 
 from mlxspec.server import stream
-from mlxspec.server.stream import Choice, Failed, Piece, Shape, body, chunks, closing, opening, usage
+from mlxspec.server.stream import (
+    Choice,
+    Failed,
+    Piece,
+    Shape,
+    body,
+    chunks,
+    closing,
+    opening,
+    speculation,
+    usage,
+)
 from mlxspec.text.prompt import encode
 from mlxspec.text.reader import Reader
 from mlxspec.types import Logprob, Output, Request
@@ -127,7 +138,54 @@ def test_usage_counts_a_prompt_once(tokenizer: Any) -> None:
         "completion_tokens": 10,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 0 + 2},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
+
+
+def speculated(tokenizer: Any, *rounds: tuple[int, str, int], stop: tuple[str, ...] = ()) -> Choice:
+    """A choice that read one output per round: (drafted, source, kept)."""
+    made, drafted, accepted = choice(tokenizer, stop=stop), 0, dict[str, int]()
+    for n, (more, source, kept) in enumerate(rounds, 1):
+        drafted += more
+        accepted[source] = accepted.get(source, 0) + kept
+        made.take(output([64] * (kept + 1), rounds=n, drafted=drafted, accepted=tuple(accepted.items())))
+    return made
+
+
+def details(*choices: Choice) -> tuple[int, int]:
+    found = usage([Request("a", (1,), 50, n=len(choices))], choices)["completion_tokens_details"]
+    return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
+
+
+def test_usage_counts_drafts_over_all_choices(tokenizer: Any) -> None:
+    one = speculated(tokenizer, (0, "", 0), (4, "lookup", 3), (2, "model", 0))
+    other = speculated(tokenizer, (5, "lookup", 5))
+    assert (details(one), details(other)) == ((3, 3), (5, 0))
+    assert details(one, other) == (8, 3)
+
+
+@pytest.mark.parametrize("read", range(1, 5))
+def test_drafts_behind_the_end_were_not_kept(tokenizer: Any, read: int) -> None:
+    """A round of three kept drafts and one more token, of which the stop string leaves `read`."""
+    made = speculated(tokenizer, (2, "suffix", 1), (3, "lookup", 3), stop=("a" * (2 + read),))
+    assert made.reader.count == 2 + read and made.finish == "stop"
+    kept = 1 + min(read, 3)
+    assert details(made) == (kept, 5 - kept)
+
+
+def test_what_the_log_says_of_drafts(tokenizer: Any) -> None:
+    plain = speculated(tokenizer, (0, "", 0), (0, "", 0))
+    assert speculation([plain]) == ""
+    copied = speculated(tokenizer, (4, "lookup", 3), (3, "suffix", 1))
+    assert speculation([copied]) == "3.0 tok/round, 57 % of drafts kept, copy 100 %"
+    modelled = speculated(tokenizer, (5, "model", 2))
+    assert speculation([modelled]) == "3.0 tok/round, 40 % of drafts kept, model 100 %"
+    both = [plain, copied, modelled]
+    assert speculation(both) == "2.2 tok/round, 50 % of drafts kept, copy 67 % / model 33 %"
+    lost = speculated(tokenizer, (5, "model", 0), (0, "", 0))
+    assert speculation([lost]) == "1.0 tok/round, 0 % of drafts kept"
+    rare = speculated(tokenizer, *[(9, "lookup", 9)] * 60, (1, "model", 1))
+    assert speculation([rare]).endswith("100 % of drafts kept, copy 100 %")
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -98,6 +99,44 @@ def chat(
         url = url_of(config.host, config.port)
         api_key = api_key or config.api_key  # the settings' key is for the settings' server only
     run(url, api_key or "", system, temperature)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)
+    ] = None,
+    draft: Annotated[str, typer.Option(metavar="MODEL", help="A small model that drafts.")] = "",
+    workload: Annotated[
+        str,
+        typer.Option(help="edits, humaneval, chat, mixed, or all: the first three. edits needs no network."),
+    ] = "all",
+    prompts: Annotated[int, typer.Option(min=1, max=1000, help="Prompts of each workload.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="Longest answer.")] = 256,
+    streams: Annotated[str, typer.Option(metavar="N,N", help="How many prompts run at a time.")] = "1",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="How often all of it is repeated.")] = 1,
+    out: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw a picture; needs matplotlib.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was measured.")] = None,
+) -> None:
+    """Measure what speculation brings: the same prompts with it and without, in turn, on this machine.
+
+    Exits with 1 if any answer differs.
+    """
+    config = load({"model": model}, os.environ)
+    log_to_stderr(config.log_level)
+    from mlxspec.bench import run
+
+    wanted = run.Ask(
+        workloads=run.workloads_of(workload),
+        prompts=prompts,
+        max_tokens=max_tokens,
+        streams=run.streams_of(streams),
+        rounds=rounds,
+        draft=draft,
+        out=out,
+        json=json,
+    )
+    sys.exit(run.bench(config, wanted))
 
 
 def log_to_stderr(level: str) -> None:

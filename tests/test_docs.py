@@ -43,6 +43,7 @@ def code(page: Path) -> str:
 
 
 RUNTIME = set(names(PROJECT["dependencies"]))
+OPTIONAL = set(names(PROJECT["optional-dependencies"]["bench"]))
 DEVELOPMENT = set(names(PROJECT["optional-dependencies"]["dev"]))
 
 
@@ -80,7 +81,7 @@ def test_dependencies_are_explained() -> None:
         r"^## To (?:run|develop|build)$", read("docs/dependencies.md"), flags=re.M
     )[1:]
     rows = [set(re.findall(r"^\| `([^`]+)` \|", part, re.M)) for part in (run, develop, build)]
-    assert rows[:2] == [RUNTIME, DEVELOPMENT]
+    assert rows[:2] == [RUNTIME, DEVELOPMENT] and OPTIONAL <= DEVELOPMENT
     assert rows[2] == {"hatchling"}
 
 
@@ -93,7 +94,8 @@ def test_every_import_is_a_declared_dependency() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.partition(".")[0])
     foreign = imported - sys.stdlib_module_names - {"mlxspec"}
-    assert {"mlx", "typer"} <= foreign <= set().union(*(IMPORTS.get(name, {name}) for name in RUNTIME))
+    declared = set().union(*(IMPORTS.get(name, {name}) for name in RUNTIME | OPTIONAL))
+    assert {"mlx", "typer"} <= foreign <= declared
 
 
 def test_the_version_stands_in_one_place() -> None:

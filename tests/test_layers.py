@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "server": SERVER,
     "service": SERVER | {"service"},
     "chat": PLAIN,
-    "cli": SERVER | {"service", "chat"},
+    "bench": ENGINE | {"text", "bench"},
+    "cli": SERVER | {"service", "chat", "bench"},
     "__main__": {"cli"},
 }
 
@@ -52,6 +53,7 @@ LIBRARIES = {
     "uvicorn": {"server"},
     "prometheus_client": {"metrics", "server"},
     "typer": {"cli"},
+    "matplotlib": {"bench.plot"},
 }
 
 
@@ -129,6 +131,8 @@ def test_imports_point_down(module: str, path: Path) -> None:
         ("server.app", "from mlxspec.cli import main"),
         ("cli", "import starlette.applications"),
         ("chat", "from mlxspec.server.app import create_app"),
+        ("bench.run", "from mlxspec.server.app import create_app"),
+        ("bench.table", "import matplotlib"),
         ("novelty", "import json"),
     ],
 )
@@ -152,6 +156,7 @@ def test_the_rule_lets_the_rest_pass(module: str, source: str) -> None:
 
 HEAVY = (
     "mlx mlx_lm numpy transformers starlette uvicorn pydantic prometheus_client huggingface_hub sentencepiece"
+    " matplotlib"
 )
 
 

@@ -1,0 +1,164 @@
+"""The command: load a model, run the workloads on both sides, print, draw.
+
+Rule: whatever can be refused is refused before the model is loaded.
+"""
+
+import functools
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlxspec import __version__, blas
+from mlxspec.bench import figures, plot, workloads
+from mlxspec.bench.table import report, table, verdict
+from mlxspec.config import Config, ConfigError
+from mlxspec.types import ModelInfo
+
+if TYPE_CHECKING:
+    from mlxspec.bench.measure import Bench, Prompt
+
+WIDE = 150  # columns of a table that goes to a file
+MAX_STREAMS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be measured, as the flags of the command say it. `max_tokens` is by prompt; `rounds` is how
+    often the whole is repeated."""
+
+    workloads: tuple[str, ...]
+    prompts: int
+    max_tokens: int
+    streams: tuple[int, ...]
+    rounds: int
+    draft: str = ""
+    out: Path | None = None
+    json: Path | None = None
+
+
+def workloads_of(text: str) -> tuple[str, ...]:
+    """What --workload names. Raises ConfigError."""
+    if text == "all":
+        return workloads.ALONE
+    if text not in workloads.NAMES:
+        names = ", ".join(workloads.NAMES)
+        raise ConfigError(f"--workload = {text!r} is not a workload; give one of {names}, or all")
+    return (text,)
+
+
+def streams_of(text: str) -> tuple[int, ...]:
+    """What --streams lists. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(p.isascii() and p.isdigit() and 1 <= int(p) <= MAX_STREAMS for p in parts):
+        raise ConfigError(
+            f"--streams = {text!r} is not a list of whole numbers from 1 to {MAX_STREAMS}; give, say, 1,4,8"
+        )
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def bench(config: Config, ask: Ask) -> int:
+    """Measure and report. Exit status: 0, or 1 where a prompt gave other tokens with speculation than
+    without. Raises ConfigError and Unfit."""
+    for name, file in (("--out", ask.out), ("--json", ask.json)):
+        if file and (file.is_dir() or not os.access(file.resolve().parent, os.W_OK)):
+            raise ConfigError(
+                f"{name} = {str(file)!r} cannot be written; name a file in a directory that is there"
+            )
+    if ask.out:
+        plot.need()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    about, cells = _measure(config, ask)
+    rows = [figures.row(cell) for cell in cells]
+    title = f"{about['model']}, up to {ask.max_tokens} tokens a prompt, greedy"
+    console.print(title + f", {ask.rounds} round{'s' * (ask.rounds > 1)}")
+    console.print(table(rows))
+    console.print(verdict(rows))
+    if ask.json:
+        ask.json.write_text(json.dumps(report(about, cells, rows)), "utf-8")
+    if ask.out:
+        plot.draw(ask.out, f"mlxspec bench: {title}", cells, rows)
+    return int(any(r.differing for r in rows))
+
+
+def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cell]]:
+    """Load the model and run every workload at every number of streams."""
+    library = blas.load()
+    from mlxspec.bench import measure
+    from mlxspec.engine.start import Options, start
+    from mlxspec.model.catalog import default_cache_dir, resolve
+    from mlxspec.text.prompt import check_draft, load_tokenizer
+
+    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    chosen = {
+        (name, n): measure.groups(workloads.tasks(name, cache), ask.prompts, n)
+        for name in ask.workloads
+        for n in ask.streams
+    }
+    metal = sys.platform == "darwin" and platform.machine() == "arm64"
+    found = resolve(config.model, cache, metal)
+    tokenizer = load_tokenizer(found.path)
+    small = resolve(ask.draft or found.draft, cache, metal) if ask.draft or found.draft else None
+    if small:
+        check_draft(tokenizer, load_tokenizer(small.path), (found.name, small.name))
+    options = Options(
+        block_size=config.block_size,
+        kv_blocks=config.kv_blocks,
+        context=config.context,
+        layout=config.layout,
+        max_sequences=max(ask.streams),
+        prefill_budget=config.prefill_budget,
+        decode_gap=config.decode_gap_ms / 1000,
+        draft=small.path if small else None,
+        cache=cache / "costs",
+    )
+    engine, info = start(found.path, config.name or found.name, options)
+    bench = measure.bench_of(engine, info.context, ask.max_tokens, frozenset(tokenizer.eos_token_ids))
+    prompts = {
+        key: [[measure.prompt_of(task, tokenizer) for task in group] for group in groups]
+        for key, groups in chosen.items()
+    }
+    return _about(info, ask, library), _cells(bench, prompts, ask.rounds)
+
+
+def _about(info: ModelInfo, ask: Ask, library: str | None) -> dict[str, Any]:
+    """What the figures are of."""
+    return {
+        "mlxspec": __version__,
+        "mlx": version("mlx"),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "blas": library,
+        "model": info.name,
+        "draft": ask.draft,
+        "workloads": ask.workloads,
+        "layout": info.layout,
+        "max_tokens": ask.max_tokens,
+        "rounds": ask.rounds,
+    }
+
+
+def _cells(
+    bench: "Bench", prompts: dict[tuple[str, int], list[list["Prompt"]]], rounds: int
+) -> list[figures.Cell]:
+    """Measure them one after the other, with a bar on stderr."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        bars = {
+            (name, n): bar.add_task(f"{name}, {n} stream{'s' * (n > 1)}", total=2 * rounds * len(groups))
+            for (name, n), groups in prompts.items()
+        }
+        return [
+            bench.cell(name, groups, rounds, functools.partial(bar.advance, bars[name, n]))
+            for (name, n), groups in prompts.items()
+        ]

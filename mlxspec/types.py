@@ -5,6 +5,7 @@ object, owned by the engine thread; an `Output` is what crosses back to the serv
 """
 
 import json
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -69,6 +70,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     created: float = 0.0
+    prediction: tuple[int, ...] = ()  # what the client expects the answer to be: a source to copy from
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class Output:
 
     `finish` is None until the last output of the choice. With `finish == "stop"` the last token is the stop
     token itself. `cached` counts prompt tokens that were not computed for this choice; `rounds` counts the
-    steps that sampled for it so far. `error` is set with `finish == "error"`.
+    steps that sampled for it so far, `drafted` the draft tokens that were verified in them, and `accepted`
+    those of them that were kept, by source. `error` is set with `finish == "error"`.
     """
 
     request: str
@@ -97,6 +100,8 @@ class Output:
     cached: int = 0
     rounds: int = 0
     error: str = ""
+    drafted: int = 0
+    accepted: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +134,9 @@ class Stats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position from 1, drafted, accepted)
+    depths: tuple[tuple[int, int], ...] = ()  # (draft length, rounds that verified so many)
+    parked_seconds: float = 0.0  # in which something was decoded and nothing was drafted
     preemptions: int = 0
     step_seconds: float = 0.0  # of the last step
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
@@ -154,7 +160,7 @@ class Unfit(ValueError):
 
 @dataclass(slots=True)
 class Draft:
-    """Proposed tokens for one entry: ints, or a lazy [k] array of a drafter that does not sync."""
+    """Proposed tokens for one entry: ints, or a lazy int32 [k] array of a drafter that does not sync."""
 
     tokens: Any = ()
     source: str = ""
@@ -168,9 +174,9 @@ class Sequence:
     """One choice of a request while it runs. Owned by the engine thread.
 
     `tokens` holds prompt and output that the host knows; `pending` counts the newest tokens, sampled but
-    not read yet. `computed` counts the positions whose KV is written or submitted, `cached` those that
-    came from the prefix cache, `shared` those that lie in blocks that others may read: they are never
-    written again. `table` lists the block ids, position // block_size.
+    not read yet, as if every draft in flight were refused. `computed` counts the positions whose KV is
+    written or submitted, `cached` those that came from the prefix cache, `shared` those that lie in blocks
+    that others may read: they are never written again. `table` lists the block ids, position // block_size.
     """
 
     request: Request
@@ -187,10 +193,12 @@ class Sequence:
     leader: "Sequence | None" = None  # the sibling whose prefill this choice waits for
     deferred: int = 0  # plans that passed this prefill over
     rounds: int = 0
+    drafted: int = 0
+    accepted: dict[str, int] = field(default_factory=dict)  # by source
     reported_cached: int = 0  # `cached` of the first admission, for usage
     finish: Finish | None = None
-    inflight: int = 0  # entries submitted, not committed
-    drafting: bool = False  # a draft is in flight: how far `computed` got is not known yet
+    flight: "deque[Entry]" = field(default_factory=lambda: deque())  # submitted, not committed
+    spread: int = 0  # drafted tokens in flight: so many more than `pending` may turn out to exist
     admitted: bool = False
 
     @property
@@ -213,8 +221,8 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled, after the pending one."""
-        return self.prompt_len + self.request.max_tokens - self.known
+        """How many tokens may still be sampled, after the pending ones and all that may turn out to be."""
+        return self.prompt_len + self.request.max_tokens - self.known - self.spread
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +230,8 @@ class Entry:
     """One sequence's share of one step: rows `start .. start + count`, then the draft's rows.
 
     It samples iff it reaches the end of what is known; then each of its last `1 + len(draft)` rows is
-    sampled. `pending` says that its last known row is a token the host has not read.
+    sampled. `pending` says that its last known row is a token the host has not read. Where a draft of the
+    sequence is in flight, `start` is a lower bound until that is read: the entry begins up to `spread` later.
     """
 
     seq: Sequence
@@ -231,6 +240,7 @@ class Entry:
     samples: bool
     depth: int = 0  # how many tokens may be drafted
     pending: bool = False
+    spread: int = 0
     draft: Draft = field(default_factory=Draft)
 
     @property

@@ -17,7 +17,6 @@ class Liar:
     lies: float = 0.3
     most: int = 5
     rng: random.Random = field(default_factory=lambda: random.Random(7))
-    overlaps: bool = False
     live: set[int] = field(default_factory=set)
     drafted: int = 0
     kept: int = 0
@@ -26,18 +25,25 @@ class Liar:
         assert id(seq) not in self.live
         self.live.add(id(seq))
 
-    def depth(self, seq: Sequence) -> int:
-        return self.rng.randint(0, self.most)
+    def waits(self, seqs: Seq[Sequence]) -> bool:
+        return True
 
-    def draft(self, entries: Seq[Entry]) -> None:
+    def plan(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
+        return {seq: self.rng.randint(0, self.most) for seq in seqs}
+
+    def draft(self, entries: Seq[Entry], before: object) -> None:
         for e in entries:
-            assert e.depth > 0 and not e.seq.pending
+            if not e.depth:
+                continue
+            assert not e.seq.pending
             rest = self.truth[e.seq.request.prompt, e.seq.index][e.seq.generated :][: e.depth]
             e.draft = Draft([(t + (self.rng.random() < self.lies)) % tiny.VOCAB for t in rest], "liar")
 
-    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]]) -> None:
+    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str) -> None:
         self.drafted += sum(len(e.draft) for e in entries)
         self.kept += sum(max(0, len(a) - 1) for a in accepted)
+
+    def forget(self) -> None: ...
 
     def end(self, seq: Sequence) -> None:
         self.live.remove(id(seq))

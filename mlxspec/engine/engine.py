@@ -5,17 +5,17 @@ wrong token.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.runner import Runner, Step
-from mlxspec.speculate import Drafter, NoDrafter, accept
+from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import Entry, Logprob, Output, Request, Stats, Unfit
 from mlxspec.types import Sequence as Seq
 
-_COUNTERS = ("steps", "rounds", "prompt", "cached", "generated", "drafted", "accepted")
+_COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
 
 
 @dataclass(slots=True)
@@ -30,6 +30,25 @@ class Timing:
 
 
 @dataclass(slots=True)
+class Tally:
+    """What was drafted and kept, by source and position; rounds by draft length; seconds of decoding without
+    any draft. Keys are bounded: a handful of sources, MAX_DEPTH positions."""
+
+    tried: Counter[tuple[str, int]] = field(default_factory=Counter)
+    kept: Counter[tuple[str, int]] = field(default_factory=Counter)
+    depths: Counter[int] = field(default_factory=Counter)
+    parked: float = 0.0
+
+    def book(self, source: str, drafted: int, kept: int) -> None:
+        self.depths[drafted] += 1
+        self.tried.update((source, i) for i in range(1, drafted + 1))
+        self.kept.update((source, i) for i in range(1, kept + 1))
+
+    def table(self) -> tuple[tuple[str, int, int, int], ...]:
+        return tuple((*key, n, self.kept[key]) for key, n in self.tried.items())
+
+
+@dataclass(slots=True)
 class Engine:
     """One model's scheduler, runner and drafter. `trace` is told ("submit" | "read", number)."""
 
@@ -40,6 +59,7 @@ class Engine:
     trace: Callable[[str, int], None] = lambda event, step: None
     timing: Timing = field(default_factory=Timing)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    drafts: "Tally" = field(default_factory=lambda: Tally())
     step_seconds: float = 0.0
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
@@ -65,26 +85,31 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
         outputs: list[Output] = []
-        if not self.drafter.overlaps:
+        if self._flight and self.drafter.waits(self.scheduler.running):
             outputs += self._settle(keep=0)
         began = time.perf_counter()
-        plan = self.scheduler.plan(self.drafter.depth)
+        plan = self.scheduler.plan(self._depths)
         self._enlist(e.seq for e in plan)
-        self.drafter.draft([e for e in plan if e.depth and not e.pending])
+        self.drafter.draft(plan, self._flight[-1][1] if self._flight else None)
         planned = time.perf_counter()
         self.timing.plan = planned - began
         self.runner.copy(self.scheduler.copies)
         self.scheduler.copies.clear()
         if plan:
-            self._submit(plan)
+            self._submit(plan, began)
         self.timing.build = time.perf_counter() - planned
         outputs += self._settle(keep=1 if plan else 0)
         self._retire()
         return outputs
 
-    def _submit(self, plan: Sequence[Entry]) -> None:
+    def _depths(self, seqs: list[Seq]) -> Mapping[Seq, int]:
+        self._enlist(seqs)
+        return self.drafter.plan(seqs)
+
+    def _submit(self, plan: Sequence[Entry], began: float) -> None:
         before = self._flight[-1][1] if self._flight else None
         step = self.runner.run(plan, before)
+        step.began, step.overlaps = began, before is not None
         self.scheduler.submitted(plan)
         self.counters["steps"] += 1
         self._flight.append((self.counters["steps"], step))
@@ -96,30 +121,31 @@ class Engine:
         while len(self._flight) > keep:
             number, step = self._flight.popleft()
             began = time.perf_counter()
-            tokens, logprobs = step.read()
+            tokens, logprobs, kept = step.read()
             now = time.perf_counter()
             self.trace("read", number)
             self.timing.wait = now - began
-            outputs += self._book(step, tokens, logprobs)
             self._clock(step, now)
+            outputs += self._book(step, tokens, logprobs, kept)
             self.timing.book = time.perf_counter() - now
         return outputs
 
-    def _book(self, step: Step, tokens: list[int], logprobs: list[list[Logprob]]) -> list[Output]:
-        accepted, lps, r = [], [], 0
+    def _book(
+        self, step: Step, tokens: list[int], logprobs: list[list[Logprob]], kept: Iterable[int]
+    ) -> list[Output]:
+        accepted, lps, r, stands = [], [], 0, iter(kept)
         for e in step.plan:
-            sampled = tokens[r : r + e.sampled]
-            new = accept(e.draft.tokens, sampled) if e.samples else []
+            new = tokens[r : r + 1 + next(stands)] if e.samples else []
             accepted.append(new)
             lps.append([lp for row in logprobs[r : r + len(new)] for lp in row])
             r += e.sampled
-            self.counters["drafted"] += len(e.draft)
-            self.counters["accepted"] += max(0, len(new) - 1)
             self.counters["rounds"] += e.samples
+            if e.samples:
+                self.drafts.book(e.draft.source, len(e.draft), len(new) - 1)
             self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
         outputs = self.scheduler.commit(step.plan, accepted, lps)
         self.counters["generated"] += sum(len(o.tokens) for o in outputs)
-        self.drafter.observe(step.plan, accepted)
+        self.drafter.observe(step.plan, accepted, self.step_seconds, "overlap" if step.overlaps else "exact")
         return outputs
 
     def _clock(self, step: Step, now: float) -> None:
@@ -127,7 +153,10 @@ class Engine:
         self.step_seconds = now - max(step.began, self._settled)
         self._settled = now
         prefill = sum(e.count for e in step.plan if e.count > 1)
-        self.scheduler.pace.learn(prefill, any(e.count == 1 for e in step.plan), self.step_seconds)
+        decoding = any(e.count == 1 for e in step.plan)
+        self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
+        if decoding and not any(len(e.draft) for e in step.plan):
+            self.drafts.parked += self.step_seconds
 
     def _enlist(self, seqs: Iterable[Seq]) -> None:
         for seq in seqs:
@@ -137,7 +166,7 @@ class Engine:
                 self.drafter.begin(seq)
 
     def _retire(self) -> None:
-        for seq in [s for s in self._live if s.finish is not None and not s.inflight]:
+        for seq in [s for s in self._live if s.finish is not None and not s.flight]:
             del self._live[seq]
             self.drafter.end(seq)
 
@@ -145,7 +174,8 @@ class Engine:
         """Drop what the prefix cache knows and start the counters afresh. The engine must be idle."""
         pool = self.scheduler.pool
         pool.drop(pool.alloc(len(pool.free)) or [])
-        self.counters = dict.fromkeys(_COUNTERS, 0)
+        self.counters, self.drafts = dict.fromkeys(_COUNTERS, 0), Tally()
+        self.drafter.forget()
 
     def check(self) -> None:
         """Assert the invariants; meant for an idle engine and for tests."""
@@ -166,8 +196,9 @@ class Engine:
             prompt_tokens=c["prompt"],
             cached_tokens=c["cached"],
             generated_tokens=c["generated"],
-            drafted_tokens=c["drafted"],
-            accepted_tokens=c["accepted"],
+            drafts=self.drafts.table(),
+            depths=tuple(sorted(self.drafts.depths.items())),
+            parked_seconds=self.drafts.parked,
             preemptions=self.scheduler.preemptions,
             step_seconds=self.step_seconds,
         )

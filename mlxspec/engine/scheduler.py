@@ -5,7 +5,7 @@ plus its draft; whatever is short of blocks gives up drafts first, then its youn
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
 from mlxspec.engine.blocks import BlockPool
@@ -15,11 +15,14 @@ from mlxspec.types import Entry, Finish, Logprob, Output, Request, Sequence, Unf
 PATIENCE = 8  # plans that may pass a prefill over for shorter ones
 
 Copies = list[tuple[int, int]]  # (source, target) blocks
+Depths = Callable[[list[Sequence]], Mapping[Sequence, int]]
 
 
 class Scheduler:
     """Holds every live sequence. `context` bounds prompt + output in tokens; `sharing` is off where a model
-    keeps its own caches (solo), which neither share a prefix nor take a draft back. Engine thread only."""
+    keeps its own caches (solo), which neither share a prefix nor take a draft back; `blind` says whether a
+    sequence may go on while a draft of it is in flight and nobody knows how far it got. Engine thread
+    only."""
 
     def __init__(
         self,
@@ -29,9 +32,10 @@ class Scheduler:
         max_sequences: int = 16,
         pace: Pace | None = None,
         sharing: bool = True,
+        blind: Callable[[Sequence], bool] = lambda seq: False,
     ) -> None:
         self.pool, self.context, self.max_sequences, self.sharing = pool, context, max_sequences, sharing
-        self.pace = pace or Pace()
+        self.pace, self.blind = pace or Pace(), blind
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
@@ -72,10 +76,11 @@ class Scheduler:
             self._succeed(seq)
         return [_output(seq, (), ()) for seq in hit]
 
-    def plan(self, depth: Callable[[Sequence], int] = lambda seq: 0) -> list[Entry]:
-        """The next step: decodes first, then prefills inside the budget. Reserves blocks for every row."""
+    def plan(self, depths: Depths = lambda seqs: {}) -> list[Entry]:
+        """The next step: decodes first, then prefills inside the budget. Reserves blocks for every row.
+        `depths` is asked how many tokens to draft for the sequences that sample."""
         self._admit()
-        ready = [s for s in self.running if s.remaining and s.room > 0 and not s.drafting]
+        ready = [s for s in self.running if s.remaining and s.room > 0 and (not s.spread or self.blind(s))]
         plan: list[Entry] = []
         for seq in ready:
             if seq.remaining == 1:
@@ -89,20 +94,22 @@ class Scheduler:
                 seq.deferred = 0
             else:
                 seq.deferred += 1
-        for entry in plan:
-            if self.sharing and entry.samples and (want := min(depth(entry.seq), entry.seq.room - 1)) > 0:
-                entry.depth = self._widen(entry, want)
+        if self.sharing:
+            wanted = depths([e.seq for e in plan if e.samples])
+            for entry in plan:
+                if (want := min(wanted.get(entry.seq, 0), entry.seq.room - 1)) > 0:
+                    entry.depth = self._widen(entry, want)
         return plan
 
     def submitted(self, plan: Iterable[Entry]) -> None:
         """The step is on its way: its rows count as computed; a plain sampling entry has a pending token."""
         for e in plan:
             seq = e.seq
-            seq.inflight += 1
+            seq.flight.append(e)
             seq.computed = e.start + e.count
-            if e.samples and not len(e.draft):
+            if e.samples:
                 seq.pending += 1
-            seq.drafting = len(e.draft) > 0
+                seq.spread += len(e.draft)
 
     def commit(
         self, plan: Iterable[Entry], accepted: Iterable[list[int]], logprobs: Iterable[list[Logprob]]
@@ -115,13 +122,16 @@ class Scheduler:
         outputs = []
         for e, new, lps in zip(plan, accepted, logprobs, strict=True):
             seq = e.seq
-            seq.inflight -= 1
+            seq.flight.popleft()
             if seq.finish is not None:
                 continue
             if e.samples:
-                seq.pending -= not len(e.draft)
-                seq.drafting = False
+                seq.pending -= 1
+                seq.spread -= len(e.draft)
                 seq.rounds += 1
+                seq.drafted += len(e.draft)
+                if len(new) > 1:
+                    seq.accepted[e.draft.source] = seq.accepted.get(e.draft.source, 0) + len(new) - 1
                 outputs.append(self._extend(e, new, lps))
             if seq.table:
                 self._publish(e, len(new))
@@ -149,7 +159,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_sequences:
             seq = self.waiting.popleft()
             # A preempted sequence waits until its step in flight has been read.
-            if seq.inflight or (seq.leader and not seq.leader.generated and seq.leader.finish is None):
+            if seq.flight or (seq.leader and not seq.leader.generated and seq.leader.finish is None):
                 held.append(seq)
                 continue
             slack = len(self.pool.free) - promised
@@ -196,23 +206,25 @@ class Scheduler:
         """Add an entry of `n` rows if blocks can be had; younger sequences pay for older ones."""
         if seq not in self.running:  # it has paid already, in this plan
             return False
-        while (need := -(-(seq.computed + n) // self.pool.block_size) - len(seq.table)) > 0:
+        while (need := -(-(seq.computed + seq.spread + n) // self.pool.block_size) - len(seq.table)) > 0:
             if blocks := self.pool.alloc(need):
                 seq.table += blocks
                 break
-            victim = next((s for s in reversed(self.running) if not s.drafting), seq)
+            victim = next((s for s in reversed(self.running) if not s.spread), seq)
             if victim.order <= seq.order:
                 return False
             self._preempt(victim)
             plan[:] = [e for e in plan if e.seq is not victim]
         samples = seq.computed + n == seq.known
-        plan.append(Entry(seq, seq.computed, n, samples, pending=samples and seq.pending > 0))
+        plan.append(
+            Entry(seq, seq.computed, n, samples, pending=samples and seq.pending > 0, spread=seq.spread)
+        )
         return True
 
     def _widen(self, entry: Entry, want: int) -> int:
         """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
         table, size = entry.seq.table, self.pool.block_size
-        end = entry.start + entry.count
+        end = entry.start + entry.spread + entry.count
         need = -(-(end + want) // size) - len(table)
         if need > 0 and (blocks := self.pool.alloc(min(need, len(self.pool.free)))):
             table += blocks
@@ -244,8 +256,12 @@ class Scheduler:
             if finish:
                 del new[n:]
                 break
-        if seq.table and seq.inflight == 0:
-            seq.computed = entry.start + entry.count + max(0, len(new) - 1)
+        kept = max(0, len(new) - 1)
+        if seq.table:
+            seq.computed = entry.start + entry.count + kept + sum(e.count for e in seq.flight)
+        for later in seq.flight:
+            later.start += kept
+            later.spread -= len(entry.draft)
         if finish:
             seq.finish = finish
         return _output(seq, tuple(new), tuple(lps[: len(new)]))
@@ -279,4 +295,14 @@ class Scheduler:
 
 
 def _output(seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[Logprob, ...]) -> Output:
-    return Output(seq.request.id, seq.index, tokens, logprobs, seq.finish, seq.reported_cached, seq.rounds)
+    return Output(
+        seq.request.id,
+        seq.index,
+        tokens,
+        logprobs,
+        seq.finish,
+        seq.reported_cached,
+        seq.rounds,
+        drafted=seq.drafted,
+        accepted=tuple(seq.accepted.items()),
+    )

@@ -14,6 +14,10 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.load import context_of, fit, growth, load, weights
+from mlxspec.model.runner import Runner
+from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
+from mlxspec.speculate.chain import Chain
+from mlxspec.speculate.draft_model import DraftModel, Small, load_small
 from mlxspec.types import ModelInfo, Request, Sampling, Unfit
 
 log = logging.getLogger("mlxspec")
@@ -33,6 +37,9 @@ class Options:
     max_sequences: int = 16
     prefill_budget: int = 0
     decode_gap: float = 0.25  # seconds
+    speculate: bool = True
+    draft: Path | None = None  # a draft model's directory
+    cache: Path | None = None  # directory for what was measured
 
 
 def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
@@ -43,9 +50,12 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     found = fit(model, options.layout)
     for reason in found.refused:
         log.info("layout refused: %s", reason)
+    small = load_small(options.draft, found) if options.draft else None
+    held = weight_bytes + (small.weights if small else 0)
+    token_bytes = found.token_bytes + (small.fit.token_bytes if small else 0)
     context = min(context_of(config), options.context or 1 << 31)
-    free = memory.available(weight_bytes)
-    blocks = options.kv_blocks or memory.kv_blocks(context, options.block_size, found.token_bytes, free)
+    free = memory.available(held)
+    blocks = options.kv_blocks or memory.kv_blocks(context, options.block_size, token_bytes, free)
     if blocks < 2:
         raise Unfit(
             f"{free >> 20} MiB are free, less than one KV block of {options.block_size} tokens"
@@ -62,6 +72,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
     _warm(engine)
+    if options.speculate:
+        _speculate(engine, path, small, options)
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens: the KV pool holds no more", context, scheduler.limit)
     info = ModelInfo(
@@ -71,13 +83,37 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         layout=found.layout,
         block_size=options.block_size,
         kv_blocks=blocks,
-        kv_bytes=blocks * options.block_size * found.token_bytes,
-        weight_bytes=weight_bytes,
+        kv_bytes=blocks * options.block_size * token_bytes,
+        weight_bytes=held,
         prefill_budget=scheduler.pace.rows(decoding=True),
         created=int(time.time()),
     )
     log.info("%s: %s layout, ready in %.1f s", name, found.layout, time.perf_counter() - began)
     return engine, info
+
+
+def _speculate(engine: Engine, path: Path, small: Small | None, options: Options) -> None:
+    """Give the engine its drafter, with the costs of this machine. The engine is idle."""
+    scheduler, runner = engine.scheduler, engine.runner
+    pool = scheduler.pool
+    if not scheduler.sharing:
+        log.warning("no speculation: the solo layout cannot take a draft back")
+        return
+    table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
+    try:
+        costs = calibrate(runner, table, path, options.cache)
+        if costs is None:
+            log.warning("no speculation: the KV pool is too small to measure what a draft costs")
+            return
+        model = None
+        if small and options.draft:
+            own = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True)
+            model = DraftModel(own, engine.vocab, one_row(own, table))
+            log.info("%s drafts: %.1f ms a token", options.draft.name, model.seconds * 1e3)
+    finally:
+        pool.drop(table)
+    engine.drafter = chain = Chain(costs, model)
+    scheduler.blind = chain.blind
 
 
 def _warm(engine: Engine) -> None:

@@ -20,6 +20,8 @@ class Group:
 
     `starts` [B] are the positions of their first rows, `tables` their block ids; a table covers at least
     `start + length` slots. Attention is causal: row i of sequence b sees the positions up to starts[b] + i.
+    Where the host does not know how far a draft got, `late` int32 [B] is to be added to the starts; it is
+    `spread` at most, and the tables cover so many slots more.
     """
 
     lo: int
@@ -28,6 +30,8 @@ class Group:
     starts: list[int]
     tables: list[list[int]]
     block_size: int
+    late: mx.array | None = None
+    spread: int = 0
     _selections: dict[int, Selection] = field(default_factory=dict)
 
     def select(self, window: int | None) -> Selection:
@@ -42,18 +46,13 @@ class Group:
 
     def _select(self, window: int | None) -> Selection:
         size, rows = self.block_size, self.length
-        ends = [-(-(s + rows) // size) for s in self.starts]  # in blocks, like firsts
+        ends = [-(-(s + self.spread + rows) // size) for s in self.starts]  # in blocks, like firsts
         firsts = [max(0, s - window + 1) // size for s in self.starts] if window else [0] * len(ends)
         width = max(e - f for e, f in zip(ends, firsts, strict=True))
-        blocks = mx.array(
-            [
-                table[first:end] + [NULL_BLOCK] * (width - end + first)
-                for table, first, end in zip(self.tables, firsts, ends, strict=True)
-            ],
-            mx.int32,
-        )
+        held = [t[first:end] for t, first, end in zip(self.tables, firsts, ends, strict=True)]
+        blocks = mx.array([h + [NULL_BLOCK] * (width - len(h)) for h in held], mx.int32)
         keep = slice(0, width * size)
-        if len(ends) == 1:
+        if len(ends) == 1 and self.late is None:
             start, base = self.starts[0], firsts[0] * size
             low = max(0, start - window + 1) - base if window else 0
             keep = slice(low, start + rows - base)
@@ -62,7 +61,8 @@ class Group:
             if not window or start + rows <= window:
                 return blocks, "causal", keep
         at = mx.array(firsts)[:, None, None] * size + mx.arange(keep.start, keep.stop)  # [B, 1, S]
-        row = mx.array(self.starts)[:, None, None] + mx.arange(rows)[:, None]  # [B, L, 1]
+        starts = mx.array(self.starts) if self.late is None else mx.array(self.starts) + self.late
+        row = starts[:, None, None] + mx.arange(rows)[:, None]  # [B, L, 1]
         seen = (at <= row) & (at > row - window) if window else at <= row
         return blocks, seen[:, None], keep
 

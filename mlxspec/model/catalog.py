@@ -31,17 +31,19 @@ class Card(BaseModel):
     context: int = Field(gt=0)
     layout: Literal["rows", "gather", "solo"]
     tested: tuple[str, ...] = ()
-    drafters: tuple[str, ...] = ()
+    draft: str = ""
     sampling: dict[str, float] = {}
     source: Source
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A directory with config.json, weights and tokenizer, and the name to serve it under."""
+    """A directory with config.json, weights and tokenizer, the name to serve it under, and the model that its
+    card wants to draft for it, if any."""
 
     path: Path
     name: str
+    draft: str = ""
 
 
 def data_dir(name: str) -> Path:
@@ -79,14 +81,13 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
     known = cards()
     if not name or name in known:
         name = name or DEFAULT
-        return Resolved(
-            embedded(name, known[name].source, cache_dir, "4bit" if metal else "fp32", known[name].sampling),
-            name,
-        )
-    path = os.path.expanduser(name)  # this and isdir take any text; Path's raise on some
-    if os.path.isdir(path):
-        return Resolved(_checked(Path(path).resolve()), Path(path).resolve().name)
-    if os.path.isfile(path):
+        card = known[name]
+        path = embedded(name, card.source, cache_dir, "4bit" if metal else "fp32", card.sampling)
+        return Resolved(path, name, card.draft)
+    file = os.path.expanduser(name)  # this and isdir take any text; Path's raise on some
+    if os.path.isdir(file):
+        return Resolved(_checked(Path(file).resolve()), Path(file).resolve().name)
+    if os.path.isfile(file):
         raise Unfit(f"{name} is a file; give the directory in mlx-lm's format that holds it")
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
         return Resolved(_checked(_hub(name)), name)

@@ -5,8 +5,7 @@ prefill chunks, decodes and drafts are one forward; `gather` hands K/V back dens
 mlx-lm's caches.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlxspec.kernels import Group
 from mlxspec.model.attention import graft, install, ungraft
 from mlxspec.model.caches import DensePages, Pages, View
-from mlxspec.model.sample import Row, Sampled, read, rows_of, sample
+from mlxspec.model.sample import Row, Sampled, accept, read, rows_of, sample
 from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
 from mlxspec.types import Sequence as Seq
 
@@ -28,27 +27,48 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "gather", "solo")
 
 
 class Step:
-    """A submitted plan: its sampled rows, their lazy results and which row belongs to which sequence."""
+    """A submitted plan: its input tokens, its sampled rows with their lazy results, and where a sequence's
+    first sampled row is, among the samples (`at`), the inputs (`spans`) and the sampling entries (`nth`).
+    `kept` int32 [sampling entries] is how many drafted tokens stand; None where nothing was drafted."""
 
-    __slots__ = ("at", "began", "marker", "plan", "rows", "sampled")
+    __slots__ = (
+        "at", "began", "ids", "kept", "marker", "nth", "overlaps", "plan", "rows", "sampled", "spans",
+    )  # fmt: skip
 
     def __init__(
         self,
         plan: Sequence[Entry],
+        ids: mx.array,
+        spans: Sequence[int],
         rows: list[Row],
         sampled: Sampled | None,
+        kept: mx.array | None,
         marker: mx.array,
-        began: float,
     ) -> None:
-        self.plan, self.rows, self.sampled, self.marker, self.began = plan, rows, sampled, marker, began
+        self.plan, self.ids, self.rows, self.sampled, self.marker = plan, ids, rows, sampled, marker
+        self.kept = kept
+        self.began, self.overlaps = 0.0, False  # for whoever submits it: when, and whether one was in flight
         self.at: dict[Seq, int] = {}
         for r, row in enumerate(rows):
             self.at.setdefault(row.entry.seq, r)
+        self.nth = {seq: n for n, seq in enumerate(self.at)}
+        self.spans = {e.seq: span for e, span in zip(plan, spans, strict=True) if e.samples}
 
-    def read(self) -> tuple[list[int], list[list[Logprob]]]:
-        """Wait for the step; the sampled rows' tokens and log-probabilities."""
+    def read(self) -> tuple[list[int], list[list[Logprob]], list[int]]:
+        """Wait for the step; the sampled rows' tokens and log-probabilities, and how many drafted tokens of
+        each sampling entry stand."""
         mx.eval(self.marker)
-        return read(self.sampled, self.rows) if self.sampled else ([], [])
+        if not self.sampled:
+            return [], [], []
+        kept = [0] * len(self.at) if self.kept is None else np.array(self.kept).tolist()
+        return *read(self.sampled, self.rows), kept
+
+    def late(self, plan: Sequence[Entry]) -> mx.array:
+        """int32 [entries]: how much later than their `start` the next plan's entries begin."""
+        assert self.kept is not None
+        kept = mx.concatenate([self.kept, mx.zeros((1,), mx.int32)])
+        nobody = len(self.nth)
+        return kept[mx.array([self.nth.get(e.seq, nobody) if e.spread else nobody for e in plan])]
 
 
 class Runner:
@@ -63,8 +83,10 @@ class Runner:
         *,
         trunk: bool = True,
         lone: bool = False,
+        shares: bool = False,
     ) -> None:
-        self.model, self.layout = model, layout
+        """`shares`: shared blocks are written too, because what is written is the same whoever does."""
+        self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
         self.view = View(block_size, block_size * blocks)
         self.caches: list[Pages] = []
@@ -97,19 +119,24 @@ class Runner:
 
     def run(self, plan: Sequence[Entry], before: Step | None) -> Step:
         """Build the step's graph and submit it. `before` holds the tokens that are still pending."""
-        began = time.perf_counter()  # a CPU computes most of a step while it is being submitted
         rows = rows_of(plan)
-        ids, spans = self._inputs(plan, before)
-        logits = self._forward(plan, ids, spans)
-        sampled = None
+        late = before.late(plan) if before is not None and any(e.spread for e in plan) else None
+        ids, spans = self._inputs(plan, before, late)
+        logits = self._forward(plan, ids, spans, late)
+        sampled = kept = None
         if rows:
             firsts = [s for e, s in zip(plan, spans, strict=True) for _ in range(e.sampled)]
-            sampled = sample(logits, rows, ids, firsts)
+            behind = late if late is None else _per_row(late, plan, lambda e: e.sampled)
+            sampled = sample(logits, rows, ids, firsts, behind)
+            if any(len(e.draft) for e in plan):
+                kept = accept(sampled.tokens, ids, plan, spans)
         state = self._state(plan)
         # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
         marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
-        mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
-        return Step(plan, rows, sampled, marker, began)
+        mx.async_eval(
+            marker, *(sampled.arrays() if sampled else ()), *(() if kept is None else (kept,)), *state
+        )
+        return Step(plan, ids, spans, rows, sampled, kept, marker)
 
     def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
         """What a step leaves behind on the device."""
@@ -123,42 +150,71 @@ class Runner:
 
     def logits(self, plan: Sequence[Entry]) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known. For warm-up."""
-        return self._forward(plan, *self._inputs(plan, None))
+        return self._forward(plan, *self._inputs(plan, None, None), None)
 
-    def _inputs(self, plan: Sequence[Entry], before: Step | None) -> tuple[mx.array, list[int]]:
+    def forward(self, plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
+        """Lazy logits [R, vocab] of a plan, its input tokens int32 [T] given; submits the pages' new state,
+        so that the next forward may write in place. `late` int32 [entries] is added to
+        the entries' starts."""
+        spans = [
+            end - 1 - len(e.draft) for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)
+        ]
+        logits = self._forward(plan, ids, spans, late)
+        mx.async_eval(logits, *self._pools())
+        return logits
+
+    def _inputs(
+        self, plan: Sequence[Entry], before: Step | None, late: mx.array | None
+    ) -> tuple[mx.array, list[int]]:
         """Input tokens int32 [T] in plan order, and each entry's first sampled row in it."""
         host: list[int] = []
-        spans, holes, sources = [], [], []
-        for e in plan:
+        spans, holes, sources, owners, drafts = [], [], [], [], []
+        for n, e in enumerate(plan):
             spans.append(len(host) + e.count - 1)
             if e.pending:
                 holes.append(spans[-1])
                 assert before is not None
                 sources.append(before.at[e.seq])
-            known = e.seq.tokens[e.start : e.start + e.count]
-            host += known + [0] * (e.count - len(known)) + list(e.draft.tokens)
+                owners.append(n)
+            known = [] if e.spread else e.seq.tokens[e.start : e.start + e.count]
+            host += known + [0] * (e.count - len(known))
+            if isinstance(e.draft.tokens, mx.array):
+                drafts.append((len(host), e.draft.tokens))
+                host += [0] * len(e.draft)
+            else:
+                host += e.draft.tokens
         if before is not None and before.sampled is not None and holes:
             if len(holes) == len(host) and sources == list(range(before.sampled.tokens.size)):
                 return before.sampled.tokens, spans
+            at = mx.array(sources) if late is None else mx.array(sources) + late[mx.array(owners)]
             ids = mx.array(host, mx.int32)
-            ids[mx.array(holes)] = before.sampled.tokens[mx.array(sources)]
-            return ids, spans
-        return mx.array(host, mx.int32), spans
+            ids[mx.array(holes)] = before.sampled.tokens[at]
+        else:
+            ids = mx.array(host, mx.int32)
+        for first, tokens in drafts:
+            ids[first : first + len(tokens)] = tokens
+        return ids, spans
 
-    def _forward(self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int]) -> mx.array:
+    def _forward(
+        self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int], late: mx.array | None
+    ) -> mx.array:
         """Logits [R, vocab] of the sampled rows in plan order."""
         if self.layout == "rows":
-            return self._rows(plan, ids, spans)
+            return self._rows(plan, ids, spans, late)
+        assert late is None, "only the rows layout goes on while a draft is in flight"
         return self._rect(plan, ids)
 
-    def _rows(self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int]) -> mx.array:
+    def _rows(
+        self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int], late: mx.array | None
+    ) -> mx.array:
         size, view = self.view.block_size, self.view
         order = sorted(range(len(plan)), key=lambda i: _bucket(plan[i], size))
         starts = list(accumulate((e.rows for e in plan), initial=0))
         place = dict(zip(order, accumulate((plan[i].rows for i in order), initial=0), strict=False))
         if order != sorted(order):
             ids = ids[mx.array([at for i in order for at in range(starts[i], starts[i + 1])])]
-        self._stage([plan[i] for i in order])
+            late = late if late is None else late[mx.array(order)]
+        self._stage([plan[i] for i in order], late)
         picked = [
             place[n] + span - starts[n] + i
             for n, (e, span) in enumerate(zip(plan, spans, strict=True))
@@ -168,19 +224,39 @@ class Runner:
         logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
         return logits if self.trunk else logits[view.sampled]
 
-    def _stage(self, plan: Sequence[Entry]) -> None:
+    def _stage(self, plan: Sequence[Entry], late: mx.array | None = None) -> None:
         """Positions, slots and groups of entries that lie in bucket order."""
         size, view = self.view.block_size, self.view
-        view.slots = mx.array([slot for e in plan for slot in _slots(e, size)], mx.int32)
         view.positions = mx.array([at for e in plan for at in range(e.start, e.end)], mx.int32)
-        view.groups, lo = [], 0
+        view.slots = mx.array([slot for e in plan for slot in self._slots(e)], mx.int32)
+        if late is not None:
+            view.positions = view.positions + _per_row(late, plan, lambda e: e.rows)
+            view.slots = mx.where(
+                mx.array([e.spread > 0 for e in plan for _ in range(e.rows)]),
+                _late_slots(plan, view.positions, size),
+                view.slots,
+            )
+        view.groups, lo, first = [], 0, 0
         for _, members in groupby(plan, key=lambda e: _bucket(e, size)):
             batch = list(members)
             length = batch[0].rows
             hi = lo + length * len(batch)
             starts = [e.start for e in batch]
-            view.groups.append(Group(lo, hi, length, starts, [e.seq.table for e in batch], size))
-            lo = hi
+            spread = max(e.spread for e in batch)
+            behind = late[first : first + len(batch)] if late is not None and spread else None
+            view.groups.append(
+                Group(lo, hi, length, starts, [e.seq.table for e in batch], size, behind, spread)
+            )
+            lo, first = hi, first + len(batch)
+
+    def _slots(self, entry: Entry) -> list[int]:
+        """Where the entry's rows write; positions in shared blocks go to the null block."""
+        table, size = entry.seq.table, self.view.block_size
+        shared = 0 if self.shares else entry.seq.shared
+        return [
+            table[at // size] * size + at % size if at >= shared else NULL_BLOCK
+            for at in range(entry.start, entry.end)
+        ]
 
     def _rect(self, plan: Sequence[Entry], ids: mx.array) -> mx.array:
         """One forward per group of entries with equal rows, or per entry where the model cannot batch."""
@@ -227,10 +303,14 @@ def _bucket(entry: Entry, size: int) -> tuple[int, int]:
     return entry.rows, (-(-entry.end // size) - 1).bit_length()
 
 
-def _slots(entry: Entry, size: int) -> list[int]:
-    """Where the entry's rows write; positions in shared blocks go to the null block."""
-    table, shared = entry.seq.table, entry.seq.shared
-    return [
-        table[at // size] * size + at % size if at >= shared else NULL_BLOCK
-        for at in range(entry.start, entry.end)
-    ]
+def _per_row(late: mx.array, plan: Sequence[Entry], rows: Callable[[Entry], int]) -> mx.array:
+    """`late` [entries] repeated for each of an entry's `rows`."""
+    return late[mx.array([n for n, e in enumerate(plan) for _ in range(rows(e))])]
+
+
+def _late_slots(plan: Sequence[Entry], positions: mx.array, size: int) -> mx.array:
+    """Where rows write whose `positions` [T] the host does not know. They lie behind everything shared."""
+    width = max(len(e.seq.table) for e in plan)
+    tables = mx.array([e.seq.table + [NULL_BLOCK] * (width - len(e.seq.table)) for e in plan], mx.int32)
+    owners = mx.array([n for n, e in enumerate(plan) for _ in range(e.rows)])
+    return tables[owners, positions // size] * size + positions % size

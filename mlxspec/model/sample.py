@@ -29,7 +29,8 @@ class Sampled:
 
 @dataclass(slots=True)
 class Row:
-    """One sampled row: its entry, its request's sampling, and the position of the token that it draws."""
+    """One sampled row: its entry, its request's sampling, and the position of the token that it draws; where
+    the entry's start is a lower bound, so is the position."""
 
     entry: Entry
     sampling: Sampling
@@ -60,9 +61,16 @@ def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
     return draw(keys)
 
 
-def sample(logits: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequence[int]) -> Sampled:
+def sample(
+    logits: mx.array,
+    rows: Sequence[Row],
+    inputs: mx.array,
+    spans: Sequence[int],
+    late: mx.array | None = None,
+) -> Sampled:
     """logits [R, vocab] of `rows`; `inputs` [T] are the step's input tokens (maybe lazy) and `spans[r]` the
-    index in it of the first sampled row of row r's entry. Nothing is evaluated here."""
+    index in it of the first sampled row of row r's entry; `late` int32 [R], if given, is added to the rows'
+    positions. Nothing is evaluated here."""
     x = logits.astype(mx.float32)
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     logprobs = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else None
@@ -71,11 +79,16 @@ def sample(logits: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Seque
     tokens = mx.argmax(x, axis=-1).astype(mx.int32)
     hot = [r for r, row in enumerate(rows) if row.sampling.temperature > 0]
     if hot:
-        drawn = _draw(x if len(hot) == len(rows) else x[mx.array(hot)], [rows[r] for r in hot])
-        if len(hot) == len(rows):
-            tokens = drawn
-        else:
+        some = len(hot) < len(rows)
+        drawn = _draw(
+            x[mx.array(hot)] if some else x,
+            [rows[r] for r in hot],
+            late[mx.array(hot)] if some and late is not None else late,
+        )
+        if some:
             tokens[mx.array(hot)] = drawn
+        else:
+            tokens = drawn
     result = Sampled(tokens)
     if logprobs is not None:
         result.chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
@@ -83,6 +96,25 @@ def sample(logits: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Seque
             result.top = mx.argpartition(-logprobs, k, axis=-1)[:, :k].astype(mx.int32)
             result.top_logprobs = mx.take_along_axis(logprobs, result.top, axis=-1)
     return result
+
+
+def accept(tokens: mx.array, inputs: mx.array, plan: Sequence[Entry], spans: Sequence[int]) -> mx.array:
+    """How many drafted tokens of each sampling entry stand, int32 [entries that sample]: one stands while it
+    equals the sample of the row before it. `tokens` [R] are the samples in plan order, `inputs` and `spans`
+    those of the step; nothing is evaluated.
+
+    Exact by construction at any temperature: only samples are ever emitted."""
+    drafted = [(e, span) for e, span in zip(plan, spans, strict=True) if e.samples]
+    deepest = max(len(e.draft) for e, _ in drafted)
+    row, at, held = 0, [], []
+    for e, span in drafted:
+        inside = [i < len(e.draft) for i in range(deepest)]
+        at.append([(row + i, span + 1 + i) if ok else (0, 0) for i, ok in enumerate(inside)])
+        held.append(inside)
+        row += e.sampled
+    where = mx.array(at)  # [S, deepest, 2]
+    same = (tokens[where[..., 0]] == inputs[where[..., 1]]) & mx.array(held)
+    return mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1)
 
 
 def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[list[Logprob]]]:
@@ -154,7 +186,7 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
     return x
 
 
-def _draw(x: mx.array, rows: Sequence[Row]) -> mx.array:
+def _draw(x: mx.array, rows: Sequence[Row], late: mx.array | None) -> mx.array:
     """Filtered Gumbel-max over [R, vocab] of rows with a temperature above 0 -> int32 [R]."""
     x = x / mx.array([max(row.sampling.temperature, COLDEST) for row in rows])[:, None]
     cut = [i for i, row in enumerate(rows) if row.sampling.filtered]
@@ -164,6 +196,8 @@ def _draw(x: mx.array, rows: Sequence[Row]) -> mx.array:
         x[mx.array(cut)] = _filter(x[mx.array(cut)], [rows[i] for i in cut])
     seeds = mx.array([seed32(r.sampling.seed, r.entry.seq.index) for r in rows], mx.uint32)
     positions = mx.array([r.position for r in rows], mx.uint32)
+    if late is not None:
+        positions = positions + late.astype(mx.uint32)
     return mx.argmax(x + gumbel(seeds, positions, x.shape[-1]), axis=-1).astype(mx.int32)
 
 

@@ -1,55 +1,55 @@
-"""Drafters: who proposes tokens for the target to verify. Only the empty one exists so far.
+"""Drafters: who proposes tokens for the target to verify.
 
-Rule: a drafter can change how fast tokens come, never which. Its proposals are ints that the target's own
-samples confirm or refuse (`accept`).
+Rule: a drafter can change how fast tokens come, never which: only the target's own samples are emitted.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from mlxspec.model.runner import Step
 from mlxspec.types import Entry, Sequence
 
 
 class Drafter(Protocol):
-    """Four verbs, all on the engine thread. `overlaps` says that `draft` needs no token that the host has
-    not read; otherwise the engine reads a step before it plans the next one."""
-
-    overlaps: bool
+    """All on the engine thread."""
 
     def begin(self, seq: Sequence) -> None:
         """The sequence starts; its prompt is in `seq.tokens`."""
 
-    def depth(self, seq: Sequence) -> int:
-        """How many tokens it may want to draft for the sequence's next step."""
+    def waits(self, seqs: Seq[Sequence]) -> bool:
+        """Whether the step in flight is to be read before the next is planned, because some of these running
+        sequences are to get a draft that needs its tokens."""
 
-    def draft(self, entries: Seq[Entry]) -> None:
-        """Fill `entry.draft` with up to `entry.depth` tokens, or leave it empty."""
+    def plan(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
+        """How many tokens to draft for each of the sequences that sample in the next step."""
 
-    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]]) -> None:
-        """What the step committed, in plan order."""
+    def draft(self, entries: Seq[Entry], before: Step | None) -> None:
+        """All entries of the next step: fill `entry.draft` of those with a depth, with that many tokens at
+        most, or leave it empty. `before` is the step in flight, which holds what is pending."""
+
+    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str) -> None:
+        """What the step committed, in plan order, and how long it took; "overlap" where it was submitted
+        before the step in front of it was read, else "exact"."""
 
     def end(self, seq: Sequence) -> None:
         """The sequence has finished or was aborted."""
+
+    def forget(self) -> None:
+        """Drop what was remembered of sequences that have ended."""
 
 
 class NoDrafter:
     """Plain decoding."""
 
-    overlaps = True
-
     def begin(self, seq: Sequence) -> None: ...
-    def depth(self, seq: Sequence) -> int:
-        return 0
+    def waits(self, seqs: Seq[Sequence]) -> bool:
+        return False
 
-    def draft(self, entries: Seq[Entry]) -> None: ...
-    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]]) -> None: ...
+    def plan(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
+        return {}
+
+    def draft(self, entries: Seq[Entry], before: Step | None) -> None: ...
+    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str) -> None: ...
     def end(self, seq: Sequence) -> None: ...
-
-
-def accept(draft: Seq[int], sampled: Seq[int]) -> list[int]:
-    """The tokens a round commits: `sampled` holds one more than `draft`; a drafted token stands while it
-    equals the sample of its row, and the first row that differs brings its own sample.
-
-    Exact by construction at any temperature: only samples are ever emitted."""
-    kept = next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
-    return list(sampled[: kept + 1])
+    def forget(self) -> None: ...

@@ -78,6 +78,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise Unfit(f"{path} has no usable tokenizer: {error}; give a complete model directory") from error
 
 
+def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
+    """Raises Unfit where the two do not give the same tokens the same ids; `names` are the models'. What one
+    has beyond the other's last id does no harm: it is never drafted, or never accepted."""
+    own, other = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
+    for i in range(min(max(own), max(other)) + 1):
+        if own.get(i) != other.get(i):
+            raise Unfit(
+                f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is {other.get(i)!r}"
+                f" there and {own.get(i)!r} here ({len(other)} and {len(own)} tokens); give a model of the"
+                " same family, or leave --draft out"
+            )
+
+
 def generation_defaults(path: Path) -> Defaults:
     """What generation_config.json of a model directory says, see `Defaults`. A value that is no number or is
     out of range is left out, with a warning."""

@@ -39,7 +39,7 @@ def test_a_drafter_that_needs_tokens_is_served_without_overlap(qwen3) -> None:
     e.add(tiny.request("a", prompt, 20))
     out = tiny.run(e)
     assert tiny.tokens(out, "a") == plain(prompt, 20)
-    assert out[-1].rounds < 20 and e.counters["accepted"] == liar.kept > 0
+    assert out[-1].rounds < 20 and sum(e.drafts.kept.values()) == liar.kept > 0
     order = {event: i for i, event in enumerate(events)}
     assert all(order["read", n] < order["submit", n + 1] for n in range(1, e.counters["steps"]))
 

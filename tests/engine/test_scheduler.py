@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import PATIENCE, Scheduler
-from mlxspec.speculate import accept
 from mlxspec.types import Draft, Entry, Output, Request, Sequence, Unfit
 
 VOCAB = 7
@@ -29,23 +28,43 @@ def answer(prompt: list[int], n: int, index: int = 0) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def accept(draft: list[int], sampled: list[int]) -> list[int]:
+    kept = next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
+    return sampled[: kept + 1]
+
+
+def accept(draft: list[int], sampled: list[int]) -> list[int]:
+    """The samples up to the first that differs from what was drafted, and that one."""
+    kept = 0
+    while kept < len(draft) and draft[kept] == sampled[kept]:
+        kept += 1
+    return sampled[: kept + 1]
+
+
 class Mock:
     """An engine with one step in flight. Slots remember which prefix they were written for; a row that would
-    read a slot of another prefix fails the test."""
+    read a slot of another prefix fails the test. `blind`: a sequence goes on while its draft is in flight, as
+    behind a model that drafts lazily."""
 
-    def __init__(self, blocks: int, budget: int = 8, liar: random.Random | None = None, **kw: int) -> None:
+    def __init__(
+        self, blocks: int, budget: int = 8, liar: random.Random | None = None, blind: bool = False, **kw: int
+    ) -> None:
         self.s = Scheduler(
-            BlockPool(blocks, SIZE), context=kw.pop("context", 64), pace=Pace(fixed=budget), **kw
+            BlockPool(blocks, SIZE),
+            context=kw.pop("context", 64),
+            pace=Pace(fixed=budget),
+            blind=lambda seq: blind and seq.order % 3 > 0,
+            **kw,
         )
-        self.liar = liar
+        self.liar, self.blind = liar, blind
         self.slots: dict[int, tuple[int, ...]] = {}
         self.flight: list[tuple[list[Entry], list[list[int]]]] = []
         self.out: list[Output] = []
 
     def step(self) -> None:
-        if self.liar:
+        if self.liar and not self.blind:
             self.settle()
-        plan = self.s.plan(lambda seq: self.liar.randint(0, 4) if self.liar else 0)
+        plan = self.s.plan(lambda seqs: {s: self.liar.randint(0, 4) if self.liar else 0 for s in seqs})
         for source, target in self.s.copies:
             for i in range(SIZE):
                 if (content := self.slots.get(source * SIZE + i)) is not None:
@@ -64,12 +83,18 @@ class Mock:
         self.s.check()
 
     def known(self, seq: Sequence) -> list[int]:
-        tokens = list(seq.tokens)
-        while len(tokens) < seq.known:
-            tokens.append(nth(tokens, seq.index))
-        return tokens
+        """What is known of it when the step in flight is read."""
+        return [*seq.tokens, *(t for plan, rows in self.flight for t in self.new(seq, plan, rows))]
+
+    @staticmethod
+    def new(seq: Sequence, plan: list[Entry], rows: list[list[int]]) -> list[int]:
+        found = [accept(e.draft.tokens, r) for e, r in zip(plan, rows, strict=True) if e.seq is seq and r]
+        return found[0] if found else []
 
     def forward(self, e: Entry) -> list[int]:
+        late = len(self.known(e.seq)) - e.seq.known if e.spread else 0
+        assert 0 <= late <= e.spread
+        e = Entry(e.seq, e.start + late, e.count, e.samples, draft=e.draft)
         tokens = [*self.known(e.seq)[: e.start + e.count], *e.draft.tokens]
         table = e.seq.table
         for at in range(e.start, e.end):
@@ -87,9 +112,8 @@ class Mock:
         self.out += self.s.commit(plan, accepted, [[] for _ in plan])
 
     def settle(self) -> None:
-        for done in self.flight:
-            self.commit(*done)
-        self.flight = []
+        while self.flight:
+            self.commit(*self.flight.pop(0))
 
     @property
     def busy(self) -> bool:
@@ -227,13 +251,13 @@ def test_drafts_are_trimmed_before_anyone_is_preempted() -> None:
     m = Mock(5, context=16)
     m.s.add(Request("a", (1, 1, 1), 6))
     m.s.add(Request("b", (2, 2, 2), 6))
-    plan = m.s.plan(lambda seq: 5)
+    plan = m.s.plan(lambda seqs: dict.fromkeys(seqs, 5))
     assert [e.depth for e in plan] == [5, 5]  # both blocks that are left went to drafts
     m = Mock(4, context=12)
     m.s._lacking = lambda seq: 0
     m.s.add(Request("a", (1, 1, 1), 6))
     m.s.add(Request("b", (2, 2, 2), 6))
-    plan = m.s.plan(lambda seq: 5)
+    plan = m.s.plan(lambda seqs: dict.fromkeys(seqs, 5))
     assert [e.depth for e in plan] == [5, 1] and not m.s.preemptions
 
 
@@ -311,6 +335,7 @@ def test_random_lives(data: st.DataObject) -> None:
         rng.choice([10, 14, 40]),
         budget=rng.choice([1, 3, 8, 50]),
         liar=rng.choice([None, rng]),
+        blind=rng.choice([False, True]),
         context=36,
         max_sequences=rng.choice([1, 3, 8]),
     )

@@ -1,0 +1,124 @@
+"""What a step costs here, by its rows and its context: measured once at the start, kept on disk.
+
+Rule: the measurement takes SECONDS at most and says what it is of; whatever it gets wrong, the controller
+corrects from the steps that follow.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxspec import __version__
+from mlxspec.model.runner import Runner
+from mlxspec.speculate.depth import GRID, Costs
+from mlxspec.types import Draft, Entry, Request
+from mlxspec.types import Sequence as Seq
+
+log = logging.getLogger("mlxspec")
+
+SECONDS = 2.0
+CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
+MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks for a measurement should hold
+FIRST = (1, 32, 8, 16, 4, 2)  # rows in order of what they tell, if time is short
+
+
+def calibrate(runner: Runner, table: list[int], path: Path, cache: Path | None) -> Costs | None:
+    """The cost of a step of one sequence with 1 to 32 rows. `table` are blocks that nobody uses, `path` is
+    the model, `cache` a directory for what was measured. None where there are too few blocks to measure."""
+    high = min(CONTEXTS[1], len(table) * runner.view.block_size - max(GRID) - 1)
+    if high < 1:
+        return None
+    contexts = (min(CONTEXTS[0], high), high)
+    file = cache / f"{_name(runner, path, contexts)}.json" if cache else None
+    if file and (known := _load(file)):
+        return known
+    began = time.perf_counter()
+    times = _measure(runner, table, contexts, began + SECONDS)
+    rows = sorted({r for _, r in times if all((c, r) in times for c in contexts)})
+    if not rows:
+        return None
+    low, top = ([times[c, r] for r in rows] for c in contexts)
+    log.info(
+        "a step costs %.1f ms for 1 row and %s at %d tokens of context; measured in %.1f s",
+        low[0] * 1e3,
+        ", ".join(f"{t / low[0]:.2f} times that for {r}" for r, t in zip(rows[1:], low[1:], strict=True)),
+        contexts[0],
+        time.perf_counter() - began,
+    )
+    if file:
+        _save(file, contexts, rows, (low, top))
+    return Costs(contexts, rows, (low, top))
+
+
+def one_row(runner: Runner, table: list[int]) -> float:
+    """Seconds of a step with one row behind a short context; the first is left out, because it compiles."""
+    context = min(CONTEXTS[0], len(table) * runner.view.block_size - 2)
+    return min([_time(runner, table, context, 1) for _ in range(4)][1:])
+
+
+def _measure(
+    runner: Runner, table: list[int], contexts: Sequence[int], until: float
+) -> dict[tuple[int, int], float]:
+    """Seconds by (context, rows): the best of as many turns as there is time for. The first turn is replaced
+    by the second, because it compiles."""
+    grid = (*FIRST, *(r for r in GRID if r not in FIRST))
+    times: dict[tuple[int, int], float] = {}
+    for turn in range(4):
+        for rows in grid:
+            for context in contexts:
+                if time.perf_counter() > until:
+                    return times
+                took = _time(runner, table, context, rows)
+                times[context, rows] = took if turn < 2 else min(took, times[context, rows])
+    return times
+
+
+def _time(runner: Runner, table: list[int], context: int, rows: int) -> float:
+    """Seconds of a step with `rows` rows behind `context` tokens; what the blocks hold does not matter."""
+    seq = Seq(Request("measure", (0,), 1), tokens=[0] * (context + 1), table=table)
+    entry = Entry(seq, context, 1, True, draft=Draft([0] * (rows - 1)))
+    began = time.perf_counter()
+    mx.eval(mx.argmax(runner.logits([entry]), axis=-1))
+    return time.perf_counter() - began
+
+
+def _name(runner: Runner, path: Path, contexts: Sequence[int]) -> str:
+    """Of the machine, the model and the versions: a file name."""
+    stamps = [(f.name, f.stat().st_size, int(f.stat().st_mtime)) for f in sorted(path.glob("*.safetensors"))]
+    machine = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
+    versions = (version("mlx"), version("mlx-lm"), __version__)
+    device = str(mx.default_device()), os.environ.get("OPENBLAS_NUM_THREADS", "")
+    facts = (machine, versions, device, str(path), stamps, runner.layout, runner.view.block_size, contexts)
+    return "costs-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def _load(file: Path) -> Costs | None:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        low, top = found["seconds"]
+        contexts, rows = found["contexts"], found["rows"]
+        if len(low) == len(top) == len(rows) > 0 and min(*low, *top) > 0 and rows == sorted(set(rows)):
+            return Costs((int(contexts[0]), int(contexts[1])), rows, (low, top))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there yet, or not ours: it is measured again
+    return None
+
+
+def _save(
+    file: Path, contexts: Sequence[int], rows: Sequence[int], seconds: Sequence[Sequence[float]]
+) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = file.with_suffix(f".{os.getpid()}")
+        made.write_text(json.dumps({"contexts": contexts, "rows": rows, "seconds": seconds}), "utf-8")
+        made.replace(file)
+    except OSError as error:
+        log.warning("%s: %s; what a step costs will be measured again", file, error.strerror)

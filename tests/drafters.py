@@ -1,0 +1,65 @@
+"""Drafters for tests: the real ones over tiny models, with costs under which a row costs next to nothing."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from mlxspec.engine.engine import Engine
+from mlxspec.model.runner import Runner
+from mlxspec.speculate.chain import Chain
+from mlxspec.speculate.depth import Costs
+from mlxspec.speculate.draft_model import DraftModel
+from tests import tiny
+
+KINDS = ["lookup", "suffix", "model", "chain"]
+
+
+class Silent:
+    """A source with nothing to say, in the place of one that a test leaves out."""
+
+    def __init__(self, *_: Any) -> None:
+        self.capacity = 0
+
+    def add(self, *_: Any) -> None: ...
+    def moved(self, *_: Any) -> None: ...
+    def index(self, *_: Any) -> int:
+        return 0
+
+    def feed(self, *_: Any) -> int:
+        return 0
+
+    def propose(self, *_: Any) -> None: ...
+
+
+def costs(row: float = 1e-6) -> Costs:
+    return Costs((64, 128), (1, 32), ((1.0, 1.0 + 31 * row), (1.0, 1.0 + 31 * row)))
+
+
+def like(model: Any, kind: str, noise: float) -> Any:
+    """A model that mostly agrees with `model`: the same weights, each off by `noise`."""
+    small = tiny.model(kind)
+    mx.random.seed(9)
+    small.update(
+        tree_map(
+            lambda x: x * (1 + noise * mx.random.normal(x.shape)) if x.ndim > 1 else x, small.parameters()
+        )
+    )
+    mx.eval(small.parameters())
+    return small
+
+
+def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Chain:
+    """Give the engine a chain of the sources that `kind` names."""
+    model = None
+    if kind in ("model", "chain"):
+        own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size, shares=True)
+        model = DraftModel(own, tiny.VOCAB, row)
+    chain = Chain(costs(row), model)
+    if kind not in ("suffix", "chain"):
+        chain.corpus = Silent()  # type: ignore[assignment]
+    if kind not in ("lookup", "chain"):
+        chain.lookup = Silent  # type: ignore[assignment]
+    e.drafter = chain
+    e.scheduler.blind = chain.blind
+    return chain

@@ -117,6 +117,16 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="How often all of it is repeated.")] = 1,
     out: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw a picture; needs matplotlib.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was measured.")] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Score copying on recorded tokens instead; loads no model."),
+    ] = None,
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, metavar="P", help="Measure the controller instead; loads no model."),
+    ] = None,
+    row_cost: Annotated[float, typer.Option(min=0, max=2, help="Of a step, for these two.")] = 0.1,
+    draft_cost: Annotated[float, typer.Option(min=0, max=10, help="Of a step, for the last one.")] = 0.1,
 ) -> None:
     """Measure what speculation brings: the same prompts with it and without, in turn, on this machine.
 
@@ -124,6 +134,10 @@ def bench(
     """
     config = load({"model": model}, os.environ)
     log_to_stderr(config.log_level)
+    if replay or synthetic_acceptance is not None:
+        from mlxspec.bench import offline
+
+        return offline.run(replay, synthetic_acceptance, row_cost, draft_cost)
     from mlxspec.bench import run
 
     wanted = run.Ask(

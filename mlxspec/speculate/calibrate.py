@@ -1,7 +1,7 @@
 """What a step costs here, by its rows and its context: measured once at the start, kept on disk.
 
-Rule: the measurement takes SECONDS at most and says what it is of; whatever it gets wrong, the controller
-corrects from the steps that follow.
+Rule: the measurement takes SECONDS, or LEAST steps where these are slower, and says what it found; whatever
+it gets wrong, the controller corrects from the steps that follow.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ SECONDS = 2.0
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks for a measurement should hold
 FIRST = (1, 32, 8, 16, 4, 2)  # rows in order of what they tell, if time is short
+LEAST = 2  # of them are measured however long it takes
 
 
 def calibrate(runner: Runner, table: list[int], path: Path, cache: Path | None) -> Costs | None:
@@ -42,10 +43,10 @@ def calibrate(runner: Runner, table: list[int], path: Path, cache: Path | None) 
         return known
     began = time.perf_counter()
     times = _measure(runner, table, contexts, began + SECONDS)
-    rows = sorted({r for _, r in times if all((c, r) in times for c in contexts)})
-    if not rows:
-        return None
-    low, top = ([times[c, r] for r in rows] for c in contexts)
+    rows = sorted({r for _, r in times})
+    low = [times[contexts[0], r] for r in rows]
+    longer = max(0.0, times.get((high, 1), low[0]) - low[0])  # where a row was not measured at both
+    top = [max(s, times.get((high, r), s + longer)) for r, s in zip(rows, low, strict=True)]
     log.info(
         "a step costs %.1f ms for 1 row and %s at %d tokens of context; measured in %.1f s",
         low[0] * 1e3,
@@ -72,9 +73,9 @@ def _measure(
     grid = (*FIRST, *(r for r in GRID if r not in FIRST))
     times: dict[tuple[int, int], float] = {}
     for turn in range(4):
-        for rows in grid:
-            for context in contexts:
-                if time.perf_counter() > until:
+        for context in contexts:
+            for rows in grid:
+                if time.perf_counter() > until and len(times) >= LEAST:
                     return times
                 took = _time(runner, table, context, rows)
                 times[context, rows] = took if turn < 2 else min(took, times[context, rows])

@@ -1,0 +1,133 @@
+"""Scores the copying drafters on recorded token streams: no model is loaded.
+
+Rule: the drafters and the controller are the server's own; only the target's samples come from the recording.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from mlxspec.config import ConfigError
+from mlxspec.speculate.chain import Chain
+from mlxspec.speculate.depth import GRID, Costs
+from mlxspec.types import Entry, Request
+from mlxspec.types import Sequence as Seq
+
+MOST = 1 << 28  # bytes of a recording
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One answer, in token ids."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Score:
+    """What the drafts of one or more recordings were worth."""
+
+    tokens: int = 0
+    rounds: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+    cost: float = 0.0  # in plain steps
+
+
+def read(file: Path) -> list[Recording]:
+    """JSON lines, each {"prompt": [ids], "output": [ids]}. Raises ConfigError, naming the line."""
+    try:
+        if file.stat().st_size > MOST:
+            raise ConfigError(f"--replay = {str(file)!r} is larger than {MOST >> 20} MB; split it")
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--replay = {str(file)!r} cannot be read: {error}; name another file") from error
+    found = []
+    for n, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line)
+            prompt, output = (tuple(given[key]) for key in ("prompt", "output"))
+            if not all(type(t) is int and t >= 0 for t in (*prompt, *output)) or not prompt or not output:
+                raise ValueError("prompt and output must be lists of token ids, with one at least")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f'{file}:{n}: {error!s}; give {{"prompt": [ids], "output": [ids]}}') from error
+        found.append(Recording(prompt, output))
+    if not found:
+        raise ConfigError(f"--replay = {str(file)!r} holds no recording")
+    return found
+
+
+def flat(row_cost: float) -> Costs:
+    """A step in which each row beyond the first costs `row_cost` of a step with one."""
+    line = [1 + row_cost * (r - 1) for r in GRID]
+    return Costs((64, 65), GRID, (line, line))
+
+
+def score(chain: Chain, recorded: Recording, total: Score) -> None:
+    """Play one recording as the engine would, with nobody beside it."""
+    seq = Seq(Request("replay", recorded.prompt, len(recorded.output)), tokens=list(recorded.prompt))
+    chain.begin(seq)
+    first = Entry(seq, 0, len(recorded.prompt), True)
+    seq.tokens.append(recorded.output[0])
+    seq.computed = len(recorded.prompt)
+    chain.observe([first], [[recorded.output[0]]], 0.0, "exact")
+    total.tokens += 1
+    while seq.generated < len(recorded.output):
+        depth = chain.plan([seq]).get(seq, 0)
+        entry = Entry(seq, seq.computed, 1, True, depth=depth)
+        chain.draft([entry], None)
+        rest = recorded.output[seq.generated :]
+        drafted = list(entry.draft.tokens)
+        kept = next((i for i, t in enumerate(drafted) if i + 1 >= len(rest) or t != rest[i]), len(drafted))
+        seconds = float(chain.costs.curve(1 + len(drafted), 64, "exact")[-1])
+        new = list(rest[: kept + 1])
+        seq.tokens += new
+        seq.computed += len(new)
+        chain.observe([entry], [new], seconds, "exact")
+        total.rounds += 1
+        total.tokens += len(new)
+        total.cost += seconds
+        if drafted:
+            total.drafted[entry.draft.source] += len(drafted)
+            total.kept[entry.draft.source] += kept
+    chain.end(seq)
+
+
+def replay(file: Path, row_cost: float, console: Console) -> None:
+    """Score a recording and print the table."""
+    recorded = read(file)
+    total, chain = Score(), Chain(flat(row_cost))
+    for one in track(recorded, "Replaying", console=Console(stderr=True), disable=not console.is_terminal):
+        score(chain, one, total)
+    console.print(f"{len(recorded)} recordings, {total.tokens} tokens; a row costs {row_cost:.0%} of a step")
+    console.print(table(total))
+    decoded = total.tokens - len(recorded)  # the first token of each comes with its prompt
+    console.print(
+        f"{decoded / max(1, total.rounds):.2f} tokens per round,"
+        f" {decoded / max(total.cost, 1e-9):.2f} times as fast as plain decoding at this cost"
+    )
+
+
+def table(total: Score) -> Table:
+    made = Table()
+    for name in ("source", "drafted", "kept", "kept %"):
+        made.add_column(name, justify="left" if name == "source" else "right")
+    for source, drafted in sorted(total.drafted.items()):
+        kept = total.kept[source]
+        made.add_row(source, str(drafted), str(kept), f"{kept / drafted:.0%}")
+    return made
+
+
+def recordings_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> str:
+    """The JSON lines that `read` takes."""
+    pairs = zip(prompts, outputs, strict=True)
+    return "".join(json.dumps({"prompt": list(p), "output": list(o)}) + "\n" for p, o in pairs)

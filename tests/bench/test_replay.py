@@ -63,7 +63,7 @@ def test_bad_recordings_are_named(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--replay = .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"--replay = .* cannot be read"):
         read(tmp_path / "none.jsonl")
 
 

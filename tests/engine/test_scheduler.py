@@ -29,11 +29,6 @@ def answer(prompt: list[int], n: int, index: int = 0) -> list[int]:
 
 
 def accept(draft: list[int], sampled: list[int]) -> list[int]:
-    kept = next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
-    return sampled[: kept + 1]
-
-
-def accept(draft: list[int], sampled: list[int]) -> list[int]:
     """The samples up to the first that differs from what was drafted, and that one."""
     kept = 0
     while kept < len(draft) and draft[kept] == sampled[kept]:

@@ -7,6 +7,8 @@ import pytest
 
 from mlxspec.engine import memory, start
 from mlxspec.engine.start import Options
+from mlxspec.speculate import NoDrafter
+from mlxspec.speculate.chain import Chain
 from mlxspec.types import Unfit
 from tests import tiny
 from tests.model.test_load import save
@@ -70,3 +72,47 @@ def test_a_pool_that_is_copied_is_reported(
     with caplog.at_level(logging.WARNING, "mlxspec"):
         start.start(path, "tiny", wide)
     assert "copy the pool" in caplog.text
+
+
+def test_it_speculates_unless_told_otherwise(path: Path, tmp_path: Path) -> None:
+    e, _ = start.start(path, "tiny", Options(block_size=16, cache=tmp_path / "costs"))
+    assert isinstance(e.drafter, Chain) and e.drafter.model is None
+    assert list((tmp_path / "costs").iterdir()) and e.scheduler.pool.used == 0
+    off, _ = start.start(path, "tiny", Options(block_size=16, speculate=False))
+    assert isinstance(off.drafter, NoDrafter)
+
+
+def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    e, info = start.start(path, "tiny", Options(block_size=16, kv_blocks=20, draft=path))
+    assert isinstance(e.drafter, Chain) and e.drafter.model is not None
+    assert "ms a token" in caplog.text
+    alone = start.start(path, "tiny", Options(block_size=16, kv_blocks=20))[1]
+    assert (info.kv_bytes, info.weight_bytes) == (2 * alone.kv_bytes, 2 * alone.weight_bytes)
+    e.add(tiny.request("r", [1, 2, 3], 30))
+    assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model("llama"))([1, 2, 3], 30)
+
+
+def test_what_cannot_draft_is_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(Unfit, match="--draft needs the rows layout; the model runs in gather"):
+        start.start(path, "tiny", Options(layout="gather", draft=path))
+    other = tmp_path / "other"
+    other.mkdir()
+    save(other, "mamba2")
+    with pytest.raises(Unfit, match=r"other cannot draft: .*; give another --draft"):
+        start.start(path, "tiny", Options(draft=other))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (Options(layout="solo"), "the solo layout"),
+        (Options(block_size=8, kv_blocks=4), "too small to measure"),
+    ],
+)
+def test_no_speculation_is_said(
+    path: Path, options: Options, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    e, _ = start.start(path, "tiny", options)
+    assert isinstance(e.drafter, NoDrafter)
+    assert "no speculation: " in caplog.text and why in caplog.text

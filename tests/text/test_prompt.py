@@ -11,6 +11,7 @@ from mlxspec.text.prompt import (
     Defaults,
     Refused,
     canonical,
+    check_draft,
     encode,
     generation_defaults,
     load_tokenizer,
@@ -261,3 +262,21 @@ def test_a_bad_default_is_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING, "mlxspec"):
         assert generation_defaults(tmp_path) == Defaults()
     assert "temperature" in caplog.text
+
+
+def test_a_draft_model_must_have_the_same_vocabulary(tokenizer: Any) -> None:
+    class Other:
+        def __init__(self, vocab: dict[str, int]) -> None:
+            self.get_vocab = lambda: vocab
+
+    own = tokenizer.get_vocab()
+    check_draft(tokenizer, tokenizer, ("big", "small"))
+    check_draft(tokenizer, Other({**own, "<more>": max(own.values()) + 1}), ("big", "small"))
+    check_draft(tokenizer, Other({t: i for t, i in own.items() if i < 200}), ("big", "small"))
+    [token] = [t for t, i in own.items() if i == 77]
+    swapped = {t: i for t, i in own.items() if i != 77} | {"other": 77}
+    with pytest.raises(
+        Unfit, match="draft = small has another vocabulary than big: token 77 is 'other' there"
+    ) as e:
+        check_draft(tokenizer, Other(swapped), ("big", "small"))
+    assert f"{token!r} here ({len(swapped)} and {len(own)} tokens)" in str(e.value)

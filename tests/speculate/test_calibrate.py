@@ -1,0 +1,92 @@
+"""What a step costs: measured within its time, kept, and measured anew where the file is not ours."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.model.runner import Runner
+from mlxspec.speculate import calibrate as module
+from mlxspec.speculate.calibrate import calibrate, one_row
+from mlxspec.speculate.depth import GRID
+from tests import tiny
+
+SIZE = 16
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner(tiny.model("llama"), "rows", SIZE, 16)
+
+
+def table(blocks: int = 12) -> list[int]:
+    return list(range(1, blocks + 1))
+
+
+def test_all_rows_at_two_contexts(runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    costs = calibrate(runner, table(), tmp_path, None)
+    assert costs is not None
+    assert tuple(costs.rows) == GRID and costs.contexts == (64, 12 * SIZE - 33)
+    assert all(0 < low <= high < 5 for low, high in zip(*costs.measured, strict=True))
+    assert "times that for 32" in caplog.text
+
+
+def test_it_is_measured_once(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = calibrate(runner, table(), tmp_path, tmp_path / "costs")
+    monkeypatch.setattr(module, "_time", None)  # measuring again would fail
+    again = calibrate(runner, table(), tmp_path, tmp_path / "costs")
+    assert first is not None and again is not None
+    assert [list(m) for m in again.measured] == [list(m) for m in first.measured]
+    assert list(again.rows) == list(first.rows) and again.contexts == first.contexts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"seconds": [[1], [0]], "contexts": [1, 2], "rows": [1]}', '{"seconds": 5}']
+)
+def test_a_file_that_is_not_ours_is_replaced(runner: Runner, tmp_path: Path, text: str) -> None:
+    calibrate(runner, table(), tmp_path, tmp_path / "costs")
+    [file] = (tmp_path / "costs").iterdir()
+    file.write_text(text)
+    assert calibrate(runner, table(), tmp_path, tmp_path / "costs") is not None
+    assert json.loads(file.read_text())["rows"] == list(GRID)
+
+
+def test_another_model_is_measured_anew(runner: Runner, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        calibrate(runner, table(), tmp_path / name, tmp_path / "costs")
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "costs").write_text("a file")
+    assert calibrate(runner, table(), tmp_path, tmp_path / "costs") is not None
+    assert "will be measured again" in caplog.text
+
+
+def test_a_slow_model_is_measured_at_two_points(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is over at once: what two points say must do, and a longer context is never cheaper."""
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(
+        module, "_time", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
+    )
+    costs = calibrate(runner, table(), tmp_path, None)
+    assert asked == [(64, 1), (64, 32)]
+    assert costs is not None and list(costs.rows) == [1, 32]
+    assert costs.measured == ([0.125, 4.0], [0.125, 4.0])
+
+
+def test_a_pool_that_is_too_small(runner: Runner, tmp_path: Path) -> None:
+    assert calibrate(runner, table(2), tmp_path, None) is None
+
+
+def test_one_row(runner: Runner) -> None:
+    assert 0 < one_row(runner, table()) < 5

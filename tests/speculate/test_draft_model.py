@@ -1,0 +1,276 @@
+"""The draft model: one that equals the target is always right, and it reads every position once."""
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxspec.engine.engine import Engine
+from mlxspec.model.runner import Runner
+from mlxspec.speculate.chain import Chain
+from mlxspec.speculate.depth import Costs
+from mlxspec.speculate.draft_model import CATCH_UP, LAG, DraftModel
+from mlxspec.types import Entry, Request
+from tests import tiny
+from tests.drafters import attach, like
+
+N = 24
+BLOCK = 8
+
+
+@pytest.fixture(autouse=True)
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Costs, "learn", lambda *a: None)
+
+
+@functools.cache
+def model(kind: str = "qwen3") -> Any:
+    return tiny.model(kind)
+
+
+@functools.cache
+def plain(kind: str = "qwen3") -> tiny.Plain:
+    return tiny.Plain(tiny.model(kind))
+
+
+def truth(r: Request, index: int = 0, kind: str = "qwen3") -> list[int]:
+    return plain(kind)(r.prompt, r.max_tokens, r.sampling.temperature, r.sampling.seed, index)
+
+
+def some(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(tiny.VOCAB) for _ in range(n)]
+
+
+@dataclass
+class Twins:
+    """An engine whose draft model is the target itself, and how often each position of each sequence was
+    read by it. Positions behind a draft in flight are lower bounds; they are counted apart, as `blind`."""
+
+    kind: str = "qwen3"
+    blocks: int = 64
+    noise: float = 0.0
+    engine: Engine = field(init=False)
+    chain: Chain = field(init=False)
+    reads: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    blind: int = 0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.engine = tiny.engine(model(self.kind), block=BLOCK, blocks=self.blocks)
+        self.chain = attach(self.engine, "model", like(None, self.kind, self.noise))
+        assert self.draft
+        forward = self.draft.runner.forward
+
+        def counted(plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
+            for e in plan:
+                self.rows += e.rows
+                if e.spread:
+                    self.blind += e.count == 2
+                    continue
+                self.reads.update((e.seq.request.id, e.seq.index, at) for at in range(e.start, e.end))
+            return forward(plan, ids, late)
+
+        self.draft.runner.forward = counted  # type: ignore[method-assign]
+
+    @property
+    def draft(self) -> DraftModel:
+        assert self.chain.model
+        return self.chain.model
+
+    def __call__(self, *requests: Request) -> list[Any]:
+        """All tokens are plain decoding's, and every drafted one was kept."""
+        for r in requests:
+            self.engine.add(r)
+        out = tiny.run(self.engine)
+        for r in requests:
+            for i in range(r.n):
+                assert tiny.tokens(out, r.id, i) == truth(r, i, self.kind), r.id
+        return out
+
+    def all_kept(self, out: list[Any]) -> None:
+        ends = [o for o in out if o.finish]
+        for o in ends:
+            assert o.drafted == dict(o.accepted).get("model", 0), (o.request, o.index)
+        assert sum(o.drafted for o in ends) >= 0.45 * sum(N for _ in ends)
+
+
+# ---- a twin is always right -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def test_cold_prompts_and_hits(kind: str, temperature: float) -> None:
+    """A whole hit, a partial one, a block's end, and neighbours that join."""
+    twins = Twins(kind)
+    shared = some(3 * BLOCK)
+    prompts = {
+        "cold": shared + some(13, 1),
+        "again": shared + some(13, 1),
+        "fork": shared + some(9, 2),
+        "exact": shared,
+        "inside": shared[: 2 * BLOCK + 3] + some(5, 3),
+        "one": some(1, 4),
+    }
+    for i, (name, prompt) in enumerate(prompts.items()):
+        r = tiny.request(name, prompt, N, temperature=temperature, seed=i)
+        twins.all_kept(twins(r))
+    assert twins.engine.counters["cached"] > 6 * BLOCK
+    batch = [
+        tiny.request(f"{name}2", [*prompt, i], N, temperature=temperature, seed=i + 9)
+        for i, (name, prompt) in enumerate(prompts.items())
+    ]
+    twins.all_kept(twins(*batch))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sequences_that_join_and_leave(temperature: float) -> None:
+    twins = Twins()
+    rs = [tiny.request(f"r{i}", some(5 + 11 * i, i), N, temperature=temperature, seed=i) for i in range(4)]
+    twins.engine.add(rs[0])
+    out = tiny.run(twins.engine, lambda i: [twins.engine.add(r) for r in rs[1:] if int(r.id[1]) * 2 == i], 8)
+    assert all(tiny.tokens(out, r.id) == truth(r) for r in rs)
+    twins.all_kept(out)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_choices_of_one_prompt(temperature: float) -> None:
+    twins = Twins()
+    r = tiny.request("r", some(21), N, temperature=temperature, seed=4, choices=3)
+    twins.all_kept(twins(r))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 7])
+def test_after_an_abort_and_another_admission(at: int, temperature: float) -> None:
+    """Blocks change hands with drafts in flight; what the next owner finds there is right."""
+    twins = Twins(blocks=14)
+    prompt = some(17, 5)
+    gone = tiny.request("g", prompt, N, temperature=temperature, seed=1)
+    stays = tiny.request("s", prompt, N, temperature=temperature, seed=2)
+    twins.engine.add(gone)
+    twins.engine.add(stays)
+    out = [o for _ in range(at) for o in twins.engine.step()]
+    twins.engine.abort("g")
+    out += tiny.run(twins.engine)
+    assert tiny.tokens(out, "s") == truth(stays)
+    assert all(o.drafted == dict(o.accepted)["model"] for o in out if o.finish == "length")
+    for name, again in {"again": prompt, "other": some(30, 6), "turn": prompt + truth(gone)[:9]}.items():
+        twins.all_kept(twins(tiny.request(name, again, N, temperature=temperature, seed=1)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_after_preemption(temperature: float) -> None:
+    """A twin is right again after it came back; only what was drafted counts, not how much."""
+    twins = Twins(blocks=14)
+    twins.engine.scheduler._lacking = lambda seq: 0  # type: ignore[method-assign]
+    rs = [tiny.request(f"r{i}", some(6 + 3 * i, i), 40, temperature=temperature, seed=i) for i in range(4)]
+    out = twins(*rs)
+    assert twins.engine.scheduler.preemptions > 0
+    for o in out:
+        assert not o.finish or o.drafted == dict(o.accepted).get("model", 0), o.request
+
+
+# ---- it reads once ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_read_once_and_a_repeated_one_not_again() -> None:
+    twins, prompt = Twins(), some(100)
+    twins(tiny.request("a", prompt, 2))
+    assert twins.rows <= len(prompt) + 2
+    before = twins.rows
+    twins(tiny.request("b", prompt, 2))
+    assert twins.rows - before <= BLOCK + 2, "what the last block lacks"
+    before = twins.rows
+    twins(tiny.request("c", prompt + some(20, 1), 2))
+    assert twins.rows - before <= BLOCK + 20 + 2
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_position_is_read_twice_but_one_row_per_blind_round(temperature: float, noise: float) -> None:
+    """Where drafts were refused, what was read for them is read again with the right token."""
+    twins = Twins(noise=noise)
+    r = tiny.request("a", some(40), 60, temperature=temperature, seed=2)
+    out = twins(r)
+    assert all(n == 1 for (_, _, at), n in twins.reads.items() if at < len(r.prompt)), "prompt"
+    refused = out[-1].drafted - sum(n for _, n in out[-1].accepted)
+    assert bool(refused) == bool(noise)
+    assert twins.blind > 3 and twins.rows <= len(r.prompt) + r.max_tokens + twins.blind + refused + 8
+
+
+def test_a_sequence_without_drafts_is_read_in_steps_and_not_left_far_behind() -> None:
+    """Parked for long, it still knows all but LAG tokens, so that a question costs little."""
+    twins = Twins()
+    twins.draft.seconds = 100.0
+    r = tiny.request("a", some(20), 120)
+    twins.engine.add(r)
+    for _ in range(110):
+        twins.engine.step()
+        for seq, live in twins.draft._live.items():
+            assert len(seq.tokens) - live.seen <= LAG + 20 + 2
+    assert max(twins.reads.values()) == 1
+    tiny.run(twins.engine)
+
+
+def test_what_lags_is_caught_up_within_a_bound() -> None:
+    """The target's hits were computed before there was a draft model: it reads them later, a part a step."""
+    e = tiny.engine(model(), block=BLOCK, blocks=96, budget=2048)
+    prompt = some(400)
+    e.add(tiny.request("a", prompt, 2))
+    tiny.run(e)
+    chain, sizes = attach(e, "model", tiny.model("qwen3")), []
+    assert chain.model
+    forward = chain.model.runner.forward
+
+    def counted(plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
+        sizes.append(sum(entry.rows for entry in plan))
+        return forward(plan, ids, late)
+
+    chain.model.runner.forward = counted  # type: ignore[method-assign]
+    r = tiny.request("b", prompt, 30)
+    e.add(r)
+    out = tiny.run(e)
+    assert tiny.tokens(out, "b") == truth(r)
+    assert max(sizes) <= CATCH_UP + LAG and sum(sizes) < 400 + 60
+    assert out[-1].drafted == dict(out[-1].accepted)["model"] > 10
+
+
+# ---- another vocabulary's width ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("width", [tiny.VOCAB - 64, tiny.VOCAB + 64])
+def test_logits_of_another_width(width: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded vocabularies differ between sizes of one family: what one lacks is never drafted."""
+    same = like(None, "qwen3", 0.0)
+    rows = same.model.embed_tokens.weight
+    monkeypatch.setitem(tiny.CONFIGS, "qwen3", tiny.CONFIGS["qwen3"] | {"vocab_size": width})
+    other = tiny.model("qwen3")
+    held = min(width, tiny.VOCAB)
+    best = mx.zeros((max(0, width - held), rows.shape[1])) + 9.0  # tempting, if it were not cut off
+    other.update(same.parameters())
+    other.model.embed_tokens.weight = mx.concatenate([rows[:held], best])
+    e = tiny.engine(model(), block=BLOCK)
+    chain = attach(e, "model", other)
+    assert chain.model and isinstance(chain.model.runner, Runner) and chain.model.vocab == tiny.VOCAB
+    r = tiny.request("a", [t % held for t in some(20)], 60, temperature=temperature, seed=3)
+    seen: list[int] = []
+    inner = chain.draft
+
+    def draft(entries: Sequence[Entry], before: Any) -> None:
+        inner(entries, before)
+        seen.extend(t for entry in entries if len(entry.draft) for t in entry.draft.tokens.tolist())
+
+    monkeypatch.setattr(Chain, "draft", lambda self, entries, before: draft(entries, before))
+    e.add(r)
+    out = tiny.run(e)
+    assert tiny.tokens(out, "a") == truth(r)
+    kept = dict(out[-1].accepted)["model"]
+    assert seen and max(seen) < held
+    assert kept == out[-1].drafted if width > tiny.VOCAB else kept > 10

@@ -8,42 +8,40 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 START_TIMEOUT = 180  # seconds
 PEER = "from mlxspec import blas; blas.load(); from mlx_lm.server import main; main()"
 
 
-def ours(model: Path, port: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "mlxspec",
-        "serve",
-        str(model),
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-    ]
+def ours(model: Path) -> list[str]:
+    start = [sys.executable, "-m", "mlxspec", "serve", str(model), "--log-level", "warning"]
+    return [*start, "--port", "{port}"]
 
 
-def mlx_lm(model: Path, port: int) -> list[str]:
-    return [sys.executable, "-c", PEER, "--model", str(model), "--port", str(port), "--log-level", "WARNING"]
+def mlx_lm(model: Path) -> list[str]:
+    start = [sys.executable, "-c", PEER, "--model", str(model), "--log-level", "WARNING"]
+    return [*start, "--port", "{port}"]
 
 
 COMMANDS = {"mlxspec": ours, "mlx_lm.server": mlx_lm}
 
 
+def running(name: str, model: Path) -> AbstractContextManager[str]:
+    """The base URL of a server of COMMANDS."""
+    return started(name, COMMANDS[name](model))
+
+
 @contextmanager
-def running(name: str, model: Path) -> Iterator[str]:
-    """The base URL of a server that answers /health, ended with the block."""
+def started(name: str, command: list[str]) -> Iterator[str]:
+    """The base URL of a server that answers /health, ended with the block. The command has {port} in it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tempfile.TemporaryFile("w+")  # a peer's tracebacks are not our output, unless it does not start
-    process = subprocess.Popen(COMMANDS[name](model, port), stdout=log, stderr=log)
+    command = [part.replace("{port}", str(port)) for part in command]
+    process = subprocess.Popen(command, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_TIMEOUT

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 MAX_DEPTH = 32  # tokens drafted for one sequence
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # rows whose cost is measured
+MOST_ROWS = 256  # drafted in one step, over all sequences
 MEMORY = 100  # observations that a chance remembers
 FORGETTING = 0.995  # of an observation's weight, each round
 PRIOR = 4.0  # observations that a new estimate's starting point is worth
@@ -128,10 +129,10 @@ class Controller:
         """For each sequence of a step how many tokens to draft, and which of its options. `context` counts
         the tokens of all sequences; `how` a step with drafts runs."""
         base = len(pilots)
-        deepest = max((len(o.chances) for some in options for o in some), default=0)
-        if not deepest:
+        room = sum(max((len(o.chances) for o in some), default=0) for some in options)
+        if not room:
             return [(0, None)] * base
-        curve = self.costs.curve(base + deepest, context, how)
+        curve = self.costs.curve(base + min(room, MOST_ROWS), context, how)
         plain = float(self.costs.curve(base, context, "overlap")[-1])
         picked = [_best(some, curve, base) for some in options]
         active = any(pilot.idle == 0 for pilot in pilots)
@@ -139,9 +140,9 @@ class Controller:
         if not any(depths):
             for i, (pilot, option) in enumerate(zip(pilots, picked, strict=True)):
                 every = probe_every(option, curve, plain, base) if option else 0
-                if every and (pilot.again or pilot.idle >= every):
+                if every and (pilot.again or pilot.idle >= every * base):
                     depths[i] = 1
-                    break  # one question at a time: they share the time that all of them may take
+                    break  # one question at a time, and a batch asks no more often than one sequence
         return list(zip(depths, picked, strict=True))
 
     def judge(self, pilot: Pilot, keys: Sequence[Key], kept: int) -> None:

@@ -73,7 +73,7 @@ class Index:
                 if end < 0:
                     break
                 length = self._common(context, end)
-                if length >= size and end + 1 < len(self.tokens):
+                if length >= size and end + 1 < len(self.tokens) and self.tokens[end + 1] != END:
                     found.append((length, end))
                 end = before[end]
             if found:
@@ -85,21 +85,24 @@ class Index:
         t, n = self.tokens, min(len(context), end + 1, REACH)
         return next((i for i in range(n) if t[end - i] != context[-1 - i]), n)
 
-    def follow(self, source: str, match: int, ends: Sequence[int], most: int) -> Proposal | None:
-        """What most occurrences go on with, token by token; each token leaves those that agree."""
+    def follow(
+        self, source: str, match: int, ends: Sequence[int], most: int, own: bool = False
+    ) -> Proposal | None:
+        """What most occurrences go on with, token by token; each token leaves those that agree. `own`: the
+        proposal continues this very text, so a copy may run into itself, as a repetition does."""
         t, alive = self.tokens, list(ends)
         tokens: list[int] = []
         shares: list[float] = []
         while len(tokens) < most:
             at = len(tokens) + 1
-            counts = Counter(t[e + at] for e in alive if e + at < len(t))
-            counts.pop(END, None)
+            next_ = [t[e + at] if e + at < len(t) else tokens[e + at - len(t)] if own else END for e in alive]
+            counts = Counter(token for token in next_ if token != END)
             if not counts:
                 break
             token, n = counts.most_common(1)[0]
             tokens.append(token)
             shares.append(n / len(alive))
-            alive = [e for e in alive if e + at < len(t) and t[e + at] == token]
+            alive = [e for e, said in zip(alive, next_, strict=True) if said == token]
         return Proposal(source, tuple(tokens), match, tuple(shares)) if tokens else None
 
 
@@ -135,7 +138,7 @@ class Lookup:
             match = found[0][0]
             best = [end for length, end in found if length == match]
             self._cursor = best[0] + 1
-            return index.follow("lookup", match, best, most)
+            return index.follow("lookup", match, best, most, own=True)
         if self._lost < LOST and 0 <= self._cursor < len(index.tokens):
             return index.follow("resume", 0, [self._cursor - 1], most)
         return None

@@ -24,11 +24,13 @@ class Corpus:
         """Remember an output, with the end of its prompt as the `context` that it followed."""
         if len(output) < SHORTEST:
             return
-        text = self._index.tokens
-        text += [*context, *output[-self.capacity // 2 :], END]
-        if len(text) > self.capacity:
-            cut = text.index(END, len(text) - self.capacity // 2 - 1) + 1 if END in text else 0
-            self._index = Index(text[cut:])
+        most, text = self.capacity // 2, self._index.tokens
+        new = [*context, *output, END] if len(output) <= most else [*output[-most:], END]
+        if text and len(text) + len(new) > self.capacity:
+            kept = text[-most:]
+            text = kept[kept.index(END) + 1 :]  # the first of them may have lost its beginning
+            self._index = Index(text)
+        text += new
 
     def index(self, most: int) -> int:
         """Index up to `most` tokens that are not yet -> how many were."""

@@ -24,7 +24,8 @@ def brute(text: list[int], indexed: int, context: list[int]) -> list[tuple[int, 
     """The rule written down: the latest TRIED ends that share LONG tokens, or else SHORT tokens."""
     for size in (LONG, SHORT):
         ends = [e for e in range(indexed) if common(text, e, context) >= size][-TRIED:]
-        if found := [(common(text, e, context), e) for e in ends if e + 1 < len(text)]:
+        goes_on = [e for e in ends if e + 1 < len(text) and text[e + 1] != END]
+        if found := [(common(text, e, context), e) for e in goes_on]:
             return sorted(found, reverse=True)
     return []
 
@@ -205,3 +206,20 @@ def test_bounds(prompt: list[int], prediction: list[int], most: int, data: st.Da
             out += made.tokens[:kept]
         out.append(data.draw(st.integers(0, 3)))
         lookup.moved(kept)
+
+
+@pytest.mark.parametrize("n", [12, 70, 200])
+def test_a_repetition_is_drafted_beyond_the_end_of_the_text(n: int) -> None:
+    for text in ([5] * n, [1, 2, 3] * (n // 3)):
+        lookup = Lookup()
+        lookup.feed(text, 1 << 20)
+        made = lookup.propose(32)
+        period = len(set(text))
+        assert made and made.tokens == tuple((text[-period:] * 32)[:32])
+
+
+def test_a_match_at_an_end_does_not_hide_one_that_goes_on() -> None:
+    lookup = Lookup((9, 6, 1, 2))
+    lookup.feed([6, 1, 2, 3, 4, 9, 6, 1, 2], 1 << 20)
+    made = lookup.propose(4)
+    assert made and (made.match, made.tokens) == (3, (3, 4, 9, 6))

@@ -88,10 +88,7 @@ def test_bounds(capacity: int, outputs: list[list[int]], data: st.DataObject) ->
             assert all(0 < s <= 1 for s in made.shares)
 
 
-LOST = pytest.mark.xfail(strict=True, reason="an output of half the capacity empties the corpus")
-
-
-@pytest.mark.parametrize("length", [20, 80, pytest.param(95, marks=LOST), pytest.param(300, marks=LOST)])
+@pytest.mark.parametrize("length", [20, 80, 95, 300])
 def test_the_newest_output_outlives_the_forgetting(length: int) -> None:
     """Its end at least, if it is itself longer than what may be kept."""
     kept = Corpus(200)
@@ -103,7 +100,6 @@ def test_the_newest_output_outlives_the_forgetting(length: int) -> None:
     assert made and made.tokens == tuple(newest[-3:])
 
 
-@pytest.mark.xfail(strict=True, reason="the context stays in front of an output whose beginning was cut")
 def test_a_prompts_end_is_not_joined_to_a_cut_output() -> None:
     """Of an output longer than half the capacity only the end is kept; it did not follow the prompt."""
     kept = corpus(list(range(1000, 1150)), context=(7, 8), capacity=200)

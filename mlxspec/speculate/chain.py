@@ -5,6 +5,7 @@ asked again now and then. A copy needs tokens that the host has read: while one 
 reads a step before it plans the next. A model's draft is lazy and needs none.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -16,11 +17,14 @@ from mlxspec.speculate.lookup import REACH, Lookup, Proposal
 from mlxspec.speculate.suffix import Corpus
 from mlxspec.types import Draft, Entry, Sequence
 
+log = logging.getLogger("mlxspec")
+
 INDEXED = 4096  # tokens indexed in one step: a few milliseconds
 MODEL_DEPTH = 8  # tokens that a model drafts at most: it has to be run for each
 CONTEXT = 8  # tokens of a prompt's end that are remembered with what followed
 FIRST = {0: 0.5, 1: 0.3, 2: 0.35, 3: 0.6, 4: 0.8, 5: 0.9, 6: 0.96}  # by bucket of the matching tokens
 FIRST_MODEL = 0.6
+PARKED = 256  # steps without a draft after which the log says so
 
 
 def bucket(match: int) -> int:
@@ -49,6 +53,7 @@ class Chain:
     control: Controller = field(init=False)
     _live: dict[Sequence, Live] = field(default_factory=dict)
     _chosen: dict[Sequence, Proposal | None] = field(default_factory=dict)  # None: the model
+    _quiet: int = 0  # steps that decoded without a draft, probes aside
 
     def __post_init__(self) -> None:
         self.control = Controller(self.costs, self._first)
@@ -100,6 +105,7 @@ class Chain:
 
     def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str) -> None:
         self._clock(entries, seconds, how)
+        self._tell(entries)
         if self.model:
             self.model.observe(entries, accepted)
         left = INDEXED - self.corpus.index(INDEXED)
@@ -122,6 +128,17 @@ class Chain:
                 deepest = max((len(e.draft) for e in entries if e.draft.source == SOURCE), default=0)
                 seconds = max(seconds / 4, seconds - deepest * self.model.seconds)
             self.costs.learn(sum(e.rows for e in entries), sum(e.end for e in entries), how, seconds)
+
+    def _tell(self, entries: Seq[Entry]) -> None:
+        """Say when drafting stops for long, and when it goes on."""
+        if any(len(e.draft) > 1 for e in entries):
+            if self._quiet >= PARKED:
+                log.info("speculation pays again")
+            self._quiet = 0
+        elif any(e.count == 1 for e in entries):
+            self._quiet += 1
+            if self._quiet == PARKED:
+                log.info("speculation is parked: no draft paid for %d steps; probes go on", PARKED)
 
     def _decide(self, seqs: Seq[Sequence], found: Seq[Proposal | None]) -> list[tuple[int, Option | None]]:
         lives = [self._live[s] for s in seqs]

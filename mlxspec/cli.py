@@ -134,12 +134,10 @@ def bench(
     """
     config = load({"model": model}, os.environ)
     log_to_stderr(config.log_level)
-    if replay or synthetic_acceptance is not None:
-        from mlxspec.bench import offline
-
-        return offline.run(replay, synthetic_acceptance, row_cost, draft_cost)
     from mlxspec.bench import run
 
+    if replay or synthetic_acceptance is not None:
+        return run.offline(replay, synthetic_acceptance, row_cost, draft_cost)
     wanted = run.Ask(
         workloads=run.workloads_of(workload),
         prompts=prompts,

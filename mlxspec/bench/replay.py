@@ -5,13 +5,12 @@ Rule: the drafters and the controller are the server's own; only the target's sa
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from mlxspec.config import ConfigError
 from mlxspec.speculate.chain import Chain
@@ -109,25 +108,13 @@ def replay(file: Path, row_cost: float, console: Console) -> None:
     for one in track(recorded, "Replaying", console=Console(stderr=True), disable=not console.is_terminal):
         score(chain, one, total)
     console.print(f"{len(recorded)} recordings, {total.tokens} tokens; a row costs {row_cost:.0%} of a step")
-    console.print(table(total))
+    made = Table("source", *(Column(name, justify="right") for name in ("drafted", "kept", "kept %")))
+    for source, drafted in sorted(total.drafted.items()):
+        kept = total.kept[source]
+        made.add_row(source, str(drafted), str(kept), f"{kept / drafted:.0%}")
+    console.print(made)
     decoded = total.tokens - len(recorded)  # the first token of each comes with its prompt
     console.print(
         f"{decoded / max(1, total.rounds):.2f} tokens per round,"
         f" {decoded / max(total.cost, 1e-9):.2f} times as fast as plain decoding at this cost"
     )
-
-
-def table(total: Score) -> Table:
-    made = Table()
-    for name in ("source", "drafted", "kept", "kept %"):
-        made.add_column(name, justify="left" if name == "source" else "right")
-    for source, drafted in sorted(total.drafted.items()):
-        kept = total.kept[source]
-        made.add_row(source, str(drafted), str(kept), f"{kept / drafted:.0%}")
-    return made
-
-
-def recordings_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> str:
-    """The JSON lines that `read` takes."""
-    pairs = zip(prompts, outputs, strict=True)
-    return "".join(json.dumps({"prompt": list(p), "output": list(o)}) + "\n" for p, o in pairs)

@@ -90,6 +90,18 @@ def bench(config: Config, ask: Ask) -> int:
     return int(any(r.differing for r in rows))
 
 
+def offline(recording: Path | None, acceptance: float | None, row_cost: float, draft_cost: float) -> None:
+    """Without a model: score a recording, measure the controller. Raises ConfigError."""
+    blas.load()  # the drafters import mlx
+    from mlxspec.bench.replay import replay
+    from mlxspec.bench.synthetic import synthetic
+
+    if recording:
+        replay(recording, row_cost, Console())
+    if acceptance is not None:
+        synthetic(acceptance, row_cost, draft_cost, Console())
+
+
 def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cell]]:
     """Load the model and run every workload at every number of streams."""
     library = blas.load()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from mlxspec.speculate.chain import FIRST_MODEL, MODEL_DEPTH
 from mlxspec.speculate.depth import GRID, Controller, Costs, Key, Option
@@ -82,9 +82,8 @@ def synthetic(p: float, row_cost: float, draft_cost: float, console: Console) ->
     """Print what the controller makes of a drafter that is right with chance `p`."""
     found = outcome(p, lambda rows: 1 + row_cost * (rows - 1), draft_cost)
     console.print(f"acceptance {p:g}; a row costs {row_cost:.0%} of a step, a draft {draft_cost:.0%}")
-    made = Table()
-    for name in ("", "depth", "tokens per step's time", "of the best"):
-        made.add_column(name, justify="left" if not name else "right")
+    names = ("depth", "tokens per step's time", "of the best")
+    made = Table("", *(Column(name, justify="right") for name in names))
     for name, depth, rate in (
         ("plain", "0", found.plain),
         ("best fixed depth", str(found.best_depth), found.best),

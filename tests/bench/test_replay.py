@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlxspec.bench.replay import Recording, Score, flat, read, recordings_of, replay, score
+from mlxspec.bench.replay import Recording, Score, flat, read, replay, score
 from mlxspec.config import ConfigError
 from mlxspec.speculate.chain import Chain
 
 CODE = tuple(range(100, 400))
+
+
+def recordings_of(*pairs: tuple[object, object]) -> str:
+    return "".join(json.dumps({"prompt": p, "output": o}) + "\n" for p, o in pairs)
 
 
 def test_a_copy_takes_few_rounds() -> None:
@@ -37,7 +41,7 @@ def test_an_answer_is_remembered_for_the_next() -> None:
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.jsonl"
-    file.write_text(recordings_of([CODE, [1]], [CODE[50:200], CODE[:9]]))
+    file.write_text(recordings_of((CODE, CODE[50:200]), ([1], CODE[:9])))
     replay(file, 0.1, Console(width=200))
     out = capsys.readouterr().out
     assert "2 recordings, 159 tokens; a row costs 10% of a step" in out
@@ -67,7 +71,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read(tmp_path / "none.jsonl")
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text(recordings_of([[1, 2]], [[3]]))
+def test_what_stands_in_the_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text(recordings_of(([1, 2], [3])) + "\n")
     assert read(tmp_path / "r.jsonl") == [Recording((1, 2), (3,))]
-    assert json.loads((tmp_path / "r.jsonl").read_text()) == {"prompt": [1, 2], "output": [3]}

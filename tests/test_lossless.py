@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.engine.engine import Engine
+from mlxspec.speculate import NoDrafter
 from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import KINDS, attach, like
@@ -105,6 +106,7 @@ def drafted(e: Engine, name: str) -> bool:
     """Whether the drafter said something, part of it right: drafts that never come show nothing."""
     if name == "plain":
         return True
+    assert not isinstance(e.drafter, NoDrafter), "the drafter failed"
     tried, kept = e.drafts.tried.total(), e.drafts.kept.total()
     return 0 < kept and (name == "model" or kept < tried)
 

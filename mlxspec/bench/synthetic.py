@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Column, Table
 
-from mlxspec.speculate.chain import FIRST_MODEL, MODEL_DEPTH
+from mlxspec.speculate.chain import FIRST_MODEL
 from mlxspec.speculate.depth import GRID, Controller, Costs, Key, Option
+from mlxspec.speculate.draft_model import MODEL_DEPTH
 
 SOURCE = "model"
 ROUNDS = 2000
@@ -60,7 +61,7 @@ def simulate(
     for n in range(rounds):
         chance = p(n)
         options = [[Option(SOURCE, [pilot.chance.of(k) for k in keys], draft)] for pilot in pilots]
-        depths = [depth for depth, _ in control.decide(pilots, options, 64)]
+        depths = [depth for depth, _ in control.decide(pilots, options, 64, "exact")]
         for pilot, depth in zip(pilots, depths, strict=True):
             kept = next((i for i in range(depth) if rng.random() >= chance), depth)
             control.judge(pilot, keys[:depth], kept)

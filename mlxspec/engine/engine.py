@@ -4,16 +4,22 @@ Rule: step n+1 is submitted before step n is read. A stop that is found late cos
 wrong token.
 """
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter
-from mlxspec.types import Entry, Logprob, Output, Request, Stats, Unfit
+from mlxspec.types import Draft, Entry, Logprob, Output, Request, Stats, Unfit
 from mlxspec.types import Sequence as Seq
+
+log = logging.getLogger("mlxspec")
+
+T = TypeVar("T")
 
 _COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
 
@@ -67,7 +73,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises Unfit where it can never run; then nothing is kept of it."""
-        ids = (*request.prompt, *(token for token, _ in request.sampling.logit_bias))
+        ids = (*request.prompt, *request.prediction, *(token for token, _ in request.sampling.logit_bias))
         if self.vocab and not all(0 <= token < self.vocab for token in ids):
             raise Unfit(f"a token id is outside the model's vocabulary of {self.vocab}")
         self.scheduler.add(request)
@@ -85,12 +91,16 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
         outputs: list[Output] = []
-        if self._flight and self.drafter.waits(self.scheduler.running):
+        waits = self._ask(self.drafter.waits, self.scheduler.running) if self._flight else False
+        if waits:
             outputs += self._settle(keep=0)
         began = time.perf_counter()
         plan = self.scheduler.plan(self._depths)
         self._enlist(e.seq for e in plan)
-        self.drafter.draft(plan, self._flight[-1][1] if self._flight else None)
+        self._ask(self.drafter.draft, plan, self._flight[-1][1] if self._flight else None)
+        if isinstance(self.drafter, NoDrafter):  # it may have failed half way
+            for e in plan:
+                e.draft = Draft()
         planned = time.perf_counter()
         self.timing.plan = planned - began
         self.runner.copy(self.scheduler.copies)
@@ -104,7 +114,17 @@ class Engine:
 
     def _depths(self, seqs: list[Seq]) -> Mapping[Seq, int]:
         self._enlist(seqs)
-        return self.drafter.plan(seqs)
+        return self._ask(self.drafter.plan, seqs) or {}
+
+    def _ask(self, verb: Callable[..., T], *args: Any) -> T | None:
+        """Ask the drafter. It only makes things faster: where it fails, decoding goes on without it."""
+        try:
+            return verb(*args)
+        except Exception:
+            log.exception("the drafter failed; no more speculation until the next start")
+            self.drafter = NoDrafter()
+            self.scheduler.blind = lambda seq: False
+            return None
 
     def _submit(self, plan: Sequence[Entry], began: float) -> None:
         before = self._flight[-1][1] if self._flight else None
@@ -145,7 +165,8 @@ class Engine:
             self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
         outputs = self.scheduler.commit(step.plan, accepted, lps)
         self.counters["generated"] += sum(len(o.tokens) for o in outputs)
-        self.drafter.observe(step.plan, accepted, self.step_seconds, "overlap" if step.overlaps else "exact")
+        how = "overlap" if step.overlaps else "exact"
+        self._ask(self.drafter.observe, step.plan, accepted, self.step_seconds, how)
         return outputs
 
     def _clock(self, step: Step, now: float) -> None:
@@ -163,12 +184,12 @@ class Engine:
             if seq not in self._live:
                 self._live[seq] = None
                 self.counters["cached"] += seq.reported_cached
-                self.drafter.begin(seq)
+                self._ask(self.drafter.begin, seq)
 
     def _retire(self) -> None:
         for seq in [s for s in self._live if s.finish is not None and not s.flight]:
             del self._live[seq]
-            self.drafter.end(seq)
+            self._ask(self.drafter.end, seq)
 
     def forget(self) -> None:
         """Drop what the prefix cache knows and start the counters afresh. The engine must be idle."""

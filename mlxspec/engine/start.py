@@ -108,7 +108,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
         model = None
         if small and options.draft:
             own = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True)
-            model = DraftModel(own, engine.vocab, one_row(own, table))
+            model = DraftModel(own, engine.vocab, one_row(own, table), small.fit.vocab, small.context)
             log.info("%s drafts: %.1f ms a token", options.draft.name, model.seconds * 1e3)
     finally:
         pool.drop(table)

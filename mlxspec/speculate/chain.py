@@ -11,8 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from mlxspec.model.runner import Step
-from mlxspec.speculate.depth import MAX_DEPTH, Controller, Costs, Key, Option, Pilot
-from mlxspec.speculate.draft_model import SOURCE, DraftModel
+from mlxspec.speculate.depth import MAX_DEPTH, Controller, Costs, Key, Option, Pilot, corrected
+from mlxspec.speculate.draft_model import MODEL_DEPTH, SOURCE, DraftModel
 from mlxspec.speculate.lookup import REACH, Lookup, Proposal
 from mlxspec.speculate.suffix import Corpus
 from mlxspec.types import Draft, Entry, Sequence
@@ -20,7 +20,6 @@ from mlxspec.types import Draft, Entry, Sequence
 log = logging.getLogger("mlxspec")
 
 INDEXED = 4096  # tokens indexed in one step: a few milliseconds
-MODEL_DEPTH = 8  # tokens that a model drafts at most: it has to be run for each
 CONTEXT = 8  # tokens of a prompt's end that are remembered with what followed
 FIRST = {0: 0.5, 1: 0.3, 2: 0.35, 3: 0.6, 4: 0.8, 5: 0.9, 6: 0.96}  # by bucket of the matching tokens
 FIRST_MODEL = 0.6
@@ -78,6 +77,8 @@ class Chain:
         return self.model is not None and not seq.request.sampling.penalized
 
     def waits(self, seqs: Seq[Sequence]) -> bool:
+        if any(s.spread and not self.blind(s) for s in seqs):
+            return True  # else the others would go on without it
         known = [s for s in seqs if s in self._live]
         stale = [s for s in known if s.flight and self._live[s].best]
         if not stale:
@@ -122,12 +123,17 @@ class Chain:
             live.fed = len(e.seq.tokens)
 
     def _clock(self, entries: Seq[Entry], seconds: float, how: str) -> None:
-        """Correct the costs; a step with a prompt in it tells nothing about drafts."""
-        if all(e.count == 1 for e in entries):
-            if self.model:  # at most three quarters of the time: its cost is an estimate too
-                deepest = max((len(e.draft) for e in entries if e.draft.source == SOURCE), default=0)
-                seconds = max(seconds / 4, seconds - deepest * self.model.seconds)
-            self.costs.learn(sum(e.rows for e in entries), sum(e.end for e in entries), how, seconds)
+        """Correct the costs. A step with a prompt in it tells nothing about drafts; what one with the model's
+        drafts took beyond the target's part is the model's."""
+        if any(e.count > 1 for e in entries):
+            return
+        rows, context = sum(e.rows for e in entries), sum(e.end for e in entries)
+        deepest = max((len(e.draft) for e in entries if e.draft.source == SOURCE), default=0)
+        if self.model and deepest:
+            own = seconds - float(self.costs.curve(rows, context, how)[-1])
+            self.model.seconds *= corrected(own / deepest / self.model.seconds)
+        else:
+            self.costs.learn(rows, context, how, seconds)
 
     def _tell(self, entries: Seq[Entry]) -> None:
         """Say when drafting stops for long, and when it goes on."""
@@ -135,6 +141,8 @@ class Chain:
             if self._quiet >= PARKED:
                 log.info("speculation pays again")
             self._quiet = 0
+        elif any(len(e.draft) for e in entries):  # a probe, unless it comes again and again
+            self._quiet = max(0, self._quiet - 8)
         elif any(e.count == 1 for e in entries):
             self._quiet += 1
             if self._quiet == PARKED:
@@ -149,7 +157,8 @@ class Chain:
                 keys = [(SOURCE, i) for i in range(1, most + 1)]
                 some.append(Option(SOURCE, [live.pilot.chance.of(k) for k in keys], self.model.seconds))
             options.append(some)
-        return self.control.decide([live.pilot for live in lives], options, sum(s.known for s in seqs))
+        how = "overlap" if self.model else "exact"  # a copy is waited for, a model is not
+        return self.control.decide([live.pilot for live in lives], options, sum(s.known for s in seqs), how)
 
     def _best(self, seq: Sequence, live: Live) -> Proposal | None:
         most = min(MAX_DEPTH, seq.room - 1)

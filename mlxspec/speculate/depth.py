@@ -74,8 +74,7 @@ class Costs:
     def learn(self, rows: int, context: float, how: str, seconds: float) -> None:
         """A step of `rows` rows took `seconds`."""
         expected = float(self.curve(rows, context, how)[-1])
-        ratio = min(1 + INNOVATION, max(1 - INNOVATION, seconds / expected))
-        self.factors[how] = self.factors.get(how, 1.0) * (1 + CORRECTION * (ratio - 1))
+        self.factors[how] = self.factors.get(how, 1.0) * corrected(seconds / expected)
 
     def _extended(self, measured: Sequence[float], rows: int) -> Floats:
         at = np.arange(1, rows + 1, dtype=np.float64)
@@ -84,6 +83,11 @@ class Costs:
             return inside
         slope = max(0.0, (measured[-1] - measured[-2]) / (self.rows[-1] - self.rows[-2]))
         return inside + slope * np.maximum(0.0, at - self.rows[-1])
+
+
+def corrected(ratio: float) -> float:
+    """What an estimate is to be multiplied with, when the truth was once `ratio` times as large."""
+    return 1 + CORRECTION * (min(1 + INNOVATION, max(1 - INNOVATION, ratio)) - 1)
 
 
 @dataclass(slots=True)
@@ -124,7 +128,7 @@ class Controller:
         return Pilot(Chance(self.chance.of))
 
     def decide(
-        self, pilots: Sequence[Pilot], options: Sequence[Sequence[Option]], context: float, how: str = "exact"
+        self, pilots: Sequence[Pilot], options: Sequence[Sequence[Option]], context: float, how: str
     ) -> list[tuple[int, Option | None]]:
         """For each sequence of a step how many tokens to draft, and which of its options. `context` counts
         the tokens of all sequences; `how` a step with drafts runs."""

@@ -12,13 +12,14 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxspec.model.load import Fit, fit, load, weights
+from mlxspec.model.load import Fit, context_of, fit, load, weights
 from mlxspec.model.runner import Runner, Step
 from mlxspec.model.sample import Row, sample
 from mlxspec.types import Draft, Entry, Sampling, Unfit
 from mlxspec.types import Sequence as Seq
 
 SOURCE = "model"
+MODEL_DEPTH = 8  # tokens that it drafts at most: it has to be run for each
 LAG = 32  # tokens that it may fall behind a sequence for which it does not draft
 CATCH_UP = 256  # rows that it reads in one step, besides a prompt's own
 
@@ -30,16 +31,17 @@ class Small:
     model: Module
     fit: Fit
     weights: int  # bytes
+    context: int  # tokens
 
 
 def load_small(path: Path, target: Fit) -> Small:
     """Raises Unfit where either model cannot run a draft."""
     if target.layout != "rows":
         raise Unfit(f"--draft needs the rows layout; the model runs in {target.layout}: leave it out")
-    model, _ = load(path)
+    model, config = load(path)
     held = weights(model)
     try:
-        return Small(model, fit(model, "rows"), held)
+        return Small(model, fit(model, "rows"), held, context_of(config))
     except Unfit as error:
         raise Unfit(f"{path} cannot draft: {error}; give another --draft") from error
 
@@ -56,11 +58,14 @@ class Follower:
 @dataclass(slots=True)
 class DraftModel:
     """`runner` runs the draft model in the rows layout over as many blocks as the target has; `vocab` is the
-    width of the target's logits; `seconds` is what one more drafted token costs."""
+    width of the target's logits; `seconds` is what one more drafted token costs. `own_vocab` and
+    `context` are the draft model's: ids beyond are read as its last, longer sequences get no draft."""
 
     runner: Runner
     vocab: int
     seconds: float
+    own_vocab: int = 1 << 31
+    context: int = 1 << 31
     _live: dict[Seq, Follower] = field(default_factory=dict)
     _filled: dict[int, bytes] = field(default_factory=dict)  # block -> key of the content that was read
 
@@ -83,6 +88,8 @@ class DraftModel:
         live = self._live.get(seq)
         if live is None or live.table is not seq.table or seq.remaining != 1:
             return False
+        if seq.known + seq.spread + MODEL_DEPTH > self.context:
+            return False
         if seq.spread:
             return seq.flight[-1].draft.source == SOURCE
         return seq.computed - live.seen <= LAG
@@ -97,7 +104,8 @@ class DraftModel:
         late = before.late(entries) if before is not None and any(e.spread for e in entries) else None
         ids = self._ids([*entries, *reading], drafting, before, late)
         ahead = late if late is None else mx.concatenate([late, mx.zeros((len(reading),), mx.int32)])
-        logits = self.runner.forward([*entries, *reading], ids, ahead)
+        last = self.own_vocab - 1
+        logits = self.runner.forward([*entries, *reading], mx.minimum(ids, last), ahead)
         for e in reading:
             self._live[e.seq].seen = e.end
         made: list[list[mx.array]] = [[] for _ in entries]
@@ -112,7 +120,9 @@ class DraftModel:
                 entries = [Entry(e.seq, e.end, 1, True, spread=e.spread) for e in entries]
                 index = mx.array(kept)
                 late = late if late is None else late[index]
-                logits = self.runner.forward([entries[i] for i in active], tokens[index], late)
+                logits = self.runner.forward(
+                    [entries[i] for i in active], mx.minimum(tokens[index], last), late
+                )
         for e, some in zip(drafting, made, strict=True):
             e.draft = Draft(mx.concatenate(some), SOURCE)
 
@@ -155,7 +165,7 @@ class DraftModel:
                 continue
             if live.table is not e.seq.table:
                 self._start(live, e.seq)
-            known = min(len(e.seq.tokens) - 1, e.start + e.count if e.count > 1 else e.start)
+            known = min(len(e.seq.tokens) - 1, e.start + e.count if e.count > 1 else e.start, self.context)
             count = min(known - live.seen, left + (e.count if e.count > 1 else 0))
             if count > 0 and (e.count > 1 or known - live.seen >= LAG):
                 left = max(0, left - count)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from mlxspec.speculate.lookup import END, Index, Proposal
 
 CAPACITY = 1 << 17  # tokens of past outputs; about 30 MB with their index
+LENGTHS = 3  # match lengths that are compared, longest first
 SHORTEST = 8  # an output of fewer tokens is not worth keeping
 
 
@@ -37,10 +38,10 @@ class Corpus:
         return self._index.index(most)
 
     def propose(self, context: Sequence[int], most: int) -> Proposal | None:
-        """The continuation with the best score over all match lengths: a shorter match has more witnesses."""
+        """The continuation with the best score over the longest matches: a shorter one has more witnesses."""
         found = self._index.find(context)
         best: Proposal | None = None
-        for match in sorted({length for length, _ in found}, reverse=True):
+        for match in sorted({length for length, _ in found}, reverse=True)[:LENGTHS]:
             ends = [end for length, end in found if length >= match]
             made = self._index.follow("suffix", match, ends, most)
             if made and (best is None or made.score > best.score):

@@ -80,7 +80,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
     """Raises Unfit where the two do not give the same tokens the same ids; `names` are the models'. What one
-    has beyond the other's last id does no harm: it is never drafted, or never accepted."""
+    has beyond the other's last id does no harm: it is never drafted, never accepted, or read as another."""
     own, other = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
     for i in range(min(max(own), max(other)) + 1):
         if own.get(i) != other.get(i):

@@ -13,7 +13,7 @@ from mlxspec.bench.workloads import Task
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.text.prompt import encode, load_tokenizer, render_chat
-from mlxspec.types import Entry, Output, Sequence, Unfit
+from mlxspec.types import Output, Sequence, Unfit
 from tests import tiny
 from tests.liar import Liar
 from tests.tiny_tokenizer import save_tokenizer
@@ -132,12 +132,12 @@ def test_an_answer_is_no_longer_than_the_context(bench: Bench) -> None:
 
 
 def test_an_engine_that_fails_is_not_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Liar, "draft", lambda self, entries, before: broken(entries))
+    monkeypatch.setattr(Engine, "_submit", broken)
     with pytest.raises(ZeroDivisionError):
         bench.cell("edits", groups(PROMPTS, 1, 1), rounds=1)
 
 
-def broken(entries: Seq[Entry]) -> None:
+def broken(*_: object) -> None:
     raise ZeroDivisionError
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from mlxspec.model.load import growth
 from mlxspec.model.runner import Layout, Step
+from mlxspec.speculate import NoDrafter
 from mlxspec.types import NULL_BLOCK, Logprob, Sampling, Unfit
 from tests import tiny
+from tests.drafters import attach, like
 from tests.liar import Liar
 
 
@@ -233,3 +235,35 @@ def test_ids_outside_the_vocabulary_are_refused(qwen3, prompt, bias) -> None:
     with pytest.raises(Unfit, match="vocabulary of 320"):
         e.add(tiny.request("r", prompt, 4, logit_bias=bias))
     assert not e.busy
+
+
+@pytest.mark.parametrize("verb", ["begin", "waits", "plan", "draft", "observe", "end"])
+@pytest.mark.parametrize("kind", ["liar", "chain"])
+def test_a_drafter_that_fails_is_left_out(
+    qwen3, kind: str, verb: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its third call, with steps in flight: not a token changes, and nothing is lost."""
+    plain = tiny.Plain(tiny.model("qwen3"))
+    prompts = {str(i): (i, 2, 3) for i in range(4)}
+    e = tiny.engine(qwen3)
+    if kind == "liar":
+        e.drafter = Liar({(p, 0): plain(p, 20) for p in prompts.values()}, lies=0.2)
+    else:
+        attach(e, kind, like(None, "qwen3", 0.02))
+    calls, whole = [], getattr(type(e.drafter), verb)
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            if verb == "draft":
+                whole(*args)  # half way
+            raise ZeroDivisionError
+        return whole(*args)
+
+    monkeypatch.setattr(type(e.drafter), verb, failing)
+    for name, p in prompts.items():
+        e.add(tiny.request(name, p, 20))
+    out = tiny.run(e)
+    assert {n: tiny.tokens(out, n) for n in prompts} == {n: plain(p, 20) for n, p in prompts.items()}
+    assert isinstance(e.drafter, NoDrafter) and "the drafter failed" in caplog.text
+    e.check()

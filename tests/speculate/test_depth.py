@@ -141,7 +141,7 @@ def test_rows_that_cost_nothing_are_all_used() -> None:
     """Four sequences, every draft right: each drafts as deep as it may."""
     ctl = Controller(table(lambda r: 1.0), lambda key: 1.0)
     options = [[Option("model", [1.0] * DEPTH)] for _ in range(4)]
-    decided = ctl.decide([ctl.pilot() for _ in range(4)], options, 64)
+    decided = ctl.decide([ctl.pilot() for _ in range(4)], options, 64, "exact")
     assert [depth for depth, _ in decided] == [DEPTH] * 4
 
 
@@ -149,7 +149,7 @@ def test_the_best_of_a_sequences_options_is_taken() -> None:
     ctl = Controller(table(curve(0.05, 0)), lambda key: 0.5)
     copy, model = Option("lookup", [0.9] * 8), Option("model", [0.9] * 8, 0.2)
     for options, want in [([copy, model], copy), ([Option("lookup", [0.1] * 8), model], model), ([], None)]:
-        ((depth, picked),) = ctl.decide([ctl.pilot()], [options], 64)
+        ((depth, picked),) = ctl.decide([ctl.pilot()], [options], 64, "exact")
         assert picked is want and bool(depth) == bool(want)
 
 
@@ -187,7 +187,7 @@ class Run:
         made = []
         for r in range(n):
             options = [[Option("model", [p.chance.of(k) for k in keys], self.draft)] for p in pilots]
-            depths = [depth for depth, _ in ctl.decide(pilots, options, 64)]
+            depths = [depth for depth, _ in ctl.decide(pilots, options, 64, "exact")]
             tokens = 0.0
             for i, (pilot, depth) in enumerate(zip(pilots, depths, strict=True)):
                 p = self.at(i, r)

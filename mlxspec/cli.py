@@ -113,6 +113,8 @@ def bench(
     ] = "all",
     prompts: Annotated[int, typer.Option(min=1, max=1000, help="Prompts of each workload.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Of the likeliest tokens.")] = 1.0,
     streams: Annotated[str, typer.Option(metavar="N,N", help="How many prompts run at a time.")] = "1",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="How often all of it is repeated.")] = 1,
     out: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw a picture; needs matplotlib.")] = None,
@@ -145,6 +147,8 @@ def bench(
         streams=run.streams_of(streams),
         rounds=rounds,
         draft=draft,
+        temperature=temperature,
+        top_p=top_p,
         out=out,
         json=json,
     )

@@ -15,6 +15,7 @@ Finish = Literal["stop", "length", "abort", "error"]
 NULL_BLOCK = 0  # padding points here; nobody owns it
 MAX_CHOICES = 8
 MAX_TOP_LOGPROBS = 20
+NARROW = 1024  # a top_k up to here needs no sorted vocabulary
 COLDEST = 1e-5  # dividing by a lower temperature would leave a float's range; it is greedy in all but name
 
 
@@ -53,6 +54,15 @@ class Sampling:
     @property
     def filtered(self) -> bool:
         return self.temperature > 0 and bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
+    @property
+    def kind(self) -> str:
+        """What drawing a token costs depends on this: greedy, drawn, narrow or sorted, maybe penalized."""
+        if self.filtered:
+            drawn = "narrow" if 0 < self.top_k <= NARROW else "sorted"
+        else:
+            drawn = "drawn" if self.temperature > 0 else "greedy"
+        return drawn + "+penalized" * self.penalized
 
 
 @dataclass(frozen=True, slots=True)

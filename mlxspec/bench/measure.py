@@ -55,6 +55,7 @@ class Bench:
     stop: frozenset[int]
     drafter: Drafter
     plain: Drafter
+    sampling: Sampling
 
     def cell(
         self,
@@ -79,7 +80,7 @@ class Bench:
         return cell
 
     def side(self, group: Sequence[Prompt], drafter: Drafter, most: int) -> Side:
-        """Run the group's prompts together, greedily, up to `most` tokens each."""
+        """Run the group's prompts together, up to `most` tokens each."""
         engine = self.engine
         engine.drafter = drafter
         engine.forget()
@@ -104,9 +105,11 @@ class Bench:
                 f"prompt {prompt.name} has {len(prompt.tokens)} tokens, and the model's context"
                 f" {self.context}; name another workload or a model with a longer context"
             )
-        return Request(prompt.name, prompt.tokens, min(most, room), Sampling(temperature=0), self.stop)
+        return Request(prompt.name, prompt.tokens, min(most, room), self.sampling, self.stop)
 
 
-def bench_of(engine: Engine, context: int, max_tokens: int, stop: frozenset[int]) -> Bench:
+def bench_of(
+    engine: Engine, context: int, max_tokens: int, stop: frozenset[int], sampling: Sampling
+) -> Bench:
     """The engine as it was started, against itself with no drafter."""
-    return Bench(engine, context, max_tokens, stop, engine.drafter, NoDrafter())
+    return Bench(engine, context, max_tokens, stop, engine.drafter, NoDrafter(), sampling)

@@ -20,7 +20,7 @@ from mlxspec import __version__, blas
 from mlxspec.bench import figures, plot, workloads
 from mlxspec.bench.table import report, table, verdict
 from mlxspec.config import Config, ConfigError
-from mlxspec.types import ModelInfo
+from mlxspec.types import ModelInfo, Sampling
 
 if TYPE_CHECKING:
     from mlxspec.bench.measure import Bench, Prompt
@@ -40,6 +40,8 @@ class Ask:
     streams: tuple[int, ...]
     rounds: int
     draft: str = ""
+    temperature: float = 0.0
+    top_p: float = 1.0
     out: Path | None = None
     json: Path | None = None
 
@@ -79,7 +81,8 @@ def bench(config: Config, ask: Ask) -> int:
         console = Console(width=WIDE)
     about, cells = _measure(config, ask)
     rows = [figures.row(cell) for cell in cells]
-    title = f"{about['model']}, up to {ask.max_tokens} tokens a prompt, greedy"
+    drawn = f"temperature {ask.temperature:g}, top_p {ask.top_p:g}" if ask.temperature else "greedy"
+    title = f"{about['model']}, up to {ask.max_tokens} tokens a prompt, {drawn}"
     console.print(title + f", {ask.rounds} round{'s' * (ask.rounds > 1)}")
     console.print(table(rows))
     console.print(verdict(rows))
@@ -134,15 +137,17 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
         cache=cache / "costs",
     )
     engine, info = start(found.path, config.name or found.name, options)
-    bench = measure.bench_of(engine, info.context, ask.max_tokens, frozenset(tokenizer.eos_token_ids))
+    sampling = Sampling(temperature=ask.temperature, top_p=ask.top_p)
+    stop = frozenset(tokenizer.eos_token_ids)
+    bench = measure.bench_of(engine, info.context, ask.max_tokens, stop, sampling)
     prompts = {
         key: [[measure.prompt_of(task, tokenizer) for task in group] for group in groups]
         for key, groups in chosen.items()
     }
-    return _about(info, ask, library), _cells(bench, prompts, ask.rounds)
+    return _about(info, ask, small.name if small else "", library), _cells(bench, prompts, ask.rounds)
 
 
-def _about(info: ModelInfo, ask: Ask, library: str | None) -> dict[str, Any]:
+def _about(info: ModelInfo, ask: Ask, draft: str, library: str | None) -> dict[str, Any]:
     """What the figures are of."""
     return {
         "mlxspec": __version__,
@@ -151,7 +156,9 @@ def _about(info: ModelInfo, ask: Ask, library: str | None) -> dict[str, Any]:
         "machine": platform.platform(),
         "blas": library,
         "model": info.name,
-        "draft": ask.draft,
+        "draft": draft,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
         "workloads": ask.workloads,
         "layout": info.layout,
         "max_tokens": ask.max_tokens,

@@ -101,7 +101,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
         return
     table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
     try:
-        costs = calibrate(runner, table, path, options.cache)
+        costs = calibrate(runner, engine.vocab, table, path, options.cache)
         if costs is None:
             log.warning("no speculation: the KV pool is too small to measure what a draft costs")
             return

@@ -11,7 +11,7 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
-from mlxspec.types import COLDEST, Entry, Logprob, Sampling
+from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Sampling
 
 
 @dataclass(slots=True)
@@ -202,9 +202,27 @@ def _draw(x: mx.array, rows: Sequence[Row], late: mx.array | None) -> mx.array:
 
 
 def _filter(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    """top_k, then top_p over what top_k left, and min_p relative to the best; ties at a threshold stay."""
+    """top_k, then top_p over what top_k left, and min_p relative to the best; ties at a threshold stay.
+
+    A row whose top_k is small ranks NARROW tokens alone, whoever is in the batch with it."""
     vocab = x.shape[-1]
-    ranked = mx.sort(x, axis=-1)[:, ::-1]  # best first
+    few = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k <= NARROW < vocab]
+    if not few:
+        return mx.where(x < _floor(mx.sort(x, axis=-1)[:, ::-1], rows), -mx.inf, x)
+    rest = sorted(set(range(len(rows))) - set(few))
+    floor = mx.zeros((len(rows), 1), mx.float32)
+    at = mx.array(few)
+    ranked = mx.sort(mx.topk(x[at], NARROW, axis=-1), axis=-1)[:, ::-1]
+    floor[at] = _floor(ranked, [rows[i] for i in few])
+    if rest:
+        at = mx.array(rest)
+        floor[at] = _floor(mx.sort(x[at], axis=-1)[:, ::-1], [rows[i] for i in rest])
+    return mx.where(x < floor, -mx.inf, x)
+
+
+def _floor(ranked: mx.array, rows: Sequence[Row]) -> mx.array:
+    """The smallest logit that stays, float32 [R, 1]. `ranked` [R, n] are the best n >= top_k, best first."""
+    vocab = ranked.shape[-1]
     ks = mx.array([min(r.sampling.top_k or vocab, vocab) for r in rows])[:, None]
     ranked_kept = mx.where(mx.arange(vocab)[None] < ks, ranked, -mx.inf)
     probs = mx.softmax(ranked_kept, axis=-1, precise=True)
@@ -214,5 +232,4 @@ def _filter(x: mx.array, rows: Sequence[Row]) -> mx.array:
     last = ((before < mass) & (probs > 0)).sum(-1, keepdims=True)
     floor = mx.take_along_axis(ranked, mx.maximum(mx.minimum(last, ks), 1) - 1, axis=-1)
     ratio = mx.array([np.log(r.sampling.min_p) if r.sampling.min_p else -np.inf for r in rows], mx.float32)
-    floor = mx.maximum(floor, ranked[:, :1] + ratio[:, None])
-    return mx.where(x < floor, -mx.inf, x)
+    return mx.maximum(floor, ranked[:, :1] + ratio[:, None])

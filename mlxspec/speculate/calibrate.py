@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,20 +20,25 @@ import numpy as np
 
 from mlxspec import __version__
 from mlxspec.model.runner import Runner
+from mlxspec.model.sample import Row, sample
 from mlxspec.speculate.depth import GRID, Costs
-from mlxspec.types import Draft, Entry, Request
+from mlxspec.types import Draft, Entry, Request, Sampling
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
 
-SECONDS = 2.0
+SECONDS = 1.7
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks for a measurement should hold
 FIRST = (1, 32, 8, 16, 4, 2)  # rows in order of what they tell, if time is short
 LEAST = 2  # of them are measured however long it takes
+DRAWN = 2  # rows that are sampled to tell what one takes
+HISTORY = 1024  # tokens that penalties count, in this
+_ONE = Sampling(temperature=1.0)
+SAMPLINGS = (_ONE, replace(_ONE, top_p=0.9), replace(_ONE, top_k=20), Sampling(temperature=0))
 
 
-def calibrate(runner: Runner, table: list[int], path: Path, cache: Path | None) -> Costs | None:
+def calibrate(runner: Runner, vocab: int, table: list[int], path: Path, cache: Path | None) -> Costs | None:
     """The cost of a step of one sequence with 1 to 32 rows. `table` are blocks that nobody uses, `path` is
     the model, `cache` a directory for what was measured. None where there are too few blocks to measure."""
     high = min(CONTEXTS[1], len(table) * runner.view.block_size - max(GRID) - 1)
@@ -56,15 +62,33 @@ def calibrate(runner: Runner, table: list[int], path: Path, cache: Path | None) 
         contexts[0],
         time.perf_counter() - began,
     )
+    costs = Costs(contexts, rows, (low, top), sampling(vocab))
     if file and whole:
-        _save(file, contexts, rows, (low, top))
-    return Costs(contexts, rows, (low, top))
+        _save(file, costs)
+    return costs
 
 
 def one_row(runner: Runner, table: list[int]) -> float:
     """Seconds of a step with one row behind a short context; the first is left out, because it compiles."""
     context = min(CONTEXTS[0], len(table) * runner.view.block_size - 2)
     return min([_time(runner, table, context, 1) for _ in range(4)][1:])
+
+
+def sampling(vocab: int) -> dict[str, float]:
+    """Seconds that drawing a row's token takes beyond a greedy one, by Sampling.kind."""
+    logits = mx.zeros((DRAWN, vocab))
+    times = {}
+    for each in SAMPLINGS:
+        for kept in (each, replace(each, presence_penalty=0.1)):
+            seq = Seq(Request("measure", (0,) * HISTORY, 1, kept), tokens=[0] * HISTORY)
+            rows = [Row(Entry(seq, HISTORY - 1, 1, True), kept, HISTORY, 1)] * DRAWN
+            took = []
+            for _ in range(2):
+                began = time.perf_counter()
+                mx.eval(sample(logits, rows, mx.zeros((1,), mx.int32), [0] * DRAWN).tokens)
+                took.append(time.perf_counter() - began)
+            times[kept.kind] = min(took)
+    return {kind: max(0.0, t - times["greedy"]) / DRAWN for kind, t in times.items()}
 
 
 def _measure(
@@ -110,19 +134,24 @@ def _load(file: Path) -> Costs | None:
         low, top = found["seconds"]
         contexts, rows = found["contexts"], found["rows"]
         if len(low) == len(top) == len(rows) > 0 and min(*low, *top) > 0 and rows == sorted(set(rows)):
-            return Costs((int(contexts[0]), int(contexts[1])), rows, (low, top))
-    except (OSError, ValueError, KeyError, TypeError):
+            drawn = {str(kind): float(s) for kind, s in found["sampling"].items()}
+            return Costs((int(contexts[0]), int(contexts[1])), rows, (low, top), drawn)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not there yet, or not ours: it is measured again
     return None
 
 
-def _save(
-    file: Path, contexts: Sequence[int], rows: Sequence[int], seconds: Sequence[Sequence[float]]
-) -> None:
+def _save(file: Path, costs: Costs) -> None:
+    known = {
+        "contexts": costs.contexts,
+        "rows": costs.rows,
+        "seconds": costs.measured,
+        "sampling": costs.sampling,
+    }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         made = file.with_suffix(f".{os.getpid()}")
-        made.write_text(json.dumps({"contexts": contexts, "rows": rows, "seconds": seconds}), "utf-8")
+        made.write_text(json.dumps(known), "utf-8")
         made.replace(file)
     except OSError as error:
         log.warning("%s: %s; what a step costs will be measured again", file, error.strerror)

@@ -128,12 +128,13 @@ class Chain:
         if any(e.count > 1 for e in entries):
             return
         rows, context = sum(e.rows for e in entries), sum(e.end for e in entries)
+        draw = self._draw([e.seq for e in entries])
         deepest = max((len(e.draft) for e in entries if e.draft.source == SOURCE), default=0)
         if self.model and deepest:
-            own = seconds - float(self.costs.curve(rows, context, how)[-1])
+            own = seconds - float(self.costs.curve(rows, context, how, draw)[-1])
             self.model.seconds *= corrected(own / deepest / self.model.seconds)
         else:
-            self.costs.learn(rows, context, how, seconds)
+            self.costs.learn(rows, context, how, seconds, draw)
 
     def _tell(self, entries: Seq[Entry]) -> None:
         """Say when drafting stops for long, and when it goes on."""
@@ -158,7 +159,11 @@ class Chain:
                 some.append(Option(SOURCE, [live.pilot.chance.of(k) for k in keys], self.model.seconds))
             options.append(some)
         how = "overlap" if self.model else "exact"  # a copy is waited for, a model is not
-        return self.control.decide([live.pilot for live in lives], options, sum(s.known for s in seqs), how)
+        pilots, context = [live.pilot for live in lives], sum(s.known for s in seqs)
+        return self.control.decide(pilots, options, context, how, self._draw(seqs))
+
+    def _draw(self, seqs: Seq[Sequence]) -> float:
+        return self.costs.draw([s.request.sampling.kind for s in seqs])
 
     def _best(self, seq: Sequence, live: Live) -> Proposal | None:
         most = min(MAX_DEPTH, seq.room - 1)

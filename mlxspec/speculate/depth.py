@@ -6,7 +6,7 @@ no rule of their own: they lower a chance or raise a cost.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,23 +57,30 @@ class Costs:
     """Seconds of a step by its rows and its context, as measured, corrected by what steps took.
 
     `measured[i][j]` is a step of `rows[j]` rows with `contexts[i]` tokens of context over all its sequences.
-    Between these it is interpolated; beyond them it goes on with the last slope. `factors` correct it, by how
-    a step ran: "exact" waited for the tokens before it, "overlap" did not."""
+    Between these it is interpolated; beyond them it goes on with the last slope. `sampling` is what drawing a
+    row's token takes beyond a greedy one, by Sampling.kind. `factors` correct it all, by how a step ran:
+    "exact" waited for the tokens before it, "overlap" did not."""
 
     contexts: tuple[int, int]
     rows: Sequence[int]
     measured: tuple[Sequence[float], Sequence[float]]
+    sampling: Mapping[str, float] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
 
-    def curve(self, rows: int, context: float, how: str) -> Floats:
-        """[rows]: seconds of a step with 1, 2, ... `rows` rows."""
+    def curve(self, rows: int, context: float, how: str, draw: float = 0.0) -> Floats:
+        """[rows]: seconds of a step with 1, 2, ... `rows` rows; `draw` are those of sampling one of them."""
         low, high = (self._extended(m, rows) for m in self.measured)
         at = max(0.0, (context - self.contexts[0]) / max(1, self.contexts[1] - self.contexts[0]))
-        return np.maximum(low + at * (high - low), 1e-9) * self.factors.get(how, 1.0)
+        steps = np.maximum(low + at * (high - low), 1e-9) + draw * np.arange(1, rows + 1)
+        return np.asarray(steps * self.factors.get(how, 1.0))
 
-    def learn(self, rows: int, context: float, how: str, seconds: float) -> None:
+    def draw(self, kinds: Sequence[str]) -> float:
+        """Seconds of sampling a row, on average over sequences of these kinds."""
+        return sum(self.sampling.get(kind, 0.0) for kind in kinds) / max(1, len(kinds))
+
+    def learn(self, rows: int, context: float, how: str, seconds: float, draw: float = 0.0) -> None:
         """A step of `rows` rows took `seconds`."""
-        expected = float(self.curve(rows, context, how)[-1])
+        expected = float(self.curve(rows, context, how, draw)[-1])
         self.factors[how] = self.factors.get(how, 1.0) * corrected(seconds / expected)
 
     def _extended(self, measured: Sequence[float], rows: int) -> Floats:
@@ -128,16 +135,22 @@ class Controller:
         return Pilot(Chance(self.chance.of))
 
     def decide(
-        self, pilots: Sequence[Pilot], options: Sequence[Sequence[Option]], context: float, how: str
+        self,
+        pilots: Sequence[Pilot],
+        options: Sequence[Sequence[Option]],
+        context: float,
+        how: str,
+        draw: float = 0.0,
     ) -> list[tuple[int, Option | None]]:
         """For each sequence of a step how many tokens to draft, and which of its options. `context` counts
-        the tokens of all sequences; `how` a step with drafts runs."""
+        the tokens of all sequences; `how` a step with drafts runs; `draw` are the seconds of sampling a
+        row."""
         base = len(pilots)
         room = sum(max((len(o.chances) for o in some), default=0) for some in options)
         if not room:
             return [(0, None)] * base
-        curve = self.costs.curve(base + min(room, MOST_ROWS), context, how)
-        plain = float(self.costs.curve(base, context, "overlap")[-1])
+        curve = self.costs.curve(base + min(room, MOST_ROWS), context, how, draw)
+        plain = float(self.costs.curve(base, context, "overlap", draw)[-1])
         picked = [_best(some, curve, base) for some in options]
         active = any(pilot.idle == 0 for pilot in pilots)
         depths = share(picked, curve, plain * (HYSTERESIS if active else 1.0))

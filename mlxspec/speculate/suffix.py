@@ -26,7 +26,9 @@ class Corpus:
         if len(output) < SHORTEST:
             return
         most, text = self.capacity // 2, self._index.tokens
-        new = [*context, *output, END] if len(output) <= most else [*output[-most:], END]
+        new = [*context, *output, END]
+        if len(new) > most:
+            new = [*output[1 - most :], END]
         if text and len(text) + len(new) > self.capacity:
             kept = text[-most:]
             text = kept[kept.index(END) + 1 :]  # the first of them may have lost its beginning

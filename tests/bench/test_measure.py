@@ -13,7 +13,7 @@ from mlxspec.bench.workloads import Task
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.text.prompt import encode, load_tokenizer, render_chat
-from mlxspec.types import Output, Sequence, Unfit
+from mlxspec.types import Output, Sampling, Sequence, Unfit
 from tests import tiny
 from tests.liar import Liar
 from tests.tiny_tokenizer import save_tokenizer
@@ -32,7 +32,7 @@ def truth() -> dict[tuple[tuple[int, ...], int], list[int]]:
 def bench(truth: dict[tuple[tuple[int, ...], int], list[int]]) -> Bench:
     """A tiny engine whose drafter knows the answers and lies now and then."""
     engine = tiny.engine(tiny.model("llama"), drafter=Liar(truth), vocab=tiny.VOCAB)
-    return bench_of(engine, 512, TOKENS, frozenset())
+    return bench_of(engine, 512, TOKENS, frozenset(), Sampling(temperature=0))
 
 
 def test_both_sides_give_plain_decoding_and_the_liar_is_faster_by_rounds(

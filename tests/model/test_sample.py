@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.model.sample import gumbel, read, rows_of, sample, seed32
-from mlxspec.types import Entry, Logprob, Request, Sampling, Sequence
+from mlxspec.model.sample import _filter, gumbel, read, rows_of, sample, seed32
+from mlxspec.types import NARROW, Entry, Logprob, Request, Sampling, Sequence
 
 VOCAB = 23
 RNG = np.random.default_rng(5)
@@ -121,6 +121,37 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     alone = [draw([e], logits[i : i + 1])[0][0] for i, e in enumerate(mix)]
     assert together == alone
     assert together[::-1] == draw(mix[::-1], logits[::-1])[0]
+
+
+LARGE = 3 * NARROW
+
+
+@pytest.mark.parametrize(
+    "s",
+    [
+        Sampling(top_k=1), Sampling(top_k=20, top_p=0.8), Sampling(top_k=NARROW, top_p=0.999, min_p=1e-4),
+        Sampling(top_k=NARROW + 1), Sampling(top_p=0.9), Sampling(temperature=0.6, top_k=50, min_p=0.05),
+    ],
+)  # fmt: skip
+def test_a_large_vocabulary_keeps_the_tokens_that_the_definitions_keep(s: Sampling) -> None:
+    """Rows that rank a few tokens beside rows that rank all of them; each keeps what it should."""
+    logits = (RNG.normal(size=LARGE) * 3).astype(np.float32)
+    rows = rows_of([entry(s), entry(Sampling(top_k=7)), entry(Sampling(top_p=0.5)), entry(s)])
+    scaled = mx.array(np.stack([logits / r.sampling.temperature for r in rows]))
+    kept = np.isfinite(np.array(_filter(scaled, rows)))
+    p = softmax(logits.astype(np.float64) / s.temperature)
+    order = np.argsort(-p)
+    p[order[s.top_k or LARGE :]] = 0
+    before = np.cumsum(p[order]) / p.sum()
+    want = np.zeros(LARGE, bool)
+    want[order] = np.concatenate([[0], before[:-1]]) < s.top_p
+    want &= p >= s.min_p * p.max()
+    want &= p > 0
+    assert abs(int(kept[0].sum()) - int(want.sum())) <= (0 if s.top_p == 1 else 1), "but for rounding"
+    assert (kept[0] == want).mean() > 1 - 2 / LARGE
+    assert kept[1].sum() == 7 and (kept[0] == kept[3]).all()
+    alone = np.isfinite(np.array(_filter(scaled[:1], rows[:1])))
+    assert (alone[0] == kept[0]).all(), "whoever is in the batch"
 
 
 def test_greedy_takes_the_best_after_bias_and_penalties() -> None:

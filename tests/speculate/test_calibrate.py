@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
-from mlxspec.speculate.calibrate import calibrate, one_row
+from mlxspec.speculate.calibrate import calibrate, one_row, sampling
 from mlxspec.speculate.depth import GRID
 from tests import tiny
 
@@ -27,19 +27,28 @@ def table(blocks: int = 12) -> list[int]:
 
 def test_all_rows_at_two_contexts(runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    costs = calibrate(runner, table(), tmp_path, None)
+    costs = calibrate(runner, 97, table(), tmp_path, None)
     assert costs is not None
     assert tuple(costs.rows) == GRID and costs.contexts == (64, 12 * SIZE - 33)
     assert all(0 < low <= high < 5 for low, high in zip(*costs.measured, strict=True))
     assert "times that for 32" in caplog.text
+    kinds = {"greedy", "drawn", "narrow", "sorted"}
+    assert set(costs.sampling) == kinds | {f"{kind}+penalized" for kind in kinds}
+    assert costs.sampling["greedy"] == 0 <= min(costs.sampling.values())
+
+
+def test_a_sorted_vocabulary_costs_more_than_a_greedy_row() -> None:
+    found = sampling(50_000)
+    assert found["sorted"] > found["drawn"] > 0 and found["sorted"] > found["narrow"]
 
 
 def test_it_is_measured_once(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = calibrate(runner, table(), tmp_path, tmp_path / "costs")
+    first = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
     monkeypatch.setattr(module, "_time", None)  # measuring again would fail
-    again = calibrate(runner, table(), tmp_path, tmp_path / "costs")
+    again = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
     assert first is not None and again is not None
     assert [list(m) for m in again.measured] == [list(m) for m in first.measured]
+    assert again.sampling == first.sampling
     assert list(again.rows) == list(first.rows) and again.contexts == first.contexts
 
 
@@ -47,17 +56,17 @@ def test_it_is_measured_once(runner: Runner, tmp_path: Path, monkeypatch: pytest
     "text", ["", "[]", "{}", '{"seconds": [[1], [0]], "contexts": [1, 2], "rows": [1]}', '{"seconds": 5}']
 )
 def test_a_file_that_is_not_ours_is_replaced(runner: Runner, tmp_path: Path, text: str) -> None:
-    calibrate(runner, table(), tmp_path, tmp_path / "costs")
+    calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
     [file] = (tmp_path / "costs").iterdir()
     file.write_text(text)
-    assert calibrate(runner, table(), tmp_path, tmp_path / "costs") is not None
+    assert calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is not None
     assert json.loads(file.read_text())["rows"] == list(GRID)
 
 
 def test_another_model_is_measured_anew(runner: Runner, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        calibrate(runner, table(), tmp_path / name, tmp_path / "costs")
+        calibrate(runner, 97, table(), tmp_path / name, tmp_path / "costs")
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
@@ -65,7 +74,7 @@ def test_a_cache_that_cannot_be_written_is_said(
     runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "costs").write_text("a file")
-    assert calibrate(runner, table(), tmp_path, tmp_path / "costs") is not None
+    assert calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is not None
     assert "will be measured again" in caplog.text
 
 
@@ -78,14 +87,14 @@ def test_a_slow_model_is_measured_at_two_points(
     monkeypatch.setattr(
         module, "_time", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
-    costs = calibrate(runner, table(), tmp_path, None)
+    costs = calibrate(runner, 97, table(), tmp_path, None)
     assert asked == [(64, 1), (64, 1), (64, 32)]  # the first is not counted
     assert costs is not None and list(costs.rows) == [1, 32]
     assert costs.measured == ([0.125, 4.0], [0.125, 4.0])
 
 
 def test_a_pool_that_is_too_small(runner: Runner, tmp_path: Path) -> None:
-    assert calibrate(runner, table(2), tmp_path, None) is None
+    assert calibrate(runner, 97, table(2), tmp_path, None) is None
 
 
 def test_one_row(runner: Runner) -> None:

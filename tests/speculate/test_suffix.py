@@ -88,6 +88,15 @@ def test_bounds(capacity: int, outputs: list[list[int]], data: st.DataObject) ->
             assert all(0 < s <= 1 for s in made.shares)
 
 
+@pytest.mark.parametrize("context", range(4))
+@pytest.mark.parametrize("length", range(8, 30))
+def test_an_output_and_its_context_fit_beside_the_newer_half(length: int, context: int) -> None:
+    kept = Corpus(26)
+    for output in ([0] * 8, [0] * 8, [0] * 11, [0] * length, [0] * 12):
+        kept.add([0] * context, output)
+        assert len(kept._index.tokens) <= 26
+
+
 @pytest.mark.parametrize("length", [20, 80, 95, 300])
 def test_the_newest_output_outlives_the_forgetting(length: int) -> None:
     """Its end at least, if it is itself longer than what may be kept."""

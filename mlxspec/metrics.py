@@ -35,6 +35,7 @@ COUNTERS = {
 GAUGES = {
     "running": "Sequences that share the steps now.",
     "waiting": "Sequences that wait to run.",
+    "prompt_left": "Prompt tokens of running and waiting requests that are still to be computed.",
     "step_seconds": "Duration of the last step.",
 }
 

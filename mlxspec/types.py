@@ -6,9 +6,10 @@ object, owned by the engine thread; an `Output` is what crosses back to the serv
 
 import json
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Finish = Literal["stop", "length", "abort", "error"]
 
@@ -65,6 +66,22 @@ class Sampling:
         return drawn + "+penalized" * self.penalized
 
 
+class Matcher(Protocol):
+    """What a grammar lets one choice say, told token by token. Engine thread only. Whatever it raises ends
+    the choice with that error."""
+
+    def masks(self, draft: Seq[int]) -> list[bytes]:
+        """What may come next, and behind each of those drafted tokens that may stand: `len(masks) - 1` may.
+        Bit i % 8 of byte i // 8 allows token i; an empty mask allows all. Changes nothing."""
+
+    def take(self, tokens: Seq[int]) -> None:
+        """These were sampled."""
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens, `most` at most, that spell all that can follow. A guess: the same text may be spelled
+        otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request, in token ids. `n` choices share the prompt's blocks.
@@ -81,6 +98,7 @@ class Request:
     n: int = 1
     created: float = 0.0
     prediction: tuple[int, ...] = ()  # what the client expects the answer to be: a source to copy from
+    grammar: Callable[[], Matcher] | None = None  # makes the matcher of each choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +160,7 @@ class Stats:
     steps: int = 0
     rounds: int = 0
     prompt_tokens: int = 0
+    prompt_left: int = 0  # prompt tokens of accepted requests that are not computed yet
     cached_tokens: int = 0
     generated_tokens: int = 0
     drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position from 1, drafted, accepted)
@@ -210,6 +229,7 @@ class Sequence:
     flight: "deque[Entry]" = field(default_factory=lambda: deque())  # submitted, not committed
     spread: int = 0  # drafted tokens in flight: so many more than `pending` may turn out to exist
     admitted: bool = False
+    matcher: Matcher | None = None  # of the request's grammar; it has seen all of `tokens` behind the prompt
 
     @property
     def prompt_len(self) -> int:
@@ -252,6 +272,7 @@ class Entry:
     pending: bool = False
     spread: int = 0
     draft: Draft = field(default_factory=Draft)
+    masks: Seq[bytes] = ()  # of the sampled rows, where a grammar rules; see Matcher.masks
 
     @property
     def rows(self) -> int:

@@ -20,14 +20,58 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+THINK = ("<think>", "</think>")
+CALLS = ("<tool_call>", "</tool_call>")
+
+# As Qwen3's: tools in the system text, reasoning kept behind the last question only, `enable_thinking`.
+AGENT = """{%- if tools %}{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
+{{- '# Tools\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}
+{%- set last = namespace(at=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be first') }}
+{%- elif m.role == 'user' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}
+{%- if m.reasoning_content and loop.index0 > last.at %}
+{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}{% set f = call.function %}
+{%- if not loop.first or m.content %}{{ '\n' }}{% endif %}
+{{- '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}
+{{- f.arguments if f.arguments is string else f.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- elif m.role == 'tool' %}
+{%- if not loop.previtem or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- if not loop.nextitem or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+
+# As Qwen3-Coder's, of which only the form of a call is told from others.
+CODER = AGENT.replace(
+    """{{- '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}
+{{- f.arguments if f.arguments is string else f.arguments | tojson }}{{ '}\n</tool_call>' }}""",
+    """{{- '<tool_call>\n<function=' + f.name + '>\n' }}
+{%- for key, value in f.arguments.items() %}{{ '<parameter=' + key + '>\n' }}
+{{- value if value is string else value | tojson }}{{ '\n</parameter>\n' }}{% endfor %}
+{{- '</function>\n</tool_call>' }}""",
+)
 Kind = Literal["bytes", "spm", "words"]
 
 
-def save_tokenizer(path: Path, kind: Kind = "bytes", template: str | None = TEMPLATE) -> Path:
-    """Write tokenizer.json and tokenizer_config.json into `path`, which is made if it is not there."""
+def save_tokenizer(
+    path: Path, kind: Kind = "bytes", template: str | None = TEMPLATE, extra: tuple[str, ...] = ()
+) -> Path:
+    """Write tokenizer.json and tokenizer_config.json into `path`, which is made if it is not there. `extra`
+    are more tokens, such as THINK and CALLS, which AGENT and CODER speak of."""
     path.mkdir(parents=True, exist_ok=True)
     made = {"bytes": _bytes, "spm": _spm, "words": _words}[kind]()
-    made.add_special_tokens(SPECIAL)
+    made.add_special_tokens([*SPECIAL, *extra])
     made.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     if template is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mlxspec.engine import constrain
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter
@@ -20,6 +21,8 @@ from mlxspec.types import Sequence as Seq
 log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
+
+TELL_S = 5.0  # between two lines on the progress of prompts
 
 _COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
 
@@ -69,6 +72,7 @@ class Engine:
     step_seconds: float = 0.0
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
+    _told: float = field(default_factory=time.monotonic)
     _live: dict[Seq, None] = field(default_factory=dict)
 
     def add(self, request: Request) -> None:
@@ -91,8 +95,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
         outputs: list[Output] = []
-        waits = self._ask(self.drafter.waits, self.scheduler.running) if self._flight else False
-        if waits:
+        running = self.scheduler.running
+        if self._flight and (constrain.waits(running) or self._ask(self.drafter.waits, running)):
             outputs += self._settle(keep=0)
         began = time.perf_counter()
         plan = self.scheduler.plan(self._depths)
@@ -101,6 +105,9 @@ class Engine:
         if isinstance(self.drafter, NoDrafter):  # it may have failed half way
             for e in plan:
                 e.draft = Draft()
+        for seq, why in constrain.mask(plan):
+            outputs.append(self.scheduler.fail(seq, why))
+            plan = [e for e in plan if e.seq is not seq]
         planned = time.perf_counter()
         self.timing.plan = planned - began
         self.runner.copy(self.scheduler.copies)
@@ -110,7 +117,24 @@ class Engine:
         self.timing.build = time.perf_counter() - planned
         outputs += self._settle(keep=1 if plan else 0)
         self._retire()
+        self._tell()
         return outputs
+
+    def _tell(self) -> None:
+        """Say how far long prompts have been read."""
+        now = time.monotonic()
+        if now - self._told < TELL_S:
+            return
+        self._told = now
+        for seq in self.scheduler.running:
+            if left := self._unread(seq):
+                log.info(
+                    "%s: %d of %d prompt tokens read", seq.request.id, seq.prompt_len - left, seq.prompt_len
+                )
+
+    @staticmethod
+    def _unread(seq: Seq) -> int:
+        return 0 if seq.generated else max(0, seq.prompt_len - seq.computed)
 
     def _depths(self, seqs: list[Seq]) -> Mapping[Seq, int]:
         self._enlist(seqs)
@@ -166,6 +190,8 @@ class Engine:
         outputs = self.scheduler.commit(step.plan, accepted, lps)
         self.counters["generated"] += sum(len(o.tokens) for o in outputs)
         how = "overlap" if step.overlaps else "exact"
+        for seq, why in constrain.take(step.plan, accepted):
+            outputs.append(self.scheduler.fail(seq, why))
         self._ask(self.drafter.observe, step.plan, accepted, self.step_seconds, how)
         return outputs
 
@@ -215,6 +241,7 @@ class Engine:
             steps=c["steps"],
             rounds=c["rounds"],
             prompt_tokens=c["prompt"],
+            prompt_left=sum(self._unread(s) for s in (*self.scheduler.running, *self.scheduler.waiting)),
             cached_tokens=c["cached"],
             generated_tokens=c["generated"],
             drafts=self.drafts.table(),

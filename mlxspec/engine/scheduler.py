@@ -6,6 +6,7 @@ plus its draft; whatever is short of blocks gives up drafts first, then its youn
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 
 from mlxspec.engine.blocks import BlockPool
@@ -60,6 +61,7 @@ class Scheduler:
         leader = None
         for index in range(request.n):
             seq = Sequence(request, index, next(self._order), list(request.prompt), leader=leader)
+            seq.matcher = request.grammar() if request.grammar else None
             leader = leader or seq
             self.waiting.append(seq)
 
@@ -75,6 +77,13 @@ class Scheduler:
             self._release(seq)
             self._succeed(seq)
         return [_output(seq, (), ()) for seq in hit]
+
+    def fail(self, seq: Sequence, error: str) -> Output:
+        """End a choice that cannot go on."""
+        seq.finish = "error"
+        self._release(seq)
+        self._succeed(seq)
+        return replace(_output(seq, (), ()), error=error)
 
     def plan(self, depths: Depths = lambda seqs: {}) -> list[Entry]:
         """The next step: decodes first, then prefills inside the budget. Reserves blocks for every row.

@@ -36,12 +36,15 @@ class Row:
     sampling: Sampling
     position: int
     behind: int  # rows of the step's input, up to and including this one, that are this entry's sampled span
+    mask: bytes = b""  # the tokens that may be drawn, a bit each; empty: all
 
 
 def rows_of(plan: Sequence[Entry]) -> list[Row]:
     """The sampled rows of a plan, in plan order."""
     return [
-        Row(e, e.seq.request.sampling, e.start + e.count + i, i + 1) for e in plan for i in range(e.sampled)
+        Row(e, e.seq.request.sampling, e.start + e.count + i, i + 1, e.masks[i] if e.masks else b"")
+        for e in plan
+        for i in range(e.sampled)
     ]
 
 
@@ -76,6 +79,7 @@ def sample(
     logprobs = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else None
     x = _bias(x, rows)
     x = _penalize(x, rows, inputs, spans)
+    x = _allow(x, rows)
     tokens = mx.argmax(x, axis=-1).astype(mx.int32)
     hot = [r for r, row in enumerate(rows) if row.sampling.temperature > 0]
     if hot:
@@ -183,6 +187,23 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
     if not some:
         return y
     x[mx.array(chosen)] = y
+    return x
+
+
+def _allow(x: mx.array, rows: Sequence[Row]) -> mx.array:
+    """Nothing but what the rows' masks allow."""
+    chosen = [r for r, row in enumerate(rows) if row.mask]
+    if not chosen:
+        return x
+    packed = mx.array(
+        np.frombuffer(b"".join(rows[r].mask for r in chosen), np.uint8).reshape(len(chosen), -1)
+    )
+    bits = (packed[:, :, None] >> mx.arange(8, dtype=mx.uint8)) & 1
+    allowed = bits.reshape(len(chosen), -1)[:, : x.shape[-1]].astype(mx.bool_)
+    if len(chosen) == len(rows):
+        return mx.where(allowed, x, -mx.inf)
+    at = mx.array(chosen)
+    x[at] = mx.where(allowed, x[at], -mx.inf)
     return x
 
 

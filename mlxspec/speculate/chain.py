@@ -23,6 +23,7 @@ INDEXED = 4096  # tokens indexed in one step: a few milliseconds
 CONTEXT = 8  # tokens of a prompt's end that are remembered with what followed
 FIRST = {0: 0.5, 1: 0.3, 2: 0.35, 3: 0.6, 4: 0.8, 5: 0.9, 6: 0.96}  # by bucket of the matching tokens
 FIRST_MODEL = 0.6
+GRAMMAR = "grammar"  # the source of what a grammar forces: nothing else can be right
 PARKED = 256  # steps without a draft after which the log says so
 
 
@@ -74,7 +75,8 @@ class Chain:
 
     def blind(self, seq: Sequence) -> bool:
         """Whether the sequence may go on while a draft of it is in flight."""
-        return self.model is not None and not seq.request.sampling.penalized
+        plain = not seq.request.sampling.penalized and seq.matcher is None
+        return self.model is not None and plain
 
     def waits(self, seqs: Seq[Sequence]) -> bool:
         if any(s.spread and not self.blind(s) for s in seqs):
@@ -154,7 +156,13 @@ class Chain:
         options = []
         for s, live, made in zip(seqs, lives, found, strict=True):
             some = [self._option(live.pilot, made)] if made else []
-            if self.model and self.model.ready(s) and (most := min(MODEL_DEPTH, s.room - 1)) > 0:
+            forced = made is not None and made.source == GRAMMAR
+            if (
+                self.model
+                and not forced
+                and self.model.ready(s)
+                and (most := min(MODEL_DEPTH, s.room - 1)) > 0
+            ):
                 keys = [(SOURCE, i) for i in range(1, most + 1)]
                 some.append(Option(SOURCE, [live.pilot.chance.of(k) for k in keys], self.model.seconds))
             options.append(some)
@@ -170,7 +178,11 @@ class Chain:
         if most < 1:
             return None
         made = [live.lookup.propose(most), self.corpus.propose(seq.tokens[-REACH:], most)]
-        return max((m for m in made if m), key=lambda m: self._option(live.pilot, m).expected(), default=None)
+        best = max((m for m in made if m), key=lambda m: self._option(live.pilot, m).expected(), default=None)
+        forced = tuple(seq.matcher.forced(most)) if seq.matcher is not None else ()
+        if forced and (best is None or best.tokens[: len(forced)] != forced):
+            return Proposal(GRAMMAR, forced, REACH, (1.0,) * len(forced))
+        return best
 
     def _option(self, pilot: Pilot, made: Proposal) -> Option:
         return Option(made.source, [pilot.chance.of(key) for key in _keys(made)])

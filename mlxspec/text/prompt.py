@@ -8,35 +8,27 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_wrapper
 
-from mlxspec.types import Unfit, shown
+from mlxspec.text.history import History
+from mlxspec.text.messages import REWRITES, Messages, Refused, Tools, canonical, check_tools, spelled_out
+from mlxspec.text.reader import token_bytes
+from mlxspec.types import Unfit
 
 log = logging.getLogger("mlxspec")
 
 Tokenizer = TokenizerWrapper  # the name that the server knows it by
-Messages = list[dict[str, Any]]
 
-ROLES = ("system", "developer", "user", "assistant")
-KEPT = ("name", "reasoning_content")  # besides role and content, what a template may read of a message
 OURS = frozenset(  # what a template's caller decides, not a request
-    "messages conversation chat_template tokenize add_generation_prompt continue_final_message padding"
+    "messages conversation tools chat_template tokenize add_generation_prompt continue_final_message padding"
     " truncation max_length return_dict return_tensors return_assistant_tokens_mask tokenizer_kwargs"
     " processor_kwargs".split()
 )
-
-
-class Refused(Unfit):
-    """A prompt that cannot be rendered. `field` names what of the request is at fault: "messages[2].role"."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +64,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     eos = files[0].get("eos_token_id") or files[1].get("eos_token_id")
     try:
         tokenizer: Tokenizer = load_wrapper(path, None, eos_token_ids=eos)  # type: ignore[no-untyped-call]
+        if not tokenizer.has_tool_calling:  # what text/messages.py tells a model without a format of its own
+            own = {"tool_parser_type": "json_tools"}
+            tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
         tokenizer.model_max_length = 1 << 62  # the context is checked by us; its warning would mislead
         return tokenizer
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
@@ -126,120 +121,102 @@ def template_reads(tokenizer: Tokenizer, name: str) -> bool:
     return any(text is None or name in text for text in texts)
 
 
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation for the model's template: canonical messages, the tools that may be called, and what
+    else the template is told."""
+
+    messages: Messages
+    tools: Tools = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the template writes it, its token ids, and whether its end opens the reasoning."""
+
+    text: str
+    ids: list[int]
+    thinking: bool
+
+
+def talk_of(messages: Sequence[Any], tools: Any, options: Mapping[str, Any], history: History) -> Talk:
+    """What a client sent, in its one form, its calls as the model made them. Raises Refused."""
+    if taken := sorted(OURS & set(options)):
+        raise Refused(
+            "chat_template_kwargs", f"chat_template_kwargs.{taken[0]} is set by the server; leave it out"
+        )
+    plain = canonical(messages)
+    for message in plain:
+        for call in message.get("tool_calls", ()):
+            if own := history.call(call.get("id", "")):
+                call["function"] = {"name": own.name, "arguments": json.loads(own.arguments)}
+    return Talk(plain, check_tools(tools), options)
+
+
+def render(tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt: bool = True) -> Rendered:
+    """The conversation, with `generation_prompt` up to where the assistant is to speak. Raises Refused,
+    naming the message."""
+    text = _rendered(tokenizer, talk, generation_prompt)
+    ids = history.encode(text, lambda piece: encode(tokenizer, piece, special=False))
+    find: Any = tokenizer  # mlx-lm has no types
+    thinking = tokenizer.has_thinking and find.rfind_think_start(ids) > find.rfind_think_end(ids)
+    return Rendered(text, ids, thinking)
+
+
 def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Any], generation_prompt: bool = True, /, **template: Any
 ) -> list[int]:
-    """Token ids of a conversation, up to where the assistant is to speak. `template` goes to the template.
+    """Token ids of messages alone, as they are written. `template` goes to the template."""
+    talk = talk_of(messages, None, template, History())
+    return encode(tokenizer, _rendered(tokenizer, talk, generation_prompt), special=False)
 
-    Where the template refuses the messages as they are, they are tried merged, then with the system text in
-    the first user message. Raises Refused, naming the message.
-    """
+
+def remember(
+    tokenizer: Tokenizer,
+    talk: Talk,
+    before: Rendered,
+    answer: Mapping[str, Any],
+    ids: Sequence[int],
+    history: History,
+) -> None:
+    """Keep the tokens of an `answer`, a canonical message, that ended by itself."""
+    try:
+        after = _rendered(tokenizer, Talk([*talk.messages, dict(answer)], talk.tools, talk.options), False)
+    except Refused as error:
+        log.info("an answer will be spelled anew in the next turn: %s", error)
+        return
+    end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
+    history.keep_turn(before.text, after, ids, end)
+
+
+def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:
+    """The template's text. Where it refuses the messages as they are, they are tried merged, then with the
+    system text in the first user message; where it knows no tools, these are spelled out."""
     if not tokenizer.has_chat_template:
         raise Refused(
             "messages", "messages cannot be rendered: the model has no chat template; use /v1/completions"
         )
-    if taken := sorted(OURS & set(template)):
-        raise Refused(
-            "chat_template_kwargs", f"chat_template_kwargs.{taken[0]} is set by the server; leave it out"
-        )
-    apply: Callable[..., list[int]] = tokenizer.apply_chat_template
-    plain = canonical(messages)
+    apply: Callable[..., str] = tokenizer.apply_chat_template
+    options, messages = dict(talk.options), talk.messages
+    if not template_reads(tokenizer, "tools"):
+        messages = spelled_out(messages, talk.tools)
+    elif talk.tools:
+        options["tools"] = list(talk.tools)
     tried: list[Messages] = []
     first = ""
     for rewrite in REWRITES:
-        turns = rewrite(plain)
+        turns = rewrite(messages)
         if turns in tried:
             continue
         tried.append(turns)
         try:
-            return list(apply(turns, add_generation_prompt=generation_prompt, **template))
+            return apply(turns, tokenize=False, add_generation_prompt=generation_prompt, **options)
         except Exception as error:  # a template raises whatever its author chose
             first = first or str(error).strip() or type(error).__name__
     raise Refused(
         "messages", f"messages: the model's chat template refuses them: {first}; change their roles or order"
     )
-
-
-def canonical(messages: Sequence[Any]) -> Messages:
-    """Messages with a known role and a string as content. Raises Refused for what this server cannot read."""
-    if not messages:
-        raise Refused("messages", "messages = []: send one message at least")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(message: Any, at: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise Refused(at, f"{at} = {shown(message)} is not an object; send role and content")
-    role = message.get("role")
-    if role in ("tool", "function"):
-        raise Refused(
-            f"{at}.role", f"{at}.role = {shown(role)}: tools are not supported; send the result as user text"
-        )
-    if role not in ROLES:
-        raise Refused(
-            f"{at}.role", f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
-        )
-    for key in ("tool_calls", "function_call", "audio"):
-        if message.get(key):
-            raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; send what was said as content")
-    content = message.get("content")
-    if content is None and role == "assistant":
-        content = message.get("refusal") or ""
-    plain = {"role": "system" if role == "developer" else role, "content": _text(content, f"{at}.content")}
-    for key in KEPT:
-        if (value := message.get(key)) is not None:
-            if not isinstance(value, str):
-                raise Refused(f"{at}.{key}", f"{at}.{key} = {shown(value)} is not text; send a string")
-            plain[key] = value
-    return plain
-
-
-def _text(content: Any, at: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise Refused(at, f"{at} = {shown(content)} is not text; send a string or a list of text parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            what = f"a part of type {shown(kind)}" if kind else f"{shown(part)}"
-            raise Refused(
-                f"{at}[{i}]",
-                f"{at}[{i}] is {what}; this server reads text only: send {{'type': 'text', 'text': ...}}",
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
-def _as_they_are(messages: Messages) -> Messages:
-    return messages
-
-
-def _merged(messages: Messages) -> Messages:
-    """One system message at most, in front; a later one is user text; no role speaks twice in a row."""
-    turns: Messages = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "system" and any(turn["role"] != "system" for turn in turns):
-            role, content = "user", f"<system>\n{content}\n</system>"
-        if turns and turns[-1]["role"] == role:
-            turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}\n\n{content}"}
-        else:
-            turns.append({**message, "role": role, "content": content})
-    return turns
-
-
-def _without_system(messages: Messages) -> Messages:
-    """Merged, for a template that knows no system role: its text opens the first user message."""
-    turns = _merged(messages)
-    if turns[0]["role"] != "system":
-        return turns
-    return _merged([{**turns[0], "role": "user"}, *turns[1:]])
-
-
-REWRITES: tuple[Callable[[Messages], Messages], ...] = (_as_they_are, _merged, _without_system)
 
 
 def _json(path: Path) -> dict[str, Any]:

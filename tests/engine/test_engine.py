@@ -267,3 +267,20 @@ def test_a_drafter_that_fails_is_left_out(
     assert {n: tiny.tokens(out, n) for n in prompts} == {n: plain(p, 20) for n, p in prompts.items()}
     assert isinstance(e.drafter, NoDrafter) and "the drafter failed" in caplog.text
     e.check()
+
+
+def test_progress_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("mlxspec.engine.engine.TELL_S", 0.0)
+    caplog.set_level("INFO", "mlxspec")
+    e = tiny.engine(tiny.model("llama"), budget=10)
+    e.add(tiny.request("long", range(25), 2))
+    assert e.stats().prompt_left == 25
+    seen = []
+    while e.busy:
+        e.step()
+        seen.append(e.stats().prompt_left)
+    assert seen[:3] == [15, 5, 0] and not any(seen[3:])
+    assert [r.message for r in caplog.records if "read" in r.message] == [
+        "long: 10 of 25 prompt tokens read",
+        "long: 20 of 25 prompt tokens read",
+    ]

@@ -85,12 +85,12 @@ def test_two_spellings_render_alike(tokenizer: Any, one: dict[str, Any], other: 
         (["hello"], "messages[0]", "not an object"),
         ([{"content": "x"}], "messages[0].role", "null is not a role"),
         ([user("x"), {"role": "robot", "content": "x"}], "messages[1].role", '"robot" is not a role'),
-        (
-            [{"role": "tool", "content": "x", "tool_call_id": "1"}],
-            "messages[0].role",
-            "tools are not supported",
-        ),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls", "not supported"),
+        ([{"role": "function", "content": "x"}], "messages[0].role", "send the role tool"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]", "name and arguments"),
+        ([{"role": "assistant", "tool_calls": {}} | {"tool_calls": 5}], "messages[0].tool_calls", "a list"),
+        ([user("x") | {"tool_calls": [{}]}], "messages[0].tool_calls", "of an assistant"),
+        ([user("x") | {"audio": {"id": 1}}], "messages[0].audio", "not supported"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0].tool_call_id", "1 is not text"),
         ([user(None)], "messages[0].content", "null is not text"),
         ([user(5)], "messages[0].content", "5 is not text"),
         (

@@ -1,0 +1,281 @@
+"""Grammars for answers: which tokens may come next, by llguidance, on the host.
+
+Rule: what cannot be enforced is refused by name before anything runs. A grammar begins where the reasoning
+ends; an answer that reasons must end its reasoning before it ends.
+"""
+
+import json
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlxspec.text.messages import Refused, Tools
+from mlxspec.types import Matcher
+
+log = logging.getLogger("mlxspec")
+
+KNOWN = 32  # compiled grammars that are kept
+MOST_BYTES = 1 << 18  # of a grammar
+# One way to write white space: a weak model can go on with it for ever, and what is forced is drafted.
+JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+Make = Callable[[], Matcher]
+
+
+class State(Enum):
+    FIRST = auto()  # the answer may begin to reason, or at once with what the grammar wants
+    THINKING = auto()
+    GAP = auto()  # the reasoning has ended: two lines' ends may follow
+    RULED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is around a grammar's text: `begin` opens the reasoning (-1: nothing does), `end` closes it, one
+    of `gap` may follow; `stops` end the answer. Token ids."""
+
+    begin: int
+    end: tuple[int, ...]
+    gap: frozenset[int]
+    stops: frozenset[int]
+
+
+@dataclass(slots=True)
+class Grammars:
+    """Compiles grammars for one tokenizer. `vocab` is the width of the logits. One thread only."""
+
+    tokenizer: TokenizerWrapper
+    vocab: int
+    _inner: LLTokenizer | None = None
+    _known: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
+
+    def json(self, schema: Any, where: str) -> str:
+        """The grammar of JSON by a schema, in llguidance's form. Raises Refused; `where` is its field."""
+        if not isinstance(schema, dict | bool):
+            raise Refused(where, f"{where} is not a JSON schema; send an object")
+        return f"%json {_dumped(_ruled(schema), where)}"
+
+    def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
+        """The grammar of calls of these tools, or of the one with this name. Raises Refused."""
+        chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+        if not chosen:
+            what = f"the tool {name!r} is not among tools" if name else "there are no tools"
+            raise Refused(where, f"{where}: {what}; send it in tools")
+        kind = self.tokenizer.tool_parser.__module__.rpartition(".")[2]
+        if kind not in CALLS:
+            raise Refused(
+                where, f"{where}: calls in this model's format, {kind}, cannot be enforced; send 'auto'"
+            )
+        begin, end = (self._marker(m) for m in (self.tokenizer.tool_call_start, self.tokenizer.tool_call_end))
+        rules = CALLS[kind](chosen, where)
+        more = "" if single else ' ("\\n" call)*'
+        return f'call{more}\ncall: {begin} "\\n" body "\\n" {end}\n{rules}'
+
+    def rules(self, parts: Iterable[str]) -> str:
+        """A whole grammar: one of several beginnings, each with rules of its own behind its first line."""
+        ways = [f"way{i}: {part}" for i, part in enumerate(parts)]
+        return "\n".join([f"start: {' | '.join(f'way{i}' for i in range(len(ways)))}", *ways])
+
+    def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
+        """What makes a matcher for each answer. `thinking`: the prompt has opened the reasoning; None: the
+        answer may. Raises Refused where the grammar is wrong."""
+        if (made := self._known.get(lark)) is None:
+            made = self._compile(lark, where)
+            self._known[lark] = made
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(lark)
+        t, state = self.tokenizer, State.RULED
+        begin: tuple[int, ...] = tuple(t.think_start_tokens or ())
+        if t.has_thinking and thinking is not False:
+            state = State.THINKING if thinking else State.FIRST if len(begin) == 1 else State.RULED
+        lines = (t.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
+        around = Around(
+            begin[0] if state is State.FIRST else -1,
+            tuple(t.think_end_tokens or ()),
+            frozenset(ids[0] for ids in lines if len(ids) == 1),
+            frozenset(t.eos_token_ids),
+        )
+        return lambda: Ruled(made.deep_copy(), self.vocab, around, state)
+
+    def _compile(self, lark: str, where: str) -> LLMatcher:
+        if len(lark.encode()) > MOST_BYTES:
+            raise Refused(where, f"{where} is larger than {MOST_BYTES >> 10} KB; send a smaller one")
+        if self._inner is None:
+            self._inner = self._tokenizer()
+        made = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0)
+        said = [made.get_error()] if made.is_error() else made.get_grammar_warnings()
+        if said:
+            raise Refused(where, f"{where} cannot be honoured: {_why(str(said[0]))}; leave that out")
+        return made
+
+    def _tokenizer(self) -> LLTokenizer:
+        inner: Any = self.tokenizer._tokenizer
+        try:
+            return from_tokenizer(inner, n_vocab=self.vocab, eos_token=sorted(self.tokenizer.eos_token_ids))
+        except ValueError as error:
+            raise Refused(
+                "response_format", f"this model's tokenizer takes no grammars ({error}); ask without one"
+            ) from error
+
+    def _marker(self, text: str) -> str:
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text)
+
+
+class Ruled:
+    """The matcher of one answer."""
+
+    __slots__ = ("_around", "_inner", "_size", "_state", "_tail")
+
+    def __init__(self, inner: LLMatcher, vocab: int, around: Around, state: State) -> None:
+        self._inner, self._size, self._around, self._state = inner, -(-vocab // 8), around, state
+        self._tail: tuple[int, ...] = ()  # the latest tokens of the reasoning, or of the gap
+
+    def masks(self, draft: Sequence[int]) -> list[bytes]:
+        state, tail, eaten = self._state, self._tail, 0
+        found = [self._mask(state)]
+        try:
+            for token in draft:
+                if token in self._around.stops or not found[-1][token // 8] >> token % 8 & 1:
+                    break
+                was, (state, tail) = state, self._step(state, tail, token)
+                eaten += state is State.RULED and not self._skips(was, token)
+                found.append(self._mask(state))
+        finally:
+            if eaten and not self._inner.rollback(eaten):
+                raise ValueError(f"a grammar cannot go back: {self._inner.get_error()}")
+        return found
+
+    def take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token in self._around.stops:
+                break
+            self._state, self._tail = self._step(self._state, self._tail, token)
+
+    def forced(self, most: int) -> list[int]:
+        if self._state is not State.RULED or self._inner.is_stopped():
+            return []
+        return [token for token in self._inner.compute_ff_tokens()[:most] if token not in self._around.stops]
+
+    def _skips(self, state: State, token: int) -> bool:
+        """Whether the token is not the grammar's."""
+        around = self._around
+        return (
+            state is State.THINKING
+            or (state is State.FIRST and token == around.begin)
+            or (state is State.GAP and token in around.gap)
+        )
+
+    def _step(self, state: State, tail: tuple[int, ...], token: int) -> tuple[State, tuple[int, ...]]:
+        if state is State.THINKING:
+            tail = (*tail, token)[-len(self._around.end) :]
+            return (State.GAP, ()) if tail == self._around.end else (state, tail)
+        if self._skips(state, token):
+            if state is State.FIRST:
+                return State.THINKING, ()
+            return (State.RULED, ()) if tail else (State.GAP, (token,))
+        if not self._inner.consume_token(token):
+            raise ValueError(self._inner.get_error() or f"the token {token} does not fit")
+        return State.RULED, ()
+
+    def _mask(self, state: State) -> bytes:
+        around = self._around
+        if state is State.THINKING:
+            return _bits(self._size, around.stops, b"\xff" * self._size)
+        stopped = self._inner.is_stopped()
+        if self._inner.is_error():
+            raise ValueError(self._inner.get_error())
+        if stopped:
+            return _bits(self._size, around.stops)
+        mask = self._inner.compute_bitmask()[: self._size].ljust(self._size, b"\0")
+        if self._inner.is_error():
+            raise ValueError(self._inner.get_error())
+        if state is State.FIRST:
+            mask = _bits(self._size, [around.begin], mask)
+        elif state is State.GAP:
+            mask = _bits(self._size, around.gap, mask)
+        if not any(mask):
+            raise ValueError("no token fits")
+        return mask
+
+
+def _why(error: str) -> str:
+    """What is wrong, without the place in a grammar that the client has not written."""
+    said, _, shown = error.partition("failed to compile JSON schema:")
+    return " ".join(re.split(r"\n\s*\d+ \|", shown or said)[0].split())[:300]
+
+
+def _bits(size: int, tokens: Iterable[int], mask: bytes = b"") -> bytes:
+    """The mask with these tokens allowed, or, where it allows all, without them."""
+    made, full = bytearray(mask or size), mask[:1] == b"\xff" and mask.count(b"\xff") == size
+    for token in tokens:
+        made[token // 8] ^= (made[token // 8] >> token % 8 & 1) == full and 1 << token % 8
+    return bytes(made)
+
+
+# ---- the grammars of calls, by mlx-lm's names of their formats ----------------------------------
+
+
+def _in_json(functions: Sequence[Mapping[str, Any]], where: str) -> str:
+    """Hermes' and Qwen's: an object with name and arguments."""
+    lines = []
+    for i, function in enumerate(functions):
+        parameters = _dumped(_ruled(_object(function)), where)
+        name = json.dumps(json.dumps(function["name"], ensure_ascii=False), ensure_ascii=False)
+        lines.append(f'call{i}: "{{\\"name\\": " {name} ", \\"arguments\\": " %json {parameters} "}}"')
+    return "\n".join([f"body: {' | '.join(f'call{i}' for i in range(len(lines)))}", *lines])
+
+
+def _in_xml(functions: Sequence[Mapping[str, Any]], where: str) -> str:
+    """Qwen3-Coder's: each parameter between tags, strings as they are."""
+    lines = [f"body: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
+    for i, function in enumerate(functions):
+        schema = _object(function)
+        required, names = schema.get("required", ()), []
+        for j, (name, own) in enumerate(schema.get("properties", {}).items()):
+            names.append(f"value{i}_{j}" + ("" if name in required else "?"))
+            open_, close = json.dumps(f"<parameter={name}>\n"), "\n</parameter>\n"
+            own = own if isinstance(own, Mapping) else {}
+            if own.get("type") != "string":
+                text = f"%json {_dumped(_ruled(dict(own)), where)} {json.dumps(close)}"
+            elif options := own.get("enum"):
+                text = f"({' | '.join(json.dumps(str(o)) for o in options)}) {json.dumps(close)}"
+            else:
+                text = f"text{i}_{j}"
+                lines.append(f"text{i}_{j}[suffix={json.dumps(close)}]: /(.|\\n)*/")
+            lines.append(f"value{i}_{j}: {open_} {text}")
+        head = json.dumps(f"<function={function['name']}>\n")
+        lines.append(f'call{i}: {head} {" ".join(names)} "</function>"')
+    return "\n".join(lines)
+
+
+CALLS: dict[str, Callable[[Sequence[Mapping[str, Any]], str], str]] = {
+    "json_tools": _in_json,
+    "qwen3_coder": _in_xml,
+}
+
+
+def _object(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object whatever it says."""
+    return {**(function.get("parameters") or {}), "type": "object"}
+
+
+def _ruled(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    own = {} if schema is True else {"not": {}} if schema is False else schema
+    return {**own, "x-guidance": JSON}
+
+
+def _dumped(schema: Any, where: str) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise Refused(where, f"{where} is not a JSON schema: {error}; send an object") from error

@@ -1,0 +1,96 @@
+"""What was generated, token for token, so that the next turn's prompt repeats it, not a new spelling of it.
+
+Rule: a template's text is cut where an answer of ours stands in it, and there our tokens are put. Text that
+is not ours, or that the client changed, is encoded as it came. All of it on the text thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from mlxspec.text.parts import Call
+
+MOST_TOKENS = 1 << 20  # remembered, of all answers together
+MOST_CALLS = 1 << 12
+MOST_CHARS = 1 << 24  # of all calls together
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An answer: where it starts and stops in its conversation's text, in characters, and its tokens. `end`
+    is the text of its last token, an end token."""
+
+    start: int
+    stop: int
+    ids: tuple[int, ...]
+    end: str
+
+
+@dataclass(slots=True)
+class History:
+    """The latest answers by the hash of the conversation up to their ends, and the latest calls by id."""
+
+    _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)
+    _calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
+    _tokens: int = 0
+    _chars: int = 0
+
+    def call(self, id: str) -> Call | None:
+        """The call as the model made it: clients spell arguments anew, some add defaults."""
+        return self._calls.get(id)
+
+    def keep_call(self, call: Call) -> None:
+        self._calls[call.id] = call
+        self._chars += len(call.arguments)
+        while len(self._calls) > MOST_CALLS or self._chars > MOST_CHARS:
+            _, old = self._calls.popitem(last=False)
+            self._chars -= len(old.arguments)
+
+    def keep_turn(self, before: str, after: str, ids: Sequence[int], end: str) -> None:
+        """`before` is the prompt's text, `after` the conversation's with the answer in it, `ids` the answer's
+        tokens with the end token, whose text is `end`. Nothing is kept where the template renders the answer
+        in a way that the prompt did not prepare."""
+        at = after.rfind(end)
+        if not end or at < len(before) or not after.startswith(before):
+            return
+        stop = at + len(end)
+        key = blake2b(after[:stop].encode(), digest_size=16).digest()
+        if old := self._turns.pop(key, None):
+            self._tokens -= len(old.ids)
+        self._turns[key] = Turn(len(before), stop, tuple(ids), end)
+        self._tokens += len(ids)
+        while self._tokens > MOST_TOKENS:
+            _, old = self._turns.popitem(last=False)
+            self._tokens -= len(old.ids)
+
+    def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Token ids of a conversation, with what was generated in its place."""
+        ids: list[int] = []
+        end, at = "", 0
+        for turn in self._found(text):
+            if turn.start >= at and (piece := _after(end, text[at : turn.start], ids, encode)) is not None:
+                ids += [*piece, *turn.ids]
+                end, at = turn.end, turn.stop
+        rest = _after(end, text[at:], ids, encode)
+        return encode(text) if rest is None else ids + rest
+
+    def _found(self, text: str) -> list[Turn]:
+        """Turns that stand in the text, first to last."""
+        found, hashed, at = [], blake2b(digest_size=16), 0
+        for stop in sorted({turn.stop for turn in self._turns.values() if turn.stop <= len(text)}):
+            hashed.update(text[at:stop].encode())
+            at = stop
+            if turn := self._turns.get(hashed.copy().digest()):
+                self._turns.move_to_end(hashed.copy().digest())
+                found.append(turn)
+        return found
+
+
+def _after(end: str, text: str, ids: Sequence[int], encode: Callable[[str], list[int]]) -> list[int] | None:
+    """Token ids of `text` behind the end token `end`; None where that cannot be told. Some tokenizers spell
+    the beginning of a text in a way of its own, so the end token is encoded with it and taken away."""
+    if not text or not end:
+        return encode(text) if text else []
+    made = encode(end + text)
+    return made[1:] if made[:1] == list(ids[-1:]) else None

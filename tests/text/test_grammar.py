@@ -1,0 +1,371 @@
+"""Grammars: what is drawn under the masks keeps to them, and what cannot be enforced is refused by name."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.text.grammar import KNOWN, MOST_BYTES, Grammars
+from mlxspec.text.messages import Refused
+from mlxspec.text.parts import Parts
+from mlxspec.text.prompt import encode, load_tokenizer
+from tests.schemas import schemas
+from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
+
+VOCAB = 330  # of the logits: wider than the tokenizer, as a model's is
+MOST = 4000
+
+
+def made(path: Path, template: str, extra: tuple[str, ...]) -> Grammars:
+    return Grammars(load_tokenizer(save_tokenizer(path, template=template, extra=extra)), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return made(tmp_path_factory.mktemp("a"), AGENT, THINK + CALLS)
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return made(tmp_path_factory.mktemp("c"), CODER, THINK + CALLS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """No thinking, no markers among its tokens."""
+    return made(tmp_path_factory.mktemp("p"), TEMPLATE, ())
+
+
+def ids(mask: bytes) -> list[int]:
+    return [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+
+
+def walk(g: Grammars, matcher: Any, rng: random.Random, most: int = MOST) -> list[int]:
+    """Tokens drawn evenly from those allowed; where the answer may end it does so half of the time, and
+    `most` tokens on it prefers what leads out: quotes and brackets."""
+    out: list[int] = []
+    ends = g.tokenizer.eos_token_ids
+    ways_out = {encode(g.tokenizer, char, special=False)[0] for char in '"]}'}
+    while not out or out[-1] not in ends:
+        [mask] = matcher.masks([])
+        allowed = ids(mask)
+        assert allowed and max(allowed) < len(g.tokenizer), "an id that means nothing"
+        stop = ends & set(allowed)
+        better = ways_out & set(allowed) if len(out) > most else set()
+        token = rng.choice(sorted(stop if stop and rng.random() < 0.5 else better or allowed))
+        matcher.take([token])
+        out.append(token)
+        assert len(out) < 3 * MOST, "it does not end"
+    return out
+
+
+def text(g: Grammars, tokens: list[int]) -> str:
+    return str(g.tokenizer.decode(tokens[:-1]))
+
+
+def by(g: Grammars, schema: Any, thinking: bool | None = False) -> Any:
+    return g.compiled(g.rules([g.json(schema, "f")]), thinking, "f")
+
+
+# ---- JSON -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(schemas(), st.integers(0, 1 << 30))
+def test_what_is_drawn_keeps_to_its_schema(plain: Grammars, schema: Any, seed: int) -> None:
+    matcher = by(plain, schema)()
+    jsonschema.validate(json.loads(text(plain, walk(plain, matcher, random.Random(seed), 60))), schema)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schemas(), st.integers(0, 1 << 30), st.data())
+def test_masks_of_a_draft_are_those_of_its_tokens(agent: Grammars, schema: Any, seed: int, data: Any) -> None:
+    """One after the other, and asking changes nothing; a draft that does not fit is cut where it stops to."""
+    rng = random.Random(seed)
+    said = walk(agent, by(agent, schema)(), rng, 40)
+    at = data.draw(st.integers(0, len(said) - 1))
+    draft = said[at : at + 9]
+    if data.draw(st.booleans()):
+        draft[data.draw(st.integers(0, len(draft) - 1))] = data.draw(st.integers(0, VOCAB - 1))
+    one, other = by(agent, schema)(), by(agent, schema)()
+    one.take(said[:at])
+    other.take(said[:at])
+    masks, again = one.masks(draft), one.masks(draft)
+    assert masks == again
+    for i, mask in enumerate(masks):
+        assert [mask] == other.masks([])
+        if i < len(masks) - 1:
+            assert draft[i] in ids(mask)
+            other.take([draft[i]])
+    if len(masks) <= len(draft):
+        refused = draft[len(masks) - 1]
+        assert refused not in ids(masks[-1]) or refused in agent.tokenizer.eos_token_ids
+
+
+@settings(max_examples=40, deadline=None)
+@given(schemas(), st.integers(0, 1 << 30))
+def test_what_is_forced_is_allowed(agent: Grammars, schema: Any, seed: int) -> None:
+    matcher, rng = by(agent, schema)(), random.Random(seed)
+    for _ in range(30):
+        forced = matcher.forced(5)
+        assert len(forced) <= 5 and len(matcher.masks(forced)) == len(forced) + 1
+        allowed = ids(matcher.masks([])[0])
+        token = rng.choice(forced[:1] or allowed)
+        if token in agent.tokenizer.eos_token_ids:
+            break
+        matcher.take([token])
+
+
+def test_the_names_of_an_object_are_forced(agent: Grammars) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    assert agent.tokenizer.decode(by(agent, schema)().forced(99)).startswith('{"city": ')
+
+
+def test_any_object(agent: Grammars) -> None:
+    matcher = by(agent, {"type": "object"})()
+    assert isinstance(json.loads(text(agent, walk(agent, matcher, random.Random(3), 60))), dict)
+
+
+def test_nothing_but_an_end_follows_the_end(agent: Grammars) -> None:
+    matcher = by(agent, {"const": 5})()
+    five = encode(agent.tokenizer, "5", special=False)
+    assert len(matcher.masks([*five, *five])) == 2
+    matcher.take(five)
+    assert set(ids(matcher.masks([])[0])) == set(agent.tokenizer.eos_token_ids)
+    assert matcher.forced(9) == [] and len(matcher.masks([*agent.tokenizer.eos_token_ids, *five])) == 1
+    matcher.take([next(iter(agent.tokenizer.eos_token_ids))])
+
+
+def test_a_token_that_does_not_fit_is_an_error(agent: Grammars) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        by(agent, {"const": 5})().take(encode(agent.tokenizer, "6", special=False))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {}}, '"not"'),
+        (False, '"not"'),
+        ({"if": {}, "then": {}}, '"if"'),
+        ({"type": "strin"}, "strin"),
+        ({"type": "string", "format": "nope"}, "nope"),
+        ({"type": "string", "pattern": "("}, "regex"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        ({"$ref": "https://example.com/x.json"}, "example.com"),
+        ({"type": "object", "patternProperties": 5}, "patternProperties"),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, "5"),
+        ([], "is not a JSON schema"),
+        ("x", "is not a JSON schema"),
+        ({"enum": ["x" * MOST_BYTES]}, "larger than 256 KB"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(agent: Grammars, schema: Any, words: str) -> None:
+    with pytest.raises(Refused) as caught:
+        by(agent, schema)
+    assert words in str(caught.value) and caught.value.field == "f"
+    assert "x-guidance" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "properties", "items", "enum", "anyOf", "$ref", "pattern"]), inner
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(junk)
+def test_any_junk_is_a_schema_or_refused(agent: Grammars, schema: Any) -> None:
+    try:
+        by(agent, schema)().masks([])
+    except Refused as error:
+        assert error.field == "f"
+
+
+# ---- Lark -------------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_of_the_clients_own(agent: Grammars) -> None:
+    make = agent.compiled('start: "yes" | "no" /!{1,3}/', False, "grammar")
+    said = {text(agent, walk(agent, make(), random.Random(i))) for i in range(40)}
+    assert {"yes", "no!"} < said <= {"yes", "no!", "no!!", "no!!!"}
+    for wrong in ("start: nobody", "", "start: /(/", 'begin: "x"'):
+        with pytest.raises(Refused, match="grammar cannot be honoured"):
+            agent.compiled(wrong, False, "grammar")
+
+
+def test_compiled_grammars_are_kept_and_bounded(agent: Grammars) -> None:
+    for i in range(KNOWN + 5):
+        agent.compiled(f'start: "{i}"', False, "g")
+    assert len(agent._known) == KNOWN
+
+
+# ---- reasoning --------------------------------------------------------------------------------------------
+
+
+def reasoned(g: Grammars, thought: str, answer: str) -> list[int]:
+    return encode(g.tokenizer, f"{thought}</think>{answer}", special=False)
+
+
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n"])
+@pytest.mark.parametrize("opened", [True, None])
+def test_masks_begin_where_the_reasoning_ends(agent: Grammars, opened: bool | None, gap: str) -> None:
+    matcher = by(agent, {"const": 5}, opened)()
+    ends = set(agent.tokenizer.eos_token_ids)
+    if opened is None:
+        first = ids(matcher.masks([])[0])
+        assert len(first) > 1 and encode(agent.tokenizer, "<think>", special=False)[0] in first
+        matcher.take(encode(agent.tokenizer, "<think>", special=False))
+    assert set(range(len(agent.tokenizer))) - set(ids(matcher.masks([])[0])) == ends, "all but the end"
+    said = reasoned(agent, "so 6", f"{gap}5")
+    assert matcher.forced(9) == []
+    assert len(matcher.masks([*said, *said])) == len(said) + 1
+    assert len(matcher.masks(reasoned(agent, "so", "6"))) < len(reasoned(agent, "so", "6")) + 1
+    for token in said:
+        assert token in ids(matcher.masks([])[0])
+        matcher.take([token])
+    assert set(ids(matcher.masks([])[0])) == ends
+
+
+def test_an_answer_may_do_without_reasoning(agent: Grammars) -> None:
+    matcher = by(agent, {"const": 5}, None)()
+    matcher.take(encode(agent.tokenizer, "5", special=False))
+    assert set(ids(matcher.masks([])[0])) == set(agent.tokenizer.eos_token_ids)
+    closed = by(agent, {"const": 5}, False)()
+    assert len(ids(closed.masks([])[0])) == 1, "the prompt has closed the reasoning"
+
+
+# ---- calls ------------------------------------------------------------------------------------------------
+
+names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_.-]{0,12}", fullmatch=True)
+
+
+PARAMETERS = [
+    {"type": "string", "maxLength": 4},
+    {"type": "string", "enum": ["x", 'y"']},
+    {"type": "array", "items": {"enum": [1]}, "maxItems": 2},
+    {"type": "integer"},
+    {"type": "boolean"},
+]
+
+
+@st.composite
+def tools(draw: Any) -> list[Any]:
+    made = []
+    for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
+        properties = {
+            key: draw(st.sampled_from(PARAMETERS)) for key in draw(st.lists(names, max_size=3, unique=True))
+        }
+        required = [key for key in properties if draw(st.booleans())]
+        parameters = {"type": "object", "properties": properties, "required": required}
+        function = {"name": name, "parameters": {**parameters, "additionalProperties": False}}
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def called(g: Grammars, some: Any, name: str | None, single: bool, seed: int) -> list[Any]:
+    make = g.compiled(g.rules([g.calls(some, name, single, "tool_choice")]), False, "tool_choice")
+    tokens = []
+    for token in walk(g, Out(g, make()), random.Random(seed), 60):
+        tokens.append(token)
+    reader = Parts(g.tokenizer, some, False, lambda: "id")
+    parts = reader.feed(text(g, tokens)) + reader.finish()
+    assert parts and all(part.call for part in parts), "nothing but calls"
+    return [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
+
+
+class Out:
+    """A matcher whose free text ends: where the tag that closes a value may go on, it goes on."""
+
+    def __init__(self, g: Grammars, inner: Any) -> None:
+        self.inner, self.said, self.g = inner, "", g
+        self.close = encode(g.tokenizer, "\n</parameter>\n", special=False)
+
+    def masks(self, draft: Any) -> list[bytes]:
+        return self.inner.masks(draft)
+
+    def take(self, tokens: Any) -> None:
+        self.inner.take(tokens)
+        if (
+            len(self.inner.masks(self.close)) == len(self.close) + 1
+            and len(ids(self.inner.masks([])[0])) > 200
+        ):
+            self.inner.take(self.close)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tools(), st.integers(0, 1 << 30), st.booleans())
+def test_a_call_that_is_asked_for(
+    agent: Grammars, plain: Grammars, some: Any, seed: int, single: bool
+) -> None:
+    for g in (agent, plain):  # markers of one token each, and of several
+        made = called(g, some, None, single, seed)
+        assert len(made) == 1 or not single
+        for name, arguments in made:
+            [schema] = [t["function"]["parameters"] for t in some if t["function"]["name"] == name]
+            jsonschema.validate(arguments, schema)
+        last = some[-1]["function"]["name"]
+        assert [name for name, _ in called(g, some, last, True, seed)] == [last]
+
+
+def test_a_call_in_xml(coder: Grammars) -> None:
+    properties = {
+        "n": {"type": "integer"}, "on": {"type": "boolean"}, "way": {"type": "string", "enum": ["x", "y z"]},
+        "list": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    }  # fmt: skip
+    parameters = {"type": "object", "properties": properties, "required": ["n", "way"]}
+    some = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+    seen = set()
+    for seed in range(25):
+        for name, arguments in called(coder, some, None, False, seed):
+            jsonschema.validate(arguments, parameters)
+            seen |= {name, *arguments}
+    assert seen == {"f", "g", *properties}
+
+
+def test_free_text_in_xml_ends_at_its_tag(coder: Grammars) -> None:
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    some = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    matcher = coder.compiled(coder.rules([coder.calls(some, "f", True, "t")]), False, "t")()
+    said = (
+        "<tool_call>\n<function=f>\n<parameter=text>\na < b\n\n</p\n</parameter>\n</function>\n</tool_call>"
+    )
+    tokens = encode(coder.tokenizer, said, special=False)
+    assert len(matcher.masks(tokens)) == len(tokens) + 1
+    matcher.take(tokens)
+    assert set(ids(matcher.masks([])[0])) == set(coder.tokenizer.eos_token_ids)
+
+
+def test_calls_that_cannot_be_asked_for(agent: Grammars) -> None:
+    some = [{"type": "function", "function": {"name": "f"}}]
+    for tools_, name in ((some, "g"), ([], None)):
+        with pytest.raises(Refused, match="send it in tools"):
+            agent.calls(tools_, name, True, "tool_choice")
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
+    with pytest.raises(Refused, match=r'tool_choice cannot be honoured: .*"not"'):
+        agent.compiled(agent.rules([agent.calls(bad, None, True, "tool_choice")]), False, "tool_choice")
+
+
+def test_json_or_a_call(agent: Grammars) -> None:
+    some = [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"properties": {}, "additionalProperties": False}},
+        }
+    ]
+    rules = agent.rules([agent.json({"const": 5}, "f"), agent.calls(some, None, True, "f")])
+    said = {
+        text(agent, walk(agent, agent.compiled(rules, False, "f")(), random.Random(i))) for i in range(20)
+    }
+    assert said == {"5", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'}

@@ -67,6 +67,9 @@ class Config:
     decode_gap_ms: int = option(
         250, "Longest wait of a running answer for another's prompt to aim at.", unit="ms", low=1, high=60_000
     )
+    strict_model_names: str = option(
+        "off", "Whether claude-* and gpt-* are refused; else they mean this model.", choices=("on", "off")
+    )
     speculate: str = option("on", "Whether to draft, where it pays.", choices=("on", "off"))
     draft: str = option("", "Small model of the same vocabulary that drafts; empty: the card's, or none.")
     max_body_mb: int = option(32, "Largest request body.", unit="MB", low=1, high=1024)

@@ -53,7 +53,8 @@ def test_configuration_is_current() -> None:
 
 
 def test_the_api_page_names_every_field() -> None:
-    from mlxspec.server.schema_openai import HARMLESS, REFUSED, Chat, Completion
+    from mlxspec.server.fields import HARMLESS, REFUSED
+    from mlxspec.server.schema_openai import Chat, Completion
 
     page = read("docs/api.md")
     known = [*HARMLESS, *REFUSED, *Chat.model_fields, *Completion.model_fields]

@@ -33,14 +33,16 @@ MAY_IMPORT = {
     "engine": PLAIN | {"engine.blocks"},
     "engine.blocks": PLAIN,
     "engine.scheduler": PLAIN | {"engine.blocks", "engine.pace"},
-    "engine.engine": STEP,
+    "engine.constrain": PLAIN,
+    "engine.engine": STEP | {"engine.constrain"},
     "engine.start": STEP | {"engine.engine", "engine.memory"},
     "engine.worker": ENGINE,
     "server": SERVER,
     "service": SERVER | {"service"},
     "chat": PLAIN,
+    "launch": PLAIN,
     "bench": ENGINE | {"text", "bench"},
-    "cli": SERVER | {"service", "chat", "bench"},
+    "cli": SERVER | {"service", "chat", "launch", "bench"},
     "__main__": {"cli"},
 }
 

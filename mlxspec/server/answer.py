@@ -1,4 +1,4 @@
-"""One answer from submission to its last byte, streamed or whole, for either API.
+"""One answer from submission to its last byte, streamed or whole, for any API.
 
 Rule: however it ends (the last token, a stop string, a client that left, an error), what still runs of it is
 aborted, and it is counted and logged once.
@@ -7,7 +7,7 @@ aborted, and it is counted and logged once.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, busy, stopping
 from mlxspec.server.front import Front, Gone, while_connected
-from mlxspec.server.stream import Choice, Failed, Piece, Shape
+from mlxspec.server.stream import Choice, Dialect, Failed, Piece
 from mlxspec.types import Busy, Dead, Output, Request
 
 log = logging.getLogger("mlxspec")
@@ -38,13 +38,20 @@ class Job:
 
     requests: list[Request]
     choices: list[Choice]
-    shape: Shape
+    dialect: Dialect
     streamed: bool
     headers: dict[str, str]
     arrived: float
     first: float = 0.0  # token
     last: dict[int, float] = field(default_factory=dict)  # token, by choice
     outcome: str = ""  # how it ended, where that was not with the choices
+    done: Callable[[Sequence[Sequence[Piece]]], None] | None = (
+        None  # told the pieces of all choices at the end
+    )
+    pieces: list[list[Piece]] = field(default_factory=list)  # by choice
+
+    def __post_init__(self) -> None:
+        self.pieces = [[] for _ in self.choices]
 
 
 def answer(front: Front, job: Job) -> ASGIApp:
@@ -88,16 +95,16 @@ def _submit(front: Front, job: Job) -> Outputs:
 
 
 async def _whole(front: Front, job: Job, outputs: Outputs) -> JSONResponse:
-    pieces: list[list[Piece]] = [[] for _ in job.choices]
     try:
         async with aclosing(_merged(outputs, None)) as merged:
             async for found in merged:
-                if found is not None and (read := _read(front, job, *found)) is not None:
-                    pieces[read[0].index].append(read[1])
+                if found is not None:
+                    _read(front, job, *found)
     except Failed as error:
         raise ApiError(error.status, str(error)) from error
+    _done(job)
     usage = stream.usage(job.requests, job.choices)
-    return JSONResponse(stream.body(job.shape, job.choices, pieces, usage), headers=job.headers)
+    return JSONResponse(job.dialect.body(job.choices, job.pieces, usage), headers=job.headers)
 
 
 async def _stream(front: Front, job: Job, outputs: Outputs, send: Send) -> None:
@@ -106,27 +113,35 @@ async def _stream(front: Front, job: Job, outputs: Outputs, send: Send) -> None:
 
     headers = [(name.encode(), value.encode()) for name, value in (SSE | job.headers).items()]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await write(b"".join(stream.opening(job.shape, range(len(job.choices)))))
+    await write(job.dialect.opening(stream.usage(job.requests, job.choices)))
     pause = min(front.config.keepalive_s, PROTOCOL_S)
     wrote = spoke = time.monotonic()  # a byte, a chunk
     try:
         async with aclosing(_merged(outputs, pause)) as merged:
             async for found in merged:
                 read = _read(front, job, *found) if found is not None else None
-                data = b"".join(stream.chunks(job.shape, read[0].index, read[1])) if read else b""
+                data = job.dialect.chunk(*read) if read else b""
                 now = time.monotonic()
                 if data:
                     wrote = spoke = now
                 elif found is None or now - wrote > pause:
                     data, wrote = stream.COMMENT, now
                     if now - spoke + pause > PROTOCOL_S:
-                        data, spoke = data + stream.still_here(job.shape), now
+                        data, spoke = data + job.dialect.still_here(), now
                 if data:
                     await write(data)
-        await write(stream.closing(job.shape, stream.usage(job.requests, job.choices)), more=False)
+        _done(job)
+        usage = stream.usage(job.requests, job.choices)
+        await write(job.dialect.closing(job.choices, usage), more=False)
     except Failed as error:
         job.outcome = "error"
-        await write(stream.event(ApiError(error.status, str(error)).body()), more=False)
+        await write(job.dialect.failed(ApiError(error.status, str(error))), more=False)
+
+
+def _done(job: Job) -> None:
+    """Before the last byte: the client's next request may be on its way at once."""
+    if job.done:
+        job.done(job.pieces)
 
 
 def _read(front: Front, job: Job, k: int, output: Output) -> tuple[Choice, Piece] | None:
@@ -136,6 +151,7 @@ def _read(front: Front, job: Job, k: int, output: Output) -> tuple[Choice, Piece
     if choice.finish is not None:
         return None
     now, piece = time.monotonic(), choice.take(output)
+    job.pieces[k * request.n + output.index].append(piece)
     if output.tokens:
         if not job.first:
             job.first = now
@@ -176,15 +192,15 @@ def _book(front: Front, job: Job) -> None:
     counts = stream.usage(job.requests, job.choices)
     finishes = ",".join(dict.fromkeys(c.finish or "cut" for c in job.choices))
     front.metrics.duration.labels(job.outcome or finishes.partition(",")[0]).observe(now - job.arrived)
-    generated = counts["completion_tokens"]
+    generated = counts.generated
     seconds = max(job.last.values(), default=0.0) - job.first
     rate = (generated - len(job.last)) / seconds if seconds > 0 else 0.0
     drafts = stream.speculation(job.choices)
     log.info(
         "%s: %d in, %d cached, %d out, %s after %.2f s, %.1f tokens/s, %d rounds, %s%s",
-        job.shape.id,
-        counts["prompt_tokens"],
-        counts["prompt_tokens_details"]["cached_tokens"],
+        job.dialect.id,
+        counts.prompt,
+        counts.cached,
         generated,
         "first" if job.first else "none",
         (job.first or now) - job.arrived,

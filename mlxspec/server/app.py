@@ -16,13 +16,16 @@ from starlette.routing import Route
 from mlxspec import __version__, metrics
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
-from mlxspec.server import Engine, openai
+from mlxspec.server import Engine, anthropic, openai, responses
+from mlxspec.server.ask import template_options
 from mlxspec.server.errors import ApiError, on_api_error, on_crash, on_http_error, unfit
 from mlxspec.server.front import Front, Gone, on_gone, read_body, while_connected
 from mlxspec.server.schema_openai import Detokenize, Tokenize, parse
 from mlxspec.server.security import guard
-from mlxspec.text.prompt import Tokenizer, encode, generation_defaults, render_chat
+from mlxspec.text.grammar import Grammars
+from mlxspec.text.prompt import Tokenizer, encode, generation_defaults, render, talk_of
 
+VERSION = "anthropic-version"  # a header that all of Anthropic's clients send
 STALLED_S = 60.0  # without progress while there is work: longer than any step that is well
 
 
@@ -38,22 +41,30 @@ def create_app(engine: Engine, tokenizer: Tokenizer, path: Path, config: Config)
             Exception: on_crash,
         },
     )
-    app.state.front = Front(engine, tokenizer, generation_defaults(path), config, Metrics(engine.stats))
+    defaults, grammars = generation_defaults(path), Grammars(tokenizer, engine.info.vocab)
+    app.state.front = Front(engine, tokenizer, defaults, config, Metrics(engine.stats), grammars)
+    app.state.responses = responses.Store()
     return app
 
 
 def _routes() -> list[Route]:
-    """OpenAI's and vLLM's paths, each with and without /v1."""
+    """OpenAI's, vLLM's and Anthropic's paths, each with and without /v1."""
     both = [
         ("/chat/completions", openai.chat, "POST"),
         ("/completions", openai.completions, "POST"),
+        ("/messages", anthropic.messages, "POST"),
+        ("/messages/count_tokens", anthropic.count_tokens, "POST"),
+        ("/responses", responses.create, "POST"),
+        ("/responses/{id}", responses.stored, "GET"),
+        ("/responses/{id}", responses.stored, "DELETE"),
+        ("/responses/{id}/input_items", responses.input_items, "GET"),
         ("/models", models, "GET"),
         ("/models/{name:path}", model, "GET"),
         ("/tokenize", tokenize, "POST"),
         ("/detokenize", detokenize, "POST"),
     ]
     routes = [Route(f"{at}{path}", do, methods=[how]) for path, do, how in both for at in ("/v1", "")]
-    for path, do in (("/", index), ("/health", health), ("/metrics", prometheus)):
+    for path, do in (("/", index), ("/health", health), ("/metrics", prometheus), ("/api/hello", hello)):
         routes.append(Route(path, do, methods=["GET"]))
     return routes
 
@@ -65,6 +76,11 @@ async def index(http: HttpRequest) -> Response:
     return JSONResponse(
         {"name": "mlxspec", "version": __version__, "model": front.engine.info.name, "endpoints": paths}
     )
+
+
+async def hello(http: HttpRequest) -> Response:
+    """Claude Code asks at its start whether there is a network."""
+    return Response()
 
 
 async def health(http: HttpRequest) -> Response:
@@ -89,13 +105,17 @@ async def prometheus(http: HttpRequest) -> Response:
 
 
 async def models(http: HttpRequest) -> Response:
-    return JSONResponse({"object": "list", "data": [_model(http.app.state.front)]})
+    """In Anthropic's shape for its clients, else in OpenAI's."""
+    front: Front = http.app.state.front
+    if VERSION in http.headers:
+        return JSONResponse(anthropic.models_of(front))
+    return JSONResponse({"object": "list", "data": [_model(front)]})
 
 
 async def model(http: HttpRequest) -> Response:
     front: Front = http.app.state.front
     front.check_model(http.path_params["name"])
-    return JSONResponse(_model(front))
+    return JSONResponse(anthropic.model_of(front) if VERSION in http.headers else _model(front))
 
 
 def _model(front: Front) -> dict[str, Any]:
@@ -119,11 +139,10 @@ async def tokenize(http: HttpRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise unfit("prompt", "prompt, messages: send one of them, and only one")
     if body.messages is not None:
-        options, unread = openai.template_options(front, body)
+        kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
+        options, unread = template_options(front, kwargs, reasoning_effort=effort)
         ignored += unread
-        work = front.on_text_thread(
-            render_chat, front.tokenizer, body.messages, body.add_generation_prompt, **options
-        )
+        work = front.on_text_thread(_tokens, front, body, options)
         ignored += ["add_special_tokens"] if "add_special_tokens" in body.model_fields_set else []
     else:
         given = body.model_fields_set
@@ -132,6 +151,11 @@ async def tokenize(http: HttpRequest) -> Response:
     ids = await while_connected(http.receive, work)
     found = {"count": len(ids), "max_model_len": front.engine.info.context, "tokens": ids}
     return JSONResponse(found, headers=front.report(ignored))
+
+
+def _tokens(front: Front, body: Tokenize, options: dict[str, Any]) -> list[int]:
+    talk = talk_of(body.messages or [], body.tools, options, front.history)
+    return render(front.tokenizer, talk, front.history, body.add_generation_prompt).ids
 
 
 async def detokenize(http: HttpRequest) -> Response:

@@ -1,4 +1,4 @@
-"""Refusals in the shape of OpenAI's API.
+"""Refusals in the shape of the API that was called: OpenAI's, or Anthropic's under /v1/messages.
 
 Rule: a message names the field, the value and the mend. Each is logged and counted where it is sent, whoever
 refuses: the guard, the router or an endpoint.
@@ -16,6 +16,15 @@ log = logging.getLogger("mlxspec")
 
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 RESTART_S = 5  # until whatever watches the process has started the next
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
@@ -40,20 +49,31 @@ class ApiError(Exception):
         kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def anthropic(self) -> dict[str, Any]:
+        """The body as Anthropic has it."""
+        kind = ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
     def response(self) -> Response:
         return Refusal(self)
 
 
-class Refusal(JSONResponse):
+class Refusal(Response):
     """An error on its way to the client."""
 
     def __init__(self, error: ApiError) -> None:
-        super().__init__(error.body(), error.status, headers=error.headers)
+        super().__init__(status_code=error.status)
         self.error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        book(scope["app"], f"{scope['method']} {scope['path'][:200]}", self.error)
-        await super().__call__(scope, receive, send)
+        error, path = self.error, scope["path"]
+        book(scope["app"], f"{scope['method']} {path[:200]}", error)
+        body = error.anthropic() if speaks_anthropic(path) else error.body()
+        await JSONResponse(body, error.status, headers=error.headers)(scope, receive, send)
+
+
+def speaks_anthropic(path: str) -> bool:
+    return path.removeprefix("/v1").startswith("/messages")
 
 
 def book(app: Any, asked: str, error: ApiError) -> None:

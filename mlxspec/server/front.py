@@ -20,7 +20,10 @@ from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server import Engine
 from mlxspec.server.errors import ApiError, busy, unfit
-from mlxspec.text.prompt import Defaults, Refused, Tokenizer
+from mlxspec.text.grammar import Grammars
+from mlxspec.text.history import History
+from mlxspec.text.messages import Refused
+from mlxspec.text.prompt import Defaults, Tokenizer
 
 log = logging.getLogger("mlxspec")
 
@@ -29,6 +32,7 @@ T = TypeVar("T")
 BODY_S = 60.0  # time that a client has to send its request
 KNOWN_NAMES = 1000  # unknown fields that are remembered as logged
 ALIASES = ("default", "local")
+FAMILIES = ("claude-", "gpt-")  # names that agents have built in: whatever is served here stands for them
 
 
 class Gone(Exception):
@@ -44,6 +48,8 @@ class Front:
     defaults: Defaults
     config: Config
     metrics: Metrics
+    grammars: Grammars  # the text thread's
+    history: History = field(default_factory=History)  # the text thread's
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
     _preparing: int = 0
     _named: set[str] = field(default_factory=set)
@@ -61,10 +67,23 @@ class Front:
         finally:
             self._preparing -= 1
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Run `work` on the text thread, after what waits there, before what comes. A failure is logged."""
+
+        def told() -> None:
+            try:
+                work()
+            except Exception:
+                log.exception("an answer was given, but will not be remembered")
+
+        self._text.submit(told)
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that is not served here."""
         own = self.engine.info.name
-        if name is not None and name not in (own, *ALIASES):
+        if name is None or name in (own, *ALIASES):
+            return
+        if self.config.strict_model_names == "on" or not name.startswith(FAMILIES):
             raise ApiError(
                 404,
                 f"model = {name[:200]!r} is not served here; send {own!r} or 'default'",

@@ -1,124 +1,66 @@
 """What OpenAI's endpoints take, field by field: strict types, ranges, and the fate of every other field.
 
-Rule: nothing is silently ignored. A field is used, or harmless for the reason given here, or refused because
-it would change the answer; what nobody knows is reported back.
+Rule: a field is used, or it is in the tables of `fields`, or it is reported back.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from mlxspec.server.errors import ApiError, unfit
+from mlxspec.server.fields import (
+    HARMLESS,
+    HARMLESS_INSIDE,
+    MAX_BIASES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    REFUSED,
+    RENDERING,
+    WRONG,
+    Refusals,
+)
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, shown
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1000
-MAX_PROMPTS = 32
-MAX_BIASES = 1024
-MAX_PARTS = 1024
 INT64 = 2**63
-
-# Accepted without effect. None of them could change the text of an answer.
-HARMLESS = {
-    "user": "who asks makes no difference here",
-    "safety_identifier": "who asks makes no difference here",
-    "store": "nothing is ever stored",
-    "metadata": "it goes with storing",
-    "parallel_tool_calls": "there are no tools to call",
-    "service_tier": "there is one tier",
-    "prompt_cache_key": "the prefix cache finds shared prompts by itself",
-    "prompt_cache_retention": "the prefix cache keeps what fits",
-}
-HARMLESS_INSIDE = {
-    "stream_options": {"include_obfuscation"},
-    "messages[]": {"role", "content", "name", "reasoning_content", "refusal", "id", "status", "annotations"}
-    | {"tool_calls", "function_call", "audio", "tool_call_id"},  # refused where they hold something
-    "messages[].content[]": {"type", "text", "refusal", "cache_control", "annotations"},
-    "prediction": {"type", "content"},
-    "prediction.content[]": {"type", "text"},
-}
-
-Refusals = dict[str, tuple[tuple[Any, ...], str]]
-
-# Would change the answer, and the endpoint has no such field: the values that ask for nothing, and the mend.
-REFUSED: Refusals = {
-    **dict.fromkeys(("tools", "functions"), (([],), "tools are not supported; leave it out")),
-    **dict.fromkeys(
-        ("tool_choice", "function_call"), (("none", "auto"), "tools are not supported; leave it out")
-    ),
-    "response_format": (({"type": "text"},), "the only format is {'type': 'text'}; leave it out"),
-    "modalities": ((["text"],), "answers are text; send ['text'] or leave it out"),
-    "audio": ((), "answers are text; leave it out"),
-    "web_search_options": ((), "this server searches nothing; leave it out"),
-    "verbosity": (("medium",), "the model has no such setting; ask for it in a message"),
-    "suffix": (("",), "text is completed at its end only; leave it out"),
-    "min_tokens": ((0,), "an answer may be short; ban the end token with logit_bias instead"),
-    "bad_words": (([],), "ban their tokens with logit_bias instead"),
-    "allowed_token_ids": (([],), "use logit_bias instead"),
-    "use_beam_search": ((False,), "beam search is not supported; leave it out"),
-    "length_penalty": ((1, 1.0), "beam search is not supported; leave it out"),
-    "prompt_logprobs": ((0,), "only generated tokens have log-probabilities; leave it out"),
-    "include_stop_str_in_output": ((False,), "append the stop string yourself"),
-    "skip_special_tokens": ((False,), "special tokens, but the last, are shown as text; leave it out"),
-    "draft_model": ((), "the server chooses how it drafts; leave it out"),
-    "adapters": ((), "serve the model with its adapter instead"),
-    "messages": ((), "send it to /v1/chat/completions"),
-    "prompt": ((), "send it to /v1/completions"),
-    "system": ((), "send it as a message with the role system"),
-    **dict.fromkeys(("max_new_tokens", "max_completion_tokens"), ((), "send max_tokens instead")),
-    "repeat_penalty": ((1, 1.0), "send repetition_penalty instead"),
-    "typical_p": ((1, 1.0), "use top_k, top_p or min_p instead"),
-    "echo": ((False,), "an answer holds what is new; prepend the prompt yourself"),
-    "best_of": ((1,), "nothing is ranked; ask for n answers"),
-    "top_logprobs": ((0,), "send their number as logprobs"),
-    "continue_final_message": ((False,), "render the text yourself and send it to /v1/completions"),
-    "add_generation_prompt": ((True,), "render the text yourself and send it to /v1/completions"),
-    "chat_template": ((), "render the text yourself and send it to /v1/completions"),
-    "documents": (([],), "put their text into a message"),
-    "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
-    **dict.fromkeys(
-        ("thinking", "enable_thinking", "reasoning", "reasoning_effort", "chat_template_kwargs"),
-        (({},), "send to /v1/chat/completions what the model's template reads, as chat_template_kwargs"),
-    ),
-    **dict.fromkeys(
-        "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar".split(),
-        ((), "constrained answers are not supported; leave it out"),
-    ),
-    **dict.fromkeys(
-        ("mirostat", "xtc_probability", "dry_multiplier"), ((0, 0.0), "use top_k, top_p or min_p instead")
-    ),
-}
-# Those that would change the tokens of messages.
-RENDERING = {
-    name: REFUSED[name]
-    for name in "tools functions continue_final_message chat_template documents truncate_prompt_tokens"
-    " thinking enable_thinking reasoning system".split()
-}
-
-# What is wrong with a value and the mend, by pydantic's names for it.
-WRONG = {
-    "int_type": "is not a whole number; send one",
-    "int_from_float": "is not a whole number; send one",
-    "float_type": "is not a number; send one",
-    "finite_number": "is out of range; send a finite number",
-    "bool_type": "is neither true nor false; send one of them",
-    "string_type": "is not a string; send one",
-    "list_type": "is not a list; send one",
-    "dict_type": "is not an object; send one",
-    "model_type": "is not an object; send one",
-    "literal_error": "is not supported; send {expected}",
-    "too_short": "is empty; send {min_length} at least",
-    "too_long": "holds more than {max_length}; leave some out",
-    "greater_than_equal": "is too small; send {ge} or more",
-    "less_than_equal": "is too large; send {le} or less",
-    "less_than": "is too large; send less than {lt}",
-}
-
 OBJECT = TypeAdapter(dict[str, Any])
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class JsonSchema(BaseModel):
+    """The schema of an answer. `strict` makes no difference: an answer always keeps to it."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    body: Any = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("has no json_schema; send {'name': ..., 'schema': {...}} in it")
+        return self
 
 
 class StreamOptions(BaseModel):
@@ -156,14 +98,20 @@ class Prediction(BaseModel):
         return "".join(part.text for part in self.content)
 
 
-class Common(BaseModel):
+class Strict(BaseModel):
+    """A body: its types are taken as they are, and `refuses` says which other fields are refused."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    refuses: ClassVar[Refusals] = {}
+
+
+class Common(Strict):
     """What both endpoints take. None, or no such field: the model's own setting, or the effect is off.
 
     `source` is the field that the prompt comes from, `limit` the most tokens to generate, `alternatives` the
     number of top log-probabilities per token, None for no log-probabilities.
     """
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     refuses: ClassVar[Refusals] = REFUSED
 
@@ -224,6 +172,28 @@ class Chat(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None  # Lark
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice(cls, value: Any) -> Any:
+        if value in (None, "auto", "none", "required"):
+            return value
+        function = value.get("function") if isinstance(value, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                "is not a choice; send auto, none, required, or {'type': 'function', 'function': {'name':"
+                " ...}}"
+            )
+        return {"name": function["name"]}
+
+    @property
+    def choice(self) -> Any:
+        return self.tool_choice or "auto"
 
     @property
     def limit(self) -> int | None:
@@ -265,30 +235,25 @@ class Completion(Common):
         return self.logprobs
 
 
-class Tokenize(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Tokenize(Strict):
     refuses: ClassVar[Refusals] = RENDERING
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Any], Field(min_length=1)] | None = None
+    tools: list[Any] | None = None
     add_special_tokens: bool = True  # of a prompt
     add_generation_prompt: bool = True  # of messages, as are those below
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Detokenize(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    refuses: ClassVar[Refusals] = {}
-
+class Detokenize(Strict):
     model: str | None = None
     tokens: list[Token]
 
 
-Body = TypeVar("Body", Chat, Completion, Tokenize, Detokenize)
+Body = TypeVar("Body", bound=Strict)
 
 
 def is_ids(value: Any) -> bool:

@@ -1,4 +1,5 @@
-"""From the engine's outputs to OpenAI's chunks, bodies and usage. Pure: no connection, no clock.
+"""From the engine's outputs to the pieces of an answer, and those to what OpenAI's endpoints say. Pure: no
+connection, no clock.
 
 Rule: a stream and a whole body say the same, because both are made of the same pieces.
 """
@@ -7,8 +8,10 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from mlxspec.server.errors import ApiError
+from mlxspec.text.parts import Call, Part, Parts
 from mlxspec.text.prompt import Tokenizer
 from mlxspec.text.reader import Reader, token_bytes
 from mlxspec.types import Finish, Logprob, Output, Request
@@ -32,9 +35,11 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one output adds to a choice. `starts` says where each token's text begins in the choice's text."""
+    """What one output adds to a choice: its text, and the parts that this text completes. `starts` says where
+    each token's text begins in the choice's text."""
 
     text: str
+    parts: tuple[Part, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     starts: tuple[int, ...] = ()
     finish: Finish | None = None
@@ -46,6 +51,9 @@ class Choice:
 
     index: int
     reader: Reader
+    parts: Parts | None = None  # of a chat
+    single: bool = False  # the first call ends the answer
+    ids: list[int] = field(default_factory=list)  # that were read, end token included
     finish: Finish | None = None
     cached: int = 0  # prompt tokens that were not computed
     rounds: int = 0
@@ -61,15 +69,39 @@ class Choice:
             raise Failed(503, "the server is stopping; send the request again")
         self.cached, self.rounds = output.cached, output.rounds
         self.drafted, self.accepted = output.drafted, dict(output.accepted)
+        read = self.reader.count
         text = self.reader.feed(output.tokens)
+        self.ids += output.tokens[: self.reader.count - read]
         if output.finish is not None:
             text += self.reader.finish()
         self.finish = "stop" if self.reader.stopped is not None else output.finish
+        parts = self._parts(text)
         self._waiting.extend(output.logprobs)
         starts = tuple(self.reader.released)
         self.reader.released.clear()
         logprobs = tuple(self._waiting.popleft() for _ in starts) if self._waiting else ()
-        return Piece(text, logprobs, starts, self.finish)
+        return Piece(text, tuple(parts), logprobs, starts, self.finish)
+
+    def _parts(self, text: str) -> list[Part]:
+        if self.parts is None:
+            return []
+        made = self.parts.feed(text)
+        if self.finish is not None:
+            made += self.parts.finish()
+        if self.single and self.parts.calls:
+            del self.parts.calls[1:]
+            self.finish = "stop"
+            first = next(n for n, part in enumerate(made) if part.kind == "call")
+            del made[first + 1 :]
+        return made
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.parts.calls if self.parts else []
+
+    @property
+    def ended_by_itself(self) -> bool:
+        return self.finish == "stop" and self.reader.stopped is None
 
     @property
     def kept(self) -> int:
@@ -79,92 +111,196 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How a response looks: which API, its id, and what the request asked to see."""
+class Usage:
+    """Token counts of a response. `kept` of `drafted` tokens were accepted and are part of the answers."""
+
+    prompt: int
+    generated: int
+    cached: int
+    drafted: int
+    kept: int
+
+
+class Dialect(Protocol):
+    """How an API says things; made anew for each response, and told everything in order."""
+
+    @property
+    def id(self) -> str: ...
+
+    def opening(self, usage: Usage) -> bytes:
+        """What a stream begins with; of the usage, only the prompt is known yet."""
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        """The events of one piece; none where there is nothing to say."""
+
+    def still_here(self) -> bytes:
+        """An event that says nothing: some clients count comments as silence."""
+
+    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """What a stream ends with."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """What a stream ends with that cannot go on."""
+
+    def body(self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
+        """The whole response; `pieces[i]` are those of `choices[i]`."""
+
+
+@dataclass(slots=True)
+class OpenAI:
+    """The dialect of both completions endpoints, by `api`; the rest is what the request asked to see."""
 
     api: Api
     id: str
     model: str
     created: int  # unix seconds
     tokenizer: Tokenizer
+    indexes: Sequence[int] = (0,)  # of the choices
     logprobs: bool = False
     include_usage: bool = False
     echoes: tuple[str, ...] = ()  # per choice, the prompt to repeat; empty: none
+    _called: dict[int, int] = field(default_factory=dict)  # calls so far, by choice
 
-    def head(self, streamed: bool) -> Json:
+    def opening(self, usage: Usage) -> bytes:
+        """The role of each choice, or the prompt that is to be repeated."""
+        made = []
+        for i in self.indexes:
+            if self.api == "chat":
+                made.append(self._chunk(i, {"role": "assistant", "content": ""}))
+            elif self.echoes:
+                made.append(self._chunk(i, self.echoes[i]))
+        return b"".join(made)
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        i, made = choice.index, []
+        logprobs = self._logprobs(i, [piece]) if self.logprobs and piece.logprobs else None
+        if self.api == "completions" and (piece.text or logprobs):
+            made.append(self._chunk(i, piece.text, logprobs))
+        elif self.api == "chat":
+            said = [self._delta(i, part) for part in piece.parts] or ([{}] if logprobs else [])
+            made += [self._chunk(i, delta, logprobs if n == 0 else None) for n, delta in enumerate(said)]
+        if piece.finish is not None:
+            last: Json | str = {} if self.api == "chat" else ""
+            made.append(self._chunk(i, last, finish=self._finish(choice)))
+        return b"".join(made)
+
+    def still_here(self) -> bytes:
+        return self._chunk(self.indexes[0], {"content": ""} if self.api == "chat" else "")
+
+    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        if not self.include_usage:
+            return DONE
+        return event({**self._head(True), "choices": [], "usage": told(usage)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body())
+
+    def body(self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
+        made = []
+        for choice, some in zip(choices, pieces, strict=True):
+            said: Json = {"index": choice.index}
+            if self.api == "chat":
+                said["message"] = {**message(choice, some), "refusal": None}
+            else:
+                echo = self.echoes[choice.index] if self.echoes else ""
+                said["text"] = echo + "".join(piece.text for piece in some)
+            said["logprobs"] = self._logprobs(choice.index, some) if self.logprobs else None
+            said["finish_reason"] = self._finish(choice)
+            made.append(said)
+        return {**self._head(False), "choices": made, "usage": told(usage)}
+
+    def _head(self, streamed: bool) -> Json:
         kind = "text_completion"
         if self.api == "chat":
             kind = "chat.completion.chunk" if streamed else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    def _finish(self, choice: Choice) -> str | None:
+        return "tool_calls" if choice.calls and choice.finish == "stop" else choice.finish
 
-def opening(shape: Shape, indexes: Iterable[int]) -> list[bytes]:
-    """What a stream begins with: the role of each choice, or the prompt that is to be repeated."""
-    if shape.api == "chat":
-        return [_chunk(shape, i, {"role": "assistant", "content": ""}, None, None) for i in indexes]
-    return [_chunk(shape, i, shape.echoes[i], None, None) for i in indexes if shape.echoes]
+    def _delta(self, index: int, part: Part) -> Json:
+        if part.call is None:
+            return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+        at = self._called.get(index, 0)
+        self._called[index] = at + 1
+        return {"tool_calls": [{"index": at, **spelled(part.call)}]}
+
+    def _chunk(
+        self, index: int, said: Json | str, logprobs: Json | None = None, finish: str | None = None
+    ) -> bytes:
+        choice: Json = {"index": index, "delta" if self.api == "chat" else "text": said}
+        choice |= {"logprobs": logprobs, "finish_reason": finish}
+        data = {**self._head(True), "choices": [choice]}
+        return event(data | {"usage": None} if self.include_usage else data)
+
+    def _logprobs(self, index: int, pieces: Iterable[Piece]) -> Json:
+        if self.api == "chat":
+            entries = [_entry(self.tokenizer, lp) for p in pieces for lp in p.logprobs]
+            return {"content": entries, "refusal": None}
+        made: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for piece in pieces:
+            for lp, start in zip(piece.logprobs, piece.starts, strict=True):
+                made["tokens"].append(_name(self.tokenizer, lp.token, "bytes:"))
+                made["token_logprobs"].append(_finite(lp.logprob))
+                best = {_name(self.tokenizer, token, "bytes:"): _finite(p) for token, p in lp.top}
+                made["top_logprobs"].append({made["tokens"][-1]: _finite(lp.logprob)} | best)
+                made["text_offset"].append(start + (len(self.echoes[index]) if self.echoes else 0))
+        return made
 
 
-def chunks(shape: Shape, index: int, piece: Piece) -> list[bytes]:
-    """The events of one piece: its text, then its end; none where there is nothing to say."""
-    made = []
-    if piece.text or piece.logprobs:
-        logprobs = _logprobs(shape, index, [piece]) if shape.logprobs else None
-        made.append(_chunk(shape, index, _said(shape, piece.text), logprobs, None))
-    if piece.finish is not None:
-        made.append(_chunk(shape, index, {} if shape.api == "chat" else "", None, piece.finish))
+def event(data: Json, name: str = "") -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + ENCODER.encode(data).encode() + b"\n\n"
+
+
+def message(choice: Choice, pieces: Iterable[Piece]) -> Json:
+    """An answer as the message that a client sends back with the next turn."""
+    texts = {"reasoning": "", "content": ""}
+    for part in (part for piece in pieces for part in piece.parts if part.call is None):
+        texts[part.kind] += part.text
+    made: Json = {"role": "assistant", "content": texts["content"]}
+    if texts["reasoning"]:
+        made["reasoning_content"] = texts["reasoning"]
+    if choice.calls:
+        made["tool_calls"] = [spelled(call) for call in choice.calls]
+        made["content"] = texts["content"] or None
     return made
 
 
-def still_here(shape: Shape) -> bytes:
-    """A chunk that says nothing: some clients count comments as silence."""
-    return _chunk(shape, 0, _said(shape, ""), None, None)
+def spelled(call: Call) -> Json:
+    """A call in OpenAI's chat form."""
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
-def closing(shape: Shape, usage: Json) -> bytes:
-    """What a stream ends with."""
-    if not shape.include_usage:
-        return DONE
-    return event({**shape.head(True), "choices": [], "usage": usage}) + DONE
-
-
-def event(data: Json) -> bytes:
-    return b"data: " + ENCODER.encode(data).encode() + b"\n\n"
-
-
-def body(shape: Shape, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
-    """The whole response; `pieces[i]` are those of `choices[i]`."""
-    made = []
-    for choice, some in zip(choices, pieces, strict=True):
-        text = "".join(piece.text for piece in some)
-        said: Json = {"index": choice.index}
-        if shape.api == "chat":
-            said["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            said["text"] = (shape.echoes[choice.index] if shape.echoes else "") + text
-        said["logprobs"] = _logprobs(shape, choice.index, some) if shape.logprobs else None
-        said["finish_reason"] = choice.finish
-        made.append(said)
-    return {**shape.head(False), "choices": made, "usage": usage}
-
-
-def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Json:
+def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
     """Token counts. A prompt counts once, however many choices it has; `choices` are grouped by request."""
-    prompt = sum(len(request.prompt) for request in requests)
-    generated = sum(choice.reader.count for choice in choices)
-    kept = sum(choice.kept for choice in choices)
     first, cached = 0, 0
     for request in requests:
         cached += choices[first].cached
         first += request.n
+    return Usage(
+        prompt=sum(len(request.prompt) for request in requests),
+        generated=sum(choice.reader.count for choice in choices),
+        cached=cached,
+        drafted=sum(choice.drafted for choice in choices),
+        kept=sum(choice.kept for choice in choices),
+    )
+
+
+def told(usage: Usage) -> Json:
+    """Usage as both completions endpoints tell it."""
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.generated,
+        "total_tokens": usage.prompt + usage.generated,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": kept,
-            "rejected_prediction_tokens": sum(choice.drafted for choice in choices) - kept,
+            "accepted_prediction_tokens": usage.kept,
+            "rejected_prediction_tokens": usage.drafted - usage.kept,
         },
     }
 
@@ -186,39 +322,14 @@ def speculation(choices: Sequence[Choice]) -> str:
     return f"{said}, " + " / ".join(f"{name} {share} %" for name, share in shares if share)
 
 
-def _said(shape: Shape, text: str) -> Json | str:
-    return {"content": text} if shape.api == "chat" else text
+def _entry(tokenizer: Tokenizer, lp: Logprob) -> Json:
+    top = [_alternative(tokenizer, token, p) for token, p in lp.top]
+    return _alternative(tokenizer, lp.token, lp.logprob) | {"top_logprobs": top}
 
 
-def _chunk(shape: Shape, index: int, said: Json | str, logprobs: Json | None, finish: Finish | None) -> bytes:
-    choice: Json = {"index": index, "delta" if shape.api == "chat" else "text": said}
-    choice |= {"logprobs": logprobs, "finish_reason": finish}
-    data = {**shape.head(True), "choices": [choice]}
-    return event(data | {"usage": None} if shape.include_usage else data)
-
-
-def _logprobs(shape: Shape, index: int, pieces: Iterable[Piece]) -> Json:
-    if shape.api == "chat":
-        return {"content": [_entry(shape, lp) for p in pieces for lp in p.logprobs], "refusal": None}
-    made: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for piece in pieces:
-        for lp, start in zip(piece.logprobs, piece.starts, strict=True):
-            made["tokens"].append(_name(shape, lp.token, "bytes:"))
-            made["token_logprobs"].append(_finite(lp.logprob))
-            best = {_name(shape, token, "bytes:"): _finite(p) for token, p in lp.top}
-            made["top_logprobs"].append({made["tokens"][-1]: _finite(lp.logprob)} | best)
-            made["text_offset"].append(start + (len(shape.echoes[index]) if shape.echoes else 0))
-    return made
-
-
-def _entry(shape: Shape, lp: Logprob) -> Json:
-    top = [_told(shape, token, p) for token, p in lp.top]
-    return _told(shape, lp.token, lp.logprob) | {"top_logprobs": top}
-
-
-def _told(shape: Shape, token: int, logprob: float) -> Json:
-    raw = token_bytes(shape.tokenizer, token)
-    return {"token": _name(shape, token, ""), "logprob": _finite(logprob), "bytes": list(raw)}
+def _alternative(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
+    raw = token_bytes(tokenizer, token)
+    return {"token": _name(tokenizer, token, ""), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 def _finite(logprob: float) -> float:
@@ -226,9 +337,9 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _name(shape: Shape, token: int, prefix: str) -> str:
+def _name(tokenizer: Tokenizer, token: int, prefix: str) -> str:
     """A token as text; as OpenAI has it, a part of a character is spelled in hexadecimal bytes."""
-    raw = token_bytes(shape.tokenizer, token)
+    raw = token_bytes(tokenizer, token)
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from mlxspec.server.errors import ApiError
+from mlxspec.server.fields import HARMLESS, REFUSED
 from mlxspec.server.schema_openai import (
-    HARMLESS,
-    REFUSED,
     Chat,
     Completion,
     Detokenize,
@@ -242,7 +241,12 @@ def test_wrong_predictions(kind: Any, value: Any, param: str, why: str) -> None:
 
 
 def test_a_neutral_value_is_not_mistaken_for_another_type() -> None:
-    for name, value in (("min_tokens", False), ("use_beam_search", 0), ("tools", {}), ("tools", [{}])):
+    for name, value in (
+        ("min_tokens", False),
+        ("use_beam_search", 0),
+        ("bad_words", {}),
+        ("functions", [{}]),
+    ):
         assert refuse(Chat, CHAT | {name: value}).param == name
 
 
@@ -310,6 +314,7 @@ def test_unknown_fields_at_every_depth() -> None:
     ]
 
 
+TWO_CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
 # For each field of the two endpoints a value that must show: in what reaches the engine, or in the answer.
 TELLING: dict[str, Any] = {
     "model": "another",
@@ -337,6 +342,11 @@ TELLING: dict[str, Any] = {
     "top_logprobs": 3,  # beside logprobs
     "reasoning_effort": "low",
     "chat_template_kwargs": {"colour": "red"},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",  # beside tools
+    "parallel_tool_calls": False,  # beside tools, for an answer of two calls
+    "response_format": {"type": "json_object"},
+    "grammar": 'start: "x"',
     "echo": True,
     "best_of": 2,  # is not n
 }
@@ -355,9 +365,14 @@ async def test_no_field_is_silently_ignored(kind: Any, name: str, tokenizer: Any
     basis: dict[str, Any] = {**(CHAT if kind is Chat else COMPLETION), "seed": 1}
     if name == "top_logprobs":
         basis["logprobs"] = True
+    if name in ("tool_choice", "parallel_tool_calls"):
+        basis |= {"tools": TELLING["tools"]}
+    says = TWO_CALLS if name == "parallel_tool_calls" else "hello world"
     if name == "stream_options":
         basis["stream"] = True
-    one, other = [await seen(tokenizer, model_dir, kind, body) for body in (basis, basis | {name: telling})]
+    one, other = [
+        await seen(tokenizer, model_dir, kind, body, says) for body in (basis, basis | {name: telling})
+    ]
     assert one[0] == 200 and one != other
 
 
@@ -369,12 +384,20 @@ async def test_harmless_fields_change_nothing(kind: Any, tokenizer: Any, model_d
     assert await seen(tokenizer, model_dir, kind, body) == await seen(tokenizer, model_dir, kind, basis)
 
 
-async def seen(tokenizer: Any, model_dir: Any, kind: Any, body: Any) -> tuple[Any, ...]:
+def forced(request: Any) -> Any:
+    """What a grammar wants of an answer's beginning."""
+    return request.grammar and (request.grammar().forced(9), request.grammar().masks([]))
+
+
+async def seen(
+    tokenizer: Any, model_dir: Any, kind: Any, body: Any, says: str = "hello world"
+) -> tuple[Any, ...]:
     """Status, what reached the engine, and the answer, without what differs every time."""
-    s: Server = server(tokenizer, model_dir)
+    s: Server = server(tokenizer, model_dir, says=(says,))
     answer = await s.post("/v1/chat/completions" if kind is Chat else "/v1/completions", body)
     engine = [
-        (r.prompt, r.max_tokens, r.sampling, r.stop_tokens, r.n, r.prediction) for r in s.engine.submitted
+        (r.prompt, r.max_tokens, r.sampling, r.stop_tokens, r.n, r.prediction, forced(r))
+        for r in s.engine.submitted
     ]
     text = re.sub(r'"created":\d+', "", answer.body.decode())
     for request in s.engine.submitted:

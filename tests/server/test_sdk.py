@@ -203,7 +203,8 @@ def test_completions_continue_the_prompt(client: OpenAI, tokenizer: Any, anyio_b
         ({"model": "other"}, openai.NotFoundError, "model_not_found", "model"),
         ({"temperature": 3}, openai.BadRequestError, None, "temperature"),
         ({"n": 9}, openai.BadRequestError, None, "n"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "unsupported_parameter", "tools"),
+        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "unsupported_parameter", "functions"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, None, "tools[0]"),
         ({"text": "word " * 600}, openai.BadRequestError, "context_length_exceeded", "messages"),
     ],
 )

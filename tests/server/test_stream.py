@@ -5,19 +5,8 @@ from typing import Any
 
 import pytest
 
-from mlxspec.server import stream
-from mlxspec.server.stream import (
-    Choice,
-    Failed,
-    Piece,
-    Shape,
-    body,
-    chunks,
-    closing,
-    opening,
-    speculation,
-    usage,
-)
+from mlxspec.server.stream import Choice, Failed, OpenAI, Piece, Usage, speculation, told, usage
+from mlxspec.text.parts import Part, Parts
 from mlxspec.text.prompt import encode
 from mlxspec.text.reader import Reader
 from mlxspec.types import Logprob, Output, Request
@@ -25,12 +14,24 @@ from mlxspec.types import Logprob, Output, Request
 END = 299
 
 
-def shape(tokenizer: Any, **kw: Any) -> Shape:
-    return Shape(**{"api": "chat", "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw)
+NOTHING = Usage(0, 0, 0, 0, 0)
 
 
-def choice(tokenizer: Any, index: int = 0, stop: tuple[str, ...] = ()) -> Choice:
-    return Choice(index, Reader(tokenizer, stop, frozenset({END})))
+def dialect(tokenizer: Any, **kw: Any) -> OpenAI:
+    return OpenAI(**{"api": "chat", "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw)
+
+
+def choice(tokenizer: Any, index: int = 0, stop: tuple[str, ...] = (), parts: bool = False) -> Choice:
+    read = Parts(tokenizer, (), False, str) if parts else None
+    return Choice(index, Reader(tokenizer, stop, frozenset({END})), read)
+
+
+def events(made: bytes) -> list[Any]:
+    return [data(chunk + b"\n\n") for chunk in made.split(b"\n\n")[:-1]]
+
+
+def said(text: str, *rest: Any) -> Piece:
+    return Piece(text, (Part("content", text),) if text else (), *rest)
 
 
 def output(tokens: list[int], **kw: Any) -> Output:
@@ -44,9 +45,9 @@ def data(chunk: bytes) -> Any:
 
 def test_pieces(tokenizer: Any) -> None:
     made = choice(tokenizer)
-    assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == Piece("hello", (), (0,))
+    assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == Piece("hello", (), (), (0,))
     last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
-    assert last == Piece(" world", (), (5,), "stop")
+    assert last == Piece(" world", (), (), (5,), "stop")
     assert (made.finish, made.cached, made.rounds, made.reader.count) == ("stop", 3, 4, 3)
 
 
@@ -62,7 +63,7 @@ def test_a_stop_string_ends_a_choice_whatever_the_engine_says(tokenizer: Any) ->
 def test_what_is_held_back_comes_at_the_end(tokenizer: Any) -> None:
     made = choice(tokenizer, stop=("hello world",))
     assert made.take(output(encode(tokenizer, "hello"))) == Piece("")
-    assert made.take(output([END], finish="stop")) == Piece("hello", (), (0,), "stop")
+    assert made.take(output([END], finish="stop")) == Piece("hello", (), (), (0,), "stop")
 
 
 def test_log_probabilities_come_with_their_text(tokenizer: Any) -> None:
@@ -82,13 +83,14 @@ def test_no_answer(tokenizer: Any, finish: Any, status: int) -> None:
 
 
 def test_a_piece_without_text_makes_no_chunk(tokenizer: Any) -> None:
-    assert chunks(shape(tokenizer), 0, Piece("")) == []
-    assert len(chunks(shape(tokenizer), 0, Piece("", finish="stop"))) == 1
-    assert len(chunks(shape(tokenizer), 0, Piece("a", finish="stop"))) == 2
+    made = choice(tokenizer)
+    assert dialect(tokenizer).chunk(made, Piece("")) == b""
+    assert len(events(dialect(tokenizer).chunk(made, Piece("", finish="stop")))) == 1
+    assert len(events(dialect(tokenizer).chunk(made, said("a", (), (), "stop")))) == 2
 
 
 def test_chunks_are_one_line_of_utf8(tokenizer: Any) -> None:
-    [chunk] = chunks(shape(tokenizer), 3, Piece("é\n\u2028🦊"))
+    chunk = dialect(tokenizer).chunk(choice(tokenizer, 3), said("é\n\u2028🦊"))
     assert "é".encode() in chunk and data(chunk)["choices"][0] == {
         "index": 3,
         "delta": {"content": "é\n\u2028🦊"},
@@ -98,33 +100,33 @@ def test_chunks_are_one_line_of_utf8(tokenizer: Any) -> None:
 
 
 def test_openings(tokenizer: Any) -> None:
-    roles = [data(c)["choices"][0] for c in opening(shape(tokenizer), range(2))]
+    roles = [e["choices"][0] for e in events(dialect(tokenizer, indexes=range(2)).opening(NOTHING))]
     assert [(c["index"], c["delta"]) for c in roles] == [
         (i, {"role": "assistant", "content": ""}) for i in (0, 1)
     ]
-    assert opening(shape(tokenizer, api="completions"), range(2)) == []
-    echo = opening(shape(tokenizer, api="completions", echoes=("a", "b")), range(2))
-    assert [data(c)["choices"][0]["text"] for c in echo] == ["a", "b"]
+    assert dialect(tokenizer, api="completions", indexes=range(2)).opening(NOTHING) == b""
+    echo = dialect(tokenizer, api="completions", indexes=range(2), echoes=("a", "b")).opening(NOTHING)
+    assert [e["choices"][0]["text"] for e in events(echo)] == ["a", "b"]
 
 
 def test_the_chunk_that_says_nothing(tokenizer: Any) -> None:
-    assert data(stream.still_here(shape(tokenizer)))["choices"][0]["delta"] == {"content": ""}
-    assert data(stream.still_here(shape(tokenizer, api="completions")))["choices"][0]["text"] == ""
+    assert data(dialect(tokenizer).still_here())["choices"][0]["delta"] == {"content": ""}
+    assert data(dialect(tokenizer, api="completions").still_here())["choices"][0]["text"] == ""
 
 
 def test_closings(tokenizer: Any) -> None:
-    assert closing(shape(tokenizer), {}) == b"data: [DONE]\n\n"
-    told = closing(shape(tokenizer, include_usage=True), {"total_tokens": 5})
+    assert dialect(tokenizer).closing([], NOTHING) == b"data: [DONE]\n\n"
+    told = dialect(tokenizer, include_usage=True).closing([], Usage(3, 2, 1, 0, 0))
     first, _, rest = told.partition(b"\n\n")
     assert rest == b"data: [DONE]\n\n"
-    assert data(first + b"\n\n")["choices"] == [] and data(first + b"\n\n")["usage"] == {"total_tokens": 5}
+    last = data(first + b"\n\n")
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 5
 
 
 def test_no_infinity_in_json(tokenizer: Any) -> None:
     never = Logprob(64, float("-inf"), ((65, float("-inf")),))
     for api in ("chat", "completions"):
-        piece = Piece("a", (never,), (0,))
-        [chunk] = chunks(shape(tokenizer, api=api, logprobs=True), 0, piece)
+        chunk = dialect(tokenizer, api=api, logprobs=True).chunk(choice(tokenizer), said("a", (never,), (0,)))
         assert b"Infinity" not in chunk and b"-9999.0" in chunk
 
 
@@ -133,7 +135,7 @@ def test_usage_counts_a_prompt_once(tokenizer: Any) -> None:
     choices = [choice(tokenizer, i) for i in range(4)]
     for i, made in enumerate(choices):
         made.take(output([64] * (i + 1), cached=i))
-    assert usage(requests, choices) == {
+    assert told(usage(requests, choices)) == {
         "prompt_tokens": 4,
         "completion_tokens": 10,
         "total_tokens": 14,
@@ -153,7 +155,7 @@ def speculated(tokenizer: Any, *rounds: tuple[int, str, int], stop: tuple[str, .
 
 
 def details(*choices: Choice) -> tuple[int, int]:
-    found = usage([Request("a", (1,), 50, n=len(choices))], choices)["completion_tokens_details"]
+    found = told(usage([Request("a", (1,), 50, n=len(choices))], choices))["completion_tokens_details"]
     return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
 
 
@@ -190,20 +192,20 @@ def test_what_the_log_says_of_drafts(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_a_body_is_what_its_stream_says(tokenizer: Any, api: Any) -> None:
-    look = shape(tokenizer, api=api, logprobs=True)
-    made, pieces = choice(tokenizer), []
+    look = dialect(tokenizer, api=api, logprobs=True)
+    made, pieces = choice(tokenizer, parts=api == "chat"), []
     for token in encode(tokenizer, "hello é🦊 world"):
         pieces.append(made.take(output([token], logprobs=(Logprob(token, -1.0, ((64, -2.0),)),))))
     pieces.append(made.take(output([END], finish="stop")))
-    [whole] = body(look, [made], [pieces], {})["choices"]
-    events = [data(c)["choices"][0] for p in pieces for c in chunks(look, 0, p)]
+    [whole] = look.body([made], [pieces], NOTHING)["choices"]
+    chunks = [e["choices"][0] for p in pieces for e in events(look.chunk(made, p))]
     key = "content" if api == "chat" else "text_offset"
-    told = [entry for e in events if e["logprobs"] for entry in e["logprobs"][key]]
-    assert told == whole["logprobs"][key]
-    texts = [e["delta"].get("content", "") if api == "chat" else e["text"] for e in events]
+    entries = [entry for e in chunks if e["logprobs"] for entry in e["logprobs"][key]]
+    assert entries == whole["logprobs"][key]
+    texts = [e["delta"].get("content", "") if api == "chat" else e["text"] for e in chunks]
     assert (
         "".join(texts)
         == (whole["message"]["content"] if api == "chat" else whole["text"])
         == "hello é🦊 world"
     )
-    assert events[-1]["finish_reason"] == whole["finish_reason"] == "stop"
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "stop"

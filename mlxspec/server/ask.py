@@ -1,0 +1,257 @@
+"""What the three chat APIs ask of the engine, in one form, and how it is answered.
+
+Rule: everything that can be wrong with a request is found here, before anything is queued.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from mlxspec.server.answer import Job, answer
+from mlxspec.server.errors import unfit
+from mlxspec.server.front import Front, while_connected
+from mlxspec.server.stream import Choice, Dialect, Piece, message
+from mlxspec.text.grammar import Grammars, Make
+from mlxspec.text.messages import Refused
+from mlxspec.text.parts import Parts
+from mlxspec.text.prompt import Rendered, Talk, encode, remember, render, talk_of, template_reads
+from mlxspec.text.reader import Reader
+from mlxspec.types import COLDEST, Request, Sampling
+
+log = logging.getLogger("mlxspec")
+
+T = TypeVar("T")
+
+CHARS_PER_TOKEN = 32  # of a prediction, on average: more text than that is not worth encoding to be cut
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a request wants to be sampled; None: as the model does by itself."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    seed: int | None = None
+    alternatives: int | None = None  # of each token, with its log-probability
+
+    @classmethod
+    def of(cls, body: Any) -> "Wishes":
+        """From a body that has fields of these names."""
+        return cls(**{name: getattr(body, name) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What an answer must be: any JSON object, JSON by a schema, or text by a grammar in Lark's form. `field`
+    is where the request says so."""
+
+    kind: Literal["object", "schema", "lark"]
+    field: str
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A conversation to be continued. `messages` and `tools` are OpenAI's chat form, as they came.
+    `tool_choice` is auto, none, required, or a dict {"name": ...}; `single` takes one call at most.
+    `limit` is the most tokens to generate."""
+
+    messages: Sequence[Any]
+    tools: Any = None
+    deferred: Sequence[
+        Mapping[str, Any]
+    ] = ()  # may be called too, but the prompt does not name them by itself
+    tool_choice: str | Mapping[str, str] = "auto"
+    single: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the template
+    wishes: Wishes = field(default_factory=Wishes)
+    limit: int | None = None
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    prediction: str = ""
+    format: Format | None = None
+    source: str = "messages"  # the field that the conversation comes from
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An `Ask` in token ids."""
+
+    talk: Talk
+    prompt: Rendered
+    predicted: tuple[int, ...]
+    grammar: Make | None = None
+
+
+def prepare(front: Front, ask: Ask) -> Prepared:
+    """On the text thread. Raises Refused."""
+    talk = talk_of(ask.messages, ask.tools, ask.options, front.history)
+    prompt = render(front.tokenizer, talk, front.history)
+    grammar = _grammar(front.grammars, ask, talk, prompt)
+    return Prepared(talk, prompt, predicted(front, ask.prediction), grammar)
+
+
+def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make | None:
+    """What the answer has to keep to: a call that is asked for, or else the format, or a call instead."""
+    forced = ask.tool_choice not in ("auto", "none")
+    if not forced and ask.format is None:
+        return None
+    end = grammars.tokenizer.think_end
+    thinking = True if prompt.thinking else False if end and prompt.text.rstrip().endswith(end) else None
+    if forced or ask.format is None:
+        name = ask.tool_choice["name"] if isinstance(ask.tool_choice, Mapping) else None
+        ways = [grammars.calls(talk.tools, name, ask.single or name is not None, "tool_choice")]
+        return grammars.compiled(grammars.rules(ways), thinking, "tool_choice")
+    form, callable_ = ask.format, bool(talk.tools) and ask.tool_choice == "auto"
+    if form.kind == "lark":
+        if callable_:
+            raise Refused(form.field, f"{form.field} with tools: send one of them, or tool_choice 'none'")
+        return grammars.compiled(str(form.value), thinking, form.field)
+    ways = [grammars.json({"type": "object"} if form.kind == "object" else form.value, form.field)]
+    if callable_:
+        ways.append(grammars.calls(talk.tools, None, ask.single, form.field))
+    return grammars.compiled(grammars.rules(ways), thinking, form.field)
+
+
+async def converse(
+    http: HttpRequest, ask: Ask, dialect: Callable[[str], Dialect], name: str, streamed: bool,
+    ignored: list[str], arrived: float,
+) -> ASGIApp:  # fmt: skip
+    """The response to an `Ask`, in the dialect that is made for its `name`. Raises ApiError."""
+    front: Front = http.app.state.front
+    check_count(front, ask.n, 1)
+    ready = await while_connected(http.receive, front.on_text_thread(prepare, front, ask))
+    request = request_of(front, ask, ready, name, arrived)
+    tools = [*ready.talk.tools, *ask.deferred] if ask.tool_choice != "none" else ()
+    choices = [
+        Choice(
+            i,
+            Reader(front.tokenizer, ask.stop, request.stop_tokens),
+            Parts(front.tokenizer, tools, ready.prompt.thinking, call_id),
+            single=ask.single,
+        )
+        for i in range(ask.n)
+    ]
+    headers = {"x-request-id": name, "request-id": name, **front.report(ignored)}
+    done = partial(_remember, front, ready, choices)
+    return answer(front, Job([request], choices, dialect(name), streamed, headers, arrived, done=done))
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _remember(
+    front: Front, ready: Prepared, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]]
+) -> None:
+    """What the next turn's prompt should repeat token for token."""
+    said = [(choice, message(choice, some)) for choice, some in zip(choices, pieces, strict=True)]
+
+    def work() -> None:
+        for choice, answered in said:
+            for call in choice.calls:
+                front.history.keep_call(call)
+            if choice.ended_by_itself:
+                canonical = talk_of([answered], None, {}, front.history).messages[0]
+                remember(front.tokenizer, ready.talk, ready.prompt, canonical, choice.ids, front.history)
+
+    front.later(work)
+
+
+def request_of(front: Front, ask: Ask, ready: Prepared, name: str, arrived: float) -> Request:
+    """The engine's request. Raises ApiError for what cannot be run here."""
+    prompt = ready.prompt.ids
+    check_prompt(front, prompt, ask.source)
+    info = front.engine.info
+    most = min(info.context - len(prompt), ask.limit or info.context)
+    ends = stop_tokens(front, ask.stop_tokens, ask.ignore_eos)
+    drawn = sampling(front, ask.wishes)
+    return Request(name, tuple(prompt), most, drawn, ends, ask.n, arrived, ready.predicted, ready.grammar)
+
+
+def stop_tokens(front: Front, own: Sequence[int], ignore_eos: bool) -> frozenset[int]:
+    ends = frozenset() if ignore_eos else frozenset(front.tokenizer.eos_token_ids)
+    return ends | frozenset(own)
+
+
+def check_count(front: Front, n: int, prompts: int) -> None:
+    """Raises ApiError for more answers than could ever wait together."""
+    most = front.config.max_sequences + front.config.max_queue
+    if n * prompts > most:
+        raise unfit("n", f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer")
+
+
+def check_prompt(front: Front, prompt: Sequence[int], source: str) -> None:
+    """Raises ApiError. That a prompt is too long is said in the words by which agents know to compact."""
+    info = front.engine.info
+    if not prompt:
+        raise unfit(source, f"{source} has no tokens; send some text")
+    if max(prompt) >= info.vocab:
+        raise unfit(source, f"{source} has the token id {max(prompt)}; ids run from 0 to {info.vocab - 1}")
+    if len(prompt) >= info.context:
+        raise unfit(
+            source,
+            f"prompt is too long: {len(prompt)} tokens > {info.context} maximum. This model's maximum context"
+            f" length is {info.context} tokens, and an answer needs room in it; shorten {source}",
+            "context_length_exceeded",
+        )
+
+
+def template_options(
+    front: Front, kwargs: Mapping[str, Any] | None, **fields: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """What the request tells the chat template, and the names of what this template does not look at.
+    `fields` are those of the body that are named as the template's variables; None: not sent."""
+    given = {f"chat_template_kwargs.{k}": (k, v) for k, v in (kwargs or {}).items()}
+    given |= {name: (name, value) for name, value in fields.items() if value is not None}
+    read = {path: template_reads(front.tokenizer, name) for path, (name, _) in given.items()}
+    options = {name: value for path, (name, value) in given.items() if read[path]}
+    return options, [path for path in given if not read[path]]
+
+
+def predicted(front: Front, text: str) -> tuple[int, ...]:
+    """Token ids of what the client expects. They are a hint: what is too much is left out, not refused."""
+    info = front.engine.info
+    text = text[: info.context * CHARS_PER_TOKEN]
+    if not text:
+        return ()
+    return tuple(t for t in encode(front.tokenizer, text, special=False) if t < info.vocab)[: info.context]
+
+
+def sampling(front: Front, wishes: Wishes) -> Sampling:
+    """The request's own settings, where it is silent the model's. Raises ApiError."""
+    defaults, vocab = front.defaults, front.engine.info.vocab
+    bias = {int(key): value for key, value in (wishes.logit_bias or {}).items()}
+    if bias and max(bias) >= vocab:
+        raise unfit("logit_bias", f"logit_bias has the token id {max(bias)}; ids run from 0 to {vocab - 1}")
+    temperature = _or(wishes.temperature, defaults.temperature)
+    return Sampling(
+        temperature=temperature if temperature >= COLDEST else 0.0,
+        top_k=max(0, _or(wishes.top_k, defaults.top_k)),
+        top_p=_or(wishes.top_p, defaults.top_p),
+        min_p=_or(wishes.min_p, defaults.min_p),
+        repetition_penalty=_or(wishes.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=wishes.presence_penalty or 0.0,
+        frequency_penalty=wishes.frequency_penalty or 0.0,
+        logit_bias=tuple(bias.items()),
+        seed=_or(wishes.seed, secrets.randbits(63)),
+        logprobs=wishes.alternatives,
+    )
+
+
+def _or(own: T | None, default: T) -> T:
+    return default if own is None else own

@@ -1,0 +1,128 @@
+"""Conversations with tools and reasoning: told apart, streamed as they are whole, and remembered."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.text.prompt import encode, load_tokenizer
+from tests.server.scripted import END, INFO, Server, server
+from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
+
+pytestmark = pytest.mark.anyio
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("a", "b")
+]
+CALL = '<tool_call>\n{"arguments": {"x":1},  "name": "a"}\n</tool_call>'
+OTHER = CALL.replace('"a"', '"b"')
+WIDE = replace(INFO, context=4096)
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    path = save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=THINK + CALLS)
+    return load_tokenizer(path), path
+
+
+@pytest.fixture
+def make(agent: tuple[Any, Path]) -> Callable[..., Server]:
+    return lambda *says, **kw: server(*agent, says=says, info=WIDE, **kw)
+
+
+def merged(events: list[Any]) -> dict[str, Any]:
+    """The message that a stream's chunks add up to, by OpenAI's rules."""
+    made: dict[str, Any] = {}
+    for choice in (c for e in events[:-1] for c in e["choices"]):
+        delta = dict(choice["delta"])
+        for call in delta.pop("tool_calls", ()):
+            assert call["index"] == len(made.setdefault("tool_calls", []))
+            made["tool_calls"].append({k: v for k, v in call.items() if k != "index"})
+        for key, text in delta.items():
+            made[key] = made.get(key, "") + text if key != "role" else text
+        made["finish"] = choice["finish_reason"]
+    return made
+
+
+@pytest.mark.parametrize("group", [1, 3, 50])
+async def test_a_stream_adds_up_to_the_whole(make: Callable[..., Server], group: int) -> None:
+    text = f"<think>\nhm\n</think>\n\nI look. \n{CALL}\n{OTHER}"
+    whole = (await make(text, group=group).chat(tools=TOOLS)).json["choices"][0]
+    made = merged((await make(text, group=group).chat(tools=TOOLS, stream=True)).events)
+    assert whole["finish_reason"] == made["finish"] == "tool_calls"
+    message = whole["message"]
+    assert message["reasoning_content"] == made["reasoning_content"] == "hm"
+    assert message["content"] == made["content"] == "I look."
+    for calls in (message["tool_calls"], made["tool_calls"]):
+        assert [c["function"] for c in calls] == [{"name": n, "arguments": '{"x": 1}'} for n in "ab"]
+        assert len({c["id"] for c in calls}) == 2 and {c["type"] for c in calls} == {"function"}
+
+
+async def test_an_answer_of_calls_alone_has_no_content(make: Callable[..., Server]) -> None:
+    message = (await make(CALL).chat(tools=TOOLS)).json["choices"][0]["message"]
+    assert message["content"] is None and "reasoning_content" not in message
+
+
+async def test_one_call_at_a_time(make: Callable[..., Server]) -> None:
+    for stream in (False, True):
+        s = make(CALL + OTHER, group=4)
+        answer = await s.chat(tools=TOOLS, parallel_tool_calls=False, stream=stream)
+        made = merged(answer.events) if stream else answer.json["choices"][0]["message"]
+        assert [c["function"]["name"] for c in made["tool_calls"]] == ["a"]
+        assert s.engine.aborted, "what follows is not generated"
+
+
+async def test_without_tools_or_with_none_a_call_is_text(make: Callable[..., Server]) -> None:
+    for body in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = (await make(CALL).chat(**body)).json["choices"][0]
+        assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_next_turn_repeats_what_was_generated(make: Callable[..., Server], stream: bool) -> None:
+    s = make(f"I look.\n{CALL}")
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    answer = await s.chat(messages=messages, tools=TOOLS, stream=stream)
+    said = merged(answer.events) if stream else answer.json["choices"][0]["message"]
+    said.pop("finish", None)
+    function = said["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps({"more": None, **json.loads(function["arguments"])})
+    messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "42"}]
+    await s.chat(messages=messages, tools=TOOLS)
+    first, second = (r.prompt for r in s.engine.submitted)
+    so_far = (*first, *encode(s.engine.tokenizer, f"I look.\n{CALL}", special=False), END)
+    assert second[: len(so_far)] == so_far and b"42" in s.engine.tokenizer.decode(second).encode()
+
+
+async def test_an_answer_that_was_cut_is_encoded_anew(make: Callable[..., Server]) -> None:
+    s = make("hello you")
+    await s.chat(max_tokens=1)
+    await s.chat(stop=["you"])
+    assert not s.app.state.front.history._turns
+    await s.chat()
+    await s.chat()  # by now it is known
+    assert len(s.app.state.front.history._turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([5], "tools[0]"),
+        ([{"type": "web_search"}], "tools[0]"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "a", "parameters": 5}}], "tools[0].function.parameters"),
+        ([*TOOLS, TOOLS[0]], "tools[2].function.name"),
+    ],
+)
+async def test_tools_that_are_none(make: Callable[..., Server], tools: Any, param: str) -> None:
+    answer = await make("x").chat(tools=tools)
+    assert answer.status == 400 and answer.error["param"] == param
+
+
+@pytest.mark.parametrize("choice", ["some", 5, {"type": "function"}, {"function": {"name": 5}}])
+async def test_a_choice_that_is_none(make: Callable[..., Server], choice: Any) -> None:
+    answer = await make("x").chat(tools=TOOLS, tool_choice=choice)
+    assert answer.status == 400 and answer.error["param"] == "tool_choice"

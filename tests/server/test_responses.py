@@ -1,0 +1,474 @@
+"""/v1/responses over ASGI with a scripted engine: its events, its bodies, and what is kept of them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.server import answer
+from mlxspec.server.errors import ApiError
+from mlxspec.server.responses import NOT_ENCRYPTED, Store, _plain
+from mlxspec.text.prompt import encode, load_tokenizer, render_chat
+from tests.server.scripted import END, INFO, Answer, Connection, Server, server
+from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
+
+pytestmark = pytest.mark.anyio
+
+WIDE = replace(INFO, context=8192)
+CALL = '<tool_call>\n{"arguments": {"x":1},  "name": "f"}\n</tool_call>'
+SPAWN = CALL.replace('"f"', '"agents__spawn"')
+PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** \\"a\\"\\n"}}\n</tool_call>'
+TOOLS = [
+    {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    {"type": "custom", "name": "patch"},
+    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+]
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    path = save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=THINK + CALLS)
+    return load_tokenizer(path), path
+
+
+@pytest.fixture
+def make(agent: tuple[Any, Path]) -> Callable[..., Server]:
+    return lambda *says, config=None, **kw: server(
+        *agent, config, **({"info": WIDE, "says": says or ("hello world",)} | kw)
+    )
+
+
+async def ask(s: Server, **body: Any) -> Answer:
+    return await s.post("/v1/responses", {"input": "hello", **body})
+
+
+def events(data: Answer | bytes) -> list[Any]:
+    """The data of all events, whose names are their types, counted from 0."""
+    body = data if isinstance(data, bytes) else data.body
+    found = []
+    for block in body.decode().split("\n\n"):
+        if block and not block.startswith(":"):
+            name, told = block.split("\n")
+            found.append(json.loads(told.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+    assert [e["sequence_number"] for e in found] == list(range(len(found)))
+    return found
+
+
+def kinds(found: list[Any]) -> list[str]:
+    return [e["type"].removeprefix("response.") for e in found]
+
+
+def unnamed(value: Any) -> Any:
+    """Without what differs between two answers to the same question."""
+    if isinstance(value, dict):
+        left = {k: v for k, v in value.items() if k not in ("id", "call_id", "created_at", "item_id")}
+        return {k: unnamed(v) for k, v in left.items()}
+    return [unnamed(v) for v in value] if isinstance(value, list) else value
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+
+
+# ---- answers --------------------------------------------------------------------------------------------
+
+
+async def test_an_answer(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+    s = make(cached=3)
+    answer = await ask(s, instructions="you", metadata={"a": "b"}, temperature=0.5, user="me")
+    [request], body = s.engine.submitted, answer.json
+    assert answer.status == 200 and answer.headers["x-request-id"] == body["id"] == request.id
+    assert body["id"].startswith("resp_") and body["object"] == "response" and body["model"] == "tiny"
+    assert body["status"] == "completed" and body["error"] is body["incomplete_details"] is None
+    [message] = body["output"]
+    assert message.pop("id").startswith("msg_")
+    assert message == {
+        "type": "message",
+        "status": "completed",
+        "role": "assistant",
+        "content": [text("hello world")],
+    }
+    chat = [{"role": "system", "content": "you"}, {"role": "user", "content": "hello"}]
+    assert request.prompt == tuple(render_chat(agent[0], chat)) and request.sampling.temperature == 0.5
+    n = len(request.prompt)
+    assert body["usage"] == {
+        "input_tokens": n,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": n + 3,
+    }
+    told = {"instructions": "you", "metadata": {"a": "b"}, "temperature": 0.5, "user": "me", "top_p": 1.0}
+    assert told.items() <= body.items()
+    assert body["tools"] == [] and body["tool_choice"] == "auto" and body["parallel_tool_calls"] is True
+
+
+async def test_a_stream(make: Callable[..., Server]) -> None:
+    found = events(await ask(make(), stream=True))
+    added, part, *deltas, done, part_done, item_done = found[2:-1]
+    assert kinds(found) == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * 2,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert all(e["response"]["status"] == "in_progress" for e in found[:2])
+    assert added["item"] == {**item_done["item"], "status": "in_progress", "content": []}
+    assert part["part"] == text("") and part_done["part"] == text("hello world")
+    assert [e["delta"] for e in deltas] == ["hello", " world"] and done["text"] == "hello world"
+    at = {"item_id": added["item"]["id"], "output_index": 0, "content_index": 0}
+    assert all(at.items() <= e.items() for e in (part, *deltas, done, part_done))
+    assert found[-1]["response"]["output"] == [item_done["item"]]
+    assert {e["response"]["id"] for e in found if "response" in e} == {found[0]["response"]["id"]}
+
+
+@pytest.mark.parametrize("group", [1, 3, 200])
+async def test_reasoning_and_calls(make: Callable[..., Server], group: int) -> None:
+    said = f"{THOUGHT}I look. \n{CALL}\n{SPAWN}\n{PATCH}"
+    body = {"tools": TOOLS, "include": ["reasoning.encrypted_content"]}
+    found = events(await ask(make(said, group=group), stream=True, **body))
+    steps = [kind for kind in kinds(found) if not kind.endswith("text.delta")]
+    assert steps == [
+        *("created", "in_progress"),
+        *("output_item.added", "reasoning_summary_part.added"),
+        *("reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
+        *("output_item.done", "output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done", "output_item.added"),
+        *("custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done"),
+        "completed",
+    ]
+    response = found[-1]["response"]
+    thought, message, *calls = response["output"]
+    assert thought["summary"] == [{"type": "summary_text", "text": "hm"}]
+    assert thought["encrypted_content"] == NOT_ENCRYPTED
+    assert message["content"] == [text("I look.")]
+    assert [(c["type"], c["name"], c.get("namespace")) for c in calls] == [
+        ("function_call", "f", None),
+        ("function_call", "spawn", "agents"),
+        ("custom_tool_call", "patch", None),
+    ]
+    assert [c.get("arguments", c.get("input")) for c in calls] == ['{"x": 1}', '{"x": 1}', '*** "a"\n']
+    assert len({item["id"] for item in response["output"]} | {c["call_id"] for c in calls}) == 8
+    for k in range(5):  # each item's events name it, and add up to it
+        own = [e for e in found if e.get("output_index") == k]
+        assert {e.get("item_id", e.get("item", {}).get("id")) for e in own} == {response["output"][k]["id"]}
+        assert own[0]["item"] | {"status": "completed"} != own[-1]["item"] == response["output"][k]
+        deltas = "".join(e["delta"] for e in own if e["type"].endswith(".delta"))
+        [done] = [
+            e for e in own if e["type"].endswith((".text.done", "_text.done", "ments.done", "input.done"))
+        ]
+        assert deltas == next(done[key] for key in ("text", "arguments", "input") if key in done)
+    whole = (await ask(make(said, group=group), **body)).json
+    assert unnamed(whole) == unnamed(response) and whole["usage"]["output_tokens_details"] != {}
+
+
+async def test_reasoning_tokens(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+    async def count(said: str, **body: Any) -> int:
+        usage = (await ask(make(said), **body)).json["usage"]
+        return int(usage["output_tokens_details"]["reasoning_tokens"])
+
+    thought = len(encode(agent[0], THOUGHT.strip(), special=False))
+    assert await count(THOUGHT + "hello") == thought
+    assert await count(THOUGHT + "hello", max_output_tokens=5) == 5  # it was still thinking
+    assert await count("hello") == 0
+
+
+async def test_reasoning_is_not_sealed_unless_asked(make: Callable[..., Server]) -> None:
+    assert (await ask(make(THOUGHT + "hello"))).json["output"][0]["encrypted_content"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_cut(make: Callable[..., Server], stream: bool) -> None:
+    answer = await ask(make(), max_output_tokens=1, stream=stream)
+    body = events(answer)[-1]["response"] if stream else answer.json
+    if stream:
+        assert events(answer)[-1]["type"] == "response.incomplete"
+    assert body["status"] == body["output"][0]["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["max_output_tokens"] == 1 == body["usage"]["output_tokens"]
+
+
+async def test_more_than_the_window_is_clamped(make: Callable[..., Server]) -> None:
+    s = make()
+    assert (await ask(s, max_output_tokens=131_072)).status == 200
+    assert s.engine.submitted[0].max_tokens == WIDE.context - len(s.engine.submitted[0].prompt)
+
+
+async def test_an_answer_of_nothing(make: Callable[..., Server]) -> None:
+    assert (await ask(make(""))).json["output"] == []
+    assert kinds(events(await ask(make(""), stream=True))) == ["created", "in_progress", "completed"]
+
+
+async def test_one_call_at_a_time(make: Callable[..., Server]) -> None:
+    s = make(CALL + SPAWN)
+    body = (await ask(s, tools=TOOLS, parallel_tool_calls=False)).json
+    assert [item["name"] for item in body["output"]] == ["f"] and s.engine.aborted
+    assert body["parallel_tool_calls"] is False and body["status"] == "completed"
+
+
+async def test_without_a_choice_of_tools_a_call_is_text(make: Callable[..., Server]) -> None:
+    body = (await ask(make(CALL), tools=TOOLS, tool_choice="none")).json
+    assert body["output"][0]["content"][0]["text"] == CALL
+
+
+def test_the_input_of_a_tool_that_takes_text() -> None:
+    assert _plain('{"input": "a"}') == _plain('{"input": "a", "why": "b"}') == _plain('{"patch": "a"}') == "a"
+    assert _plain('{"input": "a\\ud800"}') == "a?"
+    for other in ("{}", '{"input": 5}', '{"a": "b", "c": "d"}', '{"input": {"a": "b"}}'):
+        assert _plain(other) == other
+
+
+async def test_options_of_the_template(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+    s = make()
+    answer = await ask(s, reasoning={"effort": "low"}, chat_template_kwargs={"enable_thinking": False})
+    assert agent[0].decode(s.engine.submitted[0].prompt).endswith("</think>\n\n")
+    assert answer.headers["x-mlxspec-ignored"] == "reasoning.effort"
+    assert answer.json["reasoning"] == {"effort": "low"}
+
+
+async def test_what_is_ignored_is_reported(make: Callable[..., Server]) -> None:
+    items = [{"type": "web_search_call", "id": "ws_1"}, {"role": "user", "content": "hello"}]
+    answer = await ask(make(), input=items, tools=[{"type": "web_search"}], text={"verbosity": "low"})
+    assert answer.headers["x-mlxspec-ignored"] == (
+        "text.verbosity, tools[].web_search, input[].web_search_call"
+    )
+
+
+# ---- what can go wrong ----------------------------------------------------------------------------------
+
+
+async def test_a_failure_in_a_stream(make: Callable[..., Server]) -> None:
+    s = make(holds=True)
+    connection = Connection(s.app, "/v1/responses", {"input": "hello", "stream": True})
+    await s.engine.until(lambda: s.engine.submitted)
+    s.engine.push("hello")
+    await connection.until(b"output_text.delta")
+    s.engine.push(finish="error", error="no memory")
+    found = events(await connection.answer())
+    assert found[-1]["type"] == "response.failed"
+    response = found[-1]["response"]
+    assert response["status"] == "failed" and response["error"]["code"] == "server_error"
+    assert "no memory" in response["error"]["message"]
+    assert (await s.get(f"/v1/responses/{response['id']}")).status == 404
+
+
+async def test_a_failure_of_a_whole_answer(make: Callable[..., Server]) -> None:
+    s = make(holds=True)
+    connection = Connection(s.app, "/v1/responses", {"input": "hello"})
+    await s.engine.until(lambda: s.engine.submitted)
+    s.engine.push(finish="error", error="no memory")
+    answer = await connection.answer()
+    assert answer.status == 500 and answer.error["type"] == "server_error"
+
+
+async def test_a_client_that_left(make: Callable[..., Server]) -> None:
+    s = make(holds=True)
+    connection = Connection(s.app, "/v1/responses", {"input": "hello", "stream": True})
+    await s.engine.until(lambda: s.engine.submitted)
+    s.engine.push("hello")
+    await connection.until(b"output_text.delta")
+    connection.leave()
+    await s.engine.until(lambda: s.engine.aborted)
+    await connection.task
+    assert s.app.state.responses._kept == {}
+
+
+async def test_silence_is_broken_by_an_event(make: Callable[..., Server], monkeypatch: Any) -> None:
+    monkeypatch.setattr(answer, "PROTOCOL_S", 0.05)
+    s = make(config=Config(keepalive_s=60), holds=True)
+    connection = Connection(s.app, "/v1/responses", {"input": "hello", "stream": True})
+    await s.engine.until(lambda: s.engine.submitted)
+    await connection.until(b'"sequence_number":3')
+    s.engine.push("hello", "stop")
+    found = events(await connection.answer())
+    assert set(kinds(found)[1:4]) == {"in_progress"} and kinds(found)[-1] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        ({"model": "other"}, 404, "model_not_found", "model"),
+        ({"temperature": 3}, 400, None, "temperature"),
+        ({"background": True}, 400, "unsupported_parameter", "background"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            400,
+            None,
+            "input[0].content[0]",
+        ),
+        ({"input": "word " * 9000}, 400, "context_length_exceeded", "input"),
+        ({"tools": [{"type": "mcp"}]}, 400, None, "tools[0]"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, 400, None, "tools[1].function.name"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_not_found", "previous_response_id"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "not_found", "input[0].id"),
+        ({"input": [{"type": "item_reference"}]}, 404, "not_found", "input[0].id"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals(
+    make: Callable[..., Server], body: Any, status: int, code: str | None, param: str, stream: bool
+) -> None:
+    s = make()
+    answer = await ask(s, stream=stream, **body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (status, code, param)
+    assert s.engine.submitted == []
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
+async def test_with_and_without_v1(make: Callable[..., Server], path: str) -> None:
+    s = make()
+    id = (await s.post(path, {"input": "hello"})).json["id"]
+    assert (await s.get(f"{path}/{id}")).status == (await s.get(f"{path}/{id}/input_items")).status == 200
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------
+
+
+async def test_get_and_delete(make: Callable[..., Server]) -> None:
+    s = make()
+    for stream in (False, True):
+        answer = await ask(s, stream=stream)
+        body = events(answer)[-1]["response"] if stream else answer.json
+        at = f"/v1/responses/{body['id']}"
+        assert (await s.get(at)).json == body
+        gone = await s.post(at, method="DELETE")
+        assert gone.json == {"id": body["id"], "object": "response", "deleted": True}
+        for missing in (await s.get(at), await s.post(at, method="DELETE"), await s.get(f"{at}/input_items")):
+            assert missing.status == 404 and body["id"] in missing.error["message"]
+    assert s.app.state.responses == Store()
+
+
+async def test_what_is_kept_is_not_streamed(make: Callable[..., Server]) -> None:
+    s = make()
+    connection = Connection(s.app, f"/v1/responses/{(await ask(s)).json['id']}", method="GET")
+    connection.scope["query_string"] = b"stream=true"
+    assert (await connection.answer()).error["param"] == "stream"
+
+
+async def test_nothing_is_kept_unless_wanted(make: Callable[..., Server]) -> None:
+    s = make()
+    body = (await ask(s, store=False)).json
+    assert body["store"] is False and (await s.get(f"/v1/responses/{body['id']}")).status == 404
+    assert s.app.state.responses == Store()
+
+
+async def test_going_on_repeats_every_token(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+    """Reasoning, text and a call, whether the client refers to them or sends them back."""
+    says = (f"{THOUGHT}I look.\n{CALL}", f"{THOUGHT}So.", "hello")
+    s = make()
+    said: list[dict[str, Any]] = []
+    turns: list[list[Any]] = [[{"role": "user", "content": "hello"}]]
+    for k, words in enumerate(says):
+        s.engine.says = (words,)
+        previous = {"previous_response_id": said[-1]["id"]} if said else {}
+        said.append((await ask(s, input=turns[k], tools=TOOLS, instructions="you", **previous)).json)
+        call = next((item for item in said[-1]["output"] if item["type"] == "function_call"), None)
+        output = call and {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+        turns.append([output or {"role": "user", "content": "and on"}])
+    first, second, _ = (request.prompt for request in s.engine.submitted)
+    made = (*encode(agent[0], says[0], special=False), END)
+    assert second[: len(first) + len(made)] == first + made
+    prompt = agent[0].decode(second)
+    assert prompt.count("you") == 1 and "ok" in prompt[len(agent[0].decode(first + made)) :]
+    sent = [*turns[0], *said[0]["output"], *turns[1]]
+    referred = [*turns[0], *({"type": "item_reference", "id": i["id"]} for i in said[0]["output"]), *turns[1]]
+    for items in (sent, referred):
+        await ask(s, input=items, tools=TOOLS, instructions="you", store=False)
+        assert s.engine.submitted[-1].prompt == second
+
+
+async def test_instructions_are_not_inherited(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+    s = make()
+    id = (await ask(s, instructions="system")).json["id"]
+    await ask(s, input="and", previous_response_id=id)
+    assert "system" not in agent[0].decode(s.engine.submitted[-1].prompt)
+
+
+async def test_input_items(make: Callable[..., Server]) -> None:
+    s = make()
+    first = (
+        await ask(s, input=[{"role": "user", "content": "1"}, {"role": "developer", "content": "2"}])
+    ).json
+    second = (await ask(s, input="4", previous_response_id=first["id"])).json
+
+    async def page(query: str) -> Answer:
+        path = f"/v1/responses/{second['id']}/input_items"
+        connection = Connection(s.app, path, method="GET")
+        connection.scope["query_string"] = query.encode()
+        return await connection.answer()
+
+    found = (await page("order=asc")).json
+    texts = [item["content"][0]["text"] for item in found["data"]]
+    assert texts == ["1", "2", "hello world", "4"] and found["has_more"] is False
+    ids = [item["id"] for item in found["data"]]
+    assert (found["first_id"], found["last_id"]) == (ids[0], ids[-1]) and len(set(ids)) == 4
+    assert [item["role"] for item in found["data"]] == ["user", "developer", "assistant", "user"]
+    assert found["data"][0]["content"] == [{"type": "input_text", "text": "1"}]
+    newest = (await page("limit=3")).json
+    assert [item["id"] for item in newest["data"]] == ids[:0:-1] and newest["has_more"] is True
+    rest = (await page(f"limit=3&after={newest['last_id']}")).json
+    assert [item["id"] for item in rest["data"]] == ids[:1] and rest["has_more"] is False
+    for query in ("limit=0", "limit=101", "limit=x", "after=msg_1"):
+        assert (await page(query)).status == 400
+
+
+def response(id: str, previous: str | None = None, said: str = "hello") -> dict[str, Any]:
+    return {"id": id, "previous_response_id": previous, "output": [{"id": f"msg_{id}", "said": said}]}
+
+
+def test_the_least_used_makes_room() -> None:
+    store = Store(most=2)
+    for id in "abc":
+        store.keep(response(id), [{"id": f"in_{id}"}])
+        if id == "b":
+            store.get("a")
+    with pytest.raises(ApiError):
+        store.get("b")
+    assert store.get("a")[0]["id"] == "a" and store.get("c")[1] == [{"id": "in_c"}]
+    assert set(store._items.values()) == {"a", "c"}
+
+
+def test_what_is_kept_has_a_size() -> None:
+    store = Store(most_bytes=1000)
+    for id in map(str, range(50)):
+        store.keep(response(id, said="x" * 100), [])
+        assert store._bytes == sum(map(len, store._kept.values())) <= 1000
+    assert 3 < len(store._kept) == len(store._items) < 10
+    store.keep(response("large", said="x" * 1000), [])  # there is room for nothing else, nor for itself
+    assert store == Store(most_bytes=1000)
+
+
+def test_a_conversation_without_its_beginning() -> None:
+    store = Store(most=2)
+    store.keep(response("a"), [{"id": "1"}])
+    store.keep(response("b", "a"), [{"id": "2"}])
+    assert [item["id"] for item in store.thread("b")] == ["1", "msg_a", "2", "msg_b"]
+    store.keep(response("c", "b"), [])  # one of the two makes room
+    with pytest.raises(ApiError) as caught:
+        store.thread("c")
+    assert caught.value.code == "previous_response_not_found" and "is not stored" in caught.value.message
+
+
+def test_an_item_that_was_sent_again_is_found_in_its_latest_response() -> None:
+    store = Store()
+    store.keep(response("a"), [])
+    store.keep(response("b"), [{"id": "msg_a", "said": "again"}])
+    assert store.item({"type": "item_reference", "id": "msg_a"}, "input[0]")["said"] == "again"
+    store.drop("a")
+    assert store.item({"type": "item_reference", "id": "msg_a"}, "input[0]")["said"] == "again"
+    store.drop("b")
+    assert store == Store()

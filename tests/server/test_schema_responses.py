@@ -1,0 +1,351 @@
+"""What /v1/responses takes: items become messages, tools functions, and nothing is silently ignored."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from mlxspec.server.ask import Format
+from mlxspec.server.errors import ApiError
+from mlxspec.server.schema_responses import (
+    FOREIGN,
+    HARMLESS,
+    HOSTED,
+    REFUSED,
+    Create,
+    Tool,
+    Toolbox,
+    chat_messages,
+    parsed,
+    toolbox,
+)
+
+
+def body(**fields: Any) -> tuple[Create, list[str]]:
+    return parsed(json.dumps({"input": "hello", **fields}).encode())
+
+
+def tools(*some: Any, **fields: Any) -> Toolbox:
+    return toolbox(body(tools=list(some), **fields)[0])
+
+
+def messages(*items: Any) -> list[dict[str, Any]]:
+    return chat_messages([], items)[0]
+
+
+def refuse(does: Any, *args: Any, **kw: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        does(*args, **kw)
+    assert caught.value.status == 400 and caught.value.param
+    assert caught.value.param in caught.value.message
+    return caught.value
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": content}
+
+
+def part(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, "refusal" if kind == "refusal" else "text": text}
+
+
+def call(id: str, name: str = "f", arguments: str = "{}", **more: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": id, "name": name, "arguments": arguments, **more}
+
+
+def chat_call(id: str, name: str = "f", arguments: str = "{}") -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": {"type": "object"}, **more}
+
+
+# ---- fields ---------------------------------------------------------------------------------------------
+
+WRONG = [
+    ("input", 5),
+    ("input", []),
+    ("input", ["hello"]),
+    ("n", 2),
+    ("store", "yes"),
+    ("instructions", ["hello"]),
+    ("max_output_tokens", 0),
+    ("previous_response_id", 5),
+    ("metadata", "x"),
+    ("tools", {}),
+    ("temperature", 3),
+    ("include", ["message.output_text.logprobs"]),
+    ("text.format.type", {"format": {"type": "xml"}}),
+    ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
+    ("text.format", {"format": {"type": "json_schema", "schema": "x"}}),
+    ("reasoning.effort", {"effort": 5}),
+    *(("background", value) for value in (True, 0)),
+    *(("truncation", value) for value in ("auto", "some")),
+    ("top_logprobs", 3),
+    ("conversation", "conv_1"),
+    ("prompt", {"id": "pmpt_1"}),
+    ("messages", [{"role": "user", "content": "hello"}]),
+    ("max_completion_tokens", 5),
+    ("response_format", {"type": "json_object"}),
+]
+
+
+@pytest.mark.parametrize(("at", "value"), WRONG)
+def test_wrong_values(at: str, value: Any) -> None:
+    error = refuse(body, **{at.partition(".")[0]: value})
+    assert re.match(re.escape(at) + r"(\[0\])?$", error.param or "")
+    assert re.search("; |: ", error.message), "the mend is missing"
+
+
+def test_input_must_be_there() -> None:
+    assert refuse(parsed, b"{}").message == "input is missing; send it"
+
+
+def test_neutral_values_pass() -> None:
+    fields = {name: values[0] for name, (values, _) in REFUSED.items() if values}
+    given, ignored = body(
+        **{name: value for name, value in fields.items() if name not in Create.model_fields}
+    )
+    assert ignored == [] and given.limit is None and given.format is None
+
+
+def test_what_is_not_known_is_reported() -> None:
+    _, ignored = body(
+        input=[{**said("user", "hello"), "mood": 1}, said("user", "you")],
+        reasoning={"effort": "low", "mode": 1},
+        text={"verbosity": "low", "format": {"type": "text"}},
+        new=1,
+        **dict.fromkeys(HARMLESS, None)
+        | {"client_metadata": {"a": "b"}, "max_tool_calls": 3, "include": ["x"]},
+        user="me",
+        service_tier="auto",
+        prompt_cache_key="k",
+        stream_options={"include_obfuscation": True},
+    )
+    assert ignored == ["new", "reasoning.mode", "text.verbosity", "input[].mood"]
+
+
+@pytest.mark.parametrize(
+    ("given", "format"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Format("object", "text.format")),
+        (
+            {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "object"}},
+            Format("schema", "text.format.schema", {"type": "object"}),
+        ),
+    ],
+)
+def test_format(given: Any, format: Format | None) -> None:
+    assert body(text={"format": given})[0].format == format
+
+
+def test_limits() -> None:
+    assert body(max_output_tokens=5)[0].limit == 5
+    assert body(max_output_tokens=5, max_tokens=3)[0].limit == 3
+
+
+# ---- items ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (said("user", "hello"), {"role": "user", "content": "hello"}),
+        ({"role": "developer", "content": "hello"}, {"role": "developer", "content": "hello"}),
+        ({"type": None, "role": "system", "content": ""}, {"role": "system", "content": ""}),
+        (
+            said("user", [part("input_text", "a"), part("text", "b")]),
+            {"role": "user", "content": "ab"},
+        ),
+        (
+            said("assistant", [part("output_text", "a"), part("refusal", "b")]),
+            {"role": "assistant", "content": "ab"},
+        ),
+        (call("c"), {"role": "assistant", "tool_calls": [chat_call("c")]}),
+        (
+            call("c", namespace="mcp__git__"),
+            {"role": "assistant", "tool_calls": [chat_call("c", "mcp__git__f")]},
+        ),
+        (
+            {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"\n'},
+            {"role": "assistant", "tool_calls": [chat_call("c", "patch", '{"input": "a \\"b\\"\\n"}')]},
+        ),
+        (
+            {"type": "function_call_output", "call_id": "c", "output": "ok"},
+            {"role": "tool", "tool_call_id": "c", "content": "ok"},
+        ),
+        (
+            {"type": "custom_tool_call_output", "call_id": "c", "output": [part("input_text", "ok")]},
+            {"role": "tool", "tool_call_id": "c", "content": "ok"},
+        ),
+    ],
+)
+def test_items(item: Any, message: Any) -> None:
+    assert messages(item) == [message]
+
+
+def test_what_an_assistant_did_in_a_row_is_one_message() -> None:
+    thought = {"type": "reasoning", "summary": [part("summary_text", "hm"), part("summary_text", "so")]}
+    output = {"type": "function_call_output", "call_id": "c", "output": "ok"}
+    raw = {"type": "reasoning", "summary": [], "content": [part("reasoning_text", "raw")]}
+    assert messages(
+        said("user", "hello"),
+        {**thought, "encrypted_content": "gAAA"},
+        said("assistant", "I look."),
+        call("c"),
+        call("d"),
+        output,
+        raw,
+        said("assistant", "It"),
+        said("assistant", "is."),
+        call("e"),
+        said("assistant", "So."),
+    ) == [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "reasoning_content": "hm\n\nso",
+            "content": "I look.",
+            "tool_calls": [chat_call("c"), chat_call("d")],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "ok"},
+        {
+            "role": "assistant",
+            "reasoning_content": "raw",
+            "content": "It\n\nis.So.",  # what a call parts was said in one answer
+            "tool_calls": [chat_call("e")],
+        },
+    ]
+
+
+def test_reasoning_that_led_to_nothing_is_left_out() -> None:
+    thought = {"type": "reasoning", "summary": [part("summary_text", "hm")]}
+    empty = {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
+    assert messages(thought, said("user", "hello"), empty) == [{"role": "user", "content": "hello"}]
+
+
+def test_what_hosted_tools_did_is_left_out_and_reported() -> None:
+    items = [{"type": kind, "id": "x"} for kind in sorted(FOREIGN)]
+    made, ignored = chat_messages([], [*items, said("user", "hello")])
+    assert made == [{"role": "user", "content": "hello"}]
+    assert ignored == [f"input[].{kind}" for kind in sorted(FOREIGN)]
+
+
+@pytest.mark.parametrize(
+    ("item", "at"),
+    [
+        (said("user", 5), "input[1].content"),
+        (said("user", [{"type": "input_image", "image_url": "data:"}]), "input[1].content[0]"),
+        (
+            said("user", [part("input_text", "a"), {"type": "input_file", "file_id": "x"}]),
+            "input[1].content[1]",
+        ),
+        (said("user", ["hello"]), "input[1].content[0]"),
+        (said("user", [{"type": "input_text"}]), "input[1].content[0].text"),
+        (said("tool", "hello"), "input[1].role"),
+        ({"type": "message"}, "input[1].role"),
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[1].call_id"),
+        ({"type": "function_call", "call_id": "c", "arguments": "{}"}, "input[1].name"),
+        (call("c", arguments={"a": 1}), "input[1].arguments"),  # type: ignore[arg-type]
+        ({"type": "custom_tool_call", "call_id": "c", "name": "f"}, "input[1].input"),
+        ({"type": "function_call_output", "output": "ok"}, "input[1].call_id"),
+        (
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]},
+            "input[1].output[0]",
+        ),
+        ({"type": "function_call_output", "call_id": "c", "output": None}, "input[1].output"),
+        ({"type": "reasoning", "summary": [5]}, "input[1].summary[0]"),
+        ({"type": "compaction", "encrypted_content": "x"}, "input[1]"),
+        ({"type": {"a": 1}}, "input[1]"),
+    ],
+)
+def test_items_that_cannot_be_read(item: Any, at: str) -> None:
+    assert refuse(chat_messages, [said("user", "earlier")], [said("user", "hello"), item]).param == at
+
+
+# ---- tools ----------------------------------------------------------------------------------------------
+
+
+def test_tools() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    found = tools(
+        function("f", description="does", strict=False),
+        {"type": "custom", "name": "patch", "description": "edits", "format": grammar},
+        {"type": "web_search"},
+        {"type": "namespace", "name": "agents", "tools": [function("spawn"), function("f"), {"type": "new"}]},
+        {"type": "namespace", "name": "mcp__git__", "tools": [{"type": "custom", "name": "say"}]},
+    )
+    told = {tool["function"]["name"]: tool["function"] for tool in found.told}
+    assert list(told) == ["f", "patch", "agents__spawn", "agents__f", "mcp__git__say"]
+    assert {tool["type"] for tool in found.told} == {"function"}
+    assert told["f"] == {"name": "f", "description": "does", "parameters": {"type": "object"}}
+    text = told["patch"]["parameters"]["properties"]["input"]
+    assert text["type"] == "string" and text["description"].endswith('lark grammar:\nstart: "x"')
+    assert "grammar" not in json.dumps(told["mcp__git__say"])
+    assert found.ignored == ["tools[].web_search", "tools[].new"]
+    assert found.named["f"] == Tool("f", None, False)  # a tool's own name goes before a short one
+    assert found.named["spawn"] == found.named["agents__spawn"] == Tool("spawn", "agents", False)
+    assert found.named["say"] == Tool("say", "mcp__git__", True)
+    assert found.choice == "auto"
+
+
+def test_no_tools() -> None:
+    for found in (tools(), toolbox(body()[0])):
+        assert found.told == [] and found.choice == "auto"
+
+
+@pytest.mark.parametrize(
+    ("tool", "at"),
+    [
+        (5, "tools[0].type"),
+        ({"name": "f"}, "tools[0].type"),
+        ({"type": "function"}, "tools[0].name"),
+        ({"type": "namespace", "name": "n"}, "tools[0].tools"),
+        ({"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}, "tools[0].tools[0].name"),
+        *(({"type": kind}, "tools[0]") for kind in HOSTED),
+    ],
+)
+def test_wrong_tools(tool: Any, at: str) -> None:
+    assert refuse(tools, tool).param == at
+
+
+PATCH = {"type": "custom", "name": "patch"}
+SPAWN = {"type": "namespace", "name": "n", "tools": [function("f")]}
+
+
+@pytest.mark.parametrize(
+    ("value", "choice", "left"),
+    [
+        ("none", "none", ["f", "patch", "n__f"]),
+        ("required", "required", ["f", "patch", "n__f"]),
+        ({"type": "function", "name": "f"}, {"name": "f"}, ["f", "patch", "n__f"]),
+        ({"type": "function", "name": "f", "namespace": "n"}, {"name": "n__f"}, ["f", "patch", "n__f"]),
+        ({"type": "custom", "name": "patch"}, {"name": "patch"}, ["f", "patch", "n__f"]),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [PATCH]}, "auto", ["patch"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [PATCH, function("f")]}, "required", None),
+    ],
+)
+def test_tool_choice(value: Any, choice: Any, left: Any) -> None:
+    found = tools(function("f"), PATCH, SPAWN, tool_choice=value)
+    assert found.choice == choice
+    assert [tool["function"]["name"] for tool in found.told] == (left or ["f", "patch"])
+
+
+@pytest.mark.parametrize(
+    ("value", "at"),
+    [
+        ("any", "tool_choice"),
+        (5, "tool_choice"),
+        ({"type": "web_search"}, "tool_choice"),
+        ({"type": "function"}, "tool_choice.name"),
+        ({"type": "function", "name": "g"}, "tool_choice"),
+        ({"type": "allowed_tools", "mode": "none", "tools": []}, "tool_choice.mode"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [function("g")]}, "tool_choice.tools[0]"),
+    ],
+)
+def test_wrong_choices(value: Any, at: str) -> None:
+    assert refuse(tools, function("f"), tool_choice=value).param == at

@@ -18,12 +18,14 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Refused, Tools
+from mlxspec.text.reader import token_bytes
 from mlxspec.types import Matcher
 
 log = logging.getLogger("mlxspec")
 
 KNOWN = 32  # compiled grammars that are kept
 MOST_BYTES = 1 << 18  # of a grammar
+MOST_DIGITS = 32  # in a row, where no letter may come: a number is longer only if the model is lost in it
 # One way to write white space: a weak model can go on with it for ever, and what is forced is drafted.
 JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -40,12 +42,15 @@ class State(Enum):
 @dataclass(frozen=True, slots=True)
 class Around:
     """What is around a grammar's text: `begin` opens the reasoning (-1: nothing does), `end` closes it, one
-    of `gap` may follow; `stops` end the answer. Token ids."""
+    of `gap` may follow; `stops` end the answer. Token ids. `digits` has the length of
+    each token that is made of digits alone, `letter` is a token that any string may go on with."""
 
     begin: int
     end: tuple[int, ...]
     gap: frozenset[int]
     stops: frozenset[int]
+    digits: Mapping[int, int]
+    letter: int
 
 
 @dataclass(slots=True)
@@ -55,6 +60,7 @@ class Grammars:
     tokenizer: TokenizerWrapper
     vocab: int
     _inner: LLTokenizer | None = None
+    _digits: dict[int, int] = field(default_factory=dict)
     _known: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
 
     def json(self, schema: Any, where: str) -> str:
@@ -103,6 +109,8 @@ class Grammars:
             tuple(t.think_end_tokens or ()),
             frozenset(ids[0] for ids in lines if len(ids) == 1),
             frozenset(t.eos_token_ids),
+            self._digits,
+            t.encode("a", add_special_tokens=False)[-1],
         )
         return lambda: Ruled(made.deep_copy(), self.vocab, around, state)
 
@@ -111,6 +119,8 @@ class Grammars:
             raise Refused(where, f"{where} is larger than {MOST_BYTES >> 10} KB; send a smaller one")
         if self._inner is None:
             self._inner = self._tokenizer()
+            texts = ((i, token_bytes(self.tokenizer, i)) for i in range(len(self.tokenizer)))
+            self._digits |= {i: len(text) for i, text in texts if text.isdigit()}
         made = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0)
         said = [made.get_error()] if made.is_error() else made.get_grammar_warnings()
         if said:
@@ -138,18 +148,19 @@ class Ruled:
 
     def __init__(self, inner: LLMatcher, vocab: int, around: Around, state: State) -> None:
         self._inner, self._size, self._around, self._state = inner, -(-vocab // 8), around, state
-        self._tail: tuple[int, ...] = ()  # the latest tokens of the reasoning, or of the gap
+        # The latest tokens of the reasoning, those of the gap, or how many digits in a row came last.
+        self._tail: tuple[int, ...] = ()
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         state, tail, eaten = self._state, self._tail, 0
-        found = [self._mask(state)]
+        found = [self._mask(state, tail)]
         try:
             for token in draft:
                 if token in self._around.stops or not found[-1][token // 8] >> token % 8 & 1:
                     break
                 was, (state, tail) = state, self._step(state, tail, token)
                 eaten += state is State.RULED and not self._skips(was, token)
-                found.append(self._mask(state))
+                found.append(self._mask(state, tail))
         finally:
             if eaten and not self._inner.rollback(eaten):
                 raise ValueError(f"a grammar cannot go back: {self._inner.get_error()}")
@@ -185,24 +196,28 @@ class Ruled:
             return (State.RULED, ()) if tail else (State.GAP, (token,))
         if not self._inner.consume_token(token):
             raise ValueError(self._inner.get_error() or f"the token {token} does not fit")
-        return State.RULED, ()
+        digits = self._around.digits.get(token, 0)
+        return State.RULED, (digits + sum(tail) * (state is State.RULED),) if digits else ()
 
-    def _mask(self, state: State) -> bytes:
+    def _mask(self, state: State, tail: tuple[int, ...]) -> bytes:
         around = self._around
         if state is State.THINKING:
-            return _bits(self._size, around.stops, b"\xff" * self._size)
+            return _without(b"\xff" * self._size, around.stops)
         stopped = self._inner.is_stopped()
         if self._inner.is_error():
             raise ValueError(self._inner.get_error())
         if stopped:
-            return _bits(self._size, around.stops)
+            return _with(bytes(self._size), around.stops)
         mask = self._inner.compute_bitmask()[: self._size].ljust(self._size, b"\0")
         if self._inner.is_error():
             raise ValueError(self._inner.get_error())
         if state is State.FIRST:
-            mask = _bits(self._size, [around.begin], mask)
+            mask = _with(mask, [around.begin])
         elif state is State.GAP:
-            mask = _bits(self._size, around.gap, mask)
+            mask = _with(mask, around.gap)
+        elif tail and tail[0] >= MOST_DIGITS and not mask[around.letter // 8] >> around.letter % 8 & 1:
+            ended = _without(mask, around.digits)
+            mask = ended if any(ended) else mask
         if not any(mask):
             raise ValueError("no token fits")
         return mask
@@ -214,11 +229,17 @@ def _why(error: str) -> str:
     return " ".join(re.split(r"\n\s*\d+ \|", shown or said)[0].split())[:300]
 
 
-def _bits(size: int, tokens: Iterable[int], mask: bytes = b"") -> bytes:
-    """The mask with these tokens allowed, or, where it allows all, without them."""
-    made, full = bytearray(mask or size), mask[:1] == b"\xff" and mask.count(b"\xff") == size
+def _with(mask: bytes, tokens: Iterable[int]) -> bytes:
+    made = bytearray(mask)
     for token in tokens:
-        made[token // 8] ^= (made[token // 8] >> token % 8 & 1) == full and 1 << token % 8
+        made[token // 8] |= 1 << token % 8
+    return bytes(made)
+
+
+def _without(mask: bytes, tokens: Iterable[int]) -> bytes:
+    made = bytearray(mask)
+    for token in tokens:
+        made[token // 8] &= ~(1 << token % 8)
     return bytes(made)
 
 

@@ -4,12 +4,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
@@ -215,6 +216,56 @@ def test_errors(
         with pytest.raises(kind) as caught:
             ask(client, stream=stream, **options)
         assert (caught.value.code, caught.value.param) == (code, param)
+
+
+class Trip(BaseModel):
+    """What a random model can be made to say."""
+
+    city: Literal["Paris", "Rome"]
+    days: list[Literal[1, 2, 3]] = Field(max_length=2)
+    note: str | None = Field(max_length=4)
+
+
+class Pick(BaseModel):
+    n: Literal[1, 2]
+
+
+def test_structured_answers(client: OpenAI, worker: Worker, anyio_backend: str) -> None:
+    """By the SDK's own schema, of weights that mean nothing, streamed and whole."""
+    messages: Any = [{"role": "user", "content": "hello"}]
+    for seed in range(6):
+        options: Any = {"model": "tiny", "messages": messages, "seed": seed, "response_format": Trip}
+        made = client.chat.completions.parse(**options).choices[0].message.parsed
+        assert isinstance(made, Trip)
+        with client.chat.completions.stream(**options) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == made
+    whole = client.chat.completions.create(
+        model="tiny", messages=messages, response_format={"type": "json_object"}, max_tokens=300
+    )
+    assert whole.choices[0].message.content.startswith("{")
+
+
+def test_a_tool_that_must_be_called(client: OpenAI, anyio_backend: str) -> None:
+    tool = openai.pydantic_function_tool(Pick)
+    choice: Any = {"type": "function", "function": {"name": "Pick"}}
+    for pick in ("required", choice):
+        [picked] = client.chat.completions.parse(
+            model="tiny",
+            messages=MESSAGES,
+            tools=[tool],
+            tool_choice=pick,
+            parallel_tool_calls=False,  # type: ignore[arg-type]
+        ).choices
+        assert picked.finish_reason == "tool_calls"
+        assert isinstance(picked.message.tool_calls[0].function.parsed_arguments, Pick)
+
+
+def test_a_schema_that_cannot_be_honoured(client: OpenAI, anyio_backend: str) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        ask(client, response_format=form)
+    assert caught.value.param == "response_format.json_schema.schema"
 
 
 def test_max_tokens_beyond_the_window_is_clamped(client: OpenAI, anyio_backend: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.text.grammar import KNOWN, MOST_BYTES, Grammars
+from mlxspec.text.grammar import KNOWN, MOST_BYTES, MOST_DIGITS, Grammars
 from mlxspec.text.messages import Refused
 from mlxspec.text.parts import Parts
 from mlxspec.text.prompt import encode, load_tokenizer
@@ -124,6 +124,21 @@ def test_what_is_forced_is_allowed(agent: Grammars, schema: Any, seed: int) -> N
 def test_the_names_of_an_object_are_forced(agent: Grammars) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     assert agent.tokenizer.decode(by(agent, schema)().forced(99)).startswith('{"city": ')
+
+
+def test_a_number_ends(agent: Grammars) -> None:
+    """A model may be lost in zeros; digits in a string, or where nothing else may come, are its own."""
+    zeros = encode(agent.tokenizer, "0" * 90, special=False)
+    for schema, head, most in (
+        ({"type": "number"}, "0.", MOST_DIGITS),
+        ({"type": "string"}, '"', 90),
+        ({"type": "string", "pattern": "^[0-9]{50}$"}, '"', 50),
+    ):
+        matcher = by(agent, schema)()
+        matcher.take(encode(agent.tokenizer, head, special=False))
+        assert len(matcher.masks(zeros)) == most + 1
+        matcher.take(zeros[:most])
+        assert len(matcher.masks([])[0]) == -(-VOCAB // 8)
 
 
 def test_any_object(agent: Grammars) -> None:

@@ -16,9 +16,13 @@ import typer
 from mlxspec import __version__
 from mlxspec.chat import ChatError
 from mlxspec.config import TABLE, ConfigError, flag, kind, limits, load, url_of
+from mlxspec.launch import AGENTS, LaunchError
+from mlxspec.launch import launch as become
 from mlxspec.types import Unfit
 
 METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
+Url = Annotated[str | None, typer.Option(help="The server; without it, the one of your settings.")]
+Key = Annotated[str | None, typer.Option(help="The server's API key.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -27,7 +31,7 @@ def main() -> None:
     """Runs the command of `sys.argv`."""
     try:
         app(prog_name="mlxspec")
-    except (ConfigError, ChatError, Unfit) as error:
+    except (ConfigError, ChatError, LaunchError, Unfit) as error:
         from rich.console import Console
         from rich.text import Text
 
@@ -84,8 +88,8 @@ def serve(**flags: str | None) -> None:
 
 @app.command()
 def chat(
-    url: Annotated[str | None, typer.Option(help="The server; without it, the one of your settings.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.")] = None,
+    url: Url = None,
+    api_key: Key = None,
     system: Annotated[str, typer.Option(help="System message.")] = "",
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0 is greedy; default: the model's.")
@@ -94,11 +98,29 @@ def chat(
     """Chat with the running server. /reset starts anew, /exit ends, Ctrl-C stops an answer."""
     from mlxspec.chat import run
 
-    if url is None:
-        config = load({}, os.environ)
-        url = url_of(config.host, config.port)
-        api_key = api_key or config.api_key  # the settings' key is for the settings' server only
-    run(url, api_key or "", system, temperature)
+    run(*_server(url, api_key), system, temperature)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="All behind AGENT is for it.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--print", help="Show the command, and start nothing.")] = False,
+    url: Url = None,
+    api_key: Key = None,
+) -> None:
+    """Start a coding agent on the running server. None of its files are changed."""
+    become(agent, args or [], *_server(url, api_key), show)
+
+
+def _server(url: str | None, key: str | None) -> tuple[str, str]:
+    """The URL and key of the server that is meant. The settings' key is for the settings' server only."""
+    if url is not None:
+        return url, key or ""
+    config = load({}, os.environ)
+    return url_of(config.host, config.port), key or config.api_key
 
 
 @app.command()

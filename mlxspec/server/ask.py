@@ -112,6 +112,9 @@ def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make
         return None
     end = grammars.tokenizer.think_end
     thinking = True if prompt.thinking else False if end and prompt.text.rstrip().endswith(end) else None
+    if forced and ask.format:
+        where = ask.format.field
+        raise Refused(where, f"{where} with a tool_choice: a call has no format; leave one of them out")
     if forced or ask.format is None:
         name = ask.tool_choice["name"] if isinstance(ask.tool_choice, Mapping) else None
         ways = [grammars.calls(talk.tools, name, ask.single or name is not None, "tool_choice")]
@@ -141,7 +144,7 @@ async def converse(
         Choice(
             i,
             Reader(front.tokenizer, ask.stop, request.stop_tokens),
-            Parts(front.tokenizer, tools, ready.prompt.thinking, call_id),
+            Parts(front.tokenizer, tools, ready.prompt.thinking, call_id, ready.grammar is not None),
             single=ask.single,
         )
         for i in range(ask.n)
@@ -165,7 +168,7 @@ def _remember(
         for choice, answered in said:
             for call in choice.calls:
                 front.history.keep_call(call)
-            if choice.ended_by_itself:
+            if choice.ended_by_itself and choice.ids[-1] in front.tokenizer.eos_token_ids:
                 canonical = talk_of([answered], None, {}, front.history).messages[0]
                 remember(front.tokenizer, ready.talk, ready.prompt, canonical, choice.ids, front.history)
 

@@ -68,12 +68,16 @@ class Refusal(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error, path = self.error, scope["path"]
         book(scope["app"], f"{scope['method']} {path[:200]}", error)
-        body = error.anthropic() if speaks_anthropic(path) else error.body()
+        body = error.anthropic() if speaks_anthropic(scope) else error.body()
         await JSONResponse(body, error.status, headers=error.headers)(scope, receive, send)
 
 
-def speaks_anthropic(path: str) -> bool:
-    return path.removeprefix("/v1").startswith("/messages")
+def speaks_anthropic(scope: Scope) -> bool:
+    """By the path, or, where both APIs have it, by the header that Anthropic's clients send."""
+    path = scope["path"].removeprefix("/v1")
+    return path.startswith("/messages") or (
+        path.startswith("/models") and any(name == b"anthropic-version" for name, _ in scope["headers"])
+    )
 
 
 def book(app: Any, asked: str, error: ApiError) -> None:

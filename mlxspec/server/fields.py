@@ -32,6 +32,9 @@ HARMLESS_INSIDE = {
         "audio",
     },  # the last two are refused if they hold something
     "messages[].content[]": {"type", "text", "refusal", "cache_control", "annotations"},
+    "tools[]": {"type", "function"},
+    "tools[].function": {"name", "description", "parameters", "strict"},
+    "response_format": {"type", "json_schema"},
     "prediction": {"type", "content"},
     "prediction.content[]": {"type", "text"},
 }

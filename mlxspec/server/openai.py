@@ -67,7 +67,7 @@ def _format(body: Chat) -> Format | None:
         if given and given.type != "text":
             raise unfit("grammar", "grammar with response_format: send one of them")
         return Format("lark", "grammar", body.grammar)
-    if given and given.json_schema:
+    if given and given.type == "json_schema" and given.json_schema:
         return Format("schema", "response_format.json_schema.schema", given.json_schema.body)
     return Format("object", "response_format") if given and given.type == "json_object" else None
 

@@ -5,6 +5,7 @@ What is kept is bounded, and a response whose beginnings were dropped cannot be 
 """
 
 import json
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -23,8 +24,12 @@ from mlxspec.server.stream import ENCODER, Choice, Piece, Usage, event
 from mlxspec.text.parts import Call, Part
 from mlxspec.text.prompt import Tokenizer
 
+log = logging.getLogger("mlxspec")
+
 MOST_RESPONSES = 1 << 12
 MOST_BYTES = 1 << 26  # of all kept responses together, as JSON
+MOST_ONE = 1 << 22  # of one of them
+MOST_THREAD = 1 << 24  # of those that make up one conversation
 PAGE, MOST_PAGE = 20, 100  # of input items
 
 # What an item's `encrypted_content` says where a client will not send reasoning back without one.
@@ -95,6 +100,8 @@ class Store:
 
     def keep(self, response: Json, items: Sequence[Json]) -> None:
         data = ENCODER.encode({"response": response, "input": items}).encode()
+        if len(data) > MOST_ONE:  # it would hold up all others whenever it is looked at
+            return log.info("%s is too large to be kept", response["id"])
         self._kept[response["id"]] = data
         self._items |= dict.fromkeys((item["id"] for item in [*items, *response["output"]]), response["id"])
         self._bytes += len(data)
@@ -119,10 +126,17 @@ class Store:
 
     def thread(self, id: str | None) -> list[Json]:
         """All items up to the end of a response, first to last. Raises ApiError where some are not there."""
-        turns = []
+        turns, left = [], MOST_THREAD
         while id is not None:
             response, items = self.get(id, "previous_response_id")
             turns.append([*items, *response["output"]])
+            left -= len(self._kept[id])
+            if left < 0:
+                raise unfit(
+                    "previous_response_id",
+                    f"previous_response_id = {id!r}: the conversation is longer than"
+                    f" {MOST_THREAD >> 20} MB; send what matters of it as input",
+                )
             id = response["previous_response_id"]
         return [item for turn in reversed(turns) for item in turn]
 

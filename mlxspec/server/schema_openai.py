@@ -291,6 +291,13 @@ def unknown(kind: type[Body], given: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(predicted := given.get("prediction"), dict) and "prediction" in kind.model_fields:
         yield from _inside("prediction", predicted)
         yield from _inside_parts("prediction.content[]", predicted.get("content"))
+    if "tools" in kind.model_fields and isinstance(tools := given.get("tools"), list):
+        for tool in (each for each in tools if isinstance(each, dict)):
+            yield from _inside("tools[]", tool)
+            function = tool.get("function")
+            yield from _inside("tools[].function", function if isinstance(function, dict) else {})
+    if "response_format" in kind.model_fields and isinstance(form := given.get("response_format"), dict):
+        yield from _inside("response_format", form)
     for message in given["messages"] if isinstance(given.get("messages"), list) else ():
         if isinstance(message, dict):
             yield from _inside("messages[]", message)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Refused, Tools
+from mlxspec.text.messages import Refused, Tools, types_of
 from mlxspec.text.reader import token_bytes
 from mlxspec.types import Matcher
 
@@ -28,6 +28,10 @@ MOST_BYTES = 1 << 18  # of a grammar
 MOST_DIGITS = 32  # in a row, where no letter may come: a number is longer only if the model is lost in it
 # One way to write white space: a weak model can go on with it for ever, and what is forced is drafted.
 JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# Those of llguidance let one answer keep all others waiting for seconds.
+LIMITS = LLParserLimits(step_max_items=8_000, verbose_errors=False)
+MOST_MULTIPLE = 1000  # multipleOf compiles into as many states
 
 Make = Callable[[], Matcher]
 
@@ -67,10 +71,13 @@ class Grammars:
         """The grammar of JSON by a schema, in llguidance's form. Raises Refused; `where` is its field."""
         if not isinstance(schema, dict | bool):
             raise Refused(where, f"{where} is not a JSON schema; send an object")
+        _check(schema, where)
         return f"%json {_dumped(_ruled(schema), where)}"
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
         """The grammar of calls of these tools, or of the one with this name. Raises Refused."""
+        for tool in tools:
+            _check(tool["function"].get("parameters") or {}, where)
         chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
         if not chosen:
             what = f"the tool {name!r} is not among tools" if name else "there are no tools"
@@ -78,7 +85,9 @@ class Grammars:
         kind = self.tokenizer.tool_parser.__module__.rpartition(".")[2]
         if kind not in CALLS:
             raise Refused(
-                where, f"{where}: calls in this model's format, {kind}, cannot be enforced; send 'auto'"
+                where,
+                f"{where}: calls in this model's format, {kind}, cannot be enforced; send tool_choice 'auto'"
+                " and no format, or 'none'",
             )
         begin, end = (self._marker(m) for m in (self.tokenizer.tool_call_start, self.tokenizer.tool_call_end))
         rules = CALLS[kind](chosen, where)
@@ -121,7 +130,11 @@ class Grammars:
             self._inner = self._tokenizer()
             texts = ((i, token_bytes(self.tokenizer, i)) for i in range(len(self.tokenizer)))
             self._digits |= {i: len(text) for i, text in texts if text.isdigit()}
-        made = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0)
+        made = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0, limits=LIMITS)
+        if not made.is_error():
+            first = made.deep_copy()
+            first.compute_bitmask()
+            made = first if first.is_error() else made
         said = [made.get_error()] if made.is_error() else made.get_grammar_warnings()
         if said:
             raise Refused(where, f"{where} cannot be honoured: {_why(str(said[0]))}; leave that out")
@@ -195,7 +208,7 @@ class Ruled:
                 return State.THINKING, ()
             return (State.RULED, ()) if tail else (State.GAP, (token,))
         if not self._inner.consume_token(token):
-            raise ValueError(self._inner.get_error() or f"the token {token} does not fit")
+            raise ValueError(_why(self._inner.get_error()) or f"the token {token} does not fit")
         digits = self._around.digits.get(token, 0)
         return State.RULED, (digits + sum(tail) * (state is State.RULED),) if digits else ()
 
@@ -205,12 +218,12 @@ class Ruled:
             return _without(b"\xff" * self._size, around.stops)
         stopped = self._inner.is_stopped()
         if self._inner.is_error():
-            raise ValueError(self._inner.get_error())
+            raise ValueError(_why(self._inner.get_error()))
         if stopped:
             return _with(bytes(self._size), around.stops)
         mask = self._inner.compute_bitmask()[: self._size].ljust(self._size, b"\0")
         if self._inner.is_error():
-            raise ValueError(self._inner.get_error())
+            raise ValueError(_why(self._inner.get_error()))
         if state is State.FIRST:
             mask = _with(mask, [around.begin])
         elif state is State.GAP:
@@ -221,6 +234,19 @@ class Ruled:
         if not any(mask):
             raise ValueError("no token fits")
         return mask
+
+
+def _check(schema: Any, where: str) -> None:
+    """Raises Refused for what would compile for minutes."""
+    left = [schema]
+    while left:
+        at = left.pop()
+        left += at.values() if isinstance(at, dict) else at if isinstance(at, list) else ()
+        multiple = at.get("multipleOf") if isinstance(at, dict) else None
+        if isinstance(multiple, int | float) and not 0 < multiple <= MOST_MULTIPLE:
+            raise Refused(
+                where, f"{where}: multipleOf = {multiple} cannot be honoured; {MOST_MULTIPLE} is the most"
+            )
 
 
 def _why(error: str) -> str:
@@ -257,19 +283,27 @@ def _in_json(functions: Sequence[Mapping[str, Any]], where: str) -> str:
 
 
 def _in_xml(functions: Sequence[Mapping[str, Any]], where: str) -> str:
-    """Qwen3-Coder's: each parameter between tags, strings as they are."""
+    """Qwen3-Coder's: each parameter between tags. Where a string may come it is free text, or one of an
+    enum's; this format has no quotes, so nothing else is known of it."""
     lines = [f"body: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
     for i, function in enumerate(functions):
         schema = _object(function)
-        required, names = schema.get("required", ()), []
-        for j, (name, own) in enumerate(schema.get("properties", {}).items()):
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise Refused(
+                where, f"{where}: the parameters of {function['name']} are no JSON schema of an object"
+            )
+        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        names = []
+        for j, (name, own) in enumerate(properties.items()):
             names.append(f"value{i}_{j}" + ("" if name in required else "?"))
             open_, close = json.dumps(f"<parameter={name}>\n"), "\n</parameter>\n"
-            own = own if isinstance(own, Mapping) else {}
-            if own.get("type") != "string":
-                text = f"%json {_dumped(_ruled(dict(own)), where)} {json.dumps(close)}"
-            elif options := own.get("enum"):
-                text = f"({' | '.join(json.dumps(str(o)) for o in options)}) {json.dumps(close)}"
+            own = own if isinstance(own, dict) else {}
+            types, options = types_of(own), own.get("enum", [own["const"]] if "const" in own else None)
+            if (types and "string" not in types) or "$ref" in own:
+                text = f"%json {_dumped(_ruled({**own, **shared}), where)} {json.dumps(close)}"
+            elif isinstance(options, list) and options and types == {"string"}:
+                text = f"({' | '.join(json.dumps(o) for o in options)}) {json.dumps(close)}"
             else:
                 text = f"text{i}_{j}"
                 lines.append(f"text{i}_{j}[suffix={json.dumps(close)}]: /(.|\\n)*/")

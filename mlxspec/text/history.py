@@ -12,7 +12,7 @@ from hashlib import blake2b
 from mlxspec.text.parts import Call
 
 MOST_TOKENS = 1 << 20  # remembered, of all answers together
-MOST_CALLS = 1 << 12
+MOST_TURNS = MOST_CALLS = 1 << 12
 MOST_CHARS = 1 << 24  # of all calls together
 
 
@@ -38,6 +38,8 @@ class History:
 
     def call(self, id: str) -> Call | None:
         """The call as the model made it: clients spell arguments anew, some add defaults."""
+        if id in self._calls:
+            self._calls.move_to_end(id)
         return self._calls.get(id)
 
     def keep_call(self, call: Call) -> None:
@@ -52,7 +54,7 @@ class History:
         tokens with the end token, whose text is `end`. Nothing is kept where the template renders the answer
         in a way that the prompt did not prepare."""
         at = after.rfind(end)
-        if not end or at < len(before) or not after.startswith(before):
+        if not end or at < len(before) or not after.startswith(before) or after[at + len(end) :].strip():
             return
         stop = at + len(end)
         key = blake2b(after[:stop].encode(), digest_size=16).digest()
@@ -60,7 +62,7 @@ class History:
             self._tokens -= len(old.ids)
         self._turns[key] = Turn(len(before), stop, tuple(ids), end)
         self._tokens += len(ids)
-        while self._tokens > MOST_TOKENS:
+        while self._tokens > MOST_TOKENS or len(self._turns) > MOST_TURNS:
             _, old = self._turns.popitem(last=False)
             self._tokens -= len(old.ids)
 

@@ -34,6 +34,9 @@ HOW_TO_CALL = (
 )
 
 
+NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+
+
 class Refused(Unfit):
     """A prompt that cannot be rendered. `field` names what of the request is at fault: "messages[2].role"."""
 
@@ -85,20 +88,24 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
         raise Refused(at, f"{at} = {shown(call)}: send id, type and function with name and arguments")
-    arguments = function.get("arguments", "")
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
+        arguments = clean(arguments)
         try:
-            parsed = json.loads(arguments or "{}")
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        except ValueError:
-            pass  # the model wrote it so: it is shown what it wrote
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass
+    if arguments is None:
+        arguments = {}
+    elif not isinstance(arguments, dict):  # some model wrote it so; templates want an object
+        arguments = {"arguments": arguments}
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
 
 
 def _text(content: Any, at: str, system: bool) -> str:
     if isinstance(content, str):
-        return _stable(content) if system else content
+        return _stable(clean(content)) if system else clean(content)
     if not isinstance(content, list):
         raise Refused(at, f"{at} = {shown(content)} is not text; send a string or a list of text parts")
     texts = []
@@ -111,8 +118,13 @@ def _text(content: Any, at: str, system: bool) -> str:
                 f"{at}[{i}]",
                 f"{at}[{i}] is {what}; this server reads text only: send {{'type': 'text', 'text': ...}}",
             )
-        texts.append(_stable(text) if system else text)
+        texts.append(_stable(clean(text)) if system else clean(text))
     return "".join(texts)
+
+
+def clean(text: str) -> str:
+    """Text without halves of surrogate pairs, which JSON can spell and no tokenizer can read."""
+    return text.encode("utf-8", "replace").decode() if not text.isascii() else text
 
 
 def _stable(text: str) -> str:
@@ -146,6 +158,24 @@ def check_tools(tools: Any, at: str = "tools") -> Tools:
     return tools
 
 
+def types_of(schema: Any) -> set[str]:
+    """The JSON types that a parameter's schema names, by itself or in its alternatives; none: any."""
+    if not isinstance(schema, Mapping):
+        return set()
+    own = schema.get("type")
+    made = {own} if isinstance(own, str) else set(own) if isinstance(own, list) else set()
+    for key in ("anyOf", "oneOf"):
+        some = schema.get(key)
+        made |= set().union(*(types_of(each) for each in some)) if isinstance(some, list) else set()
+    values = schema.get("enum")
+    for value in [
+        *(values if isinstance(values, list) else ()),
+        *([schema["const"]] if "const" in schema else ()),
+    ]:
+        made.add(NAMES.get(type(value), "object"))
+    return {name for name in made if isinstance(name, str)}
+
+
 # ---- rewriting, for templates that refuse what came -----------------------------------------------------
 
 
@@ -153,14 +183,21 @@ def as_they_are(messages: Messages) -> Messages:
     return messages
 
 
-def merged(messages: Messages) -> Messages:
-    """One system message at most, in front; a later one is user text; no role speaks twice in a row, but
-    tools."""
+def told_by_user(messages: Messages) -> Messages:
+    """System text behind the beginning is user text."""
     turns: Messages = []
     for message in messages:
+        late = message["role"] == "system" and any(turn["role"] != "system" for turn in turns)
+        said = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        turns.append({**message, **said} if late else message)
+    return turns
+
+
+def merged(messages: Messages) -> Messages:
+    """So, and no role speaks twice in a row, but tools."""
+    turns: Messages = []
+    for message in told_by_user(messages):
         role, content = message["role"], message["content"]
-        if role == "system" and any(turn["role"] != "system" for turn in turns):
-            role, content = "user", f"<system>\n{content}\n</system>"
         if turns and turns[-1]["role"] == role != "tool":
             turns[-1] = _joined(turns[-1], {**message, "content": content})
         else:
@@ -170,6 +207,9 @@ def merged(messages: Messages) -> Messages:
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     both = {**other, **one, "content": "\n\n".join(m["content"] for m in (one, other) if m["content"])}
+    thoughts = [m["reasoning_content"] for m in (one, other) if m.get("reasoning_content")]
+    if thoughts:
+        both["reasoning_content"] = "\n\n".join(thoughts)
     if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
         both["tool_calls"] = calls
     return both
@@ -183,7 +223,12 @@ def without_system(messages: Messages) -> Messages:
     return merged([{**turns[0], "role": "user"}, *turns[1:]])
 
 
-REWRITES: tuple[Callable[[Messages], Messages], ...] = (as_they_are, merged, without_system)
+REWRITES: tuple[Callable[[Messages], Messages], ...] = (
+    as_they_are,
+    told_by_user,
+    merged,
+    without_system,
+)
 
 
 def spelled_out(messages: Messages, tools: Tools) -> Messages:

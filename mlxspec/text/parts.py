@@ -8,7 +8,7 @@ states and the calls' syntax are mlx-lm's (its TextStateMachine and tool parsers
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,17 +16,20 @@ from typing import Any, Literal
 from mlx_lm.generate import TextStateMachine as Machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Tools
+from mlxspec.text.messages import Tools, types_of
 
 log = logging.getLogger("mlxspec")
 
 MACHINE: Any = Machine  # mlx-lm has no types
 Kind = Literal["reasoning", "content", "call"]
 
-CALLS = ("tool", "naked")
+CALLS = ("tool", "naked", "musing")  # states in which a call is read; musing: in the midst of reasoning
 FUNCTION, FUNCTION_END = "<function=", "</function>"  # a call may come without the tags around it
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 BARE = re.compile(r'(```(?:json)?\s*)?\{\s*"name"\s*:')  # and so may a call in JSON
+KEYS = {"name", "arguments", "parameters", "id", "type"}  # a bare call has no others
+BETWEEN = re.compile(r"[\s,;]*")  # calls in JSON
+MOST_TRIES = 8  # ends of one call that turn out to be none
 BARE_CHARS = 64  # that a bare call needs to be known by
 
 
@@ -50,18 +53,25 @@ class Part:
 
 class Parts:
     """Reads one answer. `tools` are those it may call; without any, what looks like a call is content.
-    `thinking`: the prompt's end has opened the reasoning. `new_id` names the calls."""
+    `thinking`: the prompt's end has opened the reasoning. `new_id` names the calls. `ruled`: a grammar rules
+    the answer, so that a call has its tags, and none is made while the model reasons."""
 
     __slots__ = (
-        "_bare", "_call", "_fresh", "_held", "_kind", "_machine", "_made", "_new_id", "_plain", "_state",
-        "_tokenizer", "_tools", "_why", "calls",
+        "_after_call", "_bare", "_call", "_fresh", "_held", "_is_bare", "_kind", "_machine", "_made",
+        "_may_bare", "_new_id", "_plain", "_spoke", "_state", "_tokenizer", "_tools", "_tries", "_why",
+        "calls",
     )  # fmt: skip
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, tools: Tools, thinking: bool, new_id: Callable[[], str]
+        self,
+        tokenizer: TokenizerWrapper,
+        tools: Tools,
+        thinking: bool,
+        new_id: Callable[[], str],
+        ruled: bool = False,
     ) -> None:
         self._tokenizer, self._tools, self._new_id = tokenizer, tools, new_id
-        edges = transitions(tokenizer, bool(tools))
+        edges = transitions(tokenizer, bool(tools), ruled)
         self._plain = not any(edges.values())
         self._machine = MACHINE(edges)
         first = tokenizer.response_initial_state or ("reasoning" if thinking else "normal")
@@ -69,8 +79,13 @@ class Parts:
         self._kind: Kind = "reasoning" if first == "reasoning" else "content"
         self._fresh = first == "reasoning"  # white space that opens a part is the template's
         self._held = ""  # white space that ends a part, if it ends here
-        self._call = ""  # of a call that has not ended
-        self._bare: str | None = "" if tools else None  # an answer's beginning that may be a bare call
+        self._spoke = self._after_call = False  # content was shown; a call was the last that was made
+        self._call: list[str] = []  # of a call that has not ended
+        self._tries = 0  # ends of it that were none
+        self._may_bare = bool(tools) and not ruled
+        # An answer's beginning that may be a bare call, and whether it begins as one does.
+        self._bare: list[str] | None = [] if self._may_bare else None
+        self._is_bare = False
         self._made: list[Part] = []
         self._why = ""
         self.calls: list[Call] = []
@@ -79,12 +94,11 @@ class Parts:
         """The parts that this text makes certain."""
         if self._plain:
             return [Part("content", text)] if text else []
-        for char in text:  # so that a call that has not ended after all can take its state back
+        for char in text:  # so that a marker that is none after all can take its state back
             self._state, segments = MACHINE.split(self._state, char)
             self._add(*segments[0])
-            for (before, _), (state, more) in pairwise(segments):
+            for (before, _), (state, _) in pairwise(segments):
                 self._cross(before, state)
-                self._add(state, more)
         return self._take()
 
     def finish(self) -> list[Part]:
@@ -94,8 +108,7 @@ class Parts:
         self._state, rest, state = MACHINE.flush(self._state)
         self._add(state, rest)
         if state in CALLS and not self._end_call(state):
-            log.info("a tool call cannot be read, it is shown as text: %s", self._why)
-            self._say("content", self._opener(state) + self._call)
+            self._give_up(state, "")
         self._settle_bare()
         if self._kind == "content" and self._held and not self.calls:
             self._made.append(Part("content", self._held))
@@ -103,63 +116,100 @@ class Parts:
 
     def _add(self, state: str, text: str) -> None:
         if state in CALLS:
-            self._call += text
+            self._call.append(text)
         elif state == "reasoning":
             self._say("reasoning", text)
         elif state == "normal" and self._bare is None:
             self._say("content", text)
-        elif state == "normal":
-            self._bare = (self._bare or "") + text
-            said = self._bare.lstrip()
-            if said and not BARE.match(said) and (said[0] not in "{`" or len(said) > BARE_CHARS):
-                self._say_bare()
+        elif state == "normal" and self._bare is not None:
+            self._bare.append(text)
+            if not self._is_bare:
+                said = "".join(self._bare).lstrip()
+                self._is_bare = bool(BARE.match(said))
+                if said and not self._is_bare and (said[0] not in "{`" or len(said) > BARE_CHARS):
+                    self._say_bare()
 
     def _cross(self, before: str, state: str) -> None:
-        """A marker was met. Where what is before it is no call yet, the marker belongs to it."""
-        if before == "normal" and state != "normal":
+        """A marker was met, and led from one state to another; where it is only text, it leads nowhere."""
+        t = self._tokenizer
+        if before in CALLS:
+            self._cross_call(before, state)
+        elif before == "normal" and state == "reasoning" and self._begun():
+            self._go("normal", "normal", str(t.think_start))
+        elif state == "stray":
+            self._go("normal", "normal", "" if self._after_call else str(t.tool_call_end))
+        elif before == "normal" and state != "normal":
             self._settle_bare()
-        elif before == "reasoning" and self._tools:
-            self._bare = ""
-        if before in CALLS and not self._end_call(before):
-            self._call += FUNCTION_END if before == "naked" else self._tokenizer.tool_call_end
-            self._state = self._machine.make_state(before)
-        elif state in CALLS:
-            self._call = ""
+        elif before == "reasoning" and state == "normal" and self._may_bare and not self._spoke:
+            self._bare, self._is_bare = [], False
+        if state in CALLS and before not in CALLS:
+            self._call, self._tries = [], 0
+
+    def _cross_call(self, before: str, state: str) -> None:
+        """The end of a call, if it can be read now. Else its end is part of it, or it was none."""
+        end = FUNCTION_END if before == "naked" else str(self._tokenizer.tool_call_end)
+        if self._end_call(before):
+            self._go("normal", "normal", "")
+        elif before == "musing":
+            self._give_up(before, end if state == "normal" else "")
+            self._go("reasoning" if state == "normal" else "normal", "normal", "")
+        elif self._tries < MOST_TRIES:
+            self._tries += 1
+            self._go(before, before, end)
+        else:
+            self._give_up(before, end)
+
+    def _go(self, state: str, where: str, text: str) -> None:
+        """On in `state`; `text` belongs to `where`."""
+        self._state = self._machine.make_state(state)
+        if text:
+            self._add(where, text)
+
+    def _begun(self) -> bool:
+        """Whether the answer itself has begun: nothing in it opens the reasoning any more."""
+        return self._spoke or bool(self.calls) or bool("".join(self._bare or ()).strip())
 
     def _end_call(self, state: str) -> bool:
         """Whether the text of the call, or what follows the last opening in it, can be read; then it is."""
-        opener = self._opener(state)
-        head, opened, last = self._call.rpartition(opener)
-        calls = self._read(self._call, state)
+        opener, text = self._opener(state), "".join(self._call)
+        head, opened, last = text.rpartition(opener)
+        calls = self._read(text, state)
         if not calls and opened and (calls := self._read(last, state)):
             if lost := self._read(head, state):  # its end was forgotten
                 calls = lost + calls
             else:
-                self._say("content", opener + head)
+                self._say("reasoning" if state == "musing" else "content", opener + head)
         if calls:
-            self._call = ""
+            self._call = []
             self._emit(calls)
         return bool(calls)
+
+    def _give_up(self, state: str, end: str) -> None:
+        """It was no call."""
+        log.info("a tool call cannot be read, it is shown as text: %s", self._why)
+        text = self._opener(state) + "".join(self._call) + end
+        self._call = []
+        self._say("reasoning" if state == "musing" else "content", text)
 
     def _emit(self, calls: list[Call]) -> None:
         self.calls += calls
         self._made += [Part("call", call=call) for call in calls]
-        self._kind, self._fresh, self._held = "content", True, ""
+        self._kind, self._fresh, self._held, self._after_call = "content", True, "", True
 
     def _settle_bare(self) -> None:
         if self._bare is None:
-            return
-        if BARE.match(text := self._bare.strip()):
+            return None
+        if BARE.match(text := "".join(self._bare).strip()):
             text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text)
             known = {tool["function"]["name"] for tool in self._tools}
-            calls = list(self._in_json(text))
+            calls = self._in_json(text, bare=True)
             if calls and all(call.name in known for call in calls):
                 self._bare = None
                 return self._emit(calls)
-        self._say_bare()
+        return self._say_bare()
 
     def _say_bare(self) -> None:
-        text, self._bare = self._bare or "", None
+        text, self._bare = "".join(self._bare or ()), None
         self._say("content", text)
 
     def _say(self, kind: Kind, text: str) -> None:
@@ -171,9 +221,12 @@ class Parts:
         text = self._held + text
         shown = text.rstrip()
         self._held = text[len(shown) :]
-        if shown and self._made and self._made[-1].kind == kind:
+        if not shown:
+            return
+        self._after_call, self._spoke = False, self._spoke or kind == "content"
+        if self._made and self._made[-1].kind == kind:
             self._made[-1] = Part(kind, self._made[-1].text + shown)
-        elif shown:
+        else:
             self._made.append(Part(kind, shown))
 
     def _take(self) -> list[Part]:
@@ -186,54 +239,82 @@ class Parts:
     def _read(self, text: str, state: str) -> list[Call]:
         """The calls in the text of one; none where it cannot be read."""
         spellings = [FUNCTION + text + FUNCTION_END] if state == "naked" else [text]
-        if state == "tool" and FUNCTION in text:
+        if state != "naked" and FUNCTION in text:
             spellings.append(text + FUNCTION_END)
         for spelling in spellings:
             try:
                 if spelling.rfind(PARAMETER) > spelling.rfind(PARAMETER_END):
                     raise ValueError("a parameter has no end")  # the parser would leave it out
                 found = self._tokenizer.tool_parser(spelling, self._tools)
-                calls = [self._made_call(each) for each in (found if isinstance(found, list) else [found])]
-                if calls:
+                some = found if isinstance(found, list) else [found]
+                if FUNCTION in spelling:
+                    some = [_typed(each, self._tools) for each in some]
+                if calls := [self._made_call(each) for each in some]:
                     return calls
             except Exception as error:  # a parser raises whatever its author chose
                 self._why = f"{type(error).__name__}: {error}"
-        return list(self._in_json(text.strip()))
+        return self._in_json(text.strip())
 
-    def _in_json(self, text: str) -> Iterator[Call]:
+    def _in_json(self, text: str, bare: bool = False) -> list[Call]:
         """Calls written as JSON objects one after the other; none where anything else is between them."""
         decoder, made, at = json.JSONDecoder(), [], 0
         try:
             while at < len(text):
                 found, at = decoder.raw_decode(text, at)
+                if bare and not ({"name"} < set(found) <= KEYS):
+                    raise ValueError("an object with other names is no call")
                 made.append(self._made_call(found))
-                at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,;"))
-        except (ValueError, TypeError) as error:
+                between = BETWEEN.match(text, at)
+                at = between.end() if between else at
+        except (ValueError, TypeError, RecursionError) as error:
             self._why = self._why or str(error)
-            return
-        yield from made
+            return []
+        return made
 
     def _made_call(self, found: Any) -> Call:
-        """Raises ValueError where it has no name or its arguments are no object."""
+        """Raises ValueError where it has no name, or its arguments are no object of JSON."""
         name = found.get("name") if isinstance(found, dict) else None
         arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
         if isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise ValueError("a call needs a name, and an object as arguments")
-        text = json.dumps(arguments, ensure_ascii=False)
-        try:
-            (name + text).encode()
-        except UnicodeEncodeError:  # half a surrogate pair can be written, but not sent
-            text = json.dumps(arguments)
-            name.encode()
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        # Half a surrogate pair can be written in JSON, but neither sent nor encoded.
+        name, text = (each.encode("utf-8", "replace").decode() for each in (name, text))
         return Call(self._new_id(), name, text)
 
 
-def transitions(tokenizer: TokenizerWrapper, calls: bool) -> dict[str, list[tuple[str, str]]]:
+def _typed(found: dict[str, Any], tools: Tools) -> dict[str, Any]:
+    """A call in XML, whose values are all text, with the types that its schema has. mlx-lm's parser knows
+    those that are named by `type`, and takes `null` for nothing everywhere."""
+    schemas = [
+        tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == found["name"]
+    ]
+    known = (schemas[0] or {}).get("properties") if schemas else None
+    made = {}
+    for name, value in found["arguments"].items():
+        types = types_of(known.get(name) if isinstance(known, dict) else None)
+        if value is None and types == {"string"}:
+            value = "null"
+        elif isinstance(value, str) and types and "string" not in types:
+            try:
+                value = json.loads(value)
+            except ValueError:
+                pass  # it is what the model wrote
+        made[name] = value
+    return {**found, "arguments": made}
+
+
+def transitions(
+    tokenizer: TokenizerWrapper, calls: bool, ruled: bool = False
+) -> dict[str, list[tuple[str, str]]]:
     """The markers that lead from one state of an answer to another: mlx-lm's for this tokenizer, those of
-    calls only if there may be `calls`, and then also what models emit in their place."""
-    edges: dict[str, list[tuple[str, str]]] = {"normal": [], "reasoning": [], "tool": [], "naked": []}
+    calls only if there may be `calls`, and then also what models emit in their place. Where a grammar has
+    `ruled` the answer, no call interrupts the reasoning."""
+    edges: dict[str, list[tuple[str, str]]] = {
+        state: [] for state in ("normal", "reasoning", "tool", "naked", "musing", "stray", "mused")
+    }
     own = tokenizer.response_transitions
     if tokenizer.has_thinking:
         edges["normal"].append((tokenizer.think_start, "reasoning"))
@@ -242,10 +323,13 @@ def transitions(tokenizer: TokenizerWrapper, calls: bool) -> dict[str, list[tupl
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
         if not any(to == "tool" for some in own.values() for _, to in some):
             edges["normal"].append((start, "tool"))
-        edges["reasoning"] += [(start, "tool")] if tokenizer.has_thinking else []
+        if tokenizer.has_thinking and not ruled:
+            edges["reasoning"].append((start, "musing"))
+            edges["musing"].append((tokenizer.think_end, "mused"))
         if end:
             edges["tool"].append((end, "normal"))
-            edges["normal"].append((end, "normal"))  # of a call that came without its beginning
+            edges["musing"].append((end, "normal"))
+            edges["normal"].append((end, "stray"))  # of a call that came without its tags
         if tokenizer.tool_parser.__module__.endswith("qwen3_coder"):
             edges["normal"].append((FUNCTION, "naked"))
             edges["naked"].append((FUNCTION_END, "normal"))

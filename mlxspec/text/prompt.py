@@ -17,6 +17,7 @@ from mlx_lm.utils import load_tokenizer as load_wrapper
 
 from mlxspec.text.history import History
 from mlxspec.text.messages import REWRITES, Messages, Refused, Tools, canonical, check_tools, spelled_out
+from mlxspec.text.parts import Call
 from mlxspec.text.reader import token_bytes
 from mlxspec.types import Unfit
 
@@ -149,9 +150,18 @@ def talk_of(messages: Sequence[Any], tools: Any, options: Mapping[str, Any], his
     plain = canonical(messages)
     for message in plain:
         for call in message.get("tool_calls", ()):
-            if own := history.call(call.get("id", "")):
+            own = history.call(call.get("id", ""))
+            if own and same_call(call["function"], own):
                 call["function"] = {"name": own.name, "arguments": json.loads(own.arguments)}
     return Talk(plain, check_tools(tools), options)
+
+
+def same_call(sent: Mapping[str, Any], own: Call) -> bool:
+    """Whether what a client sends is the model's call, if with defaults beside what the model wrote. One that
+    it has changed is a call of its own."""
+    arguments = json.loads(own.arguments)
+    there = sent["arguments"]
+    return sent["name"] == own.name and all(k in there and there[k] == v for k, v in arguments.items())
 
 
 def render(tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt: bool = True) -> Rendered:
@@ -159,8 +169,7 @@ def render(tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt
     naming the message."""
     text = _rendered(tokenizer, talk, generation_prompt)
     ids = history.encode(text, lambda piece: encode(tokenizer, piece, special=False))
-    find: Any = tokenizer  # mlx-lm has no types
-    thinking = tokenizer.has_thinking and find.rfind_think_start(ids) > find.rfind_think_end(ids)
+    thinking = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
     return Rendered(text, ids, thinking)
 
 
@@ -187,7 +196,9 @@ def remember(
         log.info("an answer will be spelled anew in the next turn: %s", error)
         return
     end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
-    history.keep_turn(before.text, after, ids, end)
+    shown = str(answer.get("reasoning_content", "")).strip() in after[len(before.text) :]
+    if shown:  # else the next prompt would hold what this template leaves out
+        history.keep_turn(before.text, after, ids, end)
 
 
 def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,71 @@ def test_content_is_shown_as_it_comes(hermes: Any) -> None:
 def test_a_model_without_a_format_of_its_own(smollm2: Path) -> None:
     tokenizer = load_tokenizer(smollm2)
     assert told(tokenizer, f"Yes.\n{READ}") == [("content", "Yes."), CALL_READ]
+
+
+# ---- markers that are only text ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("Use the <think> tag.", [("content", "Use the <think> tag.")]),
+        ('{"a": "x <think> y"}', [("content", '{"a": "x <think> y"}')]),
+        ("The `</tool_call>` tag", [("content", "The `</tool_call>` tag")]),
+        (
+            "<think>I will <tool_call> now</think>\nIt is 5.",
+            [("reasoning", "I will <tool_call> now"), ("content", "It is 5.")],
+        ),
+        (
+            f"<think>I <tool_call> so</tool_call> on</think>{READ}",
+            [("reasoning", "I <tool_call> so</tool_call> on"), CALL_READ],
+        ),
+        (f"<think>so {READ}", [("reasoning", "so"), CALL_READ]),
+        ('<think>so <tool_call>{"name": "run"}</think>x', [("reasoning", "so"), ("call", "run", {}), ("content", "x")]),
+        ('{"name": "read", "price": 7}', [("content", '{"name": "read", "price": 7}')]),
+        ('<tool_call>{"name": "run", "arguments": {"x": NaN}}</tool_call>', None),
+        ('<tool_call>{"name": "run", "arguments": {"x": 1e999}}</tool_call>', None),
+        ("<tool_call>" + "[" * 5000, None),
+    ],
+)  # fmt: skip
+def test_what_only_looks_like_a_marker_is_text(hermes: Any, text: str, want: Any) -> None:
+    assert told(hermes, text) == (want or [("content", text)])
+    assert read(hermes, text) == read(hermes, [text])
+
+
+def test_under_a_grammar_there_are_no_calls_but_those_with_tags(hermes: Any) -> None:
+    def ruled(text: str) -> list[tuple[str, str]]:
+        reader = Parts(hermes, TOOLS, True, str, ruled=True)
+        return [(p.kind, p.text or p.call.name) for p in [*reader.feed(text), *reader.finish()] if p]
+
+    assert ruled(f"a {READ} b</think>{RUN}") == [("reasoning", f"a {READ} b"), ("call", "run")]
+    assert ruled('</think>{"name": "read", "arguments": {}}')[0][0] == "content"
+
+
+def test_half_a_surrogate_pair_can_be_sent(hermes: Any) -> None:
+    [part] = read(hermes, ['<tool_call>{"name": "run", "arguments": {"command": "a\\ud800b"}}</tool_call>'])
+    assert part.call and json.loads(part.call.arguments) == {"command": "a?b"}
+
+
+def test_values_in_xml_have_the_types_of_their_schema(coder: Any) -> None:
+    kinds: dict[str, Any] = {
+        "opt": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "on": {"type": ["boolean", "null"]},
+        "way": {"enum": ["x", "y"]},
+        "one": {"const": 5},
+        "s": {"type": "string"},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": kinds}}}]
+    values = {"opt": "abc", "n": "5", "on": "true", "way": "x", "one": "5", "s": "null"}
+    said = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    [(_, _, arguments)] = told(coder, f"<function=f>\n{said}</function>", tools=tools)
+    assert arguments == {"opt": "abc", "n": 5, "on": True, "way": "x", "one": 5, "s": "null"}
+
+
+@pytest.mark.parametrize("text", ["<function=" * 3000 + "</function>" * 900, '{"name":"a"}' * 2000 + "x"])
+def test_a_model_that_loops_costs_little(hermes: Any, coder: Any, text: str) -> None:
+    began = time.perf_counter()
+    read(coder, ["<tool_call>", text, "</tool_call>" * 900])
+    read(hermes, ["<tool_call>", text, "</tool_call>" * 900])
+    assert time.perf_counter() - began < 20

@@ -123,7 +123,7 @@ def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make
     if form.kind == "lark":
         if callable_:
             raise Refused(form.field, f"{form.field} with tools: send one of them, or tool_choice 'none'")
-        return grammars.compiled(str(form.value), thinking, form.field)
+        return grammars.compiled(grammars.lark(str(form.value), form.field), thinking, form.field)
     ways = [grammars.json({"type": "object"} if form.kind == "object" else form.value, form.field)]
     if callable_:
         ways.append(grammars.calls(talk.tools, None, ask.single, form.field))

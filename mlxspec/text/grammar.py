@@ -1,336 +1,277 @@
 """Grammars for answers: which tokens may come next, by llguidance, on the host.
 
-Rule: what cannot be enforced is refused by name before anything runs. A grammar begins where the reasoning
-ends; an answer that reasons must end its reasoning before it ends.
+Rule: what cannot be enforced is refused by name before anything runs; what a model does say then conforms. A
+grammar begins where the reasoning ends, and an answer that reasons must end its reasoning before it ends.
 """
 
-import json
-import logging
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Refused, Tools, types_of
-from mlxspec.text.reader import token_bytes
-from mlxspec.types import Matcher
-
-log = logging.getLogger("mlxspec")
+from mlxspec.text.calls import CALLS
+from mlxspec.text.messages import Refused, Tools
+from mlxspec.text.schema import LIMITS, brief, checked_lark, json_rule
+from mlxspec.types import Matcher, shown
 
 KNOWN = 32  # compiled grammars that are kept
-MOST_BYTES = 1 << 18  # of a grammar
+MOST_BYTES = 1 << 19  # of a grammar
+GAP = 2  # tokens of white space that may stand between reasoning and answer
 MOST_DIGITS = 32  # in a row, where no letter may come: a number is longer only if the model is lost in it
-# One way to write white space: a weak model can go on with it for ever, and what is forced is drafted.
-JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-# Those of llguidance let one answer keep all others waiting for seconds.
-LIMITS = LLParserLimits(step_max_items=8_000, verbose_errors=False)
-MOST_MULTIPLE = 1000  # multipleOf compiles into as many states
+BLANKS = ("\n", "\n\n", " ")
 
 Make = Callable[[], Matcher]
-
-
-class State(Enum):
-    FIRST = auto()  # the answer may begin to reason, or at once with what the grammar wants
-    THINKING = auto()
-    GAP = auto()  # the reasoning has ended: two lines' ends may follow
-    RULED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What is around a grammar's text: `begin` opens the reasoning (-1: nothing does), `end` closes it, one
-    of `gap` may follow; `stops` end the answer. Token ids. `digits` has the length of
-    each token that is made of digits alone, `letter` is a token that any string may go on with."""
-
-    begin: int
-    end: tuple[int, ...]
-    gap: frozenset[int]
-    stops: frozenset[int]
-    digits: Mapping[int, int]
-    letter: int
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Grammars:
-    """Compiles grammars for one tokenizer. `vocab` is the width of the logits. One thread only."""
+    """Compiles grammars for one tokenizer. `vocab` is the width of the logits. One thread only; what it hands
+    out may be called on another. All that is wrong raises Refused, of the field `where`."""
 
     tokenizer: TokenizerWrapper
     vocab: int
     _inner: LLTokenizer | None = None
-    _digits: dict[int, int] = field(default_factory=dict)
+    _bounds: "Bounds | None" = None
     _known: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
 
     def json(self, schema: Any, where: str) -> str:
-        """The grammar of JSON by a schema, in llguidance's form. Raises Refused; `where` is its field."""
-        if not isinstance(schema, dict | bool):
-            raise Refused(where, f"{where} is not a JSON schema; send an object")
-        _check(schema, where)
-        return f"%json {_dumped(_ruled(schema), where)}"
+        """The rule of JSON that the schema, an object, takes."""
+        return json_rule(schema, where)
+
+    def lark(self, text: str, where: str) -> str:
+        """A client's whole grammar, in Lark's language."""
+        return checked_lark(text, where)
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
-        """The grammar of calls of these tools, or of the one with this name. Raises Refused."""
-        for tool in tools:
-            _check(tool["function"].get("parameters") or {}, where)
+        """The rule of calls of these tools, or of the one with this name, with the rules that it needs."""
         chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
         if not chosen:
-            what = f"the tool {name!r} is not among tools" if name else "there are no tools"
+            what = f"{shown(name)} is none of the tools" if name else "there are no tools"
             raise Refused(where, f"{where}: {what}; send it in tools")
-        kind = self.tokenizer.tool_parser.__module__.rpartition(".")[2]
+        kind = getattr(self.tokenizer.tool_parser, "__module__", "no tools").rpartition(".")[2]
         if kind not in CALLS:
             raise Refused(
                 where,
                 f"{where}: calls in this model's format, {kind}, cannot be enforced; send tool_choice 'auto'"
                 " and no format, or 'none'",
             )
-        begin, end = (self._marker(m) for m in (self.tokenizer.tool_call_start, self.tokenizer.tool_call_end))
-        rules = CALLS[kind](chosen, where)
-        more = "" if single else ' ("\\n" call)*'
-        return f'call{more}\ncall: {begin} "\\n" body "\\n" {end}\n{rules}'
+        return CALLS[kind](self.tokenizer, chosen, single, where)
 
     def rules(self, parts: Iterable[str]) -> str:
-        """A whole grammar: one of several beginnings, each with rules of its own behind its first line."""
-        ways = [f"way{i}: {part}" for i, part in enumerate(parts)]
-        return "\n".join([f"start: {' | '.join(f'way{i}' for i in range(len(ways)))}", *ways])
+        """A whole grammar: one of several rules, each with the rules that it needs behind its first line."""
+        heads, rest = zip(*(part.partition("\n")[::2] for part in parts), strict=True)
+        lines = [f"way{i}: {head}" for i, head in enumerate(heads)]
+        starts = " | ".join(f"way{i}" for i in range(len(heads)))
+        return "\n".join([f"start: {starts}", *lines, *filter(None, rest)])
 
     def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
         """What makes a matcher for each answer. `thinking`: the prompt has opened the reasoning; None: the
-        answer may. Raises Refused where the grammar is wrong."""
-        if (made := self._known.get(lark)) is None:
+        answer may open it."""
+        made = self._known.pop(lark, None)
+        if made:
+            made.compute_bitmask()  # its copies share its lexer, and the error of one is that of all
+        if made is None or made.is_error():
             made = self._compile(lark, where)
-            self._known[lark] = made
-            if len(self._known) > KNOWN:
-                self._known.popitem(last=False)
-        self._known.move_to_end(lark)
-        t, state = self.tokenizer, State.RULED
-        begin: tuple[int, ...] = tuple(t.think_start_tokens or ())
-        if t.has_thinking and thinking is not False:
-            state = State.THINKING if thinking else State.FIRST if len(begin) == 1 else State.RULED
-        lines = (t.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
-        around = Around(
-            begin[0] if state is State.FIRST else -1,
-            tuple(t.think_end_tokens or ()),
-            frozenset(ids[0] for ids in lines if len(ids) == 1),
-            frozenset(t.eos_token_ids),
-            self._digits,
-            t.encode("a", add_special_tokens=False)[-1],
-        )
-        return lambda: Ruled(made.deep_copy(), self.vocab, around, state)
+        self._known[lark] = made
+        if len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        kept, bounds = made, self._around()
+        tail = () if thinking and bounds.closer else None
+        opener = bounds.opener if thinking is None else None
+        anew = partial(self._compile, lark, where)
+        return lambda: Ruled(kept.deep_copy(), anew, bounds, tail, opener)
 
     def _compile(self, lark: str, where: str) -> LLMatcher:
-        if len(lark.encode()) > MOST_BYTES:
+        if len(lark) > MOST_BYTES:
             raise Refused(where, f"{where} is larger than {MOST_BYTES >> 10} KB; send a smaller one")
-        if self._inner is None:
-            self._inner = self._tokenizer()
-            texts = ((i, token_bytes(self.tokenizer, i)) for i in range(len(self.tokenizer)))
-            self._digits |= {i: len(text) for i, text in texts if text.isdigit()}
-        made = LLMatcher(self._inner, LLMatcher.grammar_from_lark(lark), log_level=0, limits=LIMITS)
-        if not made.is_error():
-            first = made.deep_copy()
-            first.compute_bitmask()
-            made = first if first.is_error() else made
-        said = [made.get_error()] if made.is_error() else made.get_grammar_warnings()
-        if said:
-            raise Refused(where, f"{where} cannot be honoured: {_why(str(said[0]))}; leave that out")
+        try:
+            made = LLMatcher(
+                self._tokens(where), LLMatcher.grammar_from_lark(lark), log_level=0, limits=LIMITS
+            )
+        except UnicodeEncodeError as error:
+            raise Refused(where, f"{where} has half a surrogate pair; send whole characters") from error
+        made.compute_bitmask()  # finds what can never be met, and is most of what a first mask costs
+        if said := [made.get_error()] if made.is_error() else made.get_grammar_warnings():
+            raise Refused(where, f"{where} cannot be honoured: {brief(said[0])}; leave that out")
         return made
 
-    def _tokenizer(self) -> LLTokenizer:
-        inner: Any = self.tokenizer._tokenizer
-        try:
-            return from_tokenizer(inner, n_vocab=self.vocab, eos_token=sorted(self.tokenizer.eos_token_ids))
-        except ValueError as error:
-            raise Refused(
-                "response_format", f"this model's tokenizer takes no grammars ({error}); ask without one"
-            ) from error
+    def _tokens(self, where: str) -> LLTokenizer:
+        ends = sorted(t for t in self.tokenizer.eos_token_ids if t < min(self.vocab, len(self.tokenizer)))
+        if self._inner is None:
+            try:
+                if not ends:
+                    raise ValueError("no token ends an answer")
+                self._inner = from_tokenizer(self.tokenizer._tokenizer, eos_token=ends)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of Rust's code is no Exception
+                why = brief(str(error))
+                raise Refused(
+                    where, f"{where}: this model's tokenizer takes no grammars ({why}); leave it out"
+                ) from error
+        return self._inner
 
-    def _marker(self, text: str) -> str:
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text)
+    def _around(self) -> "Bounds":
+        if self._bounds is not None:
+            return self._bounds
+        t, inner = self.tokenizer, self._inner
+        assert inner is not None
+        size, ends = -(-self.vocab // 8), frozenset(inner.eos_tokens)
+        begin: tuple[int, ...] = tuple(t.think_start_tokens or ())
+        blanks = [inner.greedy_tokenize(blank) for blank in BLANKS]
+        pieces = t.get_vocab().items()  # a digit is itself in every alphabet of tokens
+        digits = {i: len(p) for p, i in pieces if p.isascii() and p.isdigit() and i < self.vocab}
+        self._bounds = Bounds(
+            size=size,
+            ends=ends,
+            blanks=frozenset(ids[0] for ids in blanks if len(ids) == 1),
+            closer=tuple(t.think_end_tokens or ()),
+            opener=begin[0] if len(begin) == 1 and t.think_end_tokens else None,
+            end=_bits(ends).to_bytes(size, "little"),
+            thought=((1 << min(inner.vocab_size, self.vocab)) - 1 & ~_bits(ends)).to_bytes(size, "little"),
+            digits=digits,
+            numeral=_bits(digits),
+            letter=inner.greedy_tokenize("a")[0],
+        )
+        return self._bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is around every grammar. `opener` and `closer` are the reasoning's; `thought` is the mask in it:
+    an answer cannot end there, or it would not keep to its grammar. `digits` has the length of each token
+    that is made of digits alone, `numeral` their bits; `letter` is a token that any text may go on with."""
+
+    size: int  # of a mask, in bytes
+    ends: frozenset[int]
+    blanks: frozenset[int]
+    closer: tuple[int, ...]
+    opener: int | None
+    end: bytes
+    thought: bytes
+    digits: Mapping[int, int]
+    numeral: int
+    letter: int
 
 
 class Ruled:
-    """The matcher of one answer."""
+    """The matcher of one answer; `anew` compiles its grammar again. `tail` holds the latest tokens of the
+    reasoning, None outside of it."""
 
-    __slots__ = ("_around", "_inner", "_size", "_state", "_tail")
+    __slots__ = (
+        "_anew", "_bounds", "_digits", "_ended", "_gap", "_inner", "_opener", "_said", "_tail",
+    )  # fmt: skip
 
-    def __init__(self, inner: LLMatcher, vocab: int, around: Around, state: State) -> None:
-        self._inner, self._size, self._around, self._state = inner, -(-vocab // 8), around, state
-        # The latest tokens of the reasoning, those of the gap, or how many digits in a row came last.
-        self._tail: tuple[int, ...] = ()
+    def __init__(
+        self,
+        inner: LLMatcher,
+        anew: Callable[[], LLMatcher],
+        bounds: Bounds,
+        tail: tuple[int, ...] | None,
+        opener: int | None,
+    ) -> None:
+        self._inner, self._anew, self._bounds = inner, anew, bounds
+        self._tail, self._opener = tail, opener
+        self._gap, self._digits, self._ended = 0, 0, False
+        self._said: list[int] = []  # to the grammar
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
-        state, tail, eaten = self._state, self._tail, 0
-        found = [self._mask(state, tail)]
+        rows, fed = [self._surely(self._mask)], 0
+        before = self._tail, self._opener, self._gap, self._digits, self._ended
         try:
             for token in draft:
-                if token in self._around.stops or not found[-1][token // 8] >> token % 8 & 1:
+                if token in self._bounds.ends or not _has(rows[-1], token):
                     break
-                was, (state, tail) = state, self._step(state, tail, token)
-                eaten += state is State.RULED and not self._skips(was, token)
-                found.append(self._mask(state, tail))
-        finally:
-            if eaten and not self._inner.rollback(eaten):
-                raise ValueError(f"a grammar cannot go back: {self._inner.get_error()}")
-        return found
+                fed += self._step(token)
+                rows.append(self._mask())
+        except RuntimeError:  # met only because of the draft: plain decoding may never come here
+            self._restart()
+            fed = 0
+        self._tail, self._opener, self._gap, self._digits, self._ended = before
+        if fed and not self._inner.rollback(fed):
+            raise RuntimeError(brief(self._inner.get_error()))
+        return rows
 
     def take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            if token in self._around.stops:
-                break
-            self._state, self._tail = self._step(self._state, self._tail, token)
+            if not _has(self._surely(self._mask), token):
+                raise ValueError(f"the token {token} is not what the grammar takes")
+            if self._surely(partial(self._step, token)):
+                self._said.append(token)
 
     def forced(self, most: int) -> list[int]:
-        if self._state is not State.RULED or self._inner.is_stopped():
+        if self._tail is not None or self._gap or self._ended or self._opener is not None:
             return []
-        return [token for token in self._inner.compute_ff_tokens()[:most] if token not in self._around.stops]
+        found = self._inner.compute_ff_tokens()[:most]
+        return found[: len(self.masks(found)) - 1]
 
-    def _skips(self, state: State, token: int) -> bool:
-        """Whether the token is not the grammar's."""
-        around = self._around
-        return (
-            state is State.THINKING
-            or (state is State.FIRST and token == around.begin)
-            or (state is State.GAP and token in around.gap)
-        )
+    def _surely(self, act: Callable[[], T]) -> T:
+        """A lexer that another answer has worn out is not this one's failure: it gets its own."""
+        try:
+            return act()
+        except RuntimeError:
+            self._restart()
+            return act()
 
-    def _step(self, state: State, tail: tuple[int, ...], token: int) -> tuple[State, tuple[int, ...]]:
-        if state is State.THINKING:
-            tail = (*tail, token)[-len(self._around.end) :]
-            return (State.GAP, ()) if tail == self._around.end else (state, tail)
-        if self._skips(state, token):
-            if state is State.FIRST:
-                return State.THINKING, ()
-            return (State.RULED, ()) if tail else (State.GAP, (token,))
+    def _restart(self) -> None:
+        self._inner = self._anew()
+        if self._said and not self._inner.consume_tokens(self._said):
+            raise RuntimeError(brief(self._inner.get_error()))
+
+    def _step(self, token: int) -> bool:
+        """Behind a token that may come. Whether the grammar has seen it."""
+        if self._tail is not None:
+            tail = (*self._tail, token)[-len(self._bounds.closer) :]
+            self._tail, self._gap = (None, GAP) if tail == self._bounds.closer else (tail, 0)
+            return False
+        opener, self._opener = self._opener, None
+        if token == opener:
+            self._tail = ()
+            return False
+        if token in self._bounds.ends:
+            self._ended = True
+            return False
+        if self._gap and token in self._bounds.blanks and not _has(self._grammar_mask(), token):
+            self._gap -= 1
+            return False
+        self._gap = 0
         if not self._inner.consume_token(token):
-            raise ValueError(_why(self._inner.get_error()) or f"the token {token} does not fit")
-        digits = self._around.digits.get(token, 0)
-        return State.RULED, (digits + sum(tail) * (state is State.RULED),) if digits else ()
+            raise RuntimeError(brief(self._inner.get_error()))
+        more = self._bounds.digits.get(token, 0)
+        self._digits = self._digits + more if more else 0
+        return True
 
-    def _mask(self, state: State, tail: tuple[int, ...]) -> bytes:
-        around = self._around
-        if state is State.THINKING:
-            return _without(b"\xff" * self._size, around.stops)
-        stopped = self._inner.is_stopped()
+    def _mask(self) -> bytes:
+        if self._tail is not None:
+            return self._bounds.thought
+        if self._ended:
+            return self._bounds.end
+        more = self._bounds.blanks if self._gap else ()
+        if self._opener is not None:
+            more = (*more, self._opener)
+        mask = self._grammar_mask()
+        return (int.from_bytes(mask, "little") | _bits(more)).to_bytes(len(mask), "little") if more else mask
+
+    def _grammar_mask(self) -> bytes:
+        mask, size = self._inner.compute_bitmask(), self._bounds.size
         if self._inner.is_error():
-            raise ValueError(_why(self._inner.get_error()))
-        if stopped:
-            return _with(bytes(self._size), around.stops)
-        mask = self._inner.compute_bitmask()[: self._size].ljust(self._size, b"\0")
-        if self._inner.is_error():
-            raise ValueError(_why(self._inner.get_error()))
-        if state is State.FIRST:
-            mask = _with(mask, [around.begin])
-        elif state is State.GAP:
-            mask = _with(mask, around.gap)
-        elif tail and tail[0] >= MOST_DIGITS and not mask[around.letter // 8] >> around.letter % 8 & 1:
-            ended = _without(mask, around.digits)
-            mask = ended if any(ended) else mask
-        if not any(mask):
-            raise ValueError("no token fits")
+            raise RuntimeError(brief(self._inner.get_error()))
+        mask = mask[:size].ljust(size, b"\0")
+        if self._digits >= MOST_DIGITS and not _has(mask, self._bounds.letter):
+            ended = int.from_bytes(mask, "little") & ~self._bounds.numeral
+            mask = ended.to_bytes(size, "little") if ended else mask
         return mask
 
 
-def _check(schema: Any, where: str) -> None:
-    """Raises Refused for what would compile for minutes."""
-    left = [schema]
-    while left:
-        at = left.pop()
-        left += at.values() if isinstance(at, dict) else at if isinstance(at, list) else ()
-        multiple = at.get("multipleOf") if isinstance(at, dict) else None
-        if isinstance(multiple, int | float) and not 0 < multiple <= MOST_MULTIPLE:
-            raise Refused(
-                where, f"{where}: multipleOf = {multiple} cannot be honoured; {MOST_MULTIPLE} is the most"
-            )
+def _bits(tokens: Iterable[int]) -> int:
+    return sum(1 << token for token in set(tokens))
 
 
-def _why(error: str) -> str:
-    """What is wrong, without the place in a grammar that the client has not written."""
-    said, _, shown = error.partition("failed to compile JSON schema:")
-    return " ".join(re.split(r"\n\s*\d+ \|", shown or said)[0].split())[:300]
-
-
-def _with(mask: bytes, tokens: Iterable[int]) -> bytes:
-    made = bytearray(mask)
-    for token in tokens:
-        made[token // 8] |= 1 << token % 8
-    return bytes(made)
-
-
-def _without(mask: bytes, tokens: Iterable[int]) -> bytes:
-    made = bytearray(mask)
-    for token in tokens:
-        made[token // 8] &= ~(1 << token % 8)
-    return bytes(made)
-
-
-# ---- the grammars of calls, by mlx-lm's names of their formats ----------------------------------
-
-
-def _in_json(functions: Sequence[Mapping[str, Any]], where: str) -> str:
-    """Hermes' and Qwen's: an object with name and arguments."""
-    lines = []
-    for i, function in enumerate(functions):
-        parameters = _dumped(_ruled(_object(function)), where)
-        name = json.dumps(json.dumps(function["name"], ensure_ascii=False), ensure_ascii=False)
-        lines.append(f'call{i}: "{{\\"name\\": " {name} ", \\"arguments\\": " %json {parameters} "}}"')
-    return "\n".join([f"body: {' | '.join(f'call{i}' for i in range(len(lines)))}", *lines])
-
-
-def _in_xml(functions: Sequence[Mapping[str, Any]], where: str) -> str:
-    """Qwen3-Coder's: each parameter between tags. Where a string may come it is free text, or one of an
-    enum's; this format has no quotes, so nothing else is known of it."""
-    lines = [f"body: {' | '.join(f'call{i}' for i in range(len(functions)))}"]
-    for i, function in enumerate(functions):
-        schema = _object(function)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise Refused(
-                where, f"{where}: the parameters of {function['name']} are no JSON schema of an object"
-            )
-        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        names = []
-        for j, (name, own) in enumerate(properties.items()):
-            names.append(f"value{i}_{j}" + ("" if name in required else "?"))
-            open_, close = json.dumps(f"<parameter={name}>\n"), "\n</parameter>\n"
-            own = own if isinstance(own, dict) else {}
-            types, options = types_of(own), own.get("enum", [own["const"]] if "const" in own else None)
-            if (types and "string" not in types) or "$ref" in own:
-                text = f"%json {_dumped(_ruled({**own, **shared}), where)} {json.dumps(close)}"
-            elif isinstance(options, list) and options and types == {"string"}:
-                text = f"({' | '.join(json.dumps(o) for o in options)}) {json.dumps(close)}"
-            else:
-                text = f"text{i}_{j}"
-                lines.append(f"text{i}_{j}[suffix={json.dumps(close)}]: /(.|\\n)*/")
-            lines.append(f"value{i}_{j}: {open_} {text}")
-        head = json.dumps(f"<function={function['name']}>\n")
-        lines.append(f'call{i}: {head} {" ".join(names)} "</function>"')
-    return "\n".join(lines)
-
-
-CALLS: dict[str, Callable[[Sequence[Mapping[str, Any]], str], str]] = {
-    "json_tools": _in_json,
-    "qwen3_coder": _in_xml,
-}
-
-
-def _object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object whatever it says."""
-    return {**(function.get("parameters") or {}), "type": "object"}
-
-
-def _ruled(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    own = {} if schema is True else {"not": {}} if schema is False else schema
-    return {**own, "x-guidance": JSON}
-
-
-def _dumped(schema: Any, where: str) -> str:
-    try:
-        return json.dumps(schema, ensure_ascii=False)
-    except (ValueError, RecursionError) as error:
-        raise Refused(where, f"{where} is not a JSON schema: {error}; send an object") from error
+def _has(mask: bytes, token: int) -> bool:
+    return bool(mask[token >> 3] >> (token & 7) & 1)

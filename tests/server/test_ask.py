@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxspec.text.prompt import encode, load_tokenizer
-from tests.server.scripted import END, INFO, Server, server
+from tests.server.scripted import END, INFO, MESSAGES, Server, server
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -126,3 +126,69 @@ async def test_tools_that_are_none(make: Callable[..., Server], tools: Any, para
 async def test_a_choice_that_is_none(make: Callable[..., Server], choice: Any) -> None:
     answer = await make("x").chat(tools=TOOLS, tool_choice=choice)
     assert answer.status == 400 and answer.error["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 17])
+async def test_what_comes_behind_the_only_call_is_forgotten(make: Callable[..., Server], group: int) -> None:
+    """However many tokens a step brings, the next prompt is the same."""
+    s = make(CALL + OTHER, group=group)
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    answer = await s.chat(messages=messages, tools=TOOLS, parallel_tool_calls=False)
+    said = answer.json["choices"][0]["message"]
+    messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "42"}]
+    await s.chat(messages=messages, tools=TOOLS)
+    text = s.engine.tokenizer.decode(s.engine.submitted[1].prompt)
+    assert text.count("<tool_call>") == text.count("</tool_call><|im_end|>\n<|im_start|>user") == 1
+
+
+async def test_an_answer_that_a_token_of_the_clients_ended_is_no_turn(make: Callable[..., Server]) -> None:
+    s = make("one\ntwo")
+    await s.chat(stop_token_ids=encode(s.engine.tokenizer, "\n", special=False), max_tokens=2)
+    assert not s.app.state.front.history._turns
+
+
+@pytest.mark.parametrize("where", ["user", "tool"])
+async def test_a_marker_in_what_was_asked_opens_no_reasoning(make: Callable[..., Server], where: str) -> None:
+    s = make("ok")
+    text = "What does <think> do?"
+    messages: list[Any] = [{"role": "user", "content": text}]
+    if where == "tool":
+        call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+        messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": text}]
+    answer = await s.chat(messages=messages, tools=TOOLS)
+    assert answer.json["choices"][0]["message"]["content"] == "ok"
+
+
+async def test_a_format_with_a_call_that_is_asked_for(make: Callable[..., Server]) -> None:
+    answer = await make("x").chat(
+        tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}
+    )
+    assert answer.status == 400 and answer.error["param"] == "response_format"
+
+
+async def test_an_answer_in_json_is_no_call(make: Callable[..., Server]) -> None:
+    text = '{"name": "a", "arguments": {}}'
+    free = (await make(text).chat(tools=TOOLS)).json["choices"][0]["message"]
+    ruled = (await make(text).chat(tools=TOOLS, response_format={"type": "json_object"})).json["choices"][0][
+        "message"
+    ]
+    assert free["tool_calls"] and ruled["content"] == text and "tool_calls" not in ruled
+
+
+@pytest.mark.parametrize("arguments", [None, "", "null", "5", "[1]", "{broken", "[" * 100_000, 5])
+async def test_arguments_of_earlier_turns_that_are_no_object(
+    make: Callable[..., Server], arguments: Any
+) -> None:
+    s = make("ok")
+    call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    answer = await s.chat(messages=messages, tools=TOOLS)
+    assert answer.status == (400 if isinstance(arguments, str) and len(arguments) > WIDE.context else 200)
+
+
+async def test_unknown_fields_of_tools_and_formats_are_told(make: Callable[..., Server]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "mood": 1}, "tint": 1}
+    form = {"type": "text", "colour": 1}
+    answer = await make("ok").chat(tools=[tool], response_format=form)
+    told = answer.headers["x-mlxspec-ignored"]
+    assert told == "tools[].tint, tools[].function.mood, response_format.colour"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.text.grammar import KNOWN, MOST_BYTES, MOST_DIGITS, Grammars
+from mlxspec.text.grammar import KNOWN, MOST_DIGITS, Grammars
 from mlxspec.text.messages import Refused
 from mlxspec.text.parts import Parts
 from mlxspec.text.prompt import encode, load_tokenizer
+from mlxspec.text.schema import MOST_BYTES
 from tests.schemas import schemas
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
@@ -178,6 +180,7 @@ def test_a_token_that_does_not_fit_is_an_error(agent: Grammars) -> None:
         ([], "is not a JSON schema"),
         ("x", "is not a JSON schema"),
         ({"enum": ["x" * MOST_BYTES]}, "larger than 256 KB"),
+        ({"items": {"type": "integer", "multipleOf": 999_983}}, "multipleOf = 999983"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(agent: Grammars, schema: Any, words: str) -> None:
@@ -218,6 +221,50 @@ def test_a_grammar_of_the_clients_own(agent: Grammars) -> None:
     for wrong in ("start: nobody", "", "start: /(/", 'begin: "x"'):
         with pytest.raises(Refused, match="grammar cannot be honoured"):
             agent.compiled(wrong, False, "grammar")
+
+
+def test_a_grammar_that_branches_without_end_does_not_hold_up_others(agent: Grammars) -> None:
+    matcher = agent.compiled('start: s\ns: s s s | "a" | "b" |', False, "g")()
+    a = encode(agent.tokenizer, "a", special=False)
+    worst = 0.0
+    try:
+        for _ in range(150):
+            began = time.perf_counter()
+            matcher.masks(a * 4)
+            matcher.take(a)
+            worst = max(worst, time.perf_counter() - began)
+    except RuntimeError as error:
+        assert "items" in str(error)
+    assert worst < 2
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"properties": []}, {"properties": None}, {"required": 5}, {"properties": {"x": {"enum": 5}}}],
+)
+def test_parameters_that_are_no_schema(agent: Grammars, coder: Grammars, parameters: Any) -> None:
+    some = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for g in (agent, coder):
+        try:
+            g.compiled(g.rules([g.calls(some, None, True, "tool_choice")]), False, "tool_choice")
+        except Refused as error:
+            assert error.field == "tool_choice"
+
+
+def test_references_and_alternatives_in_xml(coder: Grammars) -> None:
+    parameters = {
+        "properties": {
+            "n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2},
+            "way": {"enum": ["x", "y"]},
+            "any": {"type": ["integer", "null"]},
+        },
+        "required": ["n", "way", "any"],
+        "$defs": {"n": {"type": "integer", "minimum": 3, "maximum": 5}},
+    }
+    some = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for seed in range(12):
+        for _, arguments in called(coder, some, None, True, seed):
+            jsonschema.validate(arguments, parameters)
 
 
 def test_compiled_grammars_are_kept_and_bounded(agent: Grammars) -> None:

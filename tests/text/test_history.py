@@ -175,3 +175,41 @@ def test_an_answer_that_its_template_renders_otherwise_is_not_kept() -> None:
     kept.keep_turn("ab!", "ab!", [1], "!")
     kept.keep_turn("ab", "abyes", [1], "")
     assert not kept._turns
+
+
+@pytest.mark.parametrize("change", ["value", "name", "less"])
+def test_a_call_that_the_client_changed_is_its_own(tokenizer: Any, change: str) -> None:
+    s = Session(tokenizer)
+    s.say(calls_of(tokenizer)[0])
+    function = s.messages[-1]["tool_calls"][0]["function"]
+    function["name"] = "delete" if change == "name" else "edit"
+    function["arguments"] = {"value": '{"a": "ls", "b": [1, 2]}', "less": "{}"}.get(
+        change, function["arguments"]
+    )
+    s.result()
+    assert s.prompt() == encode(tokenizer, s.rendered.text, special=False)
+    text = tokenizer.decode(s.prompt())
+    assert {"value": "ls", "name": "delete"}.get(change, "edit") in text
+    assert change != "less" or '"a": "x"' not in text
+
+
+def test_reasoning_that_the_template_hides_stays_hidden(tmp_path: Any) -> None:
+    """Else the next client that says the same would be shown what was thought for another."""
+    shown = "{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
+    assert shown in AGENT
+    hiding = load_tokenizer(save_tokenizer(tmp_path, "bytes", AGENT.replace(shown, ""), THINK + CALLS))
+    s = Session(hiding)
+    s.say("<think>\nSECRET\n</think>\n\nhello")
+    s.messages.append({"role": "user", "content": "and"})
+    assert "SECRET" not in hiding.decode(s.prompt())
+
+
+def test_what_is_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_CALLS", 3)
+    monkeypatch.setattr(module, "MOST_TURNS", 5)
+    kept = History()
+    for i in range(9):
+        kept.keep_call(Call(f"c{i}", "f", "{}"))
+        kept.keep_turn(f"{i}", f"{i}yes!", [1], "!")
+        assert kept.call("c0")
+    assert len(kept._turns) == 5

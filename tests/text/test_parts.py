@@ -198,7 +198,10 @@ def test_a_model_without_a_format_of_its_own(smollm2: Path) -> None:
             [("reasoning", "I <tool_call> so</tool_call> on"), CALL_READ],
         ),
         (f"<think>so {READ}", [("reasoning", "so"), CALL_READ]),
-        ('<think>so <tool_call>{"name": "run"}</think>x', [("reasoning", "so"), ("call", "run", {}), ("content", "x")]),
+        (
+            '<think>so <tool_call>{"name": "run"}</think>x',
+            [("reasoning", "so"), ("call", "run", {}), ("content", "x")],
+        ),
         ('{"name": "read", "price": 7}', [("content", '{"name": "read", "price": 7}')]),
         ('<tool_call>{"name": "run", "arguments": {"x": NaN}}</tool_call>', None),
         ('<tool_call>{"name": "run", "arguments": {"x": 1e999}}</tool_call>', None),

@@ -1,5 +1,6 @@
 """A session like Claude Code's, on the real engine: what each turn finds in the prefix cache."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,20 +61,27 @@ def test_three_turns(client: Anthropic) -> None:
         for i in range(12)
     ]
     messages: Any = [{"role": "user", "content": "hello"}]
-    before = 0
+    before, cold = 0, 0.0
     for turn in range(3):
         system: Any = [
             {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.329.{turn}a{turn};"},
             {"type": "text", "text": WORDS * 640, "cache_control": {"type": "ephemeral"}},
         ]
-        made = client.messages.create(
+        began, first = time.perf_counter(), 0.0
+        with client.messages.stream(
             model="claude-sonnet-5",
             max_tokens=300,
             system=system,
             tools=tools,
             tool_choice={"type": "tool", "name": f"tool{turn}"},
             messages=messages,
-        )
+        ) as stream:
+            for event in stream:
+                if event.type == "content_block_start":
+                    first = first or time.perf_counter() - began
+            made = stream.get_final_message()
+        cold = cold or first
+        assert not before or first <= cold / 20, f"{first:.2f} s, the first turn {cold:.2f} s"
         usage = made.usage
         assert made.stop_reason == "tool_use"
         prompt = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens

@@ -4,6 +4,7 @@ Rule: what cannot be enforced is refused by name before anything runs; what a mo
 grammar begins where the reasoning ends, and an answer that reasons must end its reasoning before it ends.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ KNOWN = 32  # compiled grammars that are kept
 MOST_BYTES = 1 << 19  # of a grammar
 GAP = 2  # tokens of white space that may stand between reasoning and answer
 MOST_DIGITS = 32  # in a row, where no letter may come: a number is longer only if the model is lost in it
+MOST_RESTARTS = 2  # of one answer
+SLOW_S = 0.05  # a mask takes a hundredth of that
+MOST_SLOW = 16
 BLANKS = ("\n", "\n\n", " ")
 
 Make = Callable[[], Matcher]
@@ -165,7 +169,8 @@ class Ruled:
     reasoning, None outside of it."""
 
     __slots__ = (
-        "_anew", "_bounds", "_digits", "_ended", "_gap", "_inner", "_opener", "_said", "_tail",
+        "_anew", "_bounds", "_digits", "_ended", "_fragile", "_gap", "_inner", "_opener", "_restarts",
+        "_said", "_slow", "_tail",
     )  # fmt: skip
 
     def __init__(
@@ -179,43 +184,65 @@ class Ruled:
         self._inner, self._anew, self._bounds = inner, anew, bounds
         self._tail, self._opener = tail, opener
         self._gap, self._digits, self._ended = 0, 0, False
+        self._fragile, self._restarts = False, 0  # a draft has failed: no more of them
+        self._slow = 0  # masks that took long
         self._said: list[int] = []  # to the grammar
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
-        rows, fed = [self._surely(self._mask)], 0
+        began = time.perf_counter()
+        rows = [self._surely(self._mask)]
+        self._in_time(time.perf_counter() - began)
+        if self._fragile:
+            return rows
         before = self._tail, self._opener, self._gap, self._digits, self._ended
+        own, self._inner = self._inner, self._inner.deep_copy()
         try:
             for token in draft:
                 if token in self._bounds.ends or not _has(rows[-1], token):
                     break
-                fed += self._step(token)
+                self._step(token)
                 rows.append(self._mask())
+                if time.perf_counter() - began > SLOW_S:
+                    self._fragile = True
+                    break
         except RuntimeError:  # met only because of the draft: plain decoding may never come here
-            self._restart()
-            fed = 0
+            self._fragile = True
+        self._inner = own
         self._tail, self._opener, self._gap, self._digits, self._ended = before
-        if fed and not self._inner.rollback(fed):
-            raise RuntimeError(brief(self._inner.get_error()))
         return rows
 
     def take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
+            began = time.perf_counter()
             if not _has(self._surely(self._mask), token):
                 raise ValueError(f"the token {token} is not what the grammar takes")
+            self._in_time(time.perf_counter() - began)
             if self._surely(partial(self._step, token)):
                 self._said.append(token)
 
     def forced(self, most: int) -> list[int]:
         if self._tail is not None or self._gap or self._ended or self._opener is not None:
             return []
-        found = self._inner.compute_ff_tokens()[:most]
-        return found[: len(self.masks(found)) - 1]
+        try:
+            found = self._inner.compute_ff_tokens()[:most]
+            return found[: len(self.masks(found)) - 1]
+        except Exception:  # it is no more than a guess; the next mask says what is wrong
+            return []
+
+    def _in_time(self, seconds: float) -> None:
+        """Raises RuntimeError for a grammar whose masks hold up everybody's answers."""
+        self._slow += seconds > SLOW_S
+        if self._slow >= MOST_SLOW:
+            raise RuntimeError(f"a mask takes {seconds:.1f} s: too many ways to read the text; send fewer")
 
     def _surely(self, act: Callable[[], T]) -> T:
         """A lexer that another answer has worn out is not this one's failure: it gets its own."""
         try:
             return act()
-        except RuntimeError:
+        except RuntimeError as error:
+            if "items" in str(error) or self._restarts >= MOST_RESTARTS:
+                raise  # its own, and the same every time
+            self._restarts += 1
             self._restart()
             return act()
 

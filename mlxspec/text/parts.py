@@ -8,7 +8,7 @@ states and the calls' syntax are mlx-lm's (its TextStateMachine and tool parsers
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -25,7 +25,12 @@ Kind = Literal["reasoning", "content", "call"]
 
 CALLS = ("tool", "naked", "musing")  # states in which a call is read; musing: in the midst of reasoning
 FUNCTION, FUNCTION_END = "<function=", "</function>"  # a call may come without the tags around it
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+CODER = "qwen3_coder"  # the format in which calls are XML
+HEAD = re.compile(r"\s*(?:</tool_call>\s*)?(?:<tool_call>\s*)?<function=([^\s<>]+)>")
+VALUE = re.compile(
+    r"\s*<parameter=([^\s<>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
+)
+TAIL = re.compile(r"\s*(?:</function>|\Z)")
 BARE = re.compile(r'(```(?:json)?\s*)?\{\s*"name"\s*:')  # and so may a call in JSON
 KEYS = {"name", "arguments", "parameters", "id", "type"}  # a bare call has no others
 BETWEEN = re.compile(r"[\s,;]*")  # calls in JSON
@@ -57,9 +62,9 @@ class Parts:
     the answer, so that a call has its tags, and none is made while the model reasons."""
 
     __slots__ = (
-        "_after_call", "_bare", "_call", "_fresh", "_held", "_is_bare", "_kind", "_machine", "_made",
-        "_may_bare", "_new_id", "_plain", "_spoke", "_state", "_tokenizer", "_tools", "_tries", "_why",
-        "calls",
+        "_after_call", "_bare", "_blank", "_call", "_fresh", "_held", "_is_bare", "_kind", "_machine",
+        "_made", "_may_bare", "_new_id", "_plain", "_spoke", "_state", "_tokenizer", "_tools", "_tries",
+        "_why", "calls",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +91,7 @@ class Parts:
         # An answer's beginning that may be a bare call, and whether it begins as one does.
         self._bare: list[str] | None = [] if self._may_bare else None
         self._is_bare = False
+        self._blank: list[str] = []
         self._made: list[Part] = []
         self._why = ""
         self.calls: list[Call] = []
@@ -122,6 +128,9 @@ class Parts:
         elif state == "normal" and self._bare is None:
             self._say("content", text)
         elif state == "normal" and self._bare is not None:
+            if text.isspace() and not self._bare:
+                self._blank.append(text)  # it opens the answer, whatever this will be
+                return
             self._bare.append(text)
             if not self._is_bare:
                 said = "".join(self._bare).lstrip()
@@ -140,24 +149,32 @@ class Parts:
             self._go("normal", "normal", "" if self._after_call else str(t.tool_call_end))
         elif before == "normal" and state != "normal":
             self._settle_bare()
-        elif before == "reasoning" and state == "normal" and self._may_bare and not self._spoke:
-            self._bare, self._is_bare = [], False
+        elif before == "reasoning" and state == "normal":
+            self._restart_bare()
         if state in CALLS and before not in CALLS:
             self._call, self._tries = [], 0
 
     def _cross_call(self, before: str, state: str) -> None:
         """The end of a call, if it can be read now. Else its end is part of it, or it was none."""
         end = FUNCTION_END if before == "naked" else str(self._tokenizer.tool_call_end)
-        if self._end_call(before):
-            self._go("normal", "normal", "")
-        elif before == "musing":
-            self._give_up(before, end if state == "normal" else "")
+        made = self._end_call(before)
+        if before == "musing":
+            if not made:
+                self._give_up(before, end if state == "normal" else "")
             self._go("reasoning" if state == "normal" else "normal", "normal", "")
+            if state != "normal":
+                self._restart_bare()
+        elif made:
+            self._go("normal", "normal", "")
         elif self._tries < MOST_TRIES:
             self._tries += 1
             self._go(before, before, end)
         else:
             self._give_up(before, end)
+
+    def _restart_bare(self) -> None:
+        if self._may_bare and not self._spoke:
+            self._bare, self._is_bare, self._blank = [], False, []
 
     def _go(self, state: str, where: str, text: str) -> None:
         """On in `state`; `text` belongs to `where`."""
@@ -200,7 +217,7 @@ class Parts:
         if self._bare is None:
             return None
         if BARE.match(text := "".join(self._bare).strip()):
-            text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text)
+            text = text.removeprefix("```json").removeprefix("```").removesuffix("```").strip()
             known = {tool["function"]["name"] for tool in self._tools}
             calls = self._in_json(text, bare=True)
             if calls and all(call.name in known for call in calls):
@@ -209,7 +226,8 @@ class Parts:
         return self._say_bare()
 
     def _say_bare(self) -> None:
-        text, self._bare = "".join(self._bare or ()), None
+        text, self._bare = "".join([*self._blank, *(self._bare or ())]), None
+        self._blank = []
         self._say("content", text)
 
     def _say(self, kind: Kind, text: str) -> None:
@@ -238,21 +256,17 @@ class Parts:
 
     def _read(self, text: str, state: str) -> list[Call]:
         """The calls in the text of one; none where it cannot be read."""
-        spellings = [FUNCTION + text + FUNCTION_END] if state == "naked" else [text]
-        if state != "naked" and FUNCTION in text:
-            spellings.append(text + FUNCTION_END)
-        for spelling in spellings:
-            try:
-                if spelling.rfind(PARAMETER) > spelling.rfind(PARAMETER_END):
-                    raise ValueError("a parameter has no end")  # the parser would leave it out
-                found = self._tokenizer.tool_parser(spelling, self._tools)
+        text = FUNCTION + text + FUNCTION_END if state == "naked" else text
+        try:
+            if FUNCTION in text and self._tokenizer.tool_parser.__module__.endswith(CODER):
+                some = in_xml(text, self._tools)
+            else:
+                found = self._tokenizer.tool_parser(text, self._tools)
                 some = found if isinstance(found, list) else [found]
-                if FUNCTION in spelling:
-                    some = [_typed(each, self._tools) for each in some]
-                if calls := [self._made_call(each) for each in some]:
-                    return calls
-            except Exception as error:  # a parser raises whatever its author chose
-                self._why = f"{type(error).__name__}: {error}"
+            if calls := [self._made_call(each) for each in some]:
+                return calls
+        except Exception as error:  # a parser raises whatever its author chose
+            self._why = f"{type(error).__name__}: {error}"
         return self._in_json(text.strip())
 
     def _in_json(self, text: str, bare: bool = False) -> list[Call]:
@@ -285,25 +299,40 @@ class Parts:
         return Call(self._new_id(), name, text)
 
 
-def _typed(found: dict[str, Any], tools: Tools) -> dict[str, Any]:
-    """A call in XML, whose values are all text, with the types that its schema has. mlx-lm's parser knows
-    those that are named by `type`, and takes `null` for nothing everywhere."""
-    schemas = [
-        tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == found["name"]
-    ]
+def in_xml(text: str, tools: Tools) -> list[dict[str, Any]]:
+    """Qwen3-Coder's calls, one or several, with the types that their schemas have. mlx-lm's own parser leaves
+    out what it does not expect, and rounds large numbers. Raises ValueError where anything else is there."""
+    made, at = [], 0
+    while head := HEAD.match(text, at):
+        at, arguments = head.end(), {}
+        while value := VALUE.match(text, at):
+            arguments[value[1]], at = value[2], value.end()
+        if not (end := TAIL.match(text, at)):
+            raise ValueError("a parameter or a call has no end")
+        at = end.end()
+        made.append({"name": head[1], "arguments": _typed(head[1], arguments, tools)})
+    if text[at:].strip():
+        raise ValueError("there is more than calls")
+    return made
+
+
+def _typed(name: str, arguments: Mapping[str, str], tools: Tools) -> dict[str, Any]:
+    schemas = [t["function"].get("parameters") for t in tools if t["function"]["name"] == name]
     known = (schemas[0] or {}).get("properties") if schemas else None
-    made = {}
-    for name, value in found["arguments"].items():
-        types = types_of(known.get(name) if isinstance(known, dict) else None)
-        if value is None and types == {"string"}:
-            value = "null"
-        elif isinstance(value, str) and types and "string" not in types:
-            try:
-                value = json.loads(value)
-            except ValueError:
-                pass  # it is what the model wrote
-        made[name] = value
-    return {**found, "arguments": made}
+    made: dict[str, Any] = {}
+    for key, text in arguments.items():
+        schema = known.get(key) if isinstance(known, dict) else None
+        types, made[key] = types_of(schema), text
+        if types == {"string"} or (not types and not text.strip().startswith(("{", "["))):
+            continue
+        try:
+            value = json.loads(text.strip().lower() if text.strip() in ("True", "False", "None") else text)
+        except ValueError:
+            continue  # it is what the model wrote
+        if "string" not in types or (value is None and "null" in types):
+            whole = isinstance(value, float) and types == {"integer"} and value.is_integer()
+            made[key] = int(value) if whole else value
+    return made
 
 
 def transitions(
@@ -330,7 +359,7 @@ def transitions(
             edges["tool"].append((end, "normal"))
             edges["musing"].append((end, "normal"))
             edges["normal"].append((end, "stray"))  # of a call that came without its tags
-        if tokenizer.tool_parser.__module__.endswith("qwen3_coder"):
+        if tokenizer.tool_parser.__module__.endswith(CODER):
             edges["normal"].append((FUNCTION, "naked"))
             edges["naked"].append((FUNCTION_END, "normal"))
     edges["normal"] += [(marker, "normal") for marker in tokenizer.structural_markers or ()]

@@ -16,7 +16,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_wrapper
 
 from mlxspec.text.history import History
-from mlxspec.text.messages import REWRITES, Messages, Refused, Tools, canonical, check_tools, spelled_out
+from mlxspec.text.messages import (
+    REWRITES,
+    Messages,
+    Refused,
+    Tools,
+    canonical,
+    check_tools,
+    clean,
+    spelled_out,
+)
 from mlxspec.text.parts import Call
 from mlxspec.text.reader import token_bytes
 from mlxspec.types import Unfit
@@ -222,7 +231,7 @@ def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:
             continue
         tried.append(turns)
         try:
-            return apply(turns, tokenize=False, add_generation_prompt=generation_prompt, **options)
+            return clean(apply(turns, tokenize=False, add_generation_prompt=generation_prompt, **options))
         except Exception as error:  # a template raises whatever its author chose
             first = first or str(error).strip() or type(error).__name__
     raise Refused(

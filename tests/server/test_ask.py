@@ -175,7 +175,10 @@ async def test_an_answer_in_json_is_no_call(make: Callable[..., Server]) -> None
     assert free["tool_calls"] and ruled["content"] == text and "tool_calls" not in ruled
 
 
-@pytest.mark.parametrize("arguments", [None, "", "null", "5", "[1]", "{broken", "[" * 100_000, 5])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": "\\ud800"}', None, "", "null", "5", "[1]", "{broken", "[" * 100_000, 5],
+)
 async def test_arguments_of_earlier_turns_that_are_no_object(
     make: Callable[..., Server], arguments: Any
 ) -> None:

@@ -227,6 +227,7 @@ def test_a_grammar_that_branches_without_end_does_not_hold_up_others(agent: Gram
     matcher = agent.compiled('start: s\ns: s s s | "a" | "b" |', False, "g")()
     a = encode(agent.tokenizer, "a", special=False)
     worst = 0.0
+    assert matcher.forced(9) == []
     try:
         for _ in range(150):
             began = time.perf_counter()
@@ -431,3 +432,19 @@ def test_json_or_a_call(agent: Grammars) -> None:
         text(agent, walk(agent, agent.compiled(rules, False, "f")(), random.Random(i))) for i in range(20)
     }
     assert said == {"5", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'}
+
+
+HUNGRY = 'start: e\ne: e e | e e e | e e e e | "x" | f f\nf: "(" e ")"'
+
+
+def test_what_fails_in_a_draft_is_only_a_draft(agent: Grammars) -> None:
+    """The answer goes on as long as it can by itself, and ends before it holds up others for long."""
+    matcher = agent.compiled(HUNGRY, False, "g")()
+    x = encode(agent.tokenizer, "x", special=False)
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match=r"items|too many ways"):
+        for _ in range(400):
+            matcher.forced(5)
+            matcher.masks(x * 20)
+            matcher.take(x)
+            assert time.perf_counter() - began < 30

@@ -89,6 +89,7 @@ HERMES = {
     "almost a marker": ("a <tool_cal b </thin", [("content", "a <tool_cal b </thin")]),
 }  # fmt: skip
 CUT_XML = "<tool_call>\n<function=run>\n<parameter=command>\nrm -rf /tm"
+MORE_XML = f"<tool_call>hi {XML}</tool_call>"
 CODED = {
     "a call": (f"<tool_call>\n{XML}\n</tool_call>", [CALL_READ]),
     "naked": (XML, [CALL_READ]),
@@ -97,7 +98,14 @@ CODED = {
     "two naked": (f"{XML}\n{XML}", [CALL_READ, CALL_READ]),
     "thought, naked": (f"<think>a</think>{XML}", [("reasoning", "a"), CALL_READ]),
     "a parameter without an end": (CUT_XML, [("content", CUT_XML)]),
-    "a wrong number": (XML.replace("\n3\n", "\nx\n"), [("content", XML.replace("\n3\n", "\nx\n"))]),
+    "a wrong number": (XML.replace("\n3\n", "\nx\n"), [("call", "read", {"path": "a.py", "lines": "x"})]),
+    "two in one": (f"<tool_call>\n{XML}\n{XML}\n</tool_call>", [CALL_READ, CALL_READ]),
+    "no first end": (f"<tool_call>\n{XML}\n<tool_call>\n{XML}\n</tool_call>", [CALL_READ, CALL_READ]),
+    "an end in a value": (
+        XML.replace("a.py", "a\n</parameter>\nb"),
+        [("call", "read", {"path": "a\n</parameter>\nb", "lines": 3})],
+    ),
+    "more than a call": (MORE_XML, [("content", MORE_XML)]),
 }  # fmt: skip
 
 
@@ -202,6 +210,14 @@ def test_a_model_without_a_format_of_its_own(smollm2: Path) -> None:
             '<think>so <tool_call>{"name": "run"}</think>x',
             [("reasoning", "so"), ("call", "run", {}), ("content", "x")],
         ),
+        (
+            f"<think>I say {READ} but no.</think>Fine",
+            [("reasoning", "I say"), CALL_READ, ("reasoning", "but no."), ("content", "Fine")],
+        ),
+        (
+            '<think>a <tool_call> b</think>\n{"name": "run", "arguments": {}}',
+            [("reasoning", "a <tool_call> b"), ("call", "run", {})],
+        ),
         ('{"name": "read", "price": 7}', [("content", '{"name": "read", "price": 7}')]),
         ('<tool_call>{"name": "run", "arguments": {"x": NaN}}</tool_call>', None),
         ('<tool_call>{"name": "run", "arguments": {"x": 1e999}}</tool_call>', None),
@@ -235,15 +251,31 @@ def test_values_in_xml_have_the_types_of_their_schema(coder: Any) -> None:
         "way": {"enum": ["x", "y"]},
         "one": {"const": 5},
         "s": {"type": "string"},
+        "id": {"type": "integer"},
+        "version": {"type": ["string", "null"]},
+        "none": {"type": ["string", "null"]},
     }
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": kinds}}}]
-    values = {"opt": "abc", "n": "5", "on": "true", "way": "x", "one": "5", "s": "null"}
+    values = {"opt": "abc", "n": "5", "on": "true", "way": "x", "one": "5", "s": "NULL"}
+    values |= {"id": "1234567890123456789", "version": "1.10", "none": "null"}
     said = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
     [(_, _, arguments)] = told(coder, f"<function=f>\n{said}</function>", tools=tools)
-    assert arguments == {"opt": "abc", "n": 5, "on": True, "way": "x", "one": 5, "s": "null"}
+    assert arguments == {"opt": "abc", "n": 5, "on": True, "way": "x", "one": 5, "s": "NULL"} | {
+        "id": 1234567890123456789,
+        "version": "1.10",
+        "none": None,
+    }
 
 
-@pytest.mark.parametrize("text", ["<function=" * 3000 + "</function>" * 900, '{"name":"a"}' * 2000 + "x"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 30_000,
+        '{"name": ' + " " * 30_000,
+        "<function=" * 3000 + "</function>" * 900,
+        '{"name":"a"}' * 2000 + "x",
+    ],
+)
 def test_a_model_that_loops_costs_little(hermes: Any, coder: Any, text: str) -> None:
     began = time.perf_counter()
     read(coder, ["<tool_call>", text, "</tool_call>" * 900])

@@ -37,10 +37,11 @@ def marker(tokenizer: TokenizerWrapper, text: str) -> str:
 
 
 def json_calls(tokenizer: TokenizerWrapper, functions: Sequence[Function], single: bool, where: str) -> str:
-    """Hermes' and Qwen's: an object with name and arguments, between tags."""
-    begin, end = marker(tokenizer, tokenizer.tool_call_start), marker(tokenizer, tokenizer.tool_call_end)
-    more = "" if single else ' ("\\n" call)*'
-    return "\n".join((f"call{more}", f'call: {begin} "\\n" body "\\n" {end}', *_bodies(functions, where)))
+    """Hermes' and Qwen's: an object with name and arguments, between tags. Also for a format that has no
+    rules here: between the model's own tags, which are read so as well."""
+    begin, close = marker(tokenizer, tokenizer.tool_call_start), tokenizer.tool_call_end
+    more, end = "" if single else ' ("\\n" call)*', f'"\\n" {marker(tokenizer, close)}' if close else ""
+    return "\n".join((f"call{more}", f'call: {begin} "\\n" body {end}', *_bodies(functions, where)))
 
 
 def mistral_calls(

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.calls import CALLS
+from mlxspec.text.calls import CALLS, json_calls
 from mlxspec.text.messages import Refused, Tools
 from mlxspec.text.schema import LIMITS, brief, checked_lark, json_rule
 from mlxspec.types import Matcher, shown
@@ -59,13 +59,13 @@ class Grammars:
             what = f"{shown(name)} is none of the tools" if name else "there are no tools"
             raise Refused(where, f"{where}: {what}; send it in tools")
         kind = getattr(self.tokenizer.tool_parser, "__module__", "no tools").rpartition(".")[2]
-        if kind not in CALLS:
+        if kind not in CALLS and self.tokenizer.response_transitions:
             raise Refused(
                 where,
                 f"{where}: calls in this model's format, {kind}, cannot be enforced; send tool_choice 'auto'"
                 " and no format, or 'none'",
             )
-        return CALLS[kind](self.tokenizer, chosen, single, where)
+        return CALLS.get(kind, json_calls)(self.tokenizer, chosen, single, where)
 
     def rules(self, parts: Iterable[str]) -> str:
         """A whole grammar: one of several rules, each with the rules that it needs behind its first line."""

@@ -49,7 +49,15 @@ def canonical(messages: Sequence[Any]) -> Messages:
     """Messages with a known role and a string as content. Raises Refused for what this server cannot read."""
     if not messages:
         raise Refused("messages", "messages = []: send one message at least")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    made: Messages = []
+    for i, message in enumerate(messages):
+        turn = _message(message, f"messages[{i}]")
+        calls_only = turn["role"] == "assistant" and turn.get("tool_calls") and not turn["content"]
+        if calls_only and made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls"):
+            made[-1] = _joined(made[-1], turn)  # goose sends one reply as two messages
+        else:
+            made.append(turn)
+    return made
 
 
 def _message(message: Any, at: str) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class Parts:
 
     __slots__ = (
         "_after_call", "_bare", "_blank", "_call", "_fresh", "_held", "_is_bare", "_kind", "_machine",
-        "_made", "_may_bare", "_new_id", "_plain", "_spoke", "_state", "_tokenizer", "_tools", "_tries",
-        "_why", "calls",
+        "_made", "_may_bare", "_new_id", "_plain", "_ruled", "_spoke", "_state", "_tokenizer", "_tools",
+        "_tries", "_why", "calls",
     )  # fmt: skip
 
     def __init__(
@@ -87,7 +87,7 @@ class Parts:
         self._spoke = self._after_call = False  # content was shown; a call was the last that was made
         self._call: list[str] = []  # of a call that has not ended
         self._tries = 0  # ends of it that were none
-        self._may_bare = bool(tools) and not ruled
+        self._may_bare, self._ruled = bool(tools) and not ruled, ruled
         # An answer's beginning that may be a bare call, and whether it begins as one does.
         self._bare: list[str] | None = [] if self._may_bare else None
         self._is_bare = False
@@ -257,6 +257,8 @@ class Parts:
     def _read(self, text: str, state: str) -> list[Call]:
         """The calls in the text of one; none where it cannot be read."""
         text = FUNCTION + text + FUNCTION_END if state == "naked" else text
+        if self._ruled and (calls := self._in_json(text.strip())):
+            return calls  # a grammar has calls in JSON where it does not know the model's own format
         try:
             if FUNCTION in text and self._tokenizer.tool_parser.__module__.endswith(CODER):
                 some = in_xml(text, self._tools)

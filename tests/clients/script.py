@@ -43,7 +43,12 @@ TEMPLATE = """\
 {{ message.content }}
 </tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
 {% endif %}{% else %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for tool_call in message.tool_calls or [] %}{% set tool_call = tool_call.function %}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}\
+{% for tool_call in message.tool_calls or [] %}{% set tool_call = tool_call.function %}
 <tool_call>
 {"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>

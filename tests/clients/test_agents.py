@@ -105,10 +105,15 @@ AGENTS = {
 }
 
 
+FORGETS = {"goose"}  # sends no reasoning back, and calls of one turn as several: no prompt can repeat that
+
+
 @pytest.mark.parametrize("name", list(AGENTS))
 def test_mends_a_file(name: str, world: World) -> None:
     agent, file = AGENTS[name], str(world.file)
-    first = think("I look.") + "I read it.\n" + agent.reads(file) + "\n" + agent.looks(file)
+    first = "I read it.\n" + agent.reads(file)
+    if name not in FORGETS:
+        first = think("I look.") + first + "\n" + agent.looks(file)
     world.player.play = steps(first, agent.edits(file), DONE)
     out = agent.start(world, name)
     assert DONE in out

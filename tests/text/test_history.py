@@ -213,3 +213,15 @@ def test_what_is_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.keep_turn(f"{i}", f"{i}yes!", [1], "!")
         assert kept.call("c0")
     assert len(kept._turns) == 5
+
+
+def test_a_reply_that_comes_back_in_two_messages(tokenizer: Any) -> None:
+    s = Session(tokenizer)
+    so_far = s.say(f"I try.\n{calls_of(tokenizer)[0]}")
+    said = s.messages.pop()
+    s.messages += [
+        {"role": "assistant", "content": "I try."},
+        {"role": "assistant", "content": None, "tool_calls": said["tool_calls"]},
+    ]
+    s.result()
+    assert s.prompt()[: len(so_far)] == so_far

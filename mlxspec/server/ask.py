@@ -3,7 +3,6 @@
 Rule: everything that can be wrong with a request is found here, before anything is queued.
 """
 
-import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +22,6 @@ from mlxspec.text.parts import Parts
 from mlxspec.text.prompt import Rendered, Talk, encode, remember, render, talk_of, template_reads
 from mlxspec.text.reader import Reader
 from mlxspec.types import COLDEST, Request, Sampling
-
-log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 
@@ -66,13 +63,12 @@ class Format:
 class Ask:
     """A conversation to be continued. `messages` and `tools` are OpenAI's chat form, as they came.
     `tool_choice` is auto, none, required, or a dict {"name": ...}; `single` takes one call at most.
-    `limit` is the most tokens to generate."""
+    `limit` is the most tokens to generate. `deferred` tools may be called too, but the prompt does not name
+    them by itself."""
 
     messages: Sequence[Any]
     tools: Any = None
-    deferred: Sequence[
-        Mapping[str, Any]
-    ] = ()  # may be called too, but the prompt does not name them by itself
+    deferred: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, str] = "auto"
     single: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # for the template
@@ -85,6 +81,20 @@ class Ask:
     prediction: str = ""
     format: Format | None = None
     source: str = "messages"  # the field that the conversation comes from
+
+    @classmethod
+    def of(cls, body: Any, **own: Any) -> "Ask":
+        """What OpenAI's two chat APIs have under the same names, and what is each one's `own`."""
+        return cls(
+            single=body.parallel_tool_calls is False,
+            wishes=Wishes.of(body),
+            limit=body.limit,
+            stop=body.stop or (),
+            stop_tokens=body.stop_token_ids or (),
+            ignore_eos=bool(body.ignore_eos),
+            prediction=body.prediction.text if body.prediction else "",
+            **own,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,7 @@ def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make
     if forced and ask.format:
         where = ask.format.field
         raise Refused(where, f"{where} with a tool_choice: a call has no format; leave one of them out")
-    if forced or ask.format is None:
+    if ask.format is None:
         name = ask.tool_choice["name"] if isinstance(ask.tool_choice, Mapping) else None
         ways = [grammars.calls(talk.tools, name, ask.single or name is not None, "tool_choice")]
         return grammars.compiled(grammars.rules(ways), thinking, "tool_choice")

@@ -38,19 +38,13 @@ async def chat(http: HttpRequest) -> ASGIApp:
         )
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(front, kwargs, reasoning_effort=effort)
-    ask = Ask(
+    ask = Ask.of(
+        body,
         messages=body.messages,
         tools=body.tools,
         tool_choice=body.choice,
-        single=body.parallel_tool_calls is False,
         options=options,
-        wishes=Wishes.of(body),
-        limit=body.limit,
-        stop=body.stop or (),
-        stop_tokens=body.stop_token_ids or (),
-        ignore_eos=bool(body.ignore_eos),
         n=body.n or 1,
-        prediction=body.prediction.text if body.prediction else "",
         format=_format(body),
     )
 

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from mlxspec.server.ask import Ask, Wishes, converse, template_options
+from mlxspec.server.ask import Ask, converse, template_options
 from mlxspec.server.errors import ApiError, unfit
 from mlxspec.server.front import Front, read_body
 from mlxspec.server.schema_responses import Create, Json, Tool, chat_messages, missing, parsed, toolbox
@@ -162,18 +162,12 @@ async def create(http: HttpRequest) -> ASGIApp:
         messages.insert(0, {"role": "system", "content": body.instructions})
     effort = body.reasoning.effort if body.reasoning else None
     options, unread = template_options(front, body.chat_template_kwargs, reasoning_effort=effort)
-    ask = Ask(
+    ask = Ask.of(
+        body,
         messages=messages,
         tools=tools.told,
         tool_choice=tools.choice,
-        single=body.parallel_tool_calls is False,
         options=options,
-        wishes=Wishes.of(body),
-        limit=body.limit,
-        stop=body.stop or (),
-        stop_tokens=body.stop_token_ids or (),
-        ignore_eos=bool(body.ignore_eos),
-        prediction=body.prediction.text if body.prediction else "",
         format=body.format,
         source="input",
     )

@@ -53,7 +53,6 @@ class Choice:
     reader: Reader
     parts: Parts | None = None  # of a chat
     single: bool = False  # the first call ends the answer
-    cut: bool = False  # there, whatever came behind it
     ids: list[int] = field(default_factory=list)  # that were read, end token included
     finish: Finish | None = None
     cached: int = 0  # prompt tokens that were not computed
@@ -90,7 +89,6 @@ class Choice:
         if self.finish is not None:
             made += self.parts.finish()
         if self.single and self.parts.calls:
-            self.cut = True
             del self.parts.calls[1:]
             self.finish = "stop"
             first = next(n for n, part in enumerate(made) if part.kind == "call")
@@ -103,7 +101,8 @@ class Choice:
 
     @property
     def ended_by_itself(self) -> bool:
-        return self.finish == "stop" and self.reader.stopped is None and not self.cut
+        cut = self.single and self.calls  # what came behind the call is not part of the answer
+        return self.finish == "stop" and self.reader.stopped is None and not cut
 
     @property
     def kept(self) -> int:

@@ -192,7 +192,7 @@ class Ruled:
         began = time.perf_counter()
         rows = [self._surely(self._mask)]
         self._in_time(time.perf_counter() - began)
-        if self._fragile:
+        if self._fragile or not draft:
             return rows
         before = self._tail, self._opener, self._gap, self._digits, self._ended
         own, self._inner = self._inner, self._inner.deep_copy()

@@ -98,7 +98,6 @@ def _call(call: Any, at: str) -> dict[str, Any]:
         raise Refused(at, f"{at} = {shown(call)}: send id, type and function with name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = clean(arguments)
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
@@ -113,7 +112,7 @@ def _call(call: Any, at: str) -> dict[str, Any]:
 
 def _text(content: Any, at: str, system: bool) -> str:
     if isinstance(content, str):
-        return _stable(clean(content)) if system else clean(content)
+        return _stable(content) if system else content
     if not isinstance(content, list):
         raise Refused(at, f"{at} = {shown(content)} is not text; send a string or a list of text parts")
     texts = []
@@ -126,7 +125,7 @@ def _text(content: Any, at: str, system: bool) -> str:
                 f"{at}[{i}]",
                 f"{at}[{i}] is {what}; this server reads text only: send {{'type': 'text', 'text': ...}}",
             )
-        texts.append(_stable(clean(text)) if system else clean(text))
+        texts.append(_stable(text) if system else text)
     return "".join(texts)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from mlx_lm.generate import TextStateMachine as Machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Tools, types_of
+from mlxspec.text.messages import Tools, clean, types_of
 
 log = logging.getLogger("mlxspec")
 
@@ -297,8 +297,7 @@ class Parts:
             raise ValueError("a call needs a name, and an object as arguments")
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # Half a surrogate pair can be written in JSON, but neither sent nor encoded.
-        name, text = (each.encode("utf-8", "replace").decode() for each in (name, text))
-        return Call(self._new_id(), name, text)
+        return Call(self._new_id(), clean(name), clean(text))
 
 
 def in_xml(text: str, tools: Tools) -> list[dict[str, Any]]:

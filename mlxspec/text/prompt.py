@@ -160,17 +160,18 @@ def talk_of(messages: Sequence[Any], tools: Any, options: Mapping[str, Any], his
     for message in plain:
         for call in message.get("tool_calls", ()):
             own = history.call(call.get("id", ""))
-            if own and same_call(call["function"], own):
-                call["function"] = {"name": own.name, "arguments": json.loads(own.arguments)}
+            if own and (arguments := same_call(call["function"], own)) is not None:
+                call["function"] = {"name": own.name, "arguments": arguments}
     return Talk(plain, check_tools(tools), options)
 
 
-def same_call(sent: Mapping[str, Any], own: Call) -> bool:
-    """Whether what a client sends is the model's call, if with defaults beside what the model wrote. One that
-    it has changed is a call of its own."""
-    arguments = json.loads(own.arguments)
+def same_call(sent: Mapping[str, Any], own: Call) -> dict[str, Any] | None:
+    """The model's arguments, where what a client sends is its call, if with defaults beside what the model
+    wrote. One that the client has changed is a call of its own: None."""
+    arguments: dict[str, Any] = json.loads(own.arguments)
     there = sent["arguments"]
-    return sent["name"] == own.name and all(k in there and there[k] == v for k, v in arguments.items())
+    same = sent["name"] == own.name and all(k in there and there[k] == v for k, v in arguments.items())
+    return arguments if same else None
 
 
 def render(tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt: bool = True) -> Rendered:

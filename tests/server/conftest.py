@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mlxspec.text.prompt import load_tokenizer
-from tests.tiny_tokenizer import save_tokenizer
+from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +22,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(model_dir: Path) -> Any:
     return load_tokenizer(model_dir)
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A tokenizer that knows tools and reasoning, and its directory."""
+    path = save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=THINK + CALLS)
+    return load_tokenizer(path), path

@@ -12,9 +12,8 @@ from mlxspec.config import Config
 from mlxspec.server import anthropic
 from mlxspec.server.anthropic import SIGNATURE
 from mlxspec.server.ask import Format
-from mlxspec.text.prompt import load_tokenizer, render_chat
+from mlxspec.text.prompt import render_chat
 from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
-from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -27,19 +26,9 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.3.a1b; cc_entrypoint=cli; c
 Make = Callable[..., Server]
 
 
-@pytest.fixture(scope="module")
-def agent_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=(*THINK, *CALLS))
-
-
-@pytest.fixture(scope="module")
-def agent(agent_dir: Path) -> Any:
-    return load_tokenizer(agent_dir)
-
-
 @pytest.fixture
-def make(agent: Any, agent_dir: Path) -> Make:
-    return lambda config=None, **kw: server(agent, agent_dir, config, **{"info": ROOMY, **kw})
+def make(agent: tuple[Any, Path]) -> Make:
+    return lambda config=None, **kw: server(*agent, config, **{"info": ROOMY, **kw})
 
 
 async def ask(s: Server, path: str = "/v1/messages", headers: Any = None, **body: Any) -> Answer:
@@ -68,11 +57,11 @@ def usage(prompt: int, out: int, cached: int = 0) -> dict[str, int]:
     }
 
 
-async def test_a_whole_message(make: Make, agent: Any) -> None:
+async def test_a_whole_message(make: Make, agent: tuple[Any, Path]) -> None:
     s = make(cached=3)
     answer = await ask(s, system="be kind", temperature=0.5, top_k=7, top_p=0.25)
     [request] = s.engine.submitted
-    prompt = render_chat(agent, [{"role": "system", "content": "be kind"}, *MESSAGES])
+    prompt = render_chat(agent[0], [{"role": "system", "content": "be kind"}, *MESSAGES])
     assert answer.status == 200 and request.prompt == tuple(prompt) and request.max_tokens == 512
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 7, 0.25)
     assert answer.json == {

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlxspec.text.prompt import encode, load_tokenizer
+from mlxspec.text.prompt import encode
 from tests.server.scripted import END, INFO, MESSAGES, Server, server
-from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -20,12 +19,6 @@ TOOLS = [
 CALL = '<tool_call>\n{"arguments": {"x":1},  "name": "a"}\n</tool_call>'
 OTHER = CALL.replace('"a"', '"b"')
 WIDE = replace(INFO, context=4096)
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    path = save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=THINK + CALLS)
-    return load_tokenizer(path), path
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from mlxspec.config import Config
 from mlxspec.server import answer
 from mlxspec.server.errors import ApiError
 from mlxspec.server.responses import NOT_ENCRYPTED, Store, _plain
-from mlxspec.text.prompt import encode, load_tokenizer, render_chat
+from mlxspec.text.prompt import encode, render_chat
 from tests.server.scripted import END, INFO, Answer, Connection, Server, server
-from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -28,12 +27,6 @@ TOOLS = [
     {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
 ]
 THOUGHT = "<think>\nhm\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    path = save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=THINK + CALLS)
-    return load_tokenizer(path), path
 
 
 @pytest.fixture

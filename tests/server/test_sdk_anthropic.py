@@ -14,10 +14,8 @@ import httpx
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
-from mlxspec.text.prompt import load_tokenizer
 from tests.server.live import live
 from tests.server.scripted import INFO, MESSAGES, Server, server
-from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -26,12 +24,6 @@ LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "objec
 THOUGHT = "<think>\nI look.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "/é", "deep": true}}\n</tool_call>'
 ASK: Any = {"model": "claude-any", "max_tokens": 256, "messages": MESSAGES}
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    path = save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=(*THINK, *CALLS))
-    return load_tokenizer(path), path
 
 
 @contextmanager

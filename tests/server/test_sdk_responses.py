@@ -16,12 +16,11 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server import answer
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import encode, load_tokenizer
+from mlxspec.text.prompt import encode
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.server.live import live
 from tests.server.scripted import END, INFO, Server, server
-from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WIDE = replace(INFO, context=8192)
@@ -63,12 +62,6 @@ STREAMED = [
     "response.output_item.done",
     "response.completed",
 ]
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    path = save_tokenizer(tmp_path_factory.mktemp("agent"), template=AGENT, extra=THINK + CALLS)
-    return load_tokenizer(path), path
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import functools
 import json
 import os
 import platform
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,34 +108,19 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
     """Load the model and run every workload at every number of streams."""
     library = blas.load()
     from mlxspec.bench import measure
-    from mlxspec.engine.start import Options, start
-    from mlxspec.model.catalog import default_cache_dir, resolve
-    from mlxspec.text.prompt import check_draft, load_tokenizer
+    from mlxspec.chosen import cache_of, choose
+    from mlxspec.engine.start import start
 
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    cache = cache_of(config)
     chosen = {
         (name, n): measure.groups(workloads.tasks(name, cache), ask.prompts, n)
         for name in ask.workloads
         for n in ask.streams
     }
-    metal = sys.platform == "darwin" and platform.machine() == "arm64"
-    found = resolve(config.model, cache, metal)
-    tokenizer = load_tokenizer(found.path)
-    small = resolve(ask.draft or found.draft, cache, metal) if ask.draft or found.draft else None
-    if small:
-        check_draft(tokenizer, load_tokenizer(small.path), (found.name, small.name))
-    options = Options(
-        block_size=config.block_size,
-        kv_blocks=config.kv_blocks,
-        context=config.context,
-        layout=config.layout,
-        max_sequences=max(ask.streams),
-        prefill_budget=config.prefill_budget,
-        decode_gap=config.decode_gap_ms / 1000,
-        draft=small.path if small else None,
-        cache=cache / "costs",
-    )
-    engine, info = start(found.path, config.name or found.name, options)
+    same = replace(config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams))
+    model = choose(same)
+    found, small, tokenizer = model.found, model.small, model.tokenizer
+    engine, info = start(found.path, config.name or found.name, model.options)
     sampling = Sampling(temperature=ask.temperature, top_p=ask.top_p)
     stop = frozenset(tokenizer.eos_token_ids)
     bench = measure.bench_of(engine, info.context, ask.max_tokens, stop, sampling)

@@ -9,14 +9,11 @@ import contextlib
 import functools
 import logging
 import os
-import platform
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -63,34 +60,15 @@ def _stop(*_: object) -> None:
 def _load(config: Config) -> tuple[ASGIApp, Engine]:
     """The application and its engine, warm. What was derived is printed as the flags that would set it."""
     blas.load()
-    from mlxspec.engine.start import Options, start
+    from mlxspec.chosen import choose
+    from mlxspec.engine.start import start
     from mlxspec.engine.worker import Worker
-    from mlxspec.model.catalog import default_cache_dir, resolve
     from mlxspec.server.app import create_app
-    from mlxspec.text.prompt import check_draft, load_tokenizer
 
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    metal = sys.platform == "darwin" and platform.machine() == "arm64"
-    found = resolve(config.model, cache, metal)
-    tokenizer = load_tokenizer(found.path)
-    small = None
-    if config.speculate == "on" and (named := config.draft or found.draft):
-        small = resolve(named, cache, metal)
-        check_draft(tokenizer, load_tokenizer(small.path), (found.name, small.name))
-    options = Options(
-        block_size=config.block_size,
-        kv_blocks=config.kv_blocks,
-        context=config.context,
-        layout=config.layout,
-        max_sequences=config.max_sequences,
-        prefill_budget=config.prefill_budget,
-        decode_gap=config.decode_gap_ms / 1000,
-        speculate=config.speculate == "on",
-        draft=small.path if small else None,
-        cache=cache / "costs",
-    )
+    chosen = choose(config)
+    found, small = chosen.found, chosen.small
     worker = Worker(
-        lambda: start(found.path, config.name or found.name, options),
+        lambda: start(found.path, config.name or found.name, chosen.options),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
     )
@@ -110,7 +88,7 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
         flags += f" --decode-gap-ms {config.decode_gap_ms}"
     say(f"mlxspec serve {flags}")
     log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
-    return create_app(worker, tokenizer, found.path, config), worker
+    return create_app(worker, chosen.tokenizer, found.path, config), worker
 
 
 def bind(config: Config) -> socket.socket:

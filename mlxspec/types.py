@@ -205,7 +205,9 @@ class Sequence:
     `tokens` holds prompt and output that the host knows; `pending` counts the newest tokens, sampled but
     not read yet, as if every draft in flight were refused. `computed` counts the positions whose KV is
     written or submitted, `cached` those that came from the prefix cache, `shared` those that lie in blocks
-    that others may read: they are never written again. `table` lists the block ids, position // block_size.
+    that others may read: they are never written again. `table` lists the block ids, position // block_size;
+    `windows` are the tables of layers with a sliding window, with the null block where it has passed; `marks`
+    are the blocks behind which a later prompt is likely to go on.
     """
 
     request: Request
@@ -217,8 +219,10 @@ class Sequence:
     cached: int = 0
     shared: int = 0
     table: list[int] = field(default_factory=list)
+    windows: list[list[int]] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
-    state: Any = None  # the solo layout's own caches
+    state: Any = None  # of recurrent layers, behind `computed`; the solo layout's own caches
     leader: "Sequence | None" = None  # the sibling whose prefill this choice waits for
     deferred: int = 0  # plans that passed this prefill over
     rounds: int = 0
@@ -234,6 +238,10 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def tables(self) -> list[list[int]]:
+        return [self.table, *self.windows]
 
     @property
     def known(self) -> int:
@@ -273,6 +281,7 @@ class Entry:
     spread: int = 0
     draft: Draft = field(default_factory=Draft)
     masks: Seq[bytes] = ()  # of the sampled rows, where a grammar rules; see Matcher.masks
+    state: Any = None  # of the sequence behind these rows, once they are submitted
 
     @property
     def rows(self) -> int:

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.load import Fit, fit
@@ -36,10 +37,11 @@ def prompts() -> dict[str, list[int]]:
 
 def engine(m: object, found: Fit) -> Engine:
     """As mlxspec.engine.start puts it together, with a small pool and steps of 7 prompt tokens."""
-    pool = BlockPool(64, BLOCK)
     sharing = found.layout != "solo"
-    scheduler = Scheduler(pool, context=512, pace=Pace(fixed=7), sharing=sharing)
-    return Engine(found.runner(m, BLOCK, 64), scheduler)
+    windows = dict.fromkeys(found.windows, 64)
+    groups = Groups(BlockPool(64, BLOCK), [Window(w, BlockPool(n, BLOCK)) for w, n in windows.items()])
+    scheduler = Scheduler(groups, context=512, pace=Pace(fixed=7), sharing=sharing)
+    return Engine(found.runner(m, BLOCK, 64, windows), scheduler)
 
 
 def test_the_page_and_the_list_agree() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.runner import Layout, Runner
@@ -120,6 +121,11 @@ class Plain:
         return out
 
 
+def windows_of(m: nn.Module) -> list[int]:
+    """The sliding windows of a model's layers."""
+    return sorted({c.max_size for c in make_prompt_cache(m) if isinstance(c, RotatingKVCache)})
+
+
 def engine(
     m: nn.Module,
     *,
@@ -131,12 +137,19 @@ def engine(
     max_sequences: int = 8,
     context: int = 512,
     lone: bool = False,
+    windows: int | None = None,
     **kw: Any,
 ) -> Engine:
-    runner = Runner(m, layout, block, blocks, lone=lone)
-    pool = BlockPool(blocks, block)
+    """`windows` are the blocks of each sliding window, as many as `blocks` if not given."""
+    own = {} if layout == "solo" else {w: windows or blocks for w in windows_of(m)}
+    runner = Runner(m, layout, block, blocks, windows=own, lone=lone)
+    groups = Groups(BlockPool(blocks, block), [Window(w, BlockPool(n, block)) for w, n in own.items()])
     scheduler = Scheduler(
-        pool, context=context, max_sequences=max_sequences, pace=Pace(fixed=budget), sharing=layout != "solo"
+        groups,
+        context=context,
+        max_sequences=max_sequences,
+        pace=Pace(fixed=budget),
+        sharing=layout != "solo",
     )
     return Engine(runner, scheduler, drafter or NoDrafter(), **kw)
 

@@ -36,6 +36,7 @@ class BlockPool:
         self.size, self.block_size = blocks, block_size
         self.root = blake2b(salt, digest_size=16).digest()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))  # in eviction order
+        self.spent: OrderedDict[int, None] = OrderedDict()  # of the free ones, what is hardly of use
         self.refs = [0] * blocks
         self.index: dict[bytes, int] = {}
         self.key: dict[int, bytes] = {}
@@ -61,34 +62,47 @@ class BlockPool:
             keys.append(key)
             parent = key
         start = len(blocks) * size
-        rest = tuple(tokens[start : min(start + size, len(tokens) - 1)])  # a hit leaves one token to compute
-        best, copy = 0, None
+        rest = tokens[start : min(start + size, len(tokens) - 1)]  # a hit leaves one token to compute
+        return Match(tuple(blocks), tuple(keys), self.part(parent, rest))
+
+    def part(self, parent: bytes, rest: Sequence[int]) -> tuple[int, int] | None:
+        """The block behind `parent` that starts most like `rest`, and how many of its tokens do."""
+        best, found = 0, None
         for block, content in self.parts.get(parent, {}).items():
             if (n := _common(content, rest)) > best:
-                best, copy = n, (block, n)
-        return Match(tuple(blocks), tuple(keys), copy)
+                best, found = n, (block, n)
+        return found
 
     def alloc(self, n: int) -> list[int] | None:
         """`n` blocks with one reference each, or None and nothing taken. What they held is forgotten."""
         if n > len(self.free):
             return None
-        taken = [self.free.popitem(last=False)[0] for _ in range(n)]
-        for block in taken:
-            self.cached -= self._known(block)
-            self._forget(block)
-            self.refs[block] = 1
-        return taken
+        return [self._take() for _ in range(n)]
+
+    def _take(self) -> int:
+        """A block without known content, else one that is spent, else the one not used for longest."""
+        block = next(iter(self.free))
+        if self.spent and self._known(block):
+            block = next(iter(self.spent))
+        self.cached -= self._known(block)
+        del self.free[block]
+        self.spent.pop(block, None)
+        self._forget(block)
+        self.refs[block] = 1
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each block; a free one comes back to life with its content."""
         for block in blocks:
             if self.refs[block] == 0:
                 del self.free[block]
+                self.spent.pop(block, None)
                 self.cached -= self._known(block)
             self.refs[block] += 1
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """One reference less to each, the tail first, so that a prefix outlives what followed it."""
+    def drop(self, blocks: Sequence[int], spent: bool = False) -> None:
+        """One reference less to each, the tail first, so that a prefix outlives what followed it; what is
+        `spent` goes before all other known content."""
         for block in reversed(blocks):
             self.refs[block] -= 1
             if self.refs[block] == 0:
@@ -96,19 +110,23 @@ class BlockPool:
                 self.cached += self._known(block)
                 if not self._known(block):
                     self.free.move_to_end(block, last=False)
+                elif spent:
+                    self.spent[block] = None
 
     def publish(self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int) -> None:
         """Make the full blocks of `tokens[:upto]` known, and extend `keys`, their hash chain, in place."""
         size = self.block_size
         for i in range(len(keys), upto // size):
             content = tuple(tokens[i * size : (i + 1) * size])
-            parent = keys[-1] if keys else self.root
-            key = _key(parent, content)
-            keys.append(key)
-            if key not in self.index and table[i] not in self.key:
-                self.index[key] = table[i]
-                self.key[table[i]] = key
-                self._offer(parent, table[i], content)
+            keys.append(_key(keys[-1] if keys else self.root, content))
+            self.name(table[i], keys, i, content)
+
+    def name(self, block: int, keys: Sequence[bytes], i: int, content: tuple[int, ...]) -> None:
+        """Make `block` known as the one with `keys[i]`, unless another is or it is known already."""
+        if block != NULL_BLOCK and keys[i] not in self.index and block not in self.key:
+            self.index[keys[i]] = block
+            self.key[block] = keys[i]
+            self._offer(keys[i - 1] if i else self.root, block, content)
 
     def publish_tail(self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int) -> None:
         """Offer the slots of the last, partly filled block of `tokens[:upto]` as a source to copy from.
@@ -119,6 +137,10 @@ class BlockPool:
             content = tuple(tokens[i * self.block_size : upto])
             self._offer(keys[-1] if keys else self.root, table[i], content)
 
+    def forget(self) -> None:
+        """Forget the content of every free block."""
+        self.drop(self.alloc(len(self.free)) or [])
+
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant; `tables`, if given, are all the block tables that hold references."""
         assert NULL_BLOCK not in self.free and self.refs[NULL_BLOCK] == 0, "the null block is owned"
@@ -128,6 +150,7 @@ class BlockPool:
             held = Counter(block for table in tables for block in table)
             assert NULL_BLOCK not in held, "a table holds the null block"
             assert all(self.refs[b] == held[b] for b in range(self.size)), "references differ from the tables"
+        assert all(b in self.free and self._known(b) for b in self.spent), "a spent block is not free"
         assert self.cached == sum(map(self._known, self.free)), "the count of cached blocks is off"
         assert self.key == {block: key for key, block in self.index.items()}, "index and keys differ"
         listed = {block: parent for parent, blocks in self.parts.items() for block in blocks}
@@ -150,7 +173,9 @@ class BlockPool:
         if len(blocks) > PARTS:
             oldest = next(iter(blocks))
             self._withdraw(oldest)
-            self.cached -= oldest in self.free and oldest not in self.key
+            if oldest in self.free and oldest not in self.key:
+                self.cached -= 1
+                self.spent.pop(oldest, None)
 
     def _withdraw(self, block: int) -> None:
         parent = self.parent.pop(block)

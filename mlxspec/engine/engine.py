@@ -219,8 +219,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop what the prefix cache knows and start the counters afresh. The engine must be idle."""
-        pool = self.scheduler.pool
-        pool.drop(pool.alloc(len(pool.free)) or [])
+        self.scheduler.groups.forget()
         self.counters, self.drafts = dict.fromkeys(_COUNTERS, 0), Tally()
         self.drafter.forget()
 

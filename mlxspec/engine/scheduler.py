@@ -10,12 +10,12 @@ from dataclasses import replace
 from itertools import count
 
 from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.groups import Copies, Groups, Hit
 from mlxspec.engine.pace import Pace
 from mlxspec.types import Entry, Finish, Logprob, Output, Request, Sequence, Unfit
 
 PATIENCE = 8  # plans that may pass a prefill over for shorter ones
 
-Copies = list[tuple[int, int]]  # (source, target) blocks
 Depths = Callable[[list[Sequence]], Mapping[Sequence, int]]
 
 
@@ -27,7 +27,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        groups: Groups,
         *,
         context: int,
         max_sequences: int = 16,
@@ -35,7 +35,7 @@ class Scheduler:
         sharing: bool = True,
         blind: Callable[[Sequence], bool] = lambda seq: False,
     ) -> None:
-        self.pool, self.context, self.max_sequences, self.sharing = pool, context, max_sequences, sharing
+        self.groups, self.context, self.max_sequences, self.sharing = groups, context, max_sequences, sharing
         self.pace, self.blind = pace or Pace(), blind
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -43,6 +43,11 @@ class Scheduler:
         self.preemptions = 0
         self._order = count()
         self._stuck: tuple[Sequence, int] | None = None  # who could not be admitted, with how many blocks
+
+    @property
+    def pool(self) -> BlockPool:
+        """Of the layers that see everything."""
+        return self.groups.pool
 
     @property
     def limit(self) -> int:
@@ -61,6 +66,7 @@ class Scheduler:
         leader = None
         for index in range(request.n):
             seq = Sequence(request, index, next(self._order), list(request.prompt), leader=leader)
+            seq.windows = [[] for _ in self.groups.windows]
             seq.matcher = request.grammar() if request.grammar else None
             leader = leader or seq
             self.waiting.append(seq)
@@ -97,7 +103,7 @@ class Scheduler:
         budget = self.pace.rows(decoding=bool(plan))
         prefills = [s for s in ready if s.remaining > 1]
         for seq in sorted(prefills, key=lambda s: (s.deferred < PATIENCE, s.remaining, s.order)):
-            n = min(seq.remaining, budget)
+            n = self.groups.cut(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
@@ -116,6 +122,7 @@ class Scheduler:
             seq = e.seq
             seq.flight.append(e)
             seq.computed = e.start + e.count
+            e.state = seq.state
             if e.samples:
                 seq.pending += 1
                 seq.spread += len(e.draft)
@@ -151,7 +158,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert what must hold between steps."""
         live = (*self.running, *self.waiting)
-        self.pool.check([s.table for s in live])
+        self.groups.check(live)
         assert all(not s.table and not s.computed for s in self.waiting), "a waiting sequence holds blocks"
         assert len(self.running) <= self.max_sequences
         for seq in live:
@@ -183,25 +190,17 @@ class Scheduler:
 
     def _lacking(self, seq: Sequence) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
-        return max(0, -(-(seq.known + 1) // self.pool.block_size) - len(seq.table))
+        return self.groups.lacking(seq, seq.known + 1)
 
     def _start(self, seq: Sequence, promised: int) -> bool:
         """Give a waiting sequence what the prefix cache has, if there is room for the rest."""
-        match = self.pool.match(seq.tokens) if self.sharing else None
-        hits = match.blocks if match else ()
+        hit = self.groups.match(seq.tokens) if self.sharing else Hit()
+        hits = hit.tables[0] if hit.tables else ()
         idle = sum(b in self.pool.free for b in hits)
         need = self._lacking(seq) - len(hits) + idle
         if self.running and need + promised > len(self.pool.free):
             return False
-        self.pool.share(hits)
-        seq.table, seq.keys = list(hits), list(match.keys) if match else []
-        seq.shared = len(hits) * self.pool.block_size
-        seq.computed = min(seq.shared, seq.known - 1)
-        if match and match.copy and (target := self.pool.alloc(1)):
-            source, n = match.copy
-            self.copies.append((source, target[0]))
-            seq.table += target
-            seq.computed += n
+        self.copies += self.groups.take(seq, hit)
         seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
@@ -215,9 +214,8 @@ class Scheduler:
         """Add an entry of `n` rows if blocks can be had; younger sequences pay for older ones."""
         if seq not in self.running:  # it has paid already, in this plan
             return False
-        while (need := -(-(seq.computed + seq.spread + n) // self.pool.block_size) - len(seq.table)) > 0:
-            if blocks := self.pool.alloc(need):
-                seq.table += blocks
+        while need := self.groups.lacking(seq, seq.computed + seq.spread + n):
+            if self.groups.grow(seq, need):
                 break
             victim = next((s for s in reversed(self.running) if not s.spread), seq)
             if victim.order <= seq.order:
@@ -232,24 +230,17 @@ class Scheduler:
 
     def _widen(self, entry: Entry, want: int) -> int:
         """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
-        table, size = entry.seq.table, self.pool.block_size
         end = entry.start + entry.spread + entry.count
-        need = -(-(end + want) // size) - len(table)
-        if need > 0 and (blocks := self.pool.alloc(min(need, len(self.pool.free)))):
-            table += blocks
-        return min(want, len(table) * size - end)
+        need = self.groups.lacking(entry.seq, end + want)
+        self.groups.grow(entry.seq, min(need, self.groups.free))
+        return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take its blocks; catch-up and the prefix cache will do the rest."""
         self.preemptions += 1
         self.running.remove(seq)
-        self._drop(seq)
+        self.groups.drop(seq)
         self.waiting.appendleft(seq)
-
-    def _drop(self, seq: Sequence) -> None:
-        self.pool.drop(seq.table)
-        seq.table, seq.keys, seq.state = [], [], None
-        seq.computed = seq.shared = seq.cached = 0
 
     # ---- commit ---------------------------------------------------------------------------------------
 
@@ -276,16 +267,17 @@ class Scheduler:
         return _output(seq, tuple(new), tuple(lps[: len(new)]))
 
     def _publish(self, entry: Entry, new: int) -> None:
-        seq = entry.seq
+        seq, groups = entry.seq, self.groups
         upto = entry.start + entry.count + max(0, new - 1)
-        if not self.sharing or upto > len(seq.table) * self.pool.block_size:
-            return
-        self.pool.publish(seq.tokens, seq.table, seq.keys, upto)
-        if entry.start < seq.prompt_len <= upto:
-            keys = seq.keys[: seq.prompt_len // self.pool.block_size]
-            self.pool.publish_tail(seq.tokens, seq.table, keys, seq.prompt_len)
-        if seq.finish is not None:
-            self.pool.publish_tail(seq.tokens, seq.table, seq.keys, upto)
+        if self.sharing and upto <= len(seq.table) * self.pool.block_size:
+            groups.publish(seq, upto)
+            if entry.start < seq.prompt_len <= upto:
+                groups.publish_tail(seq, seq.prompt_len)
+            if seq.finish is not None:
+                groups.publish_tail(seq, upto)
+            if groups.states is not None and (seq.finish is not None or groups.marked(seq, upto)):
+                groups.remember(seq, upto, entry.state if seq.flight else seq.state)
+        groups.slide(seq, min(upto, seq.computed))
 
     def _succeed(self, leader: Sequence) -> None:
         """Where a leader goes before its prompt is known, the next of its siblings leads."""
@@ -296,7 +288,7 @@ class Scheduler:
                 next_leader = next_leader or heir
 
     def _release(self, seq: Sequence) -> None:
-        self._drop(seq)
+        self.groups.drop(seq)
         if seq in self.running:
             self.running.remove(seq)
         else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from mlxspec.engine import memory
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.groups import Groups
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.load import context_of, fit, growth, load, weights
@@ -64,7 +65,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     runner = found.runner(model, options.block_size, blocks)
     pool = BlockPool(blocks, options.block_size, salt=f"{path}:{found.layout}".encode())
     scheduler = Scheduler(
-        pool,
+        Groups(pool),
         context=context,
         max_sequences=options.max_sequences,
         pace=Pace(options.decode_gap, options.prefill_budget),

@@ -4,7 +4,7 @@ Rule: this is what every faster kernel must equal. Pools lie head first, [kv_hea
 gathered block is contiguous within its head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -18,8 +18,9 @@ Selection = tuple[mx.array, mx.array | str | None, slice]  # blocks [B, n], mask
 class Group:
     """Sequences of one step that carry the same number of rows: rows `lo .. hi` are `[B, L]`, B-major.
 
-    `starts` [B] are the positions of their first rows, `tables` their block ids; a table covers at least
-    `start + length` slots. Attention is causal: row i of sequence b sees the positions up to starts[b] + i.
+    `starts` [B] are the positions of their first rows, `tables` their block ids: those of the layers that see
+    everything under None, those of windows that have blocks of their own under the window. A table covers at
+    least `start + length` slots. Attention is causal: row i of sequence b sees up to position starts[b] + i.
     Where the host does not know how far a draft got, `late` int32 [B] is to be added to the starts; it is
     `spread` at most, and the tables cover so many slots more.
     """
@@ -28,7 +29,7 @@ class Group:
     hi: int
     length: int
     starts: list[int]
-    tables: list[list[int]]
+    tables: Mapping[int | None, list[list[int]]]
     block_size: int
     late: mx.array | None = None
     spread: int = 0
@@ -49,7 +50,8 @@ class Group:
         ends = [-(-(s + self.spread + rows) // size) for s in self.starts]  # in blocks, like firsts
         firsts = [max(0, s - window + 1) // size for s in self.starts] if window else [0] * len(ends)
         width = max(e - f for e, f in zip(ends, firsts, strict=True))
-        held = [t[first:end] for t, first, end in zip(self.tables, firsts, ends, strict=True)]
+        tables = self.tables.get(window) or self.tables[None]
+        held = [t[first:end] for t, first, end in zip(tables, firsts, ends, strict=True)]
         blocks = mx.array([h + [NULL_BLOCK] * (width - len(h)) for h in held], mx.int32)
         keep = slice(0, width * size)
         if len(ends) == 1 and self.late is None:

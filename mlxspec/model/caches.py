@@ -4,7 +4,7 @@ Rule: mlx-lm hands each layer its cache, so all that a step changes lies in one 
 pages share; there are no globals. A handle has no array methods: a model that touches K/V fails at warm-up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,14 @@ from mlxspec.types import Unfit
 
 @dataclass(slots=True)
 class View:
-    """The step as the layers see it. `positions` [batch rows], `slots` [T] where K/V of each row go,
-    `groups` partition the rows, `sampled` is the index of the rows that reach lm_head (None: all)."""
+    """The step as the layers see it. `positions` [batch rows], `slots` [T] where K/V of each row go, `groups`
+    partition the rows, `sampled` is the index of the rows that reach lm_head (None: all). `blocks` are the
+    sizes of the pools: under None for layers that see everything, under a window for those with their own."""
 
     block_size: int
-    slots_total: int
+    blocks: Mapping[int | None, int]
     positions: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
-    slots: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
+    slots: dict[int | None, mx.array] = field(default_factory=dict)
     groups: Sequence[Group] = ()
     sampled: Any = None
 
@@ -32,10 +33,11 @@ class Pages:
     """One layer's KV in the rows layout `[T, 1]`: K/V are written at the step's slots, and what goes on to
     attention is this handle. Pools are made at the first write, when heads and dims are known."""
 
-    __slots__ = ("keys", "values", "view", "window")
+    __slots__ = ("keys", "pool", "values", "view", "window")
 
     def __init__(self, view: View, window: int | None) -> None:
         self.view, self.window = view, window
+        self.pool = window if window in view.blocks else None
         self.keys: mx.array | None = None  # [kv_heads, slots, D]
         self.values: mx.array | None = None
 
@@ -68,7 +70,7 @@ class Pages:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view."""
         if self.keys is None or self.values is None:
             self.keys, self.values = self._pool(k), self._pool(v)
-        self.put(self.view.slots, _rows(k), _rows(v))
+        self.put(self.view.slots[self.pool], _rows(k), _rows(v))
 
     def put(self, slots: mx.array, k: mx.array, v: mx.array) -> None:
         """Write k, v [kv_heads, n, D] at `slots` [n], in place."""
@@ -84,7 +86,8 @@ class Pages:
         return self.keys, self.values
 
     def _pool(self, x: mx.array) -> mx.array:
-        return mx.zeros((x.shape[1], self.view.slots_total, x.shape[3]), x.dtype)
+        slots = self.view.blocks[self.pool] * self.view.block_size
+        return mx.zeros((x.shape[1], slots, x.shape[3]), x.dtype)
 
 
 class DensePages(Pages):

@@ -5,7 +5,7 @@ the first that does is used, and why the earlier ones were not is logged.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,24 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a model runs here. `token_bytes` is the KV memory of one token over all layers."""
+    """How a model runs here. `token_bytes` is the KV memory of one token in all layers that see everything,
+    `windows` that of layers which see the last so many tokens, by these."""
 
     layout: Layout
     trunk: bool
     lone: bool
     token_bytes: int
+    windows: Mapping[int, int]
     vocab: int
     refused: tuple[str, ...] = ()
 
-    def runner(self, model: Module, block_size: int, blocks: int) -> Runner:
-        return Runner(model, self.layout, block_size, blocks, trunk=self.trunk, lone=self.lone)
+    def runner(
+        self, model: Module, block_size: int, blocks: int, windows: Mapping[int, int] | None = None
+    ) -> Runner:
+        """`windows` are the blocks of each window that is to have its own."""
+        return Runner(
+            model, self.layout, block_size, blocks, windows=windows, trunk=self.trunk, lone=self.lone
+        )
 
 
 def load(path: Path) -> tuple[Module, dict[str, Any]]:
@@ -98,9 +105,13 @@ def fit(model: Module, wanted: str = "auto") -> Fit:
                 except Exception as error:  # the model's own code decides what it raises
                     refused.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
                     continue
-                size = sum(pool.nbytes for pages in runner.pages() for pool in pages.pools()) // (4 * 16)
-                size = -(-held // KV_STEP) if layout == "solo" else size
-                return Fit(layout, trunk, lone, size, truth[0].shape[-1], tuple(refused))
+                sizes: dict[int | None, int] = {None: -(-held // KV_STEP) if layout == "solo" else 0}
+                for pages in runner.pages():
+                    kept = sum(pool.nbytes for pool in pages.pools()) // (4 * 16)
+                    sizes[pages.window] = sizes.get(pages.window, 0) + kept
+                windows = {w: size for w, size in sizes.items() if w}
+                vocab = truth[0].shape[-1]
+                return Fit(layout, trunk, lone, sizes[None], windows, vocab, tuple(refused))
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
 
 

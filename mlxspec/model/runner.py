@@ -5,7 +5,7 @@ prefill chunks, decodes and drafts are one forward; `gather` hands K/V back dens
 mlx-lm's caches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
@@ -72,7 +72,8 @@ class Step:
 
 
 class Runner:
-    """A model, its pages and a pool of `blocks` blocks. Engine thread only."""
+    """A model, its pages and their pools: of `blocks` blocks, and of `windows[w]` for layers with a sliding
+    window w; windows that are not named there share the former. Engine thread only."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Runner:
         block_size: int,
         blocks: int,
         *,
+        windows: Mapping[int, int] | None = None,
         trunk: bool = True,
         lone: bool = False,
         shares: bool = False,
@@ -88,7 +90,7 @@ class Runner:
         """`shares`: shared blocks are written too, because what is written is the same whoever does."""
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
-        self.view = View(block_size, block_size * blocks)
+        self.view = View(block_size, {None: blocks} | dict(windows or {}))
         self.caches: list[Pages] = []
         if layout != "solo":
             install(model)
@@ -103,19 +105,22 @@ class Runner:
 
     # ---- one step -------------------------------------------------------------------------------------
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, target) each; what the sources hold now counts, not what comes. Waits
-        for the step in flight: once per prompt with a partial hit, the loop does not overlap."""
-        if not pairs:
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks, (group, source, target) each; what the sources hold now counts, not what comes.
+        Waits for the step in flight: once per prompt with a partial hit, the loop does not overlap."""
+        if not copies:
             return
         span, size = np.arange(self.view.block_size), self.view.block_size
-        slots = (np.array(pairs, np.int32)[:, :, None] * size + span).astype(np.int32)  # [n, 2, size]
-        sources, targets = mx.array(slots[:, 0].ravel()), mx.array(slots[:, 1].ravel())
+        moves = {}
+        for group, pool in enumerate(self.view.blocks):
+            pairs = np.array([c[1:] for c in copies if c[0] == group], np.int32).reshape(-1, 2)
+            slots = (pairs[:, :, None] * size + span).astype(np.int32)  # [n, 2, size]
+            moves[pool] = mx.array(slots[:, 0].ravel()), mx.array(slots[:, 1].ravel())
         # Read first, then write: a pool with a reader under way is copied whole instead of written in place.
-        held = [[pool[:, sources] for pool in pages.pools()] for pages in self.pages()]
+        held = [[pool[:, moves[pages.pool][0]] for pool in pages.pools()] for pages in self.pages()]
         mx.eval(held)
         for pages, (k, v) in zip(self.pages(), held, strict=True):
-            pages.put(targets, k, v)
+            pages.put(moves[pages.pool][1], k, v)
 
     def run(self, plan: Sequence[Entry], before: Step | None) -> Step:
         """Build the step's graph and submit it. `before` holds the tokens that are still pending."""
@@ -228,14 +233,14 @@ class Runner:
         """Positions, slots and groups of entries that lie in bucket order."""
         size, view = self.view.block_size, self.view
         view.positions = mx.array([at for e in plan for at in range(e.start, e.end)], mx.int32)
-        view.slots = mx.array([slot for e in plan for slot in self._slots(e)], mx.int32)
         if late is not None:
             view.positions = view.positions + _per_row(late, plan, lambda e: e.rows)
-            view.slots = mx.where(
-                mx.array([e.spread > 0 for e in plan for _ in range(e.rows)]),
-                _late_slots(plan, view.positions, size),
-                view.slots,
-            )
+        for group, pool in enumerate(view.blocks):
+            slots = mx.array([slot for e in plan for slot in self._slots(e, group)], mx.int32)
+            if late is not None:
+                unknown = mx.array([e.spread > 0 for e in plan for _ in range(e.rows)])
+                slots = mx.where(unknown, _late_slots(plan, group, view.positions, size), slots)
+            view.slots[pool] = slots
         view.groups, lo, first = [], 0, 0
         for _, members in groupby(plan, key=lambda e: _bucket(e, size)):
             batch = list(members)
@@ -244,14 +249,13 @@ class Runner:
             starts = [e.start for e in batch]
             spread = max(e.spread for e in batch)
             behind = late[first : first + len(batch)] if late is not None and spread else None
-            view.groups.append(
-                Group(lo, hi, length, starts, [e.seq.table for e in batch], size, behind, spread)
-            )
+            tables = {pool: [e.seq.tables[i] for e in batch] for i, pool in enumerate(view.blocks)}
+            view.groups.append(Group(lo, hi, length, starts, tables, size, behind, spread))
             lo, first = hi, first + len(batch)
 
-    def _slots(self, entry: Entry) -> list[int]:
+    def _slots(self, entry: Entry, group: int) -> list[int]:
         """Where the entry's rows write; positions in shared blocks go to the null block."""
-        table, size = entry.seq.table, self.view.block_size
+        table, size = entry.seq.tables[group], self.view.block_size
         shared = 0 if self.shares else entry.seq.shared
         return [
             table[at // size] * size + at % size if at >= shared else NULL_BLOCK
@@ -308,9 +312,10 @@ def _per_row(late: mx.array, plan: Sequence[Entry], rows: Callable[[Entry], int]
     return late[mx.array([n for n, e in enumerate(plan) for _ in range(rows(e))])]
 
 
-def _late_slots(plan: Sequence[Entry], positions: mx.array, size: int) -> mx.array:
+def _late_slots(plan: Sequence[Entry], group: int, positions: mx.array, size: int) -> mx.array:
     """Where rows write whose `positions` [T] the host does not know. They lie behind everything shared."""
-    width = max(len(e.seq.table) for e in plan)
-    tables = mx.array([e.seq.table + [NULL_BLOCK] * (width - len(e.seq.table)) for e in plan], mx.int32)
+    held = [e.seq.tables[group] for e in plan]
+    width = max(map(len, held))
+    tables = mx.array([table + [NULL_BLOCK] * (width - len(table)) for table in held], mx.int32)
     owners = mx.array([n for n, e in enumerate(plan) for _ in range(e.rows)])
     return tables[owners, positions // size] * size + positions % size

@@ -22,7 +22,7 @@ from mlxspec import __version__
 from mlxspec.model.runner import Runner
 from mlxspec.model.sample import Row, sample
 from mlxspec.speculate.depth import GRID, Costs
-from mlxspec.types import Draft, Entry, Request, Sampling
+from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Sampling
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
@@ -111,7 +111,8 @@ def _measure(
 
 def _time(runner: Runner, table: list[int], context: int, rows: int) -> float:
     """Seconds of a step with `rows` rows behind `context` tokens; what the blocks hold does not matter."""
-    seq = Seq(Request("measure", (0,), 1), tokens=[0] * (context + 1), table=table)
+    windows = [[NULL_BLOCK] * len(table) for _ in list(runner.view.blocks)[1:]]
+    seq = Seq(Request("measure", (0,), 1), tokens=[0] * (context + 1), table=table, windows=windows)
     entry = Entry(seq, context, 1, True, draft=Draft([0] * (rows - 1)))
     began = time.perf_counter()
     mx.eval(mx.argmax(runner.logits([entry]), axis=-1))

@@ -92,9 +92,9 @@ def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:
     tiny.run(e)
     e.add(tiny.request("r", range(24), 3))
     e.step()
-    assert e.counters["cached"] == 23 and e.runner.view.slots.tolist() == [NULL_BLOCK]
+    assert e.counters["cached"] == 23 and e.runner.view.slots[None].tolist() == [NULL_BLOCK]
     e.step()
-    (own,) = e.runner.view.slots.tolist()
+    (own,) = e.runner.view.slots[None].tolist()
     shared = e.scheduler.running[0].table[:3]
     assert own // 8 not in (NULL_BLOCK, *shared)
     tiny.run(e)

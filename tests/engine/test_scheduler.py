@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import PATIENCE, Scheduler
+from mlxspec.engine.snapshots import Snapshots
 from mlxspec.types import Draft, Entry, Output, Request, Sequence, Unfit
 
 VOCAB = 7
@@ -39,20 +41,33 @@ def accept(draft: list[int], sampled: list[int]) -> list[int]:
 class Mock:
     """An engine with one step in flight. Slots remember which prefix they were written for; a row that would
     read a slot of another prefix fails the test. `blind`: a sequence goes on while its draft is in flight, as
-    behind a model that drafts lazily."""
+    behind a model that drafts lazily. `windows` are the blocks by sliding window, `states` how many states of
+    a recurrent layer are kept; a state is the prefix itself, and must be that of the row."""
 
     def __init__(
-        self, blocks: int, budget: int = 8, liar: random.Random | None = None, blind: bool = False, **kw: int
+        self,
+        blocks: int,
+        budget: int = 8,
+        liar: random.Random | None = None,
+        blind: bool = False,
+        windows: dict[int, int] | None = None,
+        states: int = 0,
+        **kw: int,
     ) -> None:
+        self.windows, self.states = windows or {}, states
         self.s = Scheduler(
-            BlockPool(blocks, SIZE),
+            Groups(
+                BlockPool(blocks, SIZE),
+                [Window(w, BlockPool(n, SIZE)) for w, n in self.windows.items()],
+                Snapshots(states, 2) if states else None,
+            ),
             context=kw.pop("context", 64),
             pace=Pace(fixed=budget),
             blind=lambda seq: blind and seq.order % 3 > 0,
             **kw,
         )
         self.liar, self.blind = liar, blind
-        self.slots: dict[int, tuple[int, ...]] = {}
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.flight: list[tuple[list[Entry], list[list[int]]]] = []
         self.out: list[Output] = []
 
@@ -60,10 +75,10 @@ class Mock:
         if self.liar and not self.blind:
             self.settle()
         plan = self.s.plan(lambda seqs: {s: self.liar.randint(0, 4) if self.liar else 0 for s in seqs})
-        for source, target in self.s.copies:
+        for group, source, target in self.s.copies:
             for i in range(SIZE):
-                if (content := self.slots.get(source * SIZE + i)) is not None:
-                    self.slots[target * SIZE + i] = content
+                if (content := self.slots.get((group, source * SIZE + i))) is not None:
+                    self.slots[group, target * SIZE + i] = content
         self.s.copies.clear()
         for e in plan:
             if self.liar and e.depth:
@@ -91,19 +106,26 @@ class Mock:
         assert 0 <= late <= e.spread
         e = Entry(e.seq, e.start + late, e.count, e.samples, draft=e.draft)
         tokens = [*self.known(e.seq)[: e.start + e.count], *e.draft.tokens]
-        table = e.seq.table
-        for at in range(e.start, e.end):
-            if at >= e.seq.shared:
-                assert 0 not in table
-                self.slots[table[at // SIZE] * SIZE + at % SIZE] = tuple(tokens[: at + 1])
-        for at in range(e.end):
-            assert self.slots[table[at // SIZE] * SIZE + at % SIZE] == tuple(tokens[: at + 1])
+        for group, (table, window) in enumerate(zip(e.seq.tables, [1 << 30, *self.windows], strict=True)):
+            slot = [block * SIZE + i for block in table for i in range(SIZE)]
+            for at in range(max(e.start, e.seq.shared), e.end):
+                assert table[at // SIZE] != 0
+                self.slots[group, slot[at]] = tuple(tokens[: at + 1])
+            for at in range(max(0, e.start - window + 1), e.end):
+                assert table[at // SIZE] != 0
+                assert self.slots[group, slot[at]] == tuple(tokens[: at + 1])
+        if self.states:
+            assert (e.seq.state or ()) == tuple(tokens[: e.start])
+            e.seq.state = tuple(tokens[: e.end])
         return [nth(tokens[: e.start + e.count + i], e.seq.index) for i in range(e.sampled)]
 
     def commit(self, plan: list[Entry], sampled: list[list[int]]) -> None:
         accepted = [
             accept(e.draft.tokens, row) if e.samples else [] for e, row in zip(plan, sampled, strict=True)
         ]
+        for e, new in zip(plan, accepted, strict=True):
+            if e.draft.tokens and e.seq.state:  # what the engine does: the state of the rows that stand
+                e.seq.state = e.seq.state[: e.start + e.count + len(new) - 1]
         self.out += self.s.commit(plan, accepted, [[] for _ in plan])
 
     def settle(self) -> None:
@@ -320,19 +342,24 @@ def test_what_can_never_run_is_refused(request_: Request, said: str) -> None:
     assert not m.busy
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_random_lives(data: st.DataObject) -> None:
-    """Arrivals, cancels, tiny pools, any budget, with and without a lying drafter: every survivor says what
-    it must, `check()` holds after every operation, and nothing leaks."""
+    """Arrivals, cancels, tiny pools, any budget, windows, states, with and without a lying drafter: every
+    survivor says what it must, `check()` holds after every operation, and nothing leaks."""
     rng = random.Random(data.draw(st.integers(0, 2**32)))
+    blocks, budget, sequences = rng.choice([10, 14, 40]), rng.choice([1, 3, 8, 50]), rng.choice([1, 3, 8])
+    windows = rng.choice([(), (), (3,), (1, 6), (10,)])
+    states = rng.choice([0, 0, 1, 5, 100])
     m = Mock(
-        rng.choice([10, 14, 40]),
-        budget=rng.choice([1, 3, 8, 50]),
+        blocks,
+        budget=budget,
         liar=rng.choice([None, rng]),
-        blind=rng.choice([False, True]),
+        blind=not states and rng.choice([False, True]),
+        windows={w: min(blocks, Window.least(w, SIZE, sequences, budget, 4)) for w in windows},
+        states=states,
         context=36,
-        max_sequences=rng.choice([1, 3, 8]),
+        max_sequences=sequences,
     )
     if rng.random() < 0.5:
         m.s._lacking = lambda seq: 0
@@ -354,7 +381,7 @@ def test_random_lives(data: st.DataObject) -> None:
         for index in range(r.n):
             assert m.tokens(r.id, index) == answer(list(r.prompt), r.max_tokens, index)
             assert sum(o.finish is not None for o in m.out if (o.request, o.index) == (r.id, index)) == 1
-    assert m.s.pool.used == 0
+    assert [pool.used for pool in m.s.groups.pools] == [0] * (1 + len(windows))
     m.s.check()
 
 

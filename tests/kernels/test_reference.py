@@ -42,7 +42,7 @@ def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
     for length, starts in shapes:
         tables = [rng.permutation(np.arange(1, BLOCKS))[: -(-(s + length) // SIZE)].tolist() for s in starts]
         hi = lo + length * len(starts)
-        groups.append(Group(lo, hi, length, starts, tables, SIZE))
+        groups.append(Group(lo, hi, length, starts, {None: tables}, SIZE))
         lo = hi
         for start, table in zip(starts, tables, strict=True):
             q = rng.normal(size=(length, HEADS, DIM)).astype(np.float32)
@@ -62,6 +62,6 @@ def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
 
 
 def test_a_window_gathers_only_its_blocks() -> None:
-    group = Group(0, 2, 1, [150, 20], [list(range(1, 20)), [20, 21, 22]], SIZE)
+    group = Group(0, 2, 1, [150, 20], {None: [list(range(1, 20)), [20, 21, 22]]}, SIZE)
     assert group.select(16)[0].shape == (2, 3)
     assert group.select(None)[0].shape == (2, 19)

@@ -1,0 +1,65 @@
+"""States of recurrent layers, kept by the prefix that they stand behind: where a later request may go on.
+
+Rule: a state is a function of its prefix, named by the hash chain of its full blocks and the tokens behind
+them. Their number is bounded; the one that was not used for longest goes first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+Name = tuple[bytes, tuple[int, ...]]  # the chain's last key, the tokens behind that block
+
+
+class Snapshots:
+    """Holds `capacity` states. `stride` is the distance, in blocks, at which a long prompt leaves one behind.
+    Engine thread only."""
+
+    def __init__(self, capacity: int, stride: int) -> None:
+        self.capacity, self.stride = capacity, stride
+        self._held: OrderedDict[Name, Any] = OrderedDict()
+        self._tails: dict[bytes, set[tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[tuple[Name, Any]]:
+        """Every state with its name, the oldest first."""
+        return iter(self._held.items())
+
+    def tails(self, parent: bytes) -> list[tuple[int, ...]]:
+        """The tokens behind `parent` at which there is a state, the longest first."""
+        return sorted(self._tails.get(parent, ()), key=len, reverse=True)
+
+    def use(self, name: Name) -> Any:
+        """The state of that name. It is there."""
+        self._held.move_to_end(name)
+        return self._held[name]
+
+    def put(self, name: Name, state: Any) -> None:
+        """Keep a state, and forget the oldest where there is no room."""
+        if name not in self._held:
+            while self._held and len(self._held) >= self.capacity:
+                self._forget(next(iter(self._held)))
+            if self.capacity > 0:
+                self._held[name] = state
+                self._tails.setdefault(name[0], set()).add(name[1])
+        else:
+            self._held.move_to_end(name)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._tails.clear()
+
+    def check(self) -> None:
+        """Assert the bound, and that the tails are those of the names."""
+        assert len(self._held) <= self.capacity, "too many states"
+        listed = {(parent, tail) for parent, tails in self._tails.items() for tail in tails}
+        assert listed == self._held.keys() and all(self._tails.values()), "tails and names differ"
+
+    def _forget(self, name: Name) -> None:
+        parent, tail = name
+        del self._held[name]
+        self._tails[parent].discard(tail)
+        if not self._tails[parent]:
+            del self._tails[parent]

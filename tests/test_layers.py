@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PLAIN = {"mlxspec", "types", "config"}
 MODEL = PLAIN | {"blas", "kernels", "model"}
-STEP = MODEL | {"speculate", "engine.blocks", "engine.pace", "engine.scheduler"}
+STEP = MODEL | {"speculate", "engine.blocks", "engine.groups", "engine.pace", "engine.scheduler"}
 ENGINE = MODEL | {"speculate", "engine"}
 SERVER = ENGINE | {"metrics", "text", "server"}
 
@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "text": PLAIN | {"text"},
     "engine": PLAIN | {"engine.blocks"},
     "engine.blocks": PLAIN,
-    "engine.scheduler": PLAIN | {"engine.blocks", "engine.pace"},
+    "engine.groups": PLAIN | {"engine.blocks", "engine.snapshots"},
+    "engine.scheduler": PLAIN | {"engine.blocks", "engine.groups", "engine.pace"},
     "engine.constrain": PLAIN,
     "engine.engine": STEP | {"engine.constrain"},
     "engine.start": STEP | {"engine.engine", "engine.memory"},

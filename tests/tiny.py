@@ -21,6 +21,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.model.sample import gumbel, seed32
 from mlxspec.speculate import Drafter, NoDrafter
+from mlxspec.speculate.depth import MAX_DEPTH
 from mlxspec.types import Output, Request, Sampling
 
 VOCAB = 320
@@ -77,11 +78,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def model(kind: str) -> nn.Module:
-    """A fresh model with the same random weights every time."""
+def model(kind: str, **change: Any) -> nn.Module:
+    """A fresh model with the same random weights every time; `change` overrides its config."""
     arch = importlib.import_module(f"mlx_lm.models.{kind}")
     mx.random.seed(3)
-    m = arch.Model(arch.ModelArgs.from_dict(dict(model_type=kind, **CONFIGS[kind])))
+    m = arch.Model(arch.ModelArgs.from_dict(dict(model_type=kind, **CONFIGS[kind] | change)))
     # Weights as initialised give nearly flat logits; with larger ones a wrong cache changes the choice.
     m.update(tree_map(lambda x: x * SHARP.get(kind, 2.5) if x.ndim > 1 else x, m.parameters()))
     for layer in m.layers:
@@ -137,13 +138,15 @@ def engine(
     max_sequences: int = 8,
     context: int = 512,
     lone: bool = False,
-    windows: int | None = None,
+    own: bool = True,
     **kw: Any,
 ) -> Engine:
-    """`windows` are the blocks of each sliding window, as many as `blocks` if not given."""
-    own = {} if layout == "solo" else {w: windows or blocks for w in windows_of(m)}
-    runner = Runner(m, layout, block, blocks, windows=own, lone=lone)
-    groups = Groups(BlockPool(blocks, block), [Window(w, BlockPool(n, block)) for w, n in own.items()])
+    """`own`: sliding windows have as few blocks of their own as are enough; else they share the others."""
+    sizes: dict[int, int] = {}
+    for w in windows_of(m) if own and layout != "solo" else ():
+        sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
+    runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone)
+    groups = Groups(BlockPool(blocks, block), [Window(w, BlockPool(n, block)) for w, n in sizes.items()])
     scheduler = Scheduler(
         groups,
         context=context,

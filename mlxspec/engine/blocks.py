@@ -190,6 +190,14 @@ class BlockPool:
             self._withdraw(block)
 
 
+def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """The keys of the full blocks of `tokens`."""
+    keys: list[bytes] = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        keys.append(_key(keys[-1] if keys else root, tokens[start : start + block_size]))
+    return keys
+
+
 def _key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16, key=parent).digest()
 

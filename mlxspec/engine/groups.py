@@ -30,7 +30,7 @@ class Window:
     @staticmethod
     def least(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
         """Blocks, the null block included, with which none of `sequences` is ever short: each holds its
-        window and the rows of two steps, `1 + depth` in each, and all share `chunk` rows of prompts a step."""
+        window and the rows of two steps, `1 + depth` in each; they share `chunk` rows of prompts a step."""
         each = -(-(tokens + 2 * (1 + depth)) // block_size) + 2
         return 1 + sequences * each + -(-2 * chunk // block_size)
 

@@ -36,6 +36,10 @@ class Snapshots:
         self._held.move_to_end(name)
         return self._held[name]
 
+    def peek(self, name: Name) -> Any:
+        """The state of that name or None, and no use of it."""
+        return self._held.get(name)
+
     def put(self, name: Name, state: Any) -> None:
         """Keep a state, and forget the oldest where there is no room."""
         if name not in self._held:

@@ -24,7 +24,11 @@ METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
 Url = Annotated[str | None, typer.Option(help="The server; without it, the one of your settings.")]
 Key = Annotated[str | None, typer.Option(help="The server's API key.")]
 
+CacheDir = Annotated[str | None, typer.Option(help="As for serve; without it, the one of your settings.")]
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+cache = typer.Typer(no_args_is_help=True, help="Look at the prompt cache on disk, or empty it.")
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:
@@ -175,6 +179,50 @@ def bench(
         json=json,
     )
     sys.exit(run.bench(config, wanted))
+
+
+@cache.command("ls")
+def cache_ls(cache_dir: CacheDir = None) -> None:
+    """What is cached, by model."""
+    from rich.console import Console
+
+    from mlxspec.cache import show
+
+    show(_prompts(cache_dir)[0], Console())
+
+
+@cache.command("stats")
+def cache_stats(cache_dir: CacheDir = None) -> None:
+    """How much is cached in all, and how much may be."""
+    from rich.console import Console
+
+    from mlxspec.cache import totals
+
+    totals(*_prompts(cache_dir), Console())
+
+
+@cache.command("clear")
+def cache_clear(
+    cache_dir: CacheDir = None, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
+) -> None:
+    """Delete all of it. A running server goes on, and fills it anew."""
+    from mlxspec.cache import clear, size, survey
+
+    root = _prompts(cache_dir)[0]
+    held = sum(model.bytes for model in survey(root))
+    if held and not yes:
+        typer.confirm(f"Delete {size(held)} of prompt cache in {root}?", abort=True)
+    files, freed = clear(root)
+    print(f"{files} files deleted, {size(freed)} freed" if files else f"nothing is cached in {root}")
+
+
+def _prompts(cache_dir: str | None) -> tuple[Path, float]:
+    """Where the prompt cache is, and its limit in GB."""
+    from mlxspec.model.catalog import default_cache_dir
+
+    config = load({"cache_dir": cache_dir}, os.environ)
+    root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    return root / "prompts", config.cache_gb
 
 
 def log_to_stderr(level: str) -> None:

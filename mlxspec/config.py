@@ -77,7 +77,10 @@ class Config:
         5.0, "Pause after which a silent stream gets a keep-alive line.", unit="s", low=0.1, high=60
     )
     drain_s: float = option(30.0, "Time that running answers get at shutdown.", unit="s", low=0, high=3600)
-    cache_dir: str = option("", "Directory for converted models; empty: the platform's cache directory.")
+    cache_dir: str = option(
+        "", "Directory for converted models and, in `prompts`, the prompt cache; empty: the platform's own."
+    )
+    cache_gb: float = option(10.0, "Disk space for the prompt cache; 0: none.", unit="GB", low=0, high=2**20)
     log_level: str = option("info", "What is logged.", choices=("debug", "info", "warning", "error"))
 
 

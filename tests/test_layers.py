@@ -35,6 +35,9 @@ MAY_IMPORT = {
     "engine.groups": PLAIN | {"engine.blocks", "engine.snapshots"},
     "engine.scheduler": PLAIN | {"engine.blocks", "engine.groups", "engine.pace"},
     "engine.constrain": PLAIN,
+    "engine.disk": PLAIN | {"engine.runfile", "engine.runindex"},
+    "engine.runindex": PLAIN | {"engine.runfile"},
+    "engine.runfile": PLAIN,
     "engine.engine": STEP | {"engine.constrain"},
     "engine.start": STEP | {"engine.engine", "engine.memory"},
     "engine.worker": ENGINE,
@@ -42,9 +45,10 @@ MAY_IMPORT = {
     "service": SERVER | {"service"},
     "chat": PLAIN,
     "launch": PLAIN,
+    "cache": PLAIN | {"engine.runfile"},
     "chosen": ENGINE | {"text"},
     "bench": ENGINE | {"text", "bench", "chosen"},
-    "cli": SERVER | {"service", "chat", "launch", "bench"},
+    "cli": SERVER | {"service", "chat", "launch", "bench", "cache"},
     "__main__": {"cli"},
 }
 

@@ -65,12 +65,13 @@ def show(root: Path, console: Console) -> None:
         return console.print(Text(f"nothing is cached in {root}"), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in ("model", "fingerprint", "runs", "blocks", "bytes", "last used"):
-        table.add_column(column, justify="right" if column in ("runs", "blocks", "bytes") else "left")
+        right = column in ("runs", "blocks", "bytes")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
     for held in found:
         model = "".join(c if c.isprintable() else "?" for c in held.model[:80]) or "?"  # unverified
         runs = f"{held.runs}" + f" + {held.damaged} damaged" * bool(held.damaged)
         used = datetime.fromtimestamp(held.used).strftime("%Y-%m-%d %H:%M")
-        table.add_row(Text(model), held.fingerprint, runs, f"{held.blocks}", size(held.bytes), used)
+        table.add_row(Text(model), held.fingerprint[:8], runs, f"{held.blocks}", size(held.bytes), used)
     console.print(table)
 
 
@@ -96,7 +97,7 @@ def clear(root: Path) -> tuple[int, int]:
     """Delete every run: how many files and bytes that were. A server that has them open finds misses. Raises
     Unfit if it cannot be done."""
     files = freed = 0
-    if not root.is_dir():
+    if not survey(root):
         return 0, 0
     try:
         fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -213,7 +213,7 @@ def cache_clear(
     if held and not yes:
         typer.confirm(f"Delete {size(held)} of prompt cache in {root}?", abort=True)
     files, freed = clear(root)
-    print(f"{files} files deleted, {size(freed)} freed" if files else f"nothing is cached in {root}")
+    print(f"{size(freed)} freed; files deleted: {files}" if files else f"nothing is cached in {root}")
 
 
 def _prompts(cache_dir: str | None) -> tuple[Path, float]:

@@ -59,7 +59,9 @@ class Config:
     block_size: int = option(32, "Size of a KV block.", unit="tokens", low=1, high=512)
     kv_blocks: int = option(0, "KV blocks; 0: from the free memory.", unit="blocks", low=0, high=2**24)
     layout: str = option(
-        "auto", "How a step is laid out; auto: found at warm-up.", choices=("auto", "rows", "gather", "solo")
+        "auto",
+        "How a step is laid out; auto: found at warm-up.",
+        choices=("auto", "rows", "rect", "gather", "solo"),
     )
     prefill_budget: int = option(
         0, "Prompt tokens computed in one step; 0: by time.", unit="rows", low=0, high=2**16

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mlxspec.engine import constrain
-from mlxspec.engine.scheduler import Scheduler
+from mlxspec.engine.scheduler import Scheduler, cut
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import Draft, Entry, Logprob, Output, Request, Stats, Unfit
@@ -186,7 +186,11 @@ class Engine:
             self.counters["rounds"] += e.samples
             if e.samples:
                 self.drafts.book(e.draft.source, len(e.draft), len(new) - 1)
-            self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
+            cut(e.seq, new)
+            self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start - e.again)
+        self.runner.rewind(
+            step.plan, [e.count + max(0, len(new) - 1) for e, new in zip(step.plan, accepted, strict=True)]
+        )
         outputs = self.scheduler.commit(step.plan, accepted, lps)
         self.counters["generated"] += sum(len(o.tokens) for o in outputs)
         how = "overlap" if step.overlaps else "exact"
@@ -199,8 +203,8 @@ class Engine:
         """A step lasts from the later of its beginning and the read before it to its own read."""
         self.step_seconds = now - max(step.began, self._settled)
         self._settled = now
-        prefill = sum(e.count for e in step.plan if e.count > 1)
-        decoding = any(e.count == 1 for e in step.plan)
+        prefill = sum(e.count for e in step.plan if e.fresh > 1)
+        decoding = any(e.fresh == 1 for e in step.plan)
         self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.drafts.parked += self.step_seconds

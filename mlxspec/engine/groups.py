@@ -223,8 +223,9 @@ class Groups:
         """Take everything from the sequence."""
         for pool, table in zip(self.pools, seq.tables, strict=True):
             pool.drop(_live(table))
-        seq.table, seq.windows, seq.keys, seq.state = [], [[] for _ in self.windows], [], None
-        seq.computed = seq.shared = seq.cached = 0
+        seq.table, seq.windows, seq.keys = [], [[] for _ in self.windows], []
+        seq.state = seq.batch = None
+        seq.computed = seq.shared = seq.cached = seq.again = 0
 
     def forget(self) -> None:
         """Forget what is known and not in use."""

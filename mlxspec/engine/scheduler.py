@@ -21,9 +21,9 @@ Depths = Callable[[list[Sequence]], Mapping[Sequence, int]]
 
 class Scheduler:
     """Holds every live sequence. `context` bounds prompt + output in tokens; `sharing` is off where a model
-    keeps its own caches (solo), which neither share a prefix nor take a draft back; `blind` says whether a
-    sequence may go on while a draft of it is in flight and nobody knows how far it got. Engine thread
-    only."""
+    keeps more of a prefix than blocks hold; an entry of more than `drafts` known rows takes no draft (0: none
+    does); `blind` says whether a sequence may go on while a draft of it is in flight and nobody knows
+    how far it got. Engine thread only."""
 
     def __init__(
         self,
@@ -33,10 +33,11 @@ class Scheduler:
         max_sequences: int = 16,
         pace: Pace | None = None,
         sharing: bool = True,
+        drafts: int = 1 << 31,
         blind: Callable[[Sequence], bool] = lambda seq: False,
     ) -> None:
         self.groups, self.context, self.max_sequences, self.sharing = groups, context, max_sequences, sharing
-        self.pace, self.blind = pace or Pace(), blind
+        self.pace, self.blind, self.drafts = pace or Pace(), blind, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
@@ -98,10 +99,10 @@ class Scheduler:
         ready = [s for s in self.running if s.remaining and s.room > 0 and (not s.spread or self.blind(s))]
         plan: list[Entry] = []
         for seq in ready:
-            if seq.remaining == 1:
-                self._place(plan, seq, 1)
+            if seq.remaining == seq.again + 1:
+                self._place(plan, seq, seq.remaining)
         budget = self.pace.rows(decoding=bool(plan))
-        prefills = [s for s in ready if s.remaining > 1]
+        prefills = [s for s in ready if s.remaining > s.again + 1]
         for seq in sorted(prefills, key=lambda s: (s.deferred < PATIENCE, s.remaining, s.order)):
             n = self.groups.cut(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
@@ -109,9 +110,10 @@ class Scheduler:
                 seq.deferred = 0
             else:
                 seq.deferred += 1
-        if self.sharing:
-            wanted = depths([e.seq for e in plan if e.samples])
-            for entry in plan:
+        drafting = [e for e in plan if e.samples and e.count <= self.drafts]
+        if self.drafts:
+            wanted = depths([e.seq for e in drafting])
+            for entry in drafting:
                 if (want := min(wanted.get(entry.seq, 0), entry.seq.room - 1)) > 0:
                     entry.depth = self._widen(entry, want)
         return plan
@@ -121,7 +123,7 @@ class Scheduler:
         for e in plan:
             seq = e.seq
             seq.flight.append(e)
-            seq.computed = e.start + e.count
+            seq.computed, seq.again = e.start + e.count, 0
             e.state = seq.state
             if e.samples:
                 seq.pending += 1
@@ -224,7 +226,15 @@ class Scheduler:
             plan[:] = [e for e in plan if e.seq is not victim]
         samples = seq.computed + n == seq.known
         plan.append(
-            Entry(seq, seq.computed, n, samples, pending=samples and seq.pending > 0, spread=seq.spread)
+            Entry(
+                seq,
+                seq.computed,
+                n,
+                samples,
+                pending=samples and seq.pending > 0,
+                spread=seq.spread,
+                again=seq.again,
+            )
         )
         return True
 
@@ -246,19 +256,12 @@ class Scheduler:
 
     def _extend(self, entry: Entry, new: list[int], lps: list[Logprob]) -> Output:
         seq = entry.seq
-        finish: Finish | None = None
-        for n, token in enumerate(new, 1):
-            seq.tokens.append(token)
-            if token in seq.request.stop_tokens:
-                finish = "stop"
-            elif seq.generated == seq.request.max_tokens:
-                finish = "length"
-            if finish:
-                del new[n:]
-                break
+        finish = cut(seq, new)
+        seq.tokens += new
         kept = max(0, len(new) - 1)
         if seq.table:
-            seq.computed = entry.start + entry.count + kept + sum(e.count for e in seq.flight)
+            seq.again = entry.count + kept if entry.undone else 0
+            seq.computed = entry.start + entry.count + kept - seq.again + sum(e.count for e in seq.flight)
         for later in seq.flight:
             later.start += kept
             later.spread -= len(entry.draft)
@@ -275,7 +278,8 @@ class Scheduler:
                 groups.publish_tail(seq, seq.prompt_len)
             if seq.finish is not None:
                 groups.publish_tail(seq, upto)
-            if groups.states is not None and (seq.finish is not None or groups.marked(seq, upto)):
+            known = groups.states is not None and not entry.undone
+            if known and (seq.finish is not None or groups.marked(seq, upto)):
                 groups.remember(seq, upto, entry.state if seq.flight else seq.state)
         groups.slide(seq, min(upto, seq.computed))
 
@@ -293,6 +297,18 @@ class Scheduler:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
+
+
+def cut(seq: Sequence, new: list[int]) -> Finish | None:
+    """Drop what a step brought behind a stop token or max_tokens; why the choice ends with it, if it does."""
+    for n, token in enumerate(new, 1):
+        finish: Finish | None = "stop" if token in seq.request.stop_tokens else None
+        if seq.generated + n == seq.request.max_tokens:
+            finish = finish or "length"
+        if finish:
+            del new[n:]
+            return finish
+    return None
 
 
 def _output(seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[Logprob, ...]) -> Output:

@@ -55,7 +55,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     held = weight_bytes + (small.weights if small else 0)
     token_bytes = found.token_bytes + (small.fit.token_bytes if small else 0)
     context = min(context_of(config), options.context or 1 << 31)
-    free = memory.available(held)
+    # A step holds the states it read beside those it leaves.
+    free = max(0, memory.available(held) - 2 * options.max_sequences * found.state_bytes)
     blocks = options.kv_blocks or memory.kv_blocks(context, options.block_size, token_bytes, free)
     if blocks < 2:
         raise Unfit(
@@ -69,7 +70,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         context=context,
         max_sequences=options.max_sequences,
         pace=Pace(options.decode_gap, options.prefill_budget),
-        sharing=found.layout != "solo",
+        sharing=found.sharing,
+        drafts=found.drafts,
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
     _warm(engine)
@@ -89,7 +91,10 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         prefill_budget=scheduler.pace.rows(decoding=True),
         created=int(time.time()),
     )
-    log.info("%s: %s layout, ready in %.1f s", name, found.layout, time.perf_counter() - began)
+    how = found.layout + ", one sequence at a time" * (found.lone and found.layout != "solo")
+    if found.rewind:
+        how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"
+    log.info("%s: %s layout, ready in %.1f s", name, how, time.perf_counter() - began)
     return engine, info
 
 
@@ -97,7 +102,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
     """Give the engine its drafter, with the costs of this machine. The engine is idle."""
     scheduler, runner = engine.scheduler, engine.runner
     pool = scheduler.pool
-    if not scheduler.sharing:
+    if not scheduler.drafts:
         log.warning("no speculation: the solo layout cannot take a draft back")
         return
     table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
@@ -113,7 +118,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
             log.info("%s drafts: %.1f ms a token", options.draft.name, model.seconds * 1e3)
     finally:
         pool.drop(table)
-    engine.drafter = chain = Chain(costs, model)
+    engine.drafter = chain = Chain(costs, model, late=runner.layout == "rows")
     scheduler.blind = chain.blind
 
 

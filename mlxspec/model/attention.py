@@ -26,15 +26,17 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """queries [T, heads, 1, D] and a Pages handle -> [T, heads, 1, Dv]; arrays go to mlx-lm's function."""
+    """queries [B, heads, L, D] and a Pages handle -> [B, heads, L, Dv], for the view's B * L rows; arrays go
+    to mlx-lm's function."""
     if not isinstance(keys, Pages):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-    rows, heads, length, dim = queries.shape
-    if length != 1:
-        raise TypeError(f"the rows layout attends one token per row, got {length}")
-    q = queries.reshape(rows, heads, dim)
+    batch, heads, length, dim = queries.shape
+    if batch * length != keys.view.groups[-1].hi:
+        raise TypeError(f"attention for {batch * length} rows in a step of {keys.view.groups[-1].hi}")
+    q = queries.transpose(0, 2, 1, 3).reshape(-1, heads, dim)
     k, v = keys.pools()
-    return paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks)[:, :, None]
+    out = paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks)
+    return out.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
 
 
 def install(model: Module) -> None:

@@ -7,6 +7,7 @@ the first that does is used, and why the earlier ones were not is logged.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,27 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxspec.model.runner import LAYOUTS, Layout, Runner
+from mlxspec.model import states
+from mlxspec.model.runner import Layout, Rewind, Runner
 from mlxspec.types import Draft, Entry, Request, Unfit
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
 
 PROBES = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9))
-TAIL = (2, 7, 1)  # tokens fed after each probe: one alone, then the other two as a draft
+TAIL = (2, 7, 1, 8)  # tokens fed after each probe: one alone, then the others as drafts
+WRONG = 5
+# Drafts of the probes, and how many tokens of each stand: two go into one forward, one is refused whole.
+DRAFTS = (((7, WRONG), 1), ((7, 1), 2), ((WRONG,), 0))
+# In order of speed; alone: one sequence at a time.
+WAYS: tuple[tuple[Layout, bool], ...] = (
+    ("rows", False),
+    ("rect", False),
+    ("gather", False),
+    ("rect", True),
+    ("gather", True),
+    ("solo", True),
+)
 TOLERANCE = {mx.float32: 1e-3}  # root mean square error over the logits' deviation; half precision below
 HALF = 0.1
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
@@ -34,7 +48,8 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 @dataclass(frozen=True, slots=True)
 class Fit:
     """How a model runs here. `token_bytes` is the KV memory of one token in all layers that see everything,
-    `windows` that of layers which see the last so many tokens, by these."""
+    `windows` that of layers which see the last so many tokens, by these. `state_bytes` is the memory of one
+    sequence's recurrent layers, and `rewind` how these take a draft back, if there are any."""
 
     layout: Layout
     trunk: bool
@@ -43,14 +58,26 @@ class Fit:
     windows: Mapping[int, int]
     vocab: int
     refused: tuple[str, ...] = ()
+    state_bytes: int = 0
+    rewind: Rewind | None = None
+
+    @property
+    def sharing(self) -> bool:
+        """Whether blocks hold all that is kept of a prefix."""
+        return self.layout != "solo" and not self.state_bytes
+
+    @property
+    def drafts(self) -> int:
+        """Up to how many known rows an entry may take a draft: what takes it back out of a state is recorded
+        for, or fed again with, all rows of the entry."""
+        return 0 if self.layout == "solo" else states.SHORT if self.state_bytes else 1 << 31
 
     def runner(
         self, model: Module, block_size: int, blocks: int, windows: Mapping[int, int] | None = None
     ) -> Runner:
         """`windows` are the blocks of each window that is to have its own."""
-        return Runner(
-            model, self.layout, block_size, blocks, windows=windows, trunk=self.trunk, lone=self.lone
-        )
+        how: dict[str, Any] = dict(trunk=self.trunk, lone=self.lone, rewind=self.rewind or "tape")
+        return Runner(model, self.layout, block_size, blocks, windows=windows, **how)
 
 
 def load(path: Path) -> tuple[Module, dict[str, Any]]:
@@ -87,31 +114,31 @@ def fit(model: Module, wanted: str = "auto") -> Fit:
     except Exception as failed:  # whatever the model's own code raises
         raise Unfit(f"mlx-lm itself cannot run this model here: {failed}") from failed
     refused: list[str] = []
-    for layout in LAYOUTS if wanted == "auto" else [name for name in LAYOUTS if name == wanted]:
-        for lone in (False, True) if layout == "gather" else (layout == "solo",):
-            for trunk in (True, False):
-                way = (
-                    layout
-                    + (", one sequence at a time" if lone else "")
-                    + ("" if trunk else ", whole lm_head")
-                )
-                try:
-                    runner = Runner(model, layout, 4, 16, trunk=trunk, lone=lone)
-                    if trunk and not runner.trunk:
-                        continue
-                    if (error := _probe(runner, truth)) is not None:
-                        refused.append(f"{way}: {error}")
-                        continue
-                except Exception as error:  # the model's own code decides what it raises
-                    refused.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-                    continue
-                sizes: dict[int | None, int] = {None: -(-held // KV_STEP) if layout == "solo" else 0}
-                for pages in runner.pages():
-                    kept = sum(pool.nbytes for pool in pages.pools()) // (4 * 16)
-                    sizes[pages.window] = sizes.get(pages.window, 0) + kept
-                windows = {w: size for w, size in sizes.items() if w}
-                vocab = truth[0].shape[-1]
-                return Fit(layout, trunk, lone, sizes[None], windows, vocab, tuple(refused))
+    rewinds: tuple[Rewind, Rewind] = ("tape", "refeed")
+    for (layout, lone), trunk, rewind in product(WAYS, (True, False), rewinds):
+        if wanted not in ("auto", layout):
+            continue
+        way = layout + ", one sequence at a time" * (lone and layout != "solo")
+        way += ", whole lm_head" * (not trunk)
+        try:
+            runner = Runner(model, layout, 4, 16, trunk=trunk, lone=lone, rewind=rewind)
+            stateful = bool(runner.states.layers)
+            if (trunk and not runner.trunk) or (rewind == "refeed" and not stateful):
+                continue
+            way += f", drafts taken back by {rewind}" * stateful
+            error, carried = _probe(runner, truth)
+        except Exception as failed:  # the model's own code decides what it raises
+            error, carried = f"{type(failed).__name__}: {str(failed).partition(chr(10))[0]}", 0
+        if error:
+            refused += [reason] if (reason := f"{way}: {error}") not in refused else []
+            continue
+        sizes: dict[int | None, int] = {None: -(-held // KV_STEP) if layout == "solo" else 0}
+        for pages in runner.pages():
+            kept = sum(pool.nbytes for pool in pages.pools()) // (4 * 16)
+            sizes[pages.window] = sizes.get(pages.window, 0) + kept
+        windows = {w: size for w, size in sizes.items() if w}
+        vocab, took = truth[0].shape[-1], rewind if stateful else None
+        return Fit(layout, trunk, lone, sizes[None], windows, vocab, tuple(refused), carried, took)
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
 
 
@@ -145,42 +172,53 @@ def _bytes(tree: Any) -> int:
     return sum(int(a.nbytes) for _, a in leaves if isinstance(a, mx.array))
 
 
-def _probe(runner: Runner, truth: Sequence[mx.array]) -> str | None:
-    """Run the probes as one ragged batch: prompts, a decode, a draft. None, or how the logits differ."""
+def _probe(runner: Runner, truth: Sequence[mx.array]) -> tuple[str, int]:
+    """Run the probes as one ragged batch: prompts, a decode, drafts of which a part stands, what is left. How
+    the logits differ, "" if they do not, and the bytes that a sequence's recurrent layers carry."""
     seqs = [Seq(Request("probe", p, len(TAIL) + 1), tokens=list(p)) for p in PROBES]
     blocks = iter(range(1, 16))
     for seq in seqs:
         seq.table = [next(blocks) for _ in range(-(-(len(seq.tokens) + len(TAIL)) // 4))]
-    got: list[list[mx.array]] = [[] for _ in seqs]
+    got: dict[Seq, list[mx.array]] = {seq: [] for seq in seqs}
 
-    def step(count: Callable[[Seq], int], draft: tuple[int, ...] = (), samples: bool = True) -> None:
-        plan = [Entry(s, s.computed, count(s), samples, draft=Draft(draft, "probe")) for s in seqs]
+    def step(plan: list[Entry], kept: Sequence[int] = (0, 0, 0)) -> None:
         logits, at = runner.logits(plan), 0
         mx.eval(logits)
-        for e, rows in zip(plan, got, strict=True):
-            rows += [logits[at : at + e.sampled]] if samples else []
+        runner.rewind(plan, [e.count + n for e, n in zip(plan, kept, strict=False)])
+        for e, n in zip(plan, kept, strict=False):
+            got[e.seq] += [logits[at : at + n + 1]] if e.samples else []
             at += e.sampled
-            e.seq.computed = e.end
-            e.seq.tokens += draft
+            e.seq.tokens += list(e.draft.tokens[:n])
+            e.seq.again = e.count + n if e.undone else 0
+            e.seq.computed = e.start + e.count + n - e.seq.again
 
-    step(lambda s: 2, samples=False)  # the engine cuts prompts, so where it cuts must not matter
-    step(lambda s: len(s.tokens) - 2)
+    step([Entry(s, 0, 2, False) for s in seqs])  # the engine cuts prompts, so where it cuts must not matter
+    step([Entry(s, 2, len(s.tokens) - 2, True) for s in seqs])
     for seq in seqs:
         seq.tokens.append(TAIL[0])
-    if runner.layout == "solo":  # its caches cannot take a draft back, so none is ever given to it
-        step(lambda s: 1)
-        for token in TAIL[1:]:
-            for seq in seqs:
-                seq.tokens.append(token)
-            step(lambda s: 1)
-    else:
-        step(lambda s: 1, TAIL[1:])
+    if runner.layout != "solo":  # its caches cannot take a draft back, so none is ever given to it
+        plan = [
+            Entry(s, s.computed, 1, True, draft=Draft(d, "probe"))
+            for s, (d, _) in zip(seqs, DRAFTS, strict=True)
+        ]
+        step(plan, [n for _, n in DRAFTS])
+    while open_ := [s for s in seqs if s.computed < len(s.request.prompt) + len(TAIL)]:
+        for seq in open_:
+            known = len(seq.tokens) - len(seq.request.prompt)
+            if len(seq.tokens) == seq.computed + seq.again:
+                seq.tokens.append(TAIL[known])
+        step([Entry(s, s.computed, len(s.tokens) - s.computed, True) for s in open_])
+    carried = states.size(seqs[0].state) if runner.states.layers else 0
+    return _difference([mx.concatenate(got[s]) for s in seqs], truth), carried
+
+
+def _difference(got: Sequence[mx.array], truth: Sequence[mx.array]) -> str:
     for rows, want in zip(got, truth, strict=True):
-        a, b = (np.array(x.astype(mx.float32)) for x in (mx.concatenate(rows), want))
+        a, b = (np.array(x.astype(mx.float32)) for x in (rows, want))
         open_ = ~np.isneginf(b)  # a model may rule tokens out
         if (open_ == np.isneginf(a)).any():
             return "other tokens are ruled out"
         error = float(np.sqrt(np.mean(np.square(a[open_] - b[open_]))) / max(b[open_].std(), 1e-6))
         if not error <= TOLERANCE.get(want.dtype, HALF):
             return f"logits are off by {error:.2g} of their deviation"
-    return None
+    return ""

@@ -1,8 +1,8 @@
 """Runs a plan through an unmodified mlx-lm model: fills the view, forwards, returns the sampled rows' logits.
 
 Rule: one code path per layout, chosen once at warm-up. `rows` puts every token in its own batch row, so
-prefill chunks, decodes and drafts are one forward; `gather` hands K/V back dense; `solo` keeps
-mlx-lm's caches.
+prefill chunks, decodes and drafts are one forward; `rect` runs entries of equal rows as [B, L], for layers
+that need the time axis; `gather` too, with K/V handed back dense; `solo` keeps mlx-lm's caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +13,19 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlxspec.kernels import Group
+from mlxspec.model import states
 from mlxspec.model.attention import graft, install, ungraft
 from mlxspec.model.caches import DensePages, Pages, View
 from mlxspec.model.sample import Row, Sampled, accept, read, rows_of, sample
+from mlxspec.model.states import State, States
 from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
 from mlxspec.types import Sequence as Seq
 
-Layout = Literal["rows", "gather", "solo"]
-LAYOUTS: tuple[Layout, ...] = ("rows", "gather", "solo")
+Layout = Literal["rows", "rect", "gather", "solo"]
+Rewind = Literal["tape", "refeed"]
 
 
 class Step:
@@ -86,22 +88,36 @@ class Runner:
         trunk: bool = True,
         lone: bool = False,
         shares: bool = False,
+        rewind: Rewind = "tape",
     ) -> None:
-        """`shares`: shared blocks are written too, because what is written is the same whoever does."""
+        """`shares`: shared blocks are written too, because what is written is the same whoever does. `rewind`
+        is how layers with a state take a draft back."""
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
         self.view = View(block_size, {None: blocks} | dict(windows or {}))
-        self.caches: list[Pages] = []
+        self.caches: list[Any] = []
         if layout != "solo":
             install(model)
-            kind = Pages if layout == "rows" else DensePages
-            self.caches = [kind(self.view, _window(c)) for c in make_prompt_cache(model)]
+            self.caches = [self._cache(c) for c in make_prompt_cache(model)]
+        flat = [c for cache in self.caches for c in getattr(cache, "caches", [cache])]
+        self._paged = [c for c in flat if isinstance(c, Pages)]
+        self.states = States([c for c in flat if isinstance(c, State)], rewind == "tape")
+        if self.states.layers:
+            states.install(model)
         ungraft(model)  # a runner that was tried before this one
         self.trunk = trunk and graft(model, self.view)
 
     def pages(self) -> list[Pages]:
         """The pages that were written; a model may ask for caches that it never uses."""
-        return [p for p in self.caches if p.keys is not None]
+        return [p for p in self._paged if p.keys is not None]
+
+    def _cache(self, cache: Any) -> Any:
+        """What stands in for one of mlx-lm's caches. Raises Unfit for a memory that nothing here can be."""
+        if type(cache) is CacheList:
+            return CacheList(*(self._cache(c) for c in cache.caches))
+        if type(cache) is ArraysCache and self.layout != "rows":
+            return State(len(cache.cache))
+        return (DensePages if self.layout == "gather" else Pages)(self.view, _window(cache))
 
     # ---- one step -------------------------------------------------------------------------------------
 
@@ -148,10 +164,15 @@ class Runner:
         if self.layout == "solo":
             leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
             return [a for _, a in leaves if isinstance(a, mx.array)]
-        return self._pools()
+        return self._pools() or list(plan[-1].seq.state)
 
     def _pools(self) -> list[mx.array]:
         return [pool for pages in self.pages() for pool in pages.pools()]
+
+    def rewind(self, plan: Sequence[Entry], stands: Sequence[int]) -> None:
+        """The plan's step was read, and of each entry's rows the first so many stand: see States.rewind."""
+        if self.states.layers:
+            self.states.rewind(plan, stands)
 
     def logits(self, plan: Sequence[Entry]) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known. For warm-up."""
@@ -267,9 +288,11 @@ class Runner:
         size, view = self.view.block_size, self.view
         starts = np.cumsum([0, *(e.rows for e in plan)])
         found: dict[int, mx.array] = {}
-        order = sorted(range(len(plan)), key=lambda i: _bucket(plan[i], size))
+        self.states.begin(plan)
+        forms = [(*_bucket(e, size), self.states.form(e)) for e in plan]
+        order = sorted(range(len(plan)), key=forms.__getitem__)
         caches: Any = self.caches
-        for _, members in groupby(order, key=lambda i: i if self.lone else _bucket(plan[i], size)):
+        for _, members in groupby(order, key=lambda i: i if self.lone else forms[i]):
             batch = list(members)
             entries = [plan[i] for i in batch]
             index = np.stack([np.arange(starts[i], starts[i + 1]) for i in batch])
@@ -282,10 +305,15 @@ class Runner:
                 view.positions = mx.array([e.start for e in entries])
             most = max(e.sampled for e in entries)
             view.sampled = (slice(None), slice(entries[0].rows - most, None))
-            logits = self.model(tokens, cache=caches)
+            try:
+                tape = self.states.enter(entries)
+                logits = self.model(tokens, cache=caches)
+                left = self.states.leave(entries, tape)
+            finally:
+                self.states.close()
             logits = logits if self.trunk else logits[view.sampled]
             # The next forward writes the pools that this one reads; in one graph MLX would copy them.
-            mx.async_eval(logits, *self._pools())
+            mx.async_eval(logits, *self._pools(), *left)
             for i, e, row in zip(batch, entries, logits, strict=True):
                 if e.samples:
                     found[i] = row[most - e.sampled :]

@@ -49,7 +49,7 @@ def calibrate(runner: Runner, vocab: int, table: list[int], path: Path, cache: P
     if file and (known := _load(file)):
         return known
     began = time.perf_counter()
-    times, whole = _measure(runner, table, contexts, began + SECONDS)
+    times, whole = _measure(runner, _one(runner, table, high), contexts, began + SECONDS)
     rows = sorted({r for c, r in times if c == contexts[0]})
     low = [times[contexts[0], r] for r in rows]
     longer = max(1.0, times.get((high, 1), low[0]) / low[0])  # where the time was over before both were known
@@ -71,7 +71,8 @@ def calibrate(runner: Runner, vocab: int, table: list[int], path: Path, cache: P
 def one_row(runner: Runner, table: list[int]) -> float:
     """Seconds of a step with one row behind a short context; the first is left out, because it compiles."""
     context = min(CONTEXTS[0], len(table) * runner.view.block_size - 2)
-    return min([_time(runner, table, context, 1) for _ in range(4)][1:])
+    seq = _one(runner, table, context)
+    return min([_time(runner, seq, context, 1) for _ in range(4)][1:])
 
 
 def sampling(vocab: int) -> dict[str, float]:
@@ -92,30 +93,37 @@ def sampling(vocab: int) -> dict[str, float]:
 
 
 def _measure(
-    runner: Runner, table: list[int], contexts: Sequence[int], until: float
+    runner: Runner, seq: Seq, contexts: Sequence[int], until: float
 ) -> tuple[dict[tuple[int, int], float], bool]:
     """Seconds by (context, rows), the best of as many turns as there is time for; and whether there were two
     at least, so that nothing that a first use costs is left in them. One step goes before them all."""
     order = [(c, r) for r in (*FIRST, *(r for r in GRID if r not in FIRST)) for c in contexts]
     order[1:3] = order[2:0:-1]  # what LEAST promises: one row and many, at the short context
     times: dict[tuple[int, int], float] = {}
-    _time(runner, table, contexts[0], 1)
+    _time(runner, seq, contexts[0], 1)
     for turn in range(4):
         for context, rows in order:
             if time.perf_counter() > until and len(times) >= LEAST:
                 return times, turn > 1
-            took = _time(runner, table, context, rows)
+            took = _time(runner, seq, context, rows)
             times[context, rows] = min(took, times.get((context, rows), took))
     return times, True
 
 
-def _time(runner: Runner, table: list[int], context: int, rows: int) -> float:
-    """Seconds of a step with `rows` rows behind `context` tokens; what the blocks hold does not matter."""
+def _one(runner: Runner, table: list[int], context: int) -> Seq:
     windows = [[NULL_BLOCK] * len(table) for _ in list(runner.view.blocks)[1:]]
-    seq = Seq(Request("measure", (0,), 1), tokens=[0] * (context + 1), table=table, windows=windows)
+    return Seq(Request("measure", (0,), 1), tokens=[0] * (context + 1), table=table, windows=windows)
+
+
+def _time(runner: Runner, seq: Seq, context: int, rows: int) -> float:
+    """Seconds of a step with `rows` rows behind `context` tokens, half of whose draft is taken back; what the
+    blocks and the state hold does not matter."""
     entry = Entry(seq, context, 1, True, draft=Draft([0] * (rows - 1)))
     began = time.perf_counter()
     mx.eval(mx.argmax(runner.logits([entry]), axis=-1))
+    runner.rewind([entry], [1 + (rows - 1) // 2])
+    if runner.states.layers:
+        mx.eval(seq.state)
     return time.perf_counter() - began
 
 
@@ -125,7 +133,8 @@ def _name(runner: Runner, path: Path, contexts: Sequence[int]) -> str:
     machine = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
     versions = (version("mlx"), version("mlx-lm"), __version__)
     device = str(mx.default_device()), os.environ.get("OPENBLAS_NUM_THREADS", "")
-    facts = (machine, versions, device, str(path), stamps, runner.layout, runner.view.block_size, contexts)
+    how = (runner.layout, runner.states.taped, runner.view.block_size)
+    facts = (machine, versions, device, str(path), stamps, how, contexts)
     return "costs-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 

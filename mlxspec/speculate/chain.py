@@ -44,12 +44,14 @@ class Live:
 
 @dataclass(slots=True)
 class Chain:
-    """`costs` are those of the target's steps, `model` drafts where there is nothing to copy."""
+    """`costs` are those of the target's steps, `model` drafts where there is nothing to copy. `late`: the
+    target can begin a step where nobody knows yet how far the one before it got."""
 
     costs: Costs
     model: DraftModel | None = None
     corpus: Corpus = field(default_factory=Corpus)
     lookup: Callable[[Seq[int]], Lookup] = Lookup
+    late: bool = True
     control: Controller = field(init=False)
     _live: dict[Sequence, Live] = field(default_factory=dict)
     _chosen: dict[Sequence, Proposal | None] = field(default_factory=dict)  # None: the model
@@ -76,7 +78,7 @@ class Chain:
     def blind(self, seq: Sequence) -> bool:
         """Whether the sequence may go on while a draft of it is in flight."""
         plain = not seq.request.sampling.penalized and seq.matcher is None
-        return self.model is not None and plain
+        return self.model is not None and self.late and plain
 
     def waits(self, seqs: Seq[Sequence]) -> bool:
         if any(s.spread and not self.blind(s) for s in seqs):
@@ -127,7 +129,7 @@ class Chain:
     def _clock(self, entries: Seq[Entry], seconds: float, how: str) -> None:
         """Correct the costs. A step with a prompt in it tells nothing about drafts; what one with the model's
         drafts took beyond the target's part is the model's."""
-        if any(e.count > 1 for e in entries):
+        if any(e.fresh > 1 for e in entries):
             return
         rows, context = sum(e.rows for e in entries), sum(e.end for e in entries)
         draw = self._draw([e.seq for e in entries])
@@ -146,7 +148,7 @@ class Chain:
             self._quiet = 0
         elif any(len(e.draft) for e in entries):  # a probe, unless it comes again and again
             self._quiet = max(0, self._quiet - 8)
-        elif any(e.count == 1 for e in entries):
+        elif any(e.fresh == 1 for e in entries):
             self._quiet += 1
             if self._quiet == PARKED:
                 log.info("speculation is parked: no draft paid for %d steps; probes go on", PARKED)
@@ -166,7 +168,7 @@ class Chain:
                 keys = [(SOURCE, i) for i in range(1, most + 1)]
                 some.append(Option(SOURCE, [live.pilot.chance.of(k) for k in keys], self.model.seconds))
             options.append(some)
-        how = "overlap" if self.model else "exact"  # a copy is waited for, a model is not
+        how = "overlap" if self.model and self.late else "exact"  # a copy is waited for, a model may not be
         pilots, context = [live.pilot for live in lives], sum(s.known for s in seqs)
         return self.control.decide(pilots, options, context, how, self._draw(seqs))
 

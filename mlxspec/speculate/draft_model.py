@@ -36,8 +36,8 @@ class Small:
 
 def load_small(path: Path, target: Fit) -> Small:
     """Raises Unfit where either model cannot run a draft."""
-    if target.layout != "rows":
-        raise Unfit(f"--draft needs the rows layout; the model runs in {target.layout}: leave it out")
+    if not target.drafts:
+        raise Unfit(f"--draft: no draft can be taken back in the {target.layout} layout; leave it out")
     model, config = load(path)
     held = weights(model)
     try:
@@ -86,13 +86,13 @@ class DraftModel:
     def ready(self, seq: Seq) -> bool:
         """Whether it can draft in the next step: it has read all but the last few tokens."""
         live = self._live.get(seq)
-        if live is None or live.table is not seq.table or seq.remaining != 1:
+        if live is None or live.table is not seq.table or seq.remaining != seq.again + 1:
             return False
         if seq.known + seq.spread + MODEL_DEPTH > self.context:
             return False
         if seq.spread:
             return seq.flight[-1].draft.source == SOURCE
-        return seq.computed - live.seen <= LAG
+        return seq.computed + seq.again - live.seen <= LAG
 
     def draft(self, plan: Sequence[Entry], before: Step | None, depths: Mapping[Seq, int]) -> None:
         """Read what is new, then fill the draft of each entry with its depth in `depths`."""
@@ -135,7 +135,7 @@ class DraftModel:
             if live.table is not e.seq.table:
                 self._start(live, e.seq)
             if e.draft.source == SOURCE:
-                live.seen = e.start + min(len(e.draft), len(new))
+                live.seen = e.start + e.again + min(len(e.draft), len(new))
             size = self.runner.view.block_size
             for i in range(min(len(e.seq.keys), live.seen // size)):
                 self._filled[live.table[i]] = e.seq.keys[i]  # type: ignore[index]
@@ -154,7 +154,7 @@ class DraftModel:
         """The rows to read before the first token is drafted. Where a draft is in flight, its last token was
         not read if all of it stands: the row before the last known one is read once more then."""
         start = e.start - 1 if e.spread else self._live[e.seq].seen
-        return Entry(e.seq, start, e.start + 1 - start, True, spread=e.spread)
+        return Entry(e.seq, start, e.start + e.count - start, True, spread=e.spread)
 
     def _reading(self, plan: Iterable[Entry]) -> Iterable[Entry]:
         """Prompts as the target reads them, and what lags too far behind; only tokens that the host knows."""
@@ -165,9 +165,10 @@ class DraftModel:
                 continue
             if live.table is not e.seq.table:
                 self._start(live, e.seq)
-            known = min(len(e.seq.tokens) - 1, e.start + e.count if e.count > 1 else e.start, self.context)
-            count = min(known - live.seen, left + (e.count if e.count > 1 else 0))
-            if count > 0 and (e.count > 1 or known - live.seen >= LAG):
+            fresh = e.fresh if e.fresh > 1 else 0
+            known = min(len(e.seq.tokens) - 1, e.start + (e.count if fresh else e.again), self.context)
+            count = min(known - live.seen, left + fresh)
+            if count > 0 and (fresh or known - live.seen >= LAG):
                 left = max(0, left - count)
                 yield Entry(e.seq, live.seen, count, False)
 

@@ -1,5 +1,7 @@
 """Drafters for tests: the real ones over tiny models, with costs under which a row costs next to nothing."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +12,7 @@ from mlxspec.model.runner import Runner
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.depth import Costs
 from mlxspec.speculate.draft_model import DraftModel
+from mlxspec.types import Entry, Request
 from tests import tiny
 
 KINDS = ["lookup", "suffix", "model", "chain"]
@@ -30,6 +33,23 @@ class Silent:
         return 0
 
     def propose(self, *_: Any) -> None: ...
+
+
+class Told:
+    """In the place of a small model's runner: it was told the answers, and gets every seventh token wrong.
+    For targets that no model in the rows layout is like."""
+
+    def __init__(self, answers: Callable[[Request, int], list[int]], block_size: int) -> None:
+        self.answers, self.view = answers, SimpleNamespace(block_size=block_size)
+
+    def forward(self, plan: list[Entry], ids: mx.array, late: Any) -> mx.array:
+        assert late is None and ids.size == sum(e.rows for e in plan)
+        next_ = []
+        for e in plan:
+            if e.samples:
+                answer, at = self.answers(e.seq.request, e.seq.index), e.end - e.seq.prompt_len
+                next_.append((answer[at] if at < len(answer) else 0) + (at % 7 == 5))
+        return 1e4 * (mx.arange(tiny.VOCAB) == mx.array(next_, mx.int32)[:, None] % tiny.VOCAB)
 
 
 def costs(row: float = 1e-6) -> Costs:
@@ -53,9 +73,11 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Chain:
     """Give the engine a chain of the sources that `kind` names."""
     model = None
     if kind in ("model", "chain"):
-        own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size, shares=True)
+        own = small
+        if not isinstance(small, Told):
+            own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size, shares=True)
         model = DraftModel(own, tiny.VOCAB, row)
-    chain = Chain(costs(row), model)
+    chain = Chain(costs(row), model, late=e.runner.layout == "rows")
     if kind not in ("suffix", "chain"):
         chain.corpus = Silent()  # type: ignore[assignment]
     if kind not in ("lookup", "chain"):

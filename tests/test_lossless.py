@@ -11,7 +11,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.speculate import NoDrafter
 from mlxspec.types import Request
 from tests import tiny
-from tests.drafters import KINDS, attach, like
+from tests.drafters import KINDS, Told, attach, like
 from tests.liar import Liar
 
 PAGED = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
@@ -32,6 +32,15 @@ RUNS = [  # a draft model needs the rows layout, and solo takes no draft back
     for layout in LAYOUTS
     for name in DRAFTERS
     if layout[1] == "rows" or name in (("plain", "liar") if layout[1] == "solo" else DRAFTERS[:4])
+]
+# More kinds, with fewer turns each: recurrent layers by tape and by feeding again, latent attention, windows.
+MORE = [
+    *((kind, "rect", "tape") for kind in ("qwen3_next", "qwen3_5", "nemotron_h", "lfm2")),
+    ("kimi_linear", "gather", "tape"),
+    ("qwen3_next", "rect", "refeed"),
+    ("mamba", "rect", "refeed"),
+    ("deepseek_v3", "gather", "tape"),
+    ("gemma4_text", "rows", "tape"),
 ]
 
 
@@ -94,7 +103,8 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> dict[s
     if name == "liar":
         e.drafter = liar(kind, all_of)
     elif name != "plain":
-        chain = attach(e, name, small(kind) if name in ("model", "chain") else None)
+        told = Told(lambda r, i: truth(kind, r, i), BLOCK)
+        chain = attach(e, name, small(kind) if e.runner.layout == "rows" else told)
         for r in all_of.values():
             chain.corpus.add((), hint(kind, r))
     if name in ("lookup", "chain"):
@@ -140,6 +150,26 @@ def test_batch(kind: str, layout: str, lone: bool, name: str, budget: int, tempe
     if layout != "solo":
         assert e.counters["cached"] > 3 * BLOCK
     assert drafted(e, name) or layout == "solo"
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("kind, layout, rewind", MORE)
+def test_more_kinds(kind: str, layout: str, rewind: str, name: str) -> None:
+    """Neighbours join and leave, some are cut off; where the pool is small, they push each other out."""
+    for budget, temperature in ((7, 0.8), (64, 0.0)) if name in ("plain", "liar") else ((7, 0.8),):
+        all_of = requests(temperature)
+        e = tiny.engine(model(kind), layout=layout, block=BLOCK, budget=budget, rewind=rewind)
+        all_of = equip(e, name, kind, all_of)
+        same(kind, drive(e, all_of, {"fork": 8, "exact": 9, "inside": 12, "one": 3}), all_of)
+        assert drafted(e, name)
+    e = tiny.engine(model(kind), layout=layout, block=BLOCK, blocks=12, budget=7, rewind=rewind)
+    all_of = equip(e, name, kind, all_of)
+    e.scheduler._lacking = lambda seq: 0
+    for r in all_of.values():
+        e.add(r)
+    outputs = tiny.run(e, lambda i: e.abort("alone") if i == 6 else None, last=6)
+    assert e.scheduler.preemptions > 0
+    same(kind, outputs, {n: r for n, r in all_of.items() if n != "alone"})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -18,8 +18,9 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.model.runner import Layout, Runner
+from mlxspec.model.runner import Layout, Rewind, Runner
 from mlxspec.model.sample import gumbel, seed32
+from mlxspec.model.states import SHORT
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.speculate.depth import MAX_DEPTH
 from mlxspec.types import Output, Request, Sampling
@@ -79,7 +80,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def model(kind: str, **change: Any) -> nn.Module:
-    """A fresh model with the same random weights every time; `change` overrides its config."""
+    """A fresh model with the same random weights every time: of CONFIGS, or any that tests.architectures has.
+    `change` overrides the config of the former."""
+    if kind not in CONFIGS:
+        from tests import architectures
+
+        return architectures.build(kind)
     arch = importlib.import_module(f"mlx_lm.models.{kind}")
     mx.random.seed(3)
     m = arch.Model(arch.ModelArgs.from_dict(dict(model_type=kind, **CONFIGS[kind] | change)))
@@ -139,20 +145,23 @@ def engine(
     context: int = 512,
     lone: bool = False,
     own: bool = True,
+    rewind: Rewind = "tape",
     **kw: Any,
 ) -> Engine:
     """`own`: sliding windows have as few blocks of their own as are enough; else they share the others."""
     sizes: dict[int, int] = {}
     for w in windows_of(m) if own and layout != "solo" else ():
         sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
-    runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone)
+    runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind)
+    stateful = bool(runner.states.layers)
     groups = Groups(BlockPool(blocks, block), [Window(w, BlockPool(n, block)) for w, n in sizes.items()])
     scheduler = Scheduler(
         groups,
         context=context,
         max_sequences=max_sequences,
         pace=Pace(fixed=budget),
-        sharing=layout != "solo",
+        sharing=layout != "solo" and not stateful,
+        drafts=0 if layout == "solo" else SHORT if stateful else 1 << 31,
     )
     return Engine(runner, scheduler, drafter or NoDrafter(), **kw)
 

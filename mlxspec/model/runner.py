@@ -114,7 +114,7 @@ class Runner:
     def _cache(self, cache: Any) -> Any:
         """What stands in for one of mlx-lm's caches. Raises Unfit for a memory that nothing here can be."""
         if type(cache) is CacheList:
-            return CacheList(*(self._cache(c) for c in cache.caches))
+            return CacheList(*(self._cache(c) for c in cache.caches))  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
             return State(len(cache.cache))
         return (DensePages if self.layout == "gather" else Pages)(self.view, _window(cache))

@@ -33,13 +33,13 @@ RECURRENCES: dict[str, tuple[int, tuple[str, ...], str]] = {
 }
 
 
-class State(ArraysCache):  # type: ignore[misc]  # mlx-lm's models ask whether it is one
+class State(ArraysCache):  # mlx-lm's models ask whether it is one
     """One layer's memory as the model sees it: what the sequences of a forward carry, batched."""
 
     def __getitem__(self, i: int) -> Any:
         if _tape is not None:
             _tape.layer = self
-        return super().__getitem__(i)
+        return self.cache[i]
 
 
 class Conv(nn.Conv1d):
@@ -48,7 +48,7 @@ class Conv(nn.Conv1d):
     def __call__(self, x: mx.array) -> mx.array:
         if _tape is not None:
             _tape.conv(x)
-        y: mx.array = super().__call__(x)
+        y: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -69,7 +69,8 @@ class Tape:
         made = {id(new): again for new, again in self.runs}
         for state in states:
             inputs = [x for layer, x in self.convs if layer is state]
-            for value in state.cache:
+            held: list[Any] = state.cache
+            for value in held:
                 again = made.get(id(value))
                 if again is None and inputs and inputs[0].shape[::2] == value.shape[::2]:
                     again = _window(inputs.pop(0), value.shape[1])
@@ -80,7 +81,7 @@ class Tape:
 
     def behind(self, batch: Sequence[int], rows: int) -> list[mx.array]:
         """The states [n, ...] of those of the batch, behind their first `rows` rows."""
-        index = mx.array(batch)
+        index = mx.array(list(batch))
         return [again(lambda x: x[index], rows) for again in self.slots]
 
 
@@ -170,7 +171,7 @@ class States:
         if batch is not None and [id(p) for p in batch.parts] == [id(p) for p in parts]:
             arrays = batch.arrays
         elif arrays is not None and len(parts) > 1:
-            arrays = [mx.concatenate(each) for each in zip(*parts, strict=True)]
+            arrays = [mx.concatenate(list(each)) for each in zip(*parts, strict=True)]
         held = iter(arrays or ())
         for layer in self.layers:
             layer.cache = [next(held, None) for _ in layer.cache]
@@ -182,7 +183,7 @@ class States:
         entries with a draft keep what takes it back."""
         if not self.layers:
             return ()
-        arrays = [a for layer in self.layers for a in layer.cache]
+        arrays: list[Any] = [a for layer in self.layers for a in layer.cache]
         if any(a is None for a in arrays):
             raise Unfit("a layer with a state left it empty")
         if tape is not None:

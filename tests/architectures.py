@@ -44,16 +44,17 @@ LISTED = {
         phixtral pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3
         solar_open spark2_5 starcoder2 step3p5 talkie telechat3 youtu_llm
     """,
+    "rect": """
+        baichuan_m1 bailing_moe_linear falcon_h1 gear granitemoehybrid jamba lfm2 lfm2-vl lfm2_moe mamba
+        mamba2 nemotron_h olmo_hybrid prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
+    """,
+    "rect, one at a time": "gpt_bigcode internlm2 internlm3",
     "gather": """
-        deepseek_v3 glm4_moe_lite kimi_k25 kimi_vl mistral4 plamo stablelm
+        bailing_hybrid bailing_moe_v3 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k25 kimi_k3
+        kimi_linear kimi_vl longcat_flash longcat_flash_ngram mistral4 plamo plamo2 stablelm
     """,
-    "gather, one at a time": "afm7 gemma2 gpt_bigcode internlm2 internlm3",
-    "solo": """
-        baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v32 deepseek_v41 falcon_h1 gear
-        glm_moe_dsa granitemoehybrid jamba kimi_k3 kimi_linear lfm2 lfm2-vl lfm2_moe llama4 longcat_flash
-        longcat_flash_ngram mamba mamba2 minimax_m3_vl nemotron_h olmo_hybrid plamo2 plamo3
-        prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
-    """,
+    "gather, one at a time": "afm7 gemma2",
+    "solo": "deepseek_v41 llama4 minimax_m3_vl plamo3",
     "refused": "phi3small",
     "untestable": "bitnet muse_spark olmo",
 }
@@ -61,6 +62,7 @@ LAYOUTS = {name: layout for layout, names in LISTED.items() for name in names.sp
 
 WHOLE = "lm_head on every row"  # of a prompt: the module that holds the layers was not found
 WHOLE_HEAD = frozenset({"gemma3n"})
+REFEED = "what stands of a draft is fed again"  # where no tape can be made of a layer
 
 # mlx-lm's own answer depends on where it cuts the prompt, so no engine that cuts prompts can equal it.
 UNSTEADY = {
@@ -85,6 +87,7 @@ CAUSES = {
     "LayerCache": "a cache of its own kind",
     "but its cache keeps": "another window in the mask than in the cache",
     "Only length-1 arrays": "takes one position for the whole batch",
+    "empty array": "keeps keys without values",
     "of their deviation": "gives other logits in a batch",
     "'Pages' object has no attribute 'swapaxes'": "latent attention, computed by the model itself",
     "Pages": "works on the keys and values itself",
@@ -348,16 +351,16 @@ def build(name: str) -> nn.Module:
 
 
 def label(found: Fit) -> str:
-    return "gather, one at a time" if found.layout == "gather" and found.lone else found.layout
+    return found.layout + ", one at a time" * (found.lone and found.layout != "solo")
 
 
 def _row(name: str) -> str:
     """Try the architecture; its row of the table."""
-    model, cause, head = build(name), "", False
+    model, cause, head, again = build(name), "", False, False
     try:
         tiny.Plain(model)([1, 2, 3], 1)
         found = fit(model)
-        layout, head = label(found), not found.trunk
+        layout, head, again = label(found), not found.trunk, found.rewind == "refeed"
         if found.layout != "rows":
             kept = [c for cache in make_prompt_cache(model) for c in getattr(cache, "caches", [cache])]
             said = next(r for r in found.refused if "no setter" not in r)
@@ -368,7 +371,7 @@ def _row(name: str) -> str:
     except (RuntimeError, ValueError):
         layout = "untestable"
     also = ", ".join(f"`{n}`" for n, to in sorted(MODEL_REMAPPING.items()) if to == name)
-    remarks = "; ".join(x for x in (cause, WHOLE * head, REMARKS.get(name)) if x)
+    remarks = "; ".join(x for x in (cause, REFEED * again, WHOLE * head, REMARKS.get(name)) if x)
     return f"| `{name}` | {layout} | {also} | {remarks} |\n"
 
 

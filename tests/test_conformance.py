@@ -20,6 +20,7 @@ from mlxspec.model.load import Fit, fit
 from mlxspec.types import Unfit
 from tests import tiny
 from tests.architectures import LAYOUTS, SPECIAL, UNSTEADY, UNTESTABLE, WHOLE_HEAD, build, known, label, read
+from tests.liar import Liar
 
 BLOCK = 8
 N = 8
@@ -37,10 +38,9 @@ def prompts() -> dict[str, list[int]]:
 
 def engine(m: object, found: Fit) -> Engine:
     """As mlxspec.engine.start puts it together, with a small pool and steps of 7 prompt tokens."""
-    sharing = found.layout != "solo"
     windows = dict.fromkeys(found.windows, 64)
     groups = Groups(BlockPool(64, BLOCK), [Window(w, BlockPool(n, BLOCK)) for w, n in windows.items()])
-    scheduler = Scheduler(groups, context=512, pace=Pace(fixed=7), sharing=sharing)
+    scheduler = Scheduler(groups, context=512, pace=Pace(fixed=7), sharing=found.sharing, drafts=found.drafts)
     return Engine(found.runner(m, BLOCK, 64, windows), scheduler)
 
 
@@ -76,7 +76,15 @@ def test_conforms(name: str) -> None:
     e.add(requests["short"])
     outputs = tiny.run(e, lambda i: e.add(requests["fork"]) if i == LATE else None, last=LATE)
     assert {key: tiny.tokens(outputs, key) for key in requests} == want
-    assert e.counters["cached"] == (0 if found.layout == "solo" else SHARED)
+    assert e.counters["cached"] == (SHARED if found.sharing else 0)
+    if found.rewind:
+        e = engine(m, found)
+        e.drafter = Liar({(r.prompt, 0): want[key] for key, r in requests.items()})
+        for r in requests.values():
+            e.add(r)
+        outputs = tiny.run(e)
+        assert {key: tiny.tokens(outputs, key) for key in requests} == want
+        assert 0 < e.drafter.kept < e.drafter.drafted
 
 
 def test_a_window_that_no_cache_keeps_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

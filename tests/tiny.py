@@ -80,8 +80,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def model(kind: str, **change: Any) -> nn.Module:
-    """A fresh model with the same random weights every time: of CONFIGS, or any that tests.architectures has.
-    `change` overrides the config of the former."""
+    """A fresh model with the same random weights every time: of CONFIGS, where `change` overrides the config,
+    or of tests.architectures."""
     if kind not in CONFIGS:
         from tests import architectures
 

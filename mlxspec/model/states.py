@@ -89,7 +89,7 @@ _tape: Tape | None = None  # of the forward that is being built, if it is record
 
 
 def _window(x: mx.array, keep: int) -> Callable[[Pick, int], mx.array]:
-    return lambda pick, rows: pick(x)[:, rows : rows + keep]
+    return lambda pick, rows: pick(x[:, rows : rows + keep])
 
 
 def _tapped(update: Any, axis: int, inputs: Sequence[str], state: str) -> Any:

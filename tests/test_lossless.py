@@ -191,6 +191,30 @@ def test_hits(kind: str, name: str, temperature: float) -> None:
     assert drafted(e, name)
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("kind, layout, rewind", MORE)
+def test_more_hits(kind: str, layout: str, rewind: str, name: str) -> None:
+    """Every prompt again, and the turn after it: where there are states, from the nearest one."""
+    all_of = requests(0.8)
+    e = tiny.engine(model(kind), layout=layout, block=BLOCK, budget=16, rewind=rewind)
+    all_of = equip(e, name, kind, all_of)
+    same(kind, drive(e, all_of), all_of)
+    again = tiny.request("long", all_of["long"].prompt, N, temperature=0.8, seed=0)
+    answer = truth(kind, again)
+    turn = tiny.request("turn", [*again.prompt, *answer, 1, 2, 3], N, temperature=0.8, seed=9)
+    stateful = bool(e.runner.states.layers)
+    for r in (again, turn):
+        e.add(equip(e, name, kind, {r.id: r})[r.id])
+        outputs = tiny.run(e)
+        assert tiny.tokens(outputs, r.id) == truth(kind, r), r.id
+        if r is again:  # where prompts parted, every third block, or behind the last full one
+            assert outputs[-1].cached == (6 * BLOCK if stateful else len(r.prompt) - 1)
+        elif (
+            rewind == "tape" or not stateful
+        ):  # else the last tokens of the answer may not have been fed again
+            assert outputs[-1].cached == len(r.prompt) - 4
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("kind", PAGED)

@@ -18,14 +18,16 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
+from mlxspec.engine.snapshots import Snapshots
 from mlxspec.model.runner import Layout, Rewind, Runner
 from mlxspec.model.sample import gumbel, seed32
-from mlxspec.model.states import SHORT
+from mlxspec.model.states import SHORT, keep
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.speculate.depth import MAX_DEPTH
 from mlxspec.types import Output, Request, Sampling
 
 VOCAB = 320
+STRIDE = 3  # blocks between two states of a long prompt
 SHARP = {"gemma2": 1.2, "mamba2": 1.5}  # how much larger than initialised the weights are
 _DENSE: dict[str, Any] = dict(
     hidden_size=64,
@@ -146,21 +148,27 @@ def engine(
     lone: bool = False,
     own: bool = True,
     rewind: Rewind = "tape",
+    states: int = 32,
     **kw: Any,
 ) -> Engine:
-    """`own`: sliding windows have as few blocks of their own as are enough; else they share the others."""
+    """`own`: sliding windows have as few blocks of their own as are enough; else they share the others.
+    `states` are kept of recurrent layers."""
     sizes: dict[int, int] = {}
     for w in windows_of(m) if own and layout != "solo" else ():
         sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
     runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind)
     stateful = bool(runner.states.layers)
-    groups = Groups(BlockPool(blocks, block), [Window(w, BlockPool(n, block)) for w, n in sizes.items()])
+    groups = Groups(
+        BlockPool(blocks, block),
+        [Window(w, BlockPool(n, block)) for w, n in sizes.items()],
+        Snapshots(states, STRIDE, keep) if stateful else None,
+    )
     scheduler = Scheduler(
         groups,
         context=context,
         max_sequences=max_sequences,
         pace=Pace(fixed=budget),
-        sharing=layout != "solo" and not stateful,
+        sharing=layout != "solo",
         drafts=0 if layout == "solo" else SHORT if stateful else 1 << 31,
     )
     return Engine(runner, scheduler, drafter or NoDrafter(), **kw)

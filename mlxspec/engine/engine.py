@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from mlxspec.engine import constrain
 from mlxspec.engine.scheduler import Scheduler, cut
+from mlxspec.engine.tier import Tier
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import Draft, Entry, Logprob, Output, Request, Stats, Unfit
@@ -65,11 +66,13 @@ class Engine:
     scheduler: Scheduler
     drafter: Drafter = field(default_factory=NoDrafter)
     vocab: int = 0  # 0: token ids are not checked
+    tier: Tier | None = None  # None: nothing outlives the process
     trace: Callable[[str, int], None] = lambda event, step: None
     timing: Timing = field(default_factory=Timing)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
     drafts: "Tally" = field(default_factory=lambda: Tally())
     step_seconds: float = 0.0
+    rests: bool = False  # nothing can be done until the disk has
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
     _told: float = field(default_factory=time.monotonic)
@@ -90,7 +93,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._flight or self.scheduler.running or self.scheduler.waiting)
+        saving = self.tier is not None and self.tier.saving
+        return bool(self._flight or self.scheduler.running or self.scheduler.waiting or saving)
 
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
@@ -118,6 +122,8 @@ class Engine:
         outputs += self._settle(keep=1 if plan else 0)
         self._retire()
         self._tell()
+        moved = self.tier is not None and self.tier.turn()
+        self.rests = not (plan or outputs or moved)
         return outputs
 
     def _tell(self) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
+from typing import Protocol
 
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.groups import Copies, Groups, Hit
@@ -15,6 +16,15 @@ from mlxspec.engine.pace import Pace
 from mlxspec.types import Entry, Finish, Logprob, Output, Request, Sequence, Unfit
 
 PATIENCE = 8  # plans that may pass a prefill over for shorter ones
+
+
+class Tier(Protocol):
+    """What outlives the process: see `mlxspec.engine.tier`."""
+
+    def holds(self, seq: Sequence) -> bool: ...
+    def forget(self, seq: Sequence) -> None: ...
+    def note(self, seq: Sequence) -> None: ...
+
 
 Depths = Callable[[list[Sequence]], Mapping[Sequence, int]]
 
@@ -40,6 +50,7 @@ class Scheduler:
         self.pace, self.blind, self.drafts = pace or Pace(), blind, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.tier: Tier | None = None
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
         self.preemptions = 0
         self._order = count()
@@ -177,7 +188,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_sequences:
             seq = self.waiting.popleft()
             # A preempted sequence waits until its step in flight has been read.
-            if seq.flight or (seq.leader and not seq.leader.generated and seq.leader.finish is None):
+            behind = seq.leader and not seq.leader.generated and seq.leader.finish is None
+            if seq.flight or behind or (self.tier and self.tier.holds(seq)):
                 held.append(seq)
                 continue
             slack = len(self.pool.free) - promised
@@ -203,6 +215,8 @@ class Scheduler:
         if self.running and need + promised > len(self.pool.free):
             return False
         self.copies += self.groups.take(seq, hit)
+        if self.tier:
+            self.tier.forget(seq)
         seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
@@ -274,13 +288,16 @@ class Scheduler:
         upto = entry.start + entry.count + max(0, new - 1)
         if self.sharing and upto <= len(seq.table) * self.pool.block_size:
             groups.publish(seq, upto)
-            if entry.start < seq.prompt_len <= upto:
+            read = entry.start < seq.prompt_len <= upto
+            if read:
                 groups.publish_tail(seq, seq.prompt_len)
             if seq.finish is not None:
                 groups.publish_tail(seq, upto)
             known = groups.states is not None and not entry.undone
             if known and (seq.finish is not None or groups.marked(seq, upto)):
                 groups.remember(seq, upto, entry.state if seq.flight else seq.state)
+            if self.tier and (read or seq.finish is not None):
+                self.tier.note(seq)
         groups.slide(seq, min(upto, seq.computed))
 
     def _succeed(self, leader: Sequence) -> None:
@@ -297,6 +314,8 @@ class Scheduler:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
+        if self.tier:
+            self.tier.forget(seq)
 
 
 def cut(seq: Sequence, new: list[int]) -> Finish | None:

@@ -5,18 +5,18 @@ them. Their number is bounded; the one that was not used for longest goes first.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Name = tuple[bytes, tuple[int, ...]]  # the chain's last key, the tokens behind that block
 
 
 class Snapshots:
-    """Holds `capacity` states. `stride` is the distance, in blocks, at which a long prompt leaves one behind.
-    Engine thread only."""
+    """Holds `capacity` states. `stride` is the distance, in blocks, at which a long prompt leaves one behind;
+    `own` gives a state in memory of its own, so that what is kept is what is counted. Engine thread only."""
 
-    def __init__(self, capacity: int, stride: int) -> None:
-        self.capacity, self.stride = capacity, stride
+    def __init__(self, capacity: int, stride: int, own: Callable[[Any], Any] = lambda state: state) -> None:
+        self.capacity, self.stride, self.own = capacity, stride, own
         self._held: OrderedDict[Name, Any] = OrderedDict()
         self._tails: dict[bytes, set[tuple[int, ...]]] = {}
 
@@ -46,7 +46,7 @@ class Snapshots:
             while self._held and len(self._held) >= self.capacity:
                 self._forget(next(iter(self._held)))
             if self.capacity > 0:
-                self._held[name] = state
+                self._held[name] = self.own(state)
                 self._tails.setdefault(name[0], set()).add(name[1])
         else:
             self._held.move_to_end(name)

@@ -21,6 +21,7 @@ from mlxspec.types import Busy, Dead, ModelInfo, Output, Request, Stats, Unfit
 
 log = logging.getLogger("mlxspec")
 
+REST = 0.01  # seconds between two looks at what the disk has done
 STOP = 30.0  # seconds that a step may take to end
 
 
@@ -199,6 +200,10 @@ class Worker:
         if engine.busy:
             outputs += engine.step()
         self._publish(engine, outputs)
+        if engine.rests:
+            with self._wake:
+                if not (self._inbox or self._stopping):
+                    self._wake.wait(REST)
         return True
 
     def _take(self, engine: Engine, order: Request | tuple[str, int | None]) -> list[Output]:

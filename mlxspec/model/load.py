@@ -63,8 +63,8 @@ class Fit:
 
     @property
     def sharing(self) -> bool:
-        """Whether blocks hold all that is kept of a prefix."""
-        return self.layout != "solo" and not self.state_bytes
+        """Whether what is known of a prefix can be handed on."""
+        return self.layout != "solo"
 
     @property
     def drafts(self) -> int:

@@ -151,8 +151,7 @@ class States:
         now = {e.seq for e in plan}
         for seq in self._last:
             if seq not in now and seq.state is not None:
-                seq.state, seq.batch = own(seq.state), None
-                mx.async_eval(seq.state)
+                seq.state, seq.batch = keep(seq.state), None
         self._last = list(now) if self.layers else []
 
     def form(self, entry: Entry) -> tuple[Any, ...]:
@@ -230,6 +229,13 @@ class States:
 def own(state: Carried) -> Carried:
     """The same values in memory of their own: a slice holds all that it was cut from."""
     return tuple(a + 0 for a in state)
+
+
+def keep(state: Carried) -> Carried:
+    """As `own`, and submitted: what is not computed yet holds all that it is computed from."""
+    kept = own(state)
+    mx.async_eval(kept)
+    return kept
 
 
 def size(state: Carried | None) -> int:

@@ -1,0 +1,97 @@
+"""What pools and states hold, as host arrays and back: for what outlives the process.
+
+Rule: bits in, the same bits out. The names of the host arrays say what they were, so that what was written by
+another model or version is seen not to fit instead of being believed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxspec.model.runner import Runner
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Of one runner's pools. `state` is what a sequence's state looks like: shapes and dtypes, or nothing.
+    Engine thread only."""
+
+    runner: Runner
+    state: Sequence[tuple[tuple[int, ...], mx.Dtype]] = ()
+
+    def export(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
+        """Copies [heads, len(blocks) * block_size, D] of the K and V of each of the group's layers, begun."""
+        slots = self._slots(blocks)
+        copies = [pool[:, slots] for pool in self._pools(group)]
+        mx.async_eval(copies)
+        return copies
+
+    def export_state(self, state: Sequence[mx.array]) -> list[mx.array]:
+        return list(state)
+
+    def host(self, exported: Sequence[mx.array]) -> Arrays:
+        return {f"{i}:{_word(a.dtype)}": np.array(_plain(a)) for i, a in enumerate(exported)}
+
+    def place(self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]) -> bool:
+        """Write blocks number `which` of an export at `blocks`, in place. False, and nothing is written, where
+        it does not fit."""
+        size = self.runner.view.block_size
+        pools = self._pools(group)
+        found = list(arrays.items())
+        if len(found) != len(pools) or any(
+            name != f"{i}:{_word(pool.dtype)}"
+            or (array.ndim, array.shape[0], array.shape[-1]) != (3, pool.shape[0], pool.shape[2])
+            or array.shape[1] % size
+            or array.shape[1] <= max(which, default=0) * size
+            for i, ((name, array), pool) in enumerate(zip(found, pools, strict=True))
+        ):
+            return False
+        source = np.array(self._slots(which))
+        rows = [_back(array[:, source], pool.dtype) for (_, array), pool in zip(found, pools, strict=True)]
+        slots = self._slots(blocks)
+        for n, pages in enumerate(self._pages(group)):
+            pages.put(slots, rows[2 * n], rows[2 * n + 1])
+        mx.async_eval(self._pools(group))
+        return True
+
+    def place_state(self, arrays: Arrays) -> tuple[mx.array, ...] | None:
+        """None where it is not the state of this model."""
+        if len(arrays) != len(self.state):
+            return None
+        found = []
+        for i, ((name, array), (shape, dtype)) in enumerate(zip(arrays.items(), self.state, strict=True)):
+            if name != f"{i}:{_word(dtype)}" or array.shape != shape:
+                return None
+            found.append(_back(array, dtype))
+        return tuple(found)
+
+    def _pages(self, group: int) -> list[Any]:
+        key = list(self.runner.view.blocks)[group]
+        return [pages for pages in self.runner.pages() if pages.pool == key]
+
+    def _pools(self, group: int) -> list[mx.array]:
+        return [pool for pages in self._pages(group) for pool in pages.pools()]
+
+    def _slots(self, blocks: Sequence[int]) -> mx.array:
+        size = self.runner.view.block_size
+        slots = np.array(blocks, np.int32)[:, None] * size + np.arange(size, dtype=np.int32)
+        return mx.array(slots.ravel())
+
+
+def _word(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def _plain(a: mx.array) -> mx.array:
+    """numpy knows no bfloat16: the same bits as integers."""
+    return a.view(mx.uint16) if a.dtype == mx.bfloat16 else a
+
+
+def _back(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    made = mx.array(array)
+    return made.view(dtype) if dtype == mx.bfloat16 else made

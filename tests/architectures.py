@@ -46,7 +46,8 @@ LISTED = {
     """,
     "rect": """
         baichuan_m1 bailing_moe_linear falcon_h1 gear granitemoehybrid jamba lfm2 lfm2-vl lfm2_moe mamba
-        mamba2 nemotron_h olmo_hybrid prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
+        mamba2 nemotron_h olmo_hybrid prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma
+        rwkv7
     """,
     "rect, one at a time": "gpt_bigcode internlm2 internlm3",
     "gather": """

@@ -209,9 +209,7 @@ def test_more_hits(kind: str, layout: str, rewind: str, name: str) -> None:
         assert tiny.tokens(outputs, r.id) == truth(kind, r), r.id
         if r is again:  # where prompts parted, every third block, or behind the last full one
             assert outputs[-1].cached == (6 * BLOCK if stateful else len(r.prompt) - 1)
-        elif (
-            rewind == "tape" or not stateful
-        ):  # else the last tokens of the answer may not have been fed again
+        elif rewind == "tape" or not stateful:  # else its last tokens may not have been fed again
             assert outputs[-1].cached == len(r.prompt) - 4
 
 

@@ -1,4 +1,4 @@
-"""Sliding windows: how much KV a model of local and global layers holds, against one that keeps everything."""
+"""Sliding windows: the KV that a model of local and global layers holds, against one that keeps all."""
 
 from dataclasses import dataclass, field
 

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxspec.engine.blocks import chain
-from mlxspec.engine.disk import Disk, Fetch, Run
+from mlxspec.engine.disk import Disk, Fetch
 from mlxspec.engine.groups import Groups
+from mlxspec.engine.runfile import Run
 from mlxspec.types import Sequence as Seq
 
 RUN = 16  # blocks of a file
@@ -115,8 +116,9 @@ class Tier:
                         yield tuple(_name(k, group) for k in run), self.memory.export(group, held)
                 run = []
         states = self.groups.states
-        for key in keys if states is not None else ():
-            if (state := states.peek((key, ()))) is not None and _name(key, None) not in self.disk:
+        for key in keys:
+            state = states.peek((key, ())) if states is not None else None
+            if state is not None and _name(key, None) not in self.disk:
                 yield (_name(key, None),), self.memory.export_state(state)
         self.disk.touch(_name(key, 0) for key in keys)
 

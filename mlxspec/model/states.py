@@ -144,6 +144,7 @@ class States:
 
     layers: list[State]
     taped: bool = True
+    forms: Sequence[tuple[tuple[int, ...], mx.Dtype]] = ()  # of a sequence's state, once there was one
     _last: list[Seq] = field(default_factory=list)  # who ran in the step before
 
     def begin(self, plan: Sequence[Entry]) -> None:
@@ -185,6 +186,7 @@ class States:
         arrays: list[Any] = [a for layer in self.layers for a in layer.cache]
         if any(a is None for a in arrays):
             raise Unfit("a layer with a state left it empty")
+        self.forms = [((1, *a.shape[1:]), a.dtype) for a in arrays]
         if tape is not None:
             tape.close(self.layers)
         long = entries[0].rows > SHORT

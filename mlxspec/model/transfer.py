@@ -18,11 +18,9 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(slots=True)
 class Transfer:
-    """Of one runner's pools. `state` is what a sequence's state looks like: shapes and dtypes, or nothing.
-    Engine thread only."""
+    """Of one runner's pools. Engine thread only."""
 
     runner: Runner
-    state: Sequence[tuple[tuple[int, ...], mx.Dtype]] = ()
 
     def export(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
         """Copies [heads, len(blocks) * block_size, D] of the K and V of each of the group's layers, begun."""
@@ -38,8 +36,8 @@ class Transfer:
         return {f"{i}:{_word(a.dtype)}": np.array(_plain(a)) for i, a in enumerate(exported)}
 
     def place(self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]) -> bool:
-        """Write blocks number `which` of an export at `blocks`, in place. False, and nothing is written, where
-        it does not fit."""
+        """Write blocks number `which` of an export at `blocks`, in place. False where it does not fit; then
+        nothing is written."""
         size = self.runner.view.block_size
         pools = self._pools(group)
         found = list(arrays.items())
@@ -61,10 +59,10 @@ class Transfer:
 
     def place_state(self, arrays: Arrays) -> tuple[mx.array, ...] | None:
         """None where it is not the state of this model."""
-        if len(arrays) != len(self.state):
+        forms, found = self.runner.states.forms, []
+        if len(arrays) != len(forms):
             return None
-        found = []
-        for i, ((name, array), (shape, dtype)) in enumerate(zip(arrays.items(), self.state, strict=True)):
+        for i, ((name, array), (shape, dtype)) in enumerate(zip(arrays.items(), forms, strict=True)):
             if name != f"{i}:{_word(dtype)}" or array.shape != shape:
                 return None
             found.append(_back(array, dtype))

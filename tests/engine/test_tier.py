@@ -1,22 +1,27 @@
 """What outlives the process: a second engine on the same directory goes on where the first one stopped."""
 
+import functools
+import shutil
 from pathlib import Path
 
 import pytest
 
 from mlxspec.engine.disk import Disk
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.tier import Tier
+from mlxspec.engine.runfile import keys_of, label
+from mlxspec.engine.tier import CHAINS, GAIN, Tier
 from mlxspec.model.transfer import Transfer
 from tests import tiny
 
 BLOCK = 8
-KINDS = ["qwen3", "gemma3_text", "gpt_oss"]
+KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v3"]
+LAYOUTS = {"qwen3_next": "rect", "nemotron_h": "rect", "deepseek_v3": "gather"}
 PROMPT = [i * 37 % tiny.VOCAB for i in range(90)]
+READ = 88  # tokens of it in full blocks: the most that can be found of it
 
 
 def start(root: Path, kind: str, **kw) -> tuple[Engine, Disk]:
-    e = tiny.engine(tiny.model(kind), block=BLOCK, **kw)
+    e = tiny.engine(tiny.model(kind), layout=LAYOUTS.get(kind, "rows"), block=BLOCK, **kw)
     e.add(tiny.request("warm", range(300, 303), 2))
     tiny.run(e)
     e.forget()
@@ -38,20 +43,121 @@ def finish(e: Engine, disk: Disk):
     return outputs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_goes_on(tmp_path: Path, kind: str) -> None:
-    plain = tiny.Plain(tiny.model(kind))
-    e, disk = start(tmp_path, kind)
+def first(root: Path, kind: str, **kw) -> list[int]:
+    """One answer, all of it saved."""
+    e, disk = start(root, kind, **kw)
     e.add(tiny.request("first", PROMPT, 30, temperature=0.8, seed=3))
     answer = tiny.tokens(finish(e, disk), "first")
-    assert answer == plain(PROMPT, 30, 0.8, 3)
-    disk.close(5)
+    assert disk.close(5)
+    return answer
 
+
+@functools.cache
+def plain(kind: str) -> tiny.Plain:
+    return tiny.Plain(tiny.model(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_goes_on(tmp_path: Path, kind: str) -> None:
+    answer = first(tmp_path, kind)
+    assert answer == plain(kind)(PROMPT, 30, 0.8, 3)
     turn = [*PROMPT, *answer, 5, 6, 7]
     e, disk = start(tmp_path, kind)
     e.add(tiny.request("second", turn, 20, temperature=0.8, seed=4))
     outputs = finish(e, disk)
-    assert tiny.tokens(outputs, "second") == plain(turn, 20, 0.8, 4)
-    saved = (len(PROMPT) + 29) // BLOCK * BLOCK
+    assert tiny.tokens(outputs, "second") == plain(kind)(turn, 20, 0.8, 4)
+    saved = 96 if e.runner.states.layers else (len(PROMPT) + 29) // BLOCK * BLOCK  # every third block a state
     assert outputs[-1].cached == saved and e.counters["prompt"] == len(turn) - saved
+    assert not e.tier._landings and not e.tier._asked
+    disk.close(5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_what_was_damaged_is_computed(tmp_path: Path, kind: str) -> None:
+    """Each file in turn is lost: whatever is left of the chain is used as far as that is whole."""
+    first(tmp_path, kind)
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) > 1
+    for i, file in enumerate(files):
+        copy = tmp_path.parent / f"{tmp_path.name}-{i}"
+        shutil.copytree(tmp_path, copy)
+        (broken := copy / file.relative_to(tmp_path)).write_bytes(file.read_bytes()[:-1] + b"\xff\xff")
+        e, disk = start(copy, kind)
+        e.add(tiny.request("again", PROMPT, 12))
+        outputs = finish(e, disk)
+        assert tiny.tokens(outputs, "again") == plain(kind)(PROMPT, 12)
+        assert outputs[-1].cached <= READ and (disk.stats().damaged <= 1 or broken.exists())
+        disk.close(5)
+
+
+def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
+    """A neighbour decodes while a prompt waits for the disk; a short prompt does not ask at all."""
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("short", PROMPT[: GAIN * BLOCK - 1], 40))
+    e.step()
+    assert not e.tier.landing
+    e.add(tiny.request("long", PROMPT, 12))
+    e.step()
+    assert e.tier.landing and [s.request.id for s in e.scheduler.running] == ["short"]
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
+    assert tiny.tokens(outputs, "short") == plain("qwen3")(PROMPT[: GAIN * BLOCK - 1], 40)
+    disk.close(5)
+
+
+def test_who_leaves_while_waiting_leaves_nothing(tmp_path: Path) -> None:
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("gone", PROMPT, 12))
+    e.step()
+    assert e.tier.landing
+    e.abort("gone")
+    assert not e.tier.landing and not e.busy
+    finish(e, disk)
+    e.check()
+    disk.close(5)
+
+
+def test_no_room_is_no_gain(tmp_path: Path) -> None:
+    """A pool that others fill: what cannot be entered is computed when its turn comes."""
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3", blocks=20)
+    e.add(tiny.request("full", range(60), 60))
+    for _ in range(40):
+        e.step()
+    e.add(tiny.request("long", PROMPT, 12))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
+    disk.close(5)
+
+
+def test_what_another_model_wrote_does_not_fit(tmp_path: Path) -> None:
+    """The fingerprint keeps them apart; if it failed to, shapes would."""
+    first(tmp_path, "qwen3")
+    for kind in ("gemma3_text", "deepseek_v3"):
+        e, disk = start(tmp_path, kind)
+        e.add(tiny.request("r", PROMPT, 12))
+        outputs = finish(e, disk)
+        assert tiny.tokens(outputs, "r") == plain(kind)(PROMPT, 12) and outputs[-1].cached == 0
+        disk.close(5)
+
+
+def test_a_window_is_saved_where_a_chain_ends(tmp_path: Path) -> None:
+    """Not for every token that it passed: two chain ends of a window of 12 tokens, 2 or 3 blocks each."""
+    first(tmp_path, "gemma3_text")
+    keys = [key for file in tmp_path.rglob("*.safetensors") for key in keys_of(label(file))]
+    whole = (len(PROMPT) + 29) // BLOCK
+    assert whole < len(keys) <= whole + 6
+
+
+def test_chains_that_wait_are_bounded(tmp_path: Path) -> None:
+    e, disk = start(tmp_path, "qwen3")
+    full = [tiny.request(f"r{i}", [i, *range(20)], 2) for i in range(CHAINS + 9)]
+    e.tier = None
+    for r in full:
+        e.add(r)
+    while e.busy:
+        e.step()
+    assert len(e.scheduler.tier._chains) == CHAINS
     disk.close(5)

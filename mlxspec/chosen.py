@@ -37,6 +37,7 @@ def choose(config: Config) -> Chosen:
     options = Options(
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
+        memory=int(config.memory_gb * 2**30),
         context=config.context,
         layout=config.layout,
         max_sequences=config.max_sequences,

@@ -37,6 +37,11 @@ GAUGES = {
     "waiting": "Sequences that wait to run.",
     "prompt_left": "Prompt tokens of running and waiting requests that are still to be computed.",
     "step_seconds": "Duration of the last step.",
+    "memory_pressure": "How short memory is: 0 normal, 1 short, 2 very short.",
+    "footprint_bytes": "Memory that the process makes the machine hold.",
+    "mlx_active_bytes": "Memory in MLX's arrays.",
+    "mlx_cache_bytes": "Memory of freed buffers that MLX keeps.",
+    "live_arrays": "Arrays that Python holds, at the last count; buffers are more.",
 }
 
 

@@ -168,14 +168,19 @@ class Stats:
     parked_seconds: float = 0.0  # in which something was decoded and nothing was drafted
     preemptions: int = 0
     step_seconds: float = 0.0  # of the last step
+    memory_pressure: int = 0  # 0 normal, 1 short, 2 very short
+    footprint_bytes: int = 0  # of the process
+    mlx_active_bytes: int = 0
+    mlx_cache_bytes: int = 0
+    live_arrays: int = 0  # that Python holds, at the last count
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
 class Busy(Exception):
-    """The queue is full. `retry_after` is in seconds, at least 1."""
+    """Nothing more is taken now. `retry_after` is in seconds, at least 1."""
 
-    def __init__(self, retry_after: int) -> None:
-        super().__init__(f"the queue is full; try again in {retry_after} s")
+    def __init__(self, retry_after: int, why: str = "the server's queue is full") -> None:
+        super().__init__(f"{why}; try again in {retry_after} s")
         self.retry_after = retry_after
 
 

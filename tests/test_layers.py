@@ -38,9 +38,12 @@ MAY_IMPORT = {
     "engine.disk": PLAIN | {"engine.runfile", "engine.runindex"},
     "engine.runindex": PLAIN | {"engine.runfile"},
     "engine.runfile": PLAIN,
+    "engine.memory": PLAIN | {"engine.groups"},
+    "engine.pressure": PLAIN | {"engine.memory"},
     "engine.tier": PLAIN | {"engine.blocks", "engine.disk", "engine.groups", "engine.runfile"},
-    "engine.engine": STEP | {"engine.constrain", "engine.tier"},
-    "engine.start": STEP | {"engine.engine", "engine.memory", "engine.disk", "engine.runfile", "engine.tier"},
+    "engine.engine": STEP | {"engine.constrain", "engine.pressure", "engine.tier"},
+    "engine.start": STEP
+    | {"engine.engine", "engine.memory", "engine.disk", "engine.runfile", "engine.snapshots", "engine.tier"},
     "engine.worker": ENGINE,
     "server": SERVER | {"chosen"},
     "service": SERVER | {"service"},
@@ -55,7 +58,7 @@ MAY_IMPORT = {
 
 # Libraries that only some parts may import; every other library is free.
 LIBRARIES = {
-    "mlx": {"kernels", "model", "speculate", "engine.engine", "engine.worker"},
+    "mlx": {"kernels", "model", "speculate", "engine.engine", "engine.worker", "engine.start"},
     "mlx_lm": {"model", "text"},
     "transformers": {"model", "text"},
     "starlette": {"server"},

@@ -27,8 +27,8 @@ class Match:
 
 
 class BlockPool:
-    """`blocks` blocks of `block_size` token slots; block 0 is reserved. Six verbs: match, alloc, share, drop,
-    publish, check. Not thread-safe: the engine thread owns it."""
+    """`blocks` blocks of `block_size` token slots; block 0 is reserved. Seven verbs: match, alloc, share,
+    drop, publish, forget, check. Not thread-safe: the engine thread owns it."""
 
     def __init__(self, blocks: int, block_size: int, salt: bytes = b"") -> None:
         if blocks < 2 or block_size < 1:
@@ -137,9 +137,14 @@ class BlockPool:
             content = tuple(tokens[i * self.block_size : upto])
             self._offer(keys[-1] if keys else self.root, table[i], content)
 
-    def forget(self) -> None:
-        """Forget the content of every free block."""
-        self.drop(self.alloc(len(self.free)) or [])
+    def forget(self) -> int:
+        """Forget what the free blocks hold; how many were known."""
+        known = [block for block in self.free if self._known(block)]
+        for block in known:
+            self._forget(block)
+        self.cached = 0
+        self.spent.clear()
+        return len(known)
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant; `tables`, if given, are all the block tables that hold references."""

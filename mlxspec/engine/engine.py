@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mlxspec.engine import constrain
+from mlxspec.engine.pressure import NORMAL, Guard
 from mlxspec.engine.scheduler import Scheduler, cut
 from mlxspec.engine.tier import Tier
+from mlxspec.model import meter
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import Draft, Entry, Logprob, Output, Request, Stats, Unfit
@@ -73,6 +75,9 @@ class Engine:
     drafts: "Tally" = field(default_factory=lambda: Tally())
     step_seconds: float = 0.0
     rests: bool = False  # nothing can be done until the disk has
+    guard: Guard | None = None  # None: memory is not watched
+    census: meter.Census = field(default_factory=meter.Census)
+    _pressed: tuple[int, float] = (NORMAL, 0.0)  # the guard's level and reading that were heeded last
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
     _told: float = field(default_factory=time.monotonic)
@@ -99,6 +104,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
         outputs: list[Output] = []
+        self.look()
         running = self.scheduler.running
         if self._flight and (constrain.waits(running) or self._ask(self.drafter.waits, running)):
             outputs += self._settle(keep=0)
@@ -125,6 +131,18 @@ class Engine:
         moved = self.tier is not None and self.tier.turn()
         self.rests = not (plan or outputs or moved)
         return outputs
+
+    def look(self) -> None:
+        """See how short memory is, and give back what can be had again. Once per turn, and when idle."""
+        self.census.take(idle=not self.busy)
+        if self.guard is None:
+            return
+        level, before = self.guard.look(), self._pressed
+        if level > NORMAL and self.guard.read != before[1]:
+            meter.trim()
+        if level > before[0]:
+            log.info("%d cached KV blocks were forgotten", self.scheduler.pool.forget())
+        self.scheduler.short, self._pressed = level > NORMAL, (level, self.guard.read)
 
     def _tell(self) -> None:
         """Say how far long prompts have been read."""
@@ -240,7 +258,7 @@ class Engine:
     def stats(self) -> Stats:
         """A snapshot. The caller stamps `progress`."""
         pool, c = self.scheduler.pool, self.counters
-        used, cached = pool.used, pool.cached
+        used, cached, (active, spare) = pool.used, pool.cached, meter.held()
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -258,4 +276,9 @@ class Engine:
             parked_seconds=self.drafts.parked,
             preemptions=self.scheduler.preemptions,
             step_seconds=self.step_seconds,
+            memory_pressure=self._pressed[0],
+            footprint_bytes=self.guard.footprint if self.guard else 0,
+            mlx_active_bytes=active,
+            mlx_cache_bytes=spare,
+            live_arrays=self.census.live,
         )

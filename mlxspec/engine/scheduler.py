@@ -52,6 +52,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.tier: Tier | None = None
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
+        self.short = False  # of memory: then a sequence starts when none runs
         self.preemptions = 0
         self._order = count()
         self._stuck: tuple[Sequence, int] | None = None  # who could not be admitted, with how many blocks
@@ -185,7 +186,7 @@ class Scheduler:
     def _admit(self) -> None:
         held: list[Sequence] = []
         promised = sum(self._lacking(s) for s in self.running)
-        while self.waiting and len(self.running) < self.max_sequences:
+        while self.waiting and len(self.running) < (1 if self.short else self.max_sequences):
             seq = self.waiting.popleft()
             # A preempted sequence waits until its step in flight has been read.
             behind = seq.leader and not seq.leader.generated and seq.leader.finish is None

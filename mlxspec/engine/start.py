@@ -5,20 +5,24 @@ Rule: what was derived is reported once, in ModelInfo; nothing is decided again 
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mlx.nn.layers.base import Module
 
 from mlxspec.engine import memory
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.groups import Groups
-from mlxspec.engine.pace import Pace
+from mlxspec.engine.pace import CEILING, Pace
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.model.load import context_of, fit, growth, load, weights
+from mlxspec.model import meter
+from mlxspec.model.load import context_of, fit, geometry, growth, load, read, weights
 from mlxspec.model.runner import Runner
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.draft_model import DraftModel, Small, load_small
+from mlxspec.speculate.draft_model import DraftModel, Small, fit_small
 from mlxspec.types import ModelInfo, Request, Sampling, Unfit
 
 log = logging.getLogger("mlxspec")
@@ -33,6 +37,7 @@ class Options:
 
     block_size: int = 32
     kv_blocks: int = 0
+    memory: int = 0  # bytes that weights, pools and headroom may take; 0: what is free
     context: int = 0
     layout: str = "auto"
     max_sequences: int = 16
@@ -46,23 +51,20 @@ class Options:
 def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     """Load `path` on this thread, which owns MLX from now on. Raises Unfit with the reason and the mend."""
     began = time.perf_counter()
-    model, config = load(path)
-    weight_bytes = weights(model)  # before the runner grafts its trunk, which hides them
+    models = [load(p) for p in (path, options.draft) if p]
+    model, config = models[0]
+    context = min(context_of(config), options.context or 1 << 31)
+    held = sum(weights(m) for m, _ in models)  # before the runner grafts its trunk, which hides them
+    room = _room([m for m, _ in models], held, context, options)
+    for m, _ in models:
+        read(m)
     found = fit(model, options.layout)
     for reason in found.refused:
         log.info("layout refused: %s", reason)
-    small = load_small(options.draft, found) if options.draft else None
-    held = weight_bytes + (small.weights if small else 0)
+    small = fit_small(options.draft, *models[1], found) if options.draft else None
     token_bytes = found.token_bytes + (small.fit.token_bytes if small else 0)
-    context = min(context_of(config), options.context or 1 << 31)
-    # A step holds the states it read beside those it leaves.
-    free = max(0, memory.available(held) - 2 * options.max_sequences * found.state_bytes)
-    blocks = options.kv_blocks or memory.kv_blocks(context, options.block_size, token_bytes, free)
-    if blocks < 2:
-        raise Unfit(
-            f"{free >> 20} MiB are free, less than one KV block of {options.block_size} tokens"
-            " needs twice over; close something, or pick a smaller model"
-        )
+    blocks = options.kv_blocks or _sizes(memory.Needs(token_bytes), context, options, room).blocks
+    meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
     runner = found.runner(model, options.block_size, blocks)
     pool = BlockPool(blocks, options.block_size, salt=f"{path}:{found.layout}".encode())
     scheduler = Scheduler(
@@ -96,6 +98,36 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"
     log.info("%s: %s layout, ready in %.1f s", name, how, time.perf_counter() - began)
     return engine, info
+
+
+def _room(models: Sequence[Module], held: int, context: int, options: Options) -> int:
+    """Bytes that the weights will leave free, asked before any is read. Raises Unfit."""
+    free = options.memory or min(memory.available(), meter.device_free())
+    found = [geometry(model) for model in models]
+    # Today a page is kept for every token, also where a window would do with fewer.
+    needs = memory.Needs(
+        sum(token + sum(size for _, size in windows) for token, windows, _ in found),
+        state_bytes=sum(state for *_, state in found),
+    )
+    if not options.kv_blocks:
+        return memory.room(held, needs, context, options.block_size, _chunk(options), free)
+    pool = options.kv_blocks * options.block_size * needs.token_bytes
+    if (left := free - held - pool - memory.headroom()) < 0:
+        raise Unfit(
+            f"--kv-blocks {options.kv_blocks} takes {memory.gib(pool)}, {memory.gib(-left)} more than weights"
+            f" and headroom leave of the {memory.gib(free)} that are free; leave it out"
+        )
+    return left
+
+
+def _sizes(needs: memory.Needs, context: int, options: Options, room: int) -> memory.Sizes:
+    most = options.max_sequences
+    return memory.sizes(needs, context, options.block_size, most, _chunk(options), room)
+
+
+def _chunk(options: Options) -> int:
+    """The rows of a prompt that one step may read."""
+    return options.prefill_budget or CEILING
 
 
 def _speculate(engine: Engine, path: Path, small: Small | None, options: Options) -> None:

@@ -17,12 +17,14 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.pressure import CRITICAL, HOLD_S, Guard
 from mlxspec.types import Busy, Dead, ModelInfo, Output, Request, Stats, Unfit
 
 log = logging.getLogger("mlxspec")
 
 REST = 0.01  # seconds between two looks at what the disk has done
 STOP = 30.0  # seconds that a step may take to end
+IDLE_S = 5.0  # between two looks at the memory of an idle machine
 
 
 class Stream:
@@ -51,8 +53,14 @@ class Worker:
     wait."""
 
     def __init__(
-        self, start: Callable[[], tuple[Engine, ModelInfo]], *, max_sequences: int = 16, max_queue: int = 64
+        self,
+        start: Callable[[], tuple[Engine, ModelInfo]],
+        *,
+        max_sequences: int = 16,
+        max_queue: int = 64,
+        guard: Guard | None = None,
     ) -> None:
+        self._guard = guard
         self._start, self._slots, self._max = start, max_sequences, max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._wake = threading.Condition()
@@ -120,7 +128,8 @@ class Worker:
     # ---- event loop -----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request. Raises Busy when the queue is full, Dead when draining or without an engine."""
+        """Queue a request. Raises Busy when the queue is full or memory very short, Dead when draining or
+        without an engine."""
         if not self.alive() or self._stopping or self._draining:
             raise Dead("the engine takes no more requests")
         if request.id in self._streams:
@@ -129,6 +138,8 @@ class Worker:
         if waiting + request.n > self._max:
             turns = (waiting + request.n) / max(1, self._slots)
             raise Busy(min(60, max(1, math.ceil(self._seconds * turns))))
+        if self._guard and self._guard.look() >= CRITICAL:
+            raise Busy(HOLD_S, "the machine is short of memory")
         self._loop = asyncio.get_running_loop()
         stream = Stream(request)
         self._streams[request.id] = (stream, set(range(request.n)))
@@ -171,6 +182,9 @@ class Worker:
         engine = None
         try:
             engine, self._info = self._start()
+            if self._guard:
+                self._guard.expect(self._info.weight_bytes + self._info.kv_bytes)
+                engine.guard = self._guard
             self._publish(engine, [])
             self._ready.set()
             while self._turn(engine):
@@ -188,10 +202,13 @@ class Worker:
     def _turn(self, engine: Engine) -> bool:
         if not engine.busy:
             engine.check()
+            engine.look()
         with self._wake:
             while not (self._inbox or engine.busy or self._stopping):
                 self._busy = False
-                self._wake.wait()
+                if not self._wake.wait(IDLE_S):
+                    engine.look()
+                    self._publish(engine, [])
             if self._stopping:
                 return False
             orders = list(self._inbox)

@@ -5,6 +5,8 @@ the first that does is used, and why the earlier ones were not is logged.
 """
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.model import states
@@ -41,6 +43,8 @@ WAYS: tuple[tuple[Layout, bool], ...] = (
 )
 TOLERANCE = {mx.float32: 1e-3}  # root mean square error over the logits' deviation; half precision below
 HALF = 0.1
+READ_AT_ONCE = 256 << 20  # bytes of weights; keeps the disk busy, and what a conversion holds twice small
+TELL_S = 2.0
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
@@ -81,9 +85,9 @@ class Fit:
 
 
 def load(path: Path) -> tuple[Module, dict[str, Any]]:
-    """The model with its weights in memory, and its config. Raises Unfit with what is wrong."""
+    """The model and its config. The weights stay on disk until `read`. Raises Unfit with what is wrong."""
     try:
-        model, config = load_model(path)
+        model, config = load_model(path, lazy=True)
     except (ValueError, KeyError, FileNotFoundError, TypeError) as error:
         raise Unfit(f"mlx-lm cannot load {path}: {error}") from error
     except SystemExit as error:  # one of its models ends the process where a package is missing
@@ -105,6 +109,52 @@ def context_of(config: dict[str, Any]) -> int:
 def weights(model: Module) -> int:
     """Bytes of the model's parameters."""
     return _bytes(model.parameters())
+
+
+def geometry(model: Module) -> tuple[int, tuple[tuple[int, int], ...], int]:
+    """What the model's own caches keep, in bytes: of one token in its layers with full attention, as (window,
+    bytes of one token) in those with a window, and of one sequence in recurrent ones. Found by a forward
+    that is never evaluated, so that no weight is read; all 0 where the model's code does not run so."""
+    token, state, windows = 0, 0, Counter[int]()
+    try:
+        caches = make_prompt_cache(model)
+        model(mx.array([PROBES[0]]), cache=caches)
+        for cache in (part for c in caches for part in getattr(c, "caches", (c,))):
+            leaves: Any = tree_flatten(cache.state)
+            arrays = [a for _, a in leaves if isinstance(a, mx.array)]
+            if isinstance(cache, ArraysCache):
+                state += sum(a.nbytes for a in arrays)
+                continue
+            size = sum(a.nbytes // a.shape[2] for a in arrays if a.ndim == 4)  # [B, heads, S, D]
+            if isinstance(cache, RotatingKVCache):
+                windows[cache.max_size] += size
+            else:
+                token += size
+    except Exception as failed:  # whatever the model's own code raises; `fit` says it if it stays so
+        log.info("what the model's caches take is not known before its weights are read: %s", failed)
+        return 0, (), 0
+    return token, tuple(sorted(windows.items())), state
+
+
+def read(model: Module) -> None:
+    """Bring the weights into memory, telling how far where that takes long. Raises Unfit where they cannot
+    be read."""
+    leaves: Any = tree_flatten(model.parameters())
+    total, done, told = weights(model), 0, time.monotonic()
+    batch: list[mx.array] = []
+    for n, (_, array) in enumerate(leaves, 1):
+        batch.append(array)
+        if n < len(leaves) and sum(a.nbytes for a in batch) < READ_AT_ONCE:
+            continue
+        try:
+            mx.eval(batch)
+        except RuntimeError as error:
+            raise Unfit(f"the weights cannot be read: {error}") from error
+        done += sum(a.nbytes for a in batch)
+        batch.clear()
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            log.info("%.1f of %.1f GiB of weights read", done / 2**30, total / 2**30)
 
 
 def fit(model: Module, wanted: str = "auto") -> Fit:

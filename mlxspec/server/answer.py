@@ -90,7 +90,7 @@ def _submit(front: Front, job: Job) -> Outputs:
     except Busy as error:
         for request in job.requests[: len(outputs)]:
             front.engine.abort(request.id)
-        raise busy(error.retry_after) from error
+        raise busy(error) from error
     return outputs
 
 

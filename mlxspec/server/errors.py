@@ -12,6 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from mlxspec.types import Busy
+
 log = logging.getLogger("mlxspec")
 
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -100,12 +102,8 @@ def stopping() -> ApiError:
     )
 
 
-def busy(retry_after: int) -> ApiError:
-    return ApiError(
-        429,
-        f"the server's queue is full; try again in {retry_after} s",
-        headers={"Retry-After": str(retry_after)},
-    )
+def busy(error: Busy) -> ApiError:
+    return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
 
 
 async def on_api_error(http: HttpRequest, error: Exception) -> Response:

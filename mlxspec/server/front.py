@@ -24,6 +24,7 @@ from mlxspec.text.grammar import Grammars
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
 from mlxspec.text.prompt import Defaults, Tokenizer
+from mlxspec.types import Busy
 
 log = logging.getLogger("mlxspec")
 
@@ -58,7 +59,7 @@ class Front:
         """Run `work` on the one thread for text. Raises ApiError 429 when too many wait for it, 400 for a
         prompt that cannot be rendered."""
         if self._preparing >= self.config.max_queue + self.config.max_sequences:
-            raise busy(1)
+            raise busy(Busy(1))
         self._preparing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._text, lambda: work(*args, **kw))

@@ -61,6 +61,7 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
     """The application and its engine, warm. What was derived is printed as the flags that would set it."""
     blas.load()
     from mlxspec.chosen import choose
+    from mlxspec.engine.pressure import Guard
     from mlxspec.engine.start import start
     from mlxspec.engine.worker import Worker
     from mlxspec.server.app import create_app
@@ -71,6 +72,7 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
         lambda: start(found.path, config.name or found.name, chosen.options),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
+        guard=Guard(),
     )
     info = worker.launch()
     derived = replace(

@@ -8,11 +8,12 @@ it brought is taken lazily from it.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxspec.model.load import Fit, context_of, fit, load, weights
+from mlxspec.model.load import Fit, context_of, fit, weights
 from mlxspec.model.runner import Runner, Step
 from mlxspec.model.sample import Row, sample
 from mlxspec.types import Draft, Entry, Sampling, Unfit
@@ -34,11 +35,10 @@ class Small:
     context: int  # tokens
 
 
-def load_small(path: Path, target: Fit) -> Small:
-    """Raises Unfit where either model cannot run a draft."""
+def fit_small(path: Path, model: Module, config: dict[str, Any], target: Fit) -> Small:
+    """The loaded model of `path`, ready to draft. Raises Unfit where either model cannot run a draft."""
     if not target.drafts:
         raise Unfit(f"--draft: no draft can be taken back in the {target.layout} layout; leave it out")
-    model, config = load(path)
     held = weights(model)
     try:
         return Small(model, fit(model, "rows"), held, context_of(config))

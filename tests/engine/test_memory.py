@@ -1,36 +1,229 @@
-"""The pool's size follows from what is free; the process does not grow with the requests it has served."""
+"""The machine's figures, what is made of them, and that the process does not grow with what it has served."""
 
+import ctypes
+import logging
 import random
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
-from mlxspec.types import Request, Sampling
+from mlxspec.engine.memory import Needs, sizes
+from mlxspec.model import meter
+from mlxspec.types import Request, Sampling, Unfit
 from tests import tiny
 
-
-def test_enough_contexts_or_half_of_what_is_free() -> None:
-    assert memory.kv_blocks(8192, 32, 1000, free=1 << 40) == memory.CONTEXTS * 256 + 1
-    assert memory.kv_blocks(8192, 32, 1000, free=64_000_000) == 1000 + 1
-    assert memory.kv_blocks(100, 32, 1000, free=1 << 40) == memory.CONTEXTS * 4 + 1
-    assert memory.kv_blocks(8192, 32, 0, free=0) == memory.CONTEXTS * 256 + 1  # memory that does not grow
+GIB = 1 << 30
 
 
-def test_available_is_part_of_the_machine() -> None:
-    assert 1 << 20 < memory.available(0) < 1 << 50
+class Libc:
+    """macOS's calls with their C signatures: they fill the caller's buffers, and no byte beyond."""
+
+    def __init__(self, numbers: dict[str, tuple[int, int]], words: dict[int, int] | None = None) -> None:
+        self.numbers, self.words = numbers, words or {}  # name -> (value, bytes wide); word -> value
+
+    def sysctlbyname(self, name: bytes, old: Any, size: Any, new: None, new_size: ctypes.c_size_t) -> int:
+        assert new is None and new_size.value == 0
+        if name.decode() not in self.numbers:
+            return -1
+        value, wide = self.numbers[name.decode()]
+        assert size._obj.value >= wide
+        ctypes.memmove(old, value.to_bytes(wide, sys.byteorder), wide)
+        size._obj.value = wide
+        return 0
+
+    def proc_pid_rusage(self, pid: int, flavor: int, buffer: Any) -> int:
+        if flavor != 4 or not self.words:
+            return -1
+        usage = bytearray(296)  # sizeof(struct rusage_info_v4)
+        for word, value in self.words.items():
+            usage[8 * word : 8 * word + 8] = value.to_bytes(8, sys.byteorder)
+        assert ctypes.sizeof(buffer._obj) >= len(usage)
+        ctypes.memmove(buffer, bytes(usage), len(usage))
+        return 0
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    free = memory.available(0)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert abs(memory.available(0) - free) < 1 << 30
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert memory.available(0) == (4000 if sys.platform == "linux" else free)
+MAC = {
+    "hw.memsize": (16 * GIB, 8),
+    "vm.pagesize": (16384, 4),
+    "vm.page_free_count": (1000, 4),
+    "vm.page_pageable_external_count": (20000, 4),
+    "vm.page_purgeable_count": (300, 4),
+    "vm.page_speculative_count": (500, 4),  # among the pageable external ones
+    "kern.memorystatus_vm_pressure_level": (1, 4),
+}
+
+
+def on_mac(monkeypatch: pytest.MonkeyPatch, libc: Any) -> None:
+    monkeypatch.setattr(memory, "DARWIN", True)
+    monkeypatch.setattr(memory, "LIBC", libc)
+    monkeypatch.setattr(memory, "CGROUP", Path("/nowhere"))
+    memory._unknown.cache_clear()
+
+
+def on_linux(monkeypatch: pytest.MonkeyPatch, root: Path, **files: str) -> None:
+    """`files` are /proc's, their slashes written as two underscores."""
+    monkeypatch.setattr(memory, "DARWIN", False)
+    monkeypatch.setattr(memory, "PROC", root)
+    monkeypatch.setattr(memory, "CGROUP", root / "cgroup")
+    memory._unknown.cache_clear()
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def test_a_macs_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    # user, system, two wakeups, pageins, wired, resident, footprint, behind a uuid of two words
+    words = {0: 11, 1: 12, 2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6, 8: 7 * GIB, 9: 9 * GIB, 10: 8, 34: 10 * GIB}
+    on_mac(monkeypatch, Libc(MAC, words))
+    assert memory.total() == 16 * GIB and memory.headroom() == GIB
+    assert memory.free() == memory.available() == (1000 + 20000 + 300) * 16384
+    assert memory.footprint() == 9 * GIB
+
+
+@pytest.mark.parametrize("libc", [Libc({}), object()], ids=["refuses", "has no such call"])
+def test_what_a_mac_does_not_say_is_guessed_once(
+    libc: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_mac(monkeypatch, libc)
+    assert memory.total() > GIB and memory.free() is None and memory.footprint() == 0
+    assert memory.available() == memory.available() == memory.total() * 3 // 4
+    assert len(caplog.records) == 2 and "three quarters of the machine are assumed" in caplog.text
+
+
+def test_one_missing_figure_makes_a_mac_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vm.pagesize", *memory.EASY_PAGES):
+        on_mac(monkeypatch, Libc({k: v for k, v in MAC.items() if k != name}))
+        assert memory.free() is None
+
+
+def test_linuxs_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    meminfo = "MemTotal:       8000000 kB\nMemFree: 100 kB\nMemAvailable:    3000000 kB\nHugePages_Total: 0\n"
+    status = "VmRSS:\t 9000 kB\nRssAnon:\t 500 kB\nRssFile:\t 8000 kB\nRssShmem:\t 20 kB\nVmSwap:\t 3 kB\n"
+    on_linux(monkeypatch, tmp_path, meminfo=meminfo, self__status=status)
+    assert memory.total() == 8000000 << 10
+    assert memory.free() == memory.available() == 3000000 << 10
+    assert memory.footprint() == 523 << 10
+
+
+def test_a_linux_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_linux(monkeypatch, tmp_path)
+    assert memory.free() is None and memory.footprint() == 0
+    assert memory.available() == memory.total() * 3 // 4 > 0
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_linux(monkeypatch, tmp_path, meminfo="MemTotal: 8000 kB\nMemAvailable: 7000 kB\n")
+    for limit, current, stat, want in (
+        ("max\n", "5000000\n", "inactive_file 1\n", (8000 << 10, 7000 << 10)),
+        ("6000000\n", "5000000\n", "active_file 7\ninactive_file 200000\n", (6000000, 1200000)),
+        ("6000000\n", "5000000\n", "", (6000000, 1000000)),
+        ("6000000\n", "6100000\n", "", (6000000, -100000)),
+        ("what", "", "", (8000 << 10, 7000 << 10)),
+    ):
+        files = {"cgroup__memory.max": limit, "cgroup__memory.current": current, "cgroup__memory.stat": stat}
+        on_linux(monkeypatch, tmp_path, **files)
+        assert (memory.total(), memory.free()) == want
+        assert memory.available() == max(0, want[1])
+
+
+def test_this_machine() -> None:
+    assert 1 << 20 < memory.available() < memory.total() < 1 << 50
+    before, held = memory.footprint(), b"x" * (64 << 20)
+    assert memory.footprint() - before > 60 << 20 and held
+
+
+def test_nothing_sets_the_wired_limit() -> None:
+    """It is what panics Macs."""
+    for path in (Path(__file__).parents[2] / "mlxspec").rglob("*.py"):
+        assert "set_wired_limit" not in path.read_text("utf-8"), path
+
+
+def test_four_contexts_or_half_of_what_is_free() -> None:
+    def blocks(context: int, token_bytes: int, free: int) -> int:
+        return sizes(Needs(token_bytes), context, 32, 8, 512, free).blocks
+
+    assert blocks(8192, 1000, 1 << 40) == memory.CONTEXTS * 256 + 1
+    assert blocks(8192, 1000, 64_000_000) == 1000
+    assert blocks(100, 1000, 1 << 40) == memory.CONTEXTS * 4 + 1
+    assert blocks(8192, 0, 0) == memory.CONTEXTS * 256 + 1  # memory that does not grow
+
+
+def test_windows_and_states_get_their_part() -> None:
+    needs = Needs(1000, ((512, 5000),), 1 << 20)
+    rich = sizes(needs, 32768, 32, 16, 2048, 1 << 40)
+    assert rich == memory.Sizes(4097, (16 * 17 + 65,), 16, 32 << 20)
+    poor = sizes(needs, 32768, 32, 16, 2048, 80 << 20)
+    assert 257 <= poor.blocks < 4097 and 82 <= poor.window_blocks[0] < 337 and 1 <= poor.sequences < 16
+    whole = sizes(Needs(0, ((1 << 20, 10),)), 1024, 32, 16, 2048, 1 << 40)
+    assert whole.window_blocks == (memory.CONTEXTS * 32 + 1,), "a window beyond the context is full attention"
+
+
+@given(
+    token_bytes=st.integers(0, 1 << 20),
+    windows=st.lists(st.tuples(st.integers(1, 1 << 15), st.integers(1, 1 << 20)), max_size=2),
+    state_bytes=st.integers(0, 1 << 27),
+    context=st.integers(1, 1 << 18),
+    block_size=st.integers(1, 512),
+    max_sequences=st.integers(1, 64),
+    chunk=st.integers(1, 4096),
+    free=st.integers(-GIB, 64 * GIB),
+    share=st.floats(0.05, 1),
+)
+def test_sizes_keep_their_share_and_serve_one_sequence(
+    token_bytes: int,
+    windows: list[tuple[int, int]],
+    state_bytes: int,
+    context: int,
+    block_size: int,
+    max_sequences: int,
+    chunk: int,
+    free: int,
+    share: float,
+) -> None:
+    needs = Needs(token_bytes, tuple(windows), state_bytes)
+    rest = (block_size, max_sequences, chunk, free, share)
+    try:
+        got = sizes(needs, context, *rest)
+    except Unfit as error:
+        if mend := re.search(r"--context (\d+) fits", str(error)):
+            assert sizes(needs, int(mend[1]), *rest).blocks > 0
+        return
+    taken = got.blocks * token_bytes * block_size + got.sequences * state_bytes + got.snapshot_bytes
+    for blocks, (window, size) in zip(got.window_blocks, windows, strict=True):
+        taken += blocks * size * block_size
+        assert (blocks - 1) * block_size >= min(context, window + chunk)
+        assert blocks <= max_sequences * (window / block_size + 2) + chunk / block_size + 4
+    assert taken <= max(0, free * share)
+    assert (got.blocks - 1) * block_size >= min(context, memory.LEAST)
+    assert 1 <= got.sequences <= max_sequences and got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
+
+
+def test_what_does_not_fit_is_told_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_mac(monkeypatch, Libc(MAC))
+
+    def room(weights: float, token_bytes: int, free: float) -> int:
+        return memory.room(int(weights * GIB), Needs(token_bytes), 32768, 32, 2048, int(free * GIB))
+
+    assert room(4, 65536, 8) == 3 * GIB
+    with pytest.raises(Unfit) as large:
+        room(40, 65536, 8)
+    assert "40 GiB of weights and 1 GiB of headroom, but 8 GiB are free of 16 GiB" in str(large.value)
+    assert "one sequence of 8192 tokens takes 0.502 GiB, and 0 GiB may be its" in str(large.value)
+    assert "A 4-bit model of about 11.4 billion parameters fits" in str(large.value)
+    with pytest.raises(Unfit, match="--context 4064 fits"):
+        room(6.5, 65536, 8)
+    with pytest.raises(Unfit) as none:
+        room(1, 65536, 0.5)
+    assert "fits" not in str(none.value) and "--memory-gb" in str(none.value)
 
 
 def resident() -> int:
@@ -56,6 +249,66 @@ def test_500_requests_leave_the_process_as_large_as_50(kind: str) -> None:
     early = resident()
     serve(e, 450, tiny.VOCAB, 100, rng)
     assert resident() < 1.05 * early
+
+
+def test_300_requests_with_cancels_leave_nothing_behind() -> None:
+    e, rng, census = tiny.engine(tiny.model("qwen3"), blocks=200), random.Random(2), meter.Census()
+
+    def churn(requests: int) -> tuple[int, int]:
+        for i in range(requests):
+            prompt = tuple(rng.randrange(tiny.VOCAB) for _ in range(rng.randint(1, 90)))
+            e.add(Request(f"r{i}", prompt, rng.randint(1, 20), Sampling(rng.choice([0, 0.8]), seed=i)))
+            for _ in range(rng.randint(0, 3)):
+                e.step()
+            if rng.random() < 0.3:
+                e.abort(f"r{rng.randint(0, i)}")
+        while e.busy:
+            e.step()
+        e.check()
+        census.at = -1e9
+        census.take(idle=True)
+        return census.live, mx.get_active_memory()
+
+    churn(30)  # makes the pools
+    early = churn(30)
+    assert early[0] > 20
+    assert churn(300) == early
+    assert not census.told
+
+
+def test_a_leak_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "METALS", 2000)
+    census, held = meter.Census(), []
+    for _ in range(3):
+        census.at = -1e9
+        census.take(idle=True)
+        held += [mx.array(1.0) for _ in range(150)]
+        census.take(idle=True)  # too early to count again
+    assert len(caplog.records) == 1 and "at 2000 Metal ends the process" in caplog.text
+    assert census.live - census.fewest == 300
+    busy = meter.Census()
+    busy.take(idle=False)
+    assert busy.live and busy.fewest > busy.live, "what runs is no measure of what is left behind"
+
+
+def test_spare_buffers_are_bounded() -> None:
+    before = mx.set_cache_limit(1 << 30)
+    try:
+        meter.bound(1 << 20)
+        mx.eval([mx.zeros((1 << 18,)) + i for i in range(16)])
+        assert meter.held()[1] <= 1 << 20
+        meter.bound(1 << 25)
+        assert mx.set_cache_limit(before) == 1 << 20, "a lower limit stands"
+        meter.trim()
+        assert meter.held()[1] == 0
+    finally:
+        mx.set_cache_limit(before)
+
+
+def test_the_gpus_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert meter.device_free() > 1 << 50
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 12 * GIB})
+    assert meter.device_free() == 12 * GIB - mx.get_active_memory()
 
 
 @pytest.mark.slow

@@ -66,10 +66,10 @@ class Guard:
             return self.level
 
     def _judge(self, now: float) -> None:
-        self.footprint = memory.footprint()
+        self.footprint, word = memory.footprint(), system()
         free, floor = memory.free(), memory.total() // FLOOR
         short = 0 if free is None else (free < floor) + (free < floor // 2)
-        found = max(system(), short, self.footprint > self.planned)
+        found = max(word, short, self.footprint > self.planned)
         before = self.level
         if found >= self.level:
             self.level, self._since, self._worst = found, now, NORMAL
@@ -81,7 +81,7 @@ class Guard:
             log.warning(
                 "memory is %s (the system says %d of 2, %s are free, this process holds %s of %s planned)",
                 NAMES[self.level],
-                system(),
+                word,
                 "?" if free is None else memory.gib(free),
                 memory.gib(self.footprint),
                 memory.gib(self.planned),

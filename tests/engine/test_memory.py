@@ -1,7 +1,6 @@
 """The machine's figures, what is made of them, and that the process does not grow with what it has served."""
 
 import ctypes
-import logging
 import random
 import re
 import sys
@@ -204,7 +203,9 @@ def test_sizes_keep_their_share_and_serve_one_sequence(
         assert blocks <= max_sequences * (window / block_size + 2) + chunk / block_size + 4
     assert taken <= max(0, free * share)
     assert (got.blocks - 1) * block_size >= min(context, memory.LEAST)
-    assert 1 <= got.sequences <= max_sequences and got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
+    assert (
+        1 <= got.sequences <= max_sequences and got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
+    )
 
 
 def test_what_does_not_fit_is_told_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
 """From a directory to a warm engine, and what is refused on the way."""
 
+import json
 import logging
+import math
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxspec.engine import memory, start
@@ -41,9 +44,55 @@ def test_options_override(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_no_memory_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available", lambda weights: 1 << 10)
-    with pytest.raises(Unfit, match="0 MiB are free"):
+    monkeypatch.setattr(memory, "available", lambda: 1 << 10)
+    monkeypatch.setattr(start, "read", lambda model: pytest.fail("a weight was read"))
+    with pytest.raises(Unfit, match="9.54e-07 GiB are free of"):
         start.start(path, "tiny", Options())
+    with pytest.raises(Unfit, match="--kv-blocks 20 takes .*; leave it out"):
+        start.start(path, "tiny", Options(kv_blocks=20))
+
+
+def test_what_may_be_taken_can_be_set(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 0)
+    monkeypatch.setattr(memory, "CONTEXTS", 1 << 20)
+    held = sum(p.stat().st_size for p in path.glob("*.safetensors"))
+    asked = memory.headroom() + held + (8 << 20)
+    info = start.start(path, "tiny", Options(memory=asked, speculate=False))[1]
+    assert 3 << 20 < info.kv_bytes <= 4 << 20, "half of what weights and headroom leave"
+
+
+def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    """48 GiB of weights in a file that takes no disk."""
+    config = dict(tiny.CONFIGS["llama"], model_type="llama", hidden_size=4096, intermediate_size=1 << 20)
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(num_hidden_layers=1, head_dim=64)))
+    wide = {
+        "mlp.gate_proj": [1 << 20, 4096],
+        "mlp.up_proj": [1 << 20, 4096],
+        "mlp.down_proj": [4096, 1 << 20],
+    }
+    heads = {"self_attn.q_proj": 256, "self_attn.k_proj": 128, "self_attn.v_proj": 128}
+    shapes = {f"layers.0.{name}": shape for name, shape in wide.items()}
+    shapes |= {f"layers.0.{name}": [rows, 4096] for name, rows in heads.items()}
+    shapes |= {f"layers.0.{name}_layernorm": [4096] for name in ("input", "post_attention")}
+    shapes |= {"layers.0.self_attn.o_proj": [4096, 256], "norm": [4096], "embed_tokens": [tiny.VOCAB, 4096]}
+    table, at = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        table[f"model.{name}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    head = json.dumps(table).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + at)
+    start.load(tmp_path)  # imports what it needs
+    before, free = memory.footprint(), memory.free()
+    mx.reset_peak_memory()
+    active = mx.get_active_memory()
+    with pytest.raises(Unfit, match=r"48 GiB of weights .* one sequence of 512 tokens takes") as said:
+        start.start(tmp_path, "wide", Options(memory=40 << 30))
+    assert "billion parameters fits" in str(said.value)
+    assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20
+    assert free is not None and free - (memory.free() or 0) < 1 << 30
 
 
 def test_a_context_of_nothing_is_refused(path: Path) -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.model.load import context_of, fit, load, weights
+from mlxspec.model import load as load_module
+from mlxspec.model.load import context_of, fit, geometry, load, read, weights
 from mlxspec.types import Unfit
 from tests import tiny
 
@@ -37,6 +40,59 @@ def test_token_bytes_are_those_of_the_pool() -> None:
 def test_models_own_caches_are_measured() -> None:
     assert fit(tiny.model("llama"), "solo").token_bytes == fit(tiny.model("llama")).token_bytes
     assert fit(tiny.model("mamba2")).token_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "gemma2", "mamba2"])
+def test_what_caches_take_is_known_before_a_weight_is_read(kind: str, tmp_path: Path) -> None:
+    save(tmp_path, kind)
+    active = mx.get_active_memory()
+    m, _ = load(tmp_path)
+    mx.reset_peak_memory()
+    token, windows, state = geometry(m)
+    assert mx.get_peak_memory() - active < 4096, "nothing was evaluated"
+    assert weights(m) == sum(a.nbytes for _, a in tree_flatten(tiny.model(kind).parameters()))
+    read(m)
+    assert mx.get_active_memory() - active >= weights(m)
+    layer = 2 * 2 * 16 * 4  # K and V, heads, dim, fp32
+    full, local = {"gemma3_text": (1, 2), "gpt_oss": (1, 1), "mamba2": (0, 0)}.get(kind, (2, 0))
+    assert (token, windows) == (full * layer, ((12, local * layer),) * bool(local))
+    if kind == "mamba2":
+        caches = make_prompt_cache(m)
+        mx.eval(m(mx.array([[1]]), cache=caches))
+        assert state == sum(c.nbytes for c in caches) > 0
+    else:
+        assert state == 0 and token + local * layer == fit(m).token_bytes
+
+
+def test_a_model_that_evaluates_itself_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    m = tiny.model("llama")
+    type(m).__call__, call = lambda self, *rest, **kw: [][0], type(m).__call__
+    try:
+        with caplog.at_level(logging.INFO, "mlxspec"):
+            assert geometry(m) == (0, (), 0)
+    finally:
+        type(m).__call__ = call
+    assert "not known before its weights are read: list index out of range" in caplog.text
+
+
+def test_reading_tells_how_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path)
+    monkeypatch.setattr(load_module, "READ_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(load_module, "TELL_S", 0.0)
+    with caplog.at_level(logging.INFO, "mlxspec"):
+        read(load(tmp_path)[0])
+    assert len(caplog.records) > 2 and caplog.messages[-1] == "0.0 of 0.0 GiB of weights read"
+
+
+def test_weights_that_are_cut_short_are_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    m, _ = load(tmp_path)
+    file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(Unfit, match="cannot"):
+        read(m)
 
 
 def test_a_wanted_layout_is_taken_or_refused() -> None:
@@ -73,8 +129,6 @@ def test_load_reads_a_directory_and_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 def save(path: Path, kind: str = "llama") -> None:
-    from mlx.utils import tree_flatten
-
     m = tiny.model(kind)
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(m.parameters())))
     (path / "config.json").write_text(json.dumps({"model_type": kind, **tiny.CONFIGS[kind]}))

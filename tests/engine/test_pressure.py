@@ -1,0 +1,241 @@
+"""Levels rise at once and fall late; an engine under them admits less, and loses nothing."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.engine import memory, pressure
+from mlxspec.engine.pressure import CRITICAL, HOLD_S, NORMAL, WARN, Guard
+from mlxspec.engine.worker import Worker
+from mlxspec.server.app import create_app
+from mlxspec.text.prompt import load_tokenizer
+from mlxspec.types import Busy, ModelInfo
+from tests import tiny
+from tests.engine.test_memory import GIB, MAC, Libc, on_linux, on_mac
+from tests.server.scripted import Answer, Server
+from tests.tiny_tokenizer import save_tokenizer
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+PSI = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10={} avg60=0.00 avg300=0.00 total=1\n"
+
+
+@pytest.mark.parametrize(("number", "level"), [(1, NORMAL), (2, WARN), (4, CRITICAL), (3, NORMAL)])
+def test_macs_word(number: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_mac(monkeypatch, Libc({"kern.memorystatus_vm_pressure_level": (number, 4)}))
+    assert pressure.system() == level
+
+
+@pytest.mark.parametrize(
+    ("some", "full", "level"),
+    [
+        ("0.00", "0.00", NORMAL),
+        ("9.99", "9.99", NORMAL),
+        ("10.01", "3.00", WARN),
+        ("30.00", "12.50", CRITICAL),
+    ],
+)
+def test_linuxs_word(some: str, full: str, level: int, monkeypatch: Any, tmp_path: Path) -> None:
+    on_linux(monkeypatch, tmp_path, pressure__memory=PSI.format(some, full))
+    assert pressure.system() == level
+
+
+def test_no_word_is_normal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_linux(monkeypatch, tmp_path)
+    assert pressure.system() == NORMAL
+    on_mac(monkeypatch, Libc({}))
+    assert pressure.system() == NORMAL and Guard(clock=Clock()).look() == NORMAL, "a guess never alarms"
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "level"),
+    [(16 / 32, 8, NORMAL), (15.9 / 32, 8, WARN), (7.9 / 32, 8, CRITICAL), (4, 10.1, WARN)],
+)
+def test_what_is_free_and_what_we_hold_count(
+    free: float, held: float, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = MAC | {name: (0, 4) for name in memory.EASY_PAGES}
+    numbers["vm.page_free_count"] = (int(free * GIB) // 16384, 4)
+    on_mac(monkeypatch, Libc(numbers, {9: int(held * GIB)}))
+    guard = Guard(8 * GIB, Clock())
+    guard.expect(2 * GIB)
+    assert (guard.look(), guard.footprint) == (level, int(held * GIB))
+
+
+def test_a_level_is_left_late_and_told(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    clock, reads = Clock(), []
+    guard = Guard(1 << 62, clock)
+    now = NORMAL
+    monkeypatch.setattr(pressure, "system", lambda: reads.append(clock.now) or now)
+    monkeypatch.setattr(memory, "free", lambda: None)
+
+    def at(seconds: float, level: int) -> int:
+        nonlocal now
+        clock.now, now = seconds, level
+        return guard.look()
+
+    with caplog.at_level(logging.WARNING, "mlxspec"):
+        assert at(0, NORMAL) == NORMAL
+        assert at(0.9, CRITICAL) == NORMAL and reads == [0], "once a second"
+        assert at(1, CRITICAL) == CRITICAL
+        assert at(5, NORMAL) == at(6, WARN) == at(10, NORMAL) == CRITICAL
+        assert at(1 + HOLD_S, NORMAL) == WARN, "the worst since it was reached"
+        assert at(12, WARN) == at(20, NORMAL) == at(21, NORMAL) == WARN
+        assert at(22, NORMAL) == NORMAL
+        for second in range(30, 60, 2):  # now and then
+            assert at(second, WARN) == at(second + 1, NORMAL) == WARN
+    said = [record.getMessage().partition(" (")[0] for record in caplog.records]
+    assert said == [f"memory is {pressure.NAMES[level]}" for level in (2, 1, 0, 1)]
+
+
+def test_this_machine_is_read() -> None:
+    guard = Guard()
+    assert guard.look() in (NORMAL, WARN, CRITICAL) and guard.footprint > 1 << 20
+    assert guard.planned > guard.footprint
+
+
+class Weather(Guard):
+    """A guard whose level a test sets."""
+
+    def look(self) -> int:
+        self.read += 1
+        return self.level
+
+
+def test_short_of_memory_one_runs_at_a_time() -> None:
+    e = tiny.engine(tiny.model("qwen3"), guard=Weather(read=0.0))
+    plain, most = tiny.Plain(tiny.model("qwen3")), 0
+    for i in range(2):
+        e.add(tiny.request(f"r{i}", [i, 1, 2], 12))
+    outputs = e.step() + e.step()
+    assert len(e.scheduler.running) == 2
+    for i in range(2, 6):
+        e.add(tiny.request(f"r{i}", [i, 1, 2], 12, choices=1 + (i == 5)))
+    while e.busy:
+        running = len(e.scheduler.running)
+        e.guard.level = WARN if e.counters["steps"] < 60 else CRITICAL
+        outputs += e.step()
+        e.check()
+        assert len(e.scheduler.running) <= max(1, running), "nothing starts beside what runs"
+        most = max(most, len(e.scheduler.running))
+    assert most == 2 and e.scheduler.preemptions == 0, "what runs goes on"
+    for i in range(6):
+        assert tiny.tokens(outputs, f"r{i}") == plain([i, 1, 2], 12)
+    assert tiny.tokens(outputs, "r5", 1) == plain([5, 1, 2], 12)
+
+
+def test_cached_blocks_are_forgotten_when_it_gets_worse() -> None:
+    e = tiny.engine(tiny.model("qwen3"), guard=Weather(read=0.0))
+    prompt = list(range(40))
+
+    def ask(level: int) -> tuple[int, list[int]]:
+        e.guard.level = level
+        e.add(tiny.request("r", prompt, 8))
+        outputs = tiny.run(e)
+        return outputs[-1].cached, tiny.tokens(outputs, "r")
+
+    (cold, first), (warm, second) = ask(NORMAL), ask(NORMAL)
+    assert cold == 0 and warm > 30
+    again, third = ask(WARN)
+    assert again == 0 and ask(WARN)[0] > 30, "only what was there when it got short"
+    assert ask(CRITICAL)[0] == 0 and ask(WARN)[0] > 30
+    assert first == second == third == tiny.Plain(tiny.model("qwen3"))(prompt, 8)
+    stats = e.stats()
+    assert stats.memory_pressure == WARN and stats.mlx_active_bytes > 0 and stats.live_arrays > 0
+
+
+@pytest.fixture
+def guard() -> Guard:
+    return Weather(read=0.0)
+
+
+@pytest.fixture
+def worker(guard: Guard) -> Iterator[Worker]:
+    info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 1000, 234, 0)
+    w = Worker(
+        lambda: (tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB), info), max_sequences=8, guard=guard
+    )
+    planned = guard.planned
+    w.launch()
+    assert guard.planned == planned + 1234
+    yield w
+    w.stop()
+
+
+def test_a_worker_refuses_and_takes_again(worker: Worker, guard: Guard) -> None:
+    plain = tiny.Plain(tiny.model("qwen3"))
+
+    async def main() -> None:
+        async def collect(stream: Any) -> list[int]:
+            return [t async for o in stream for t in o.tokens]
+
+        streams = [worker.submit(tiny.request(f"r{i}", [i, 1, 2], 40)) for i in range(8)]
+        first = await anext(streams[0])
+        guard.level = WARN
+        streams += [worker.submit(tiny.request(f"r{i}", [i, 1, 2], 40)) for i in range(8, 12)]
+        await anext(streams[1])
+        guard.level = CRITICAL
+        with pytest.raises(Busy, match="short of memory; try again in 10 s") as refused:
+            worker.submit(tiny.request("no", [1], 3))
+        assert refused.value.retry_after == HOLD_S
+        rest = [collect(s) for s in streams[2:]]
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(collect(streams[0]), collect(streams[1]), *rest)
+            assert list(first.tokens) + found[0] == plain([0, 1, 2], 40)
+            for i in range(2, 12):
+                assert found[i] == plain([i, 1, 2], 40), i
+            guard.level = NORMAL
+            assert await collect(worker.submit(tiny.request("yes", [1], 3))) == plain([1], 3)
+
+    asyncio.run(main())
+    assert worker.stats().blocks_used == 0
+
+
+def test_an_idle_worker_gives_back(worker: Worker, guard: Guard, monkeypatch: Any) -> None:
+    async def main() -> None:
+        prompt = list(range(40))
+        assert [o async for o in worker.submit(tiny.request("r", prompt, 3))]
+        while worker._busy or not worker.stats().blocks_cached:
+            await asyncio.sleep(0)
+        monkeypatch.setattr("mlxspec.engine.worker.IDLE_S", 0.01)
+        worker.abort("nobody")  # so that the wait begins anew
+        guard.level = WARN
+        async with asyncio.timeout(30):
+            while worker.stats().blocks_cached:
+                await asyncio.sleep(0.01)
+        assert worker.stats().memory_pressure == WARN and worker.stalled() == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_client_sees_429(path: str, worker: Worker, guard: Guard, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    server = Server(worker, create_app(worker, load_tokenizer(tmp_path), tmp_path, Config()))
+    body = {"model": "default", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+
+    async def main() -> tuple[Answer, Answer, str]:
+        guard.level = CRITICAL
+        refused = await server.post(path, body)
+        guard.level = NORMAL
+        served = await server.post(path, body)
+        return refused, served, (await server.get("/metrics")).body.decode()
+
+    refused, served, page = asyncio.run(main())
+    assert (refused.status, refused.headers["retry-after"]) == (429, "10")
+    error = refused.json["error"]
+    assert error["type"] == "rate_limit_error"
+    assert error["message"] == "the machine is short of memory; try again in 10 s"
+    assert served.status == 200
+    assert 'mlxspec_refused_total{status="429"} 1.0' in page and "mlxspec_memory_pressure 0.0" in page

@@ -25,8 +25,9 @@ def device_free() -> int:
 
 
 def bound(size: int) -> None:
-    """Let MLX keep at most `size` bytes of freed buffers for later steps: what it keeps is headroom that was
-    planned for. Its own limit on Metal is about the whole machine. A lower one stands."""
+    """Let MLX keep at most `size` bytes of freed buffers for later steps. Every length of prompt leaves its
+    own sizes there: without a limit 40 short requests to a model of 0.1 billion left 242 MiB. A lower
+    limit stands."""
     mx.set_cache_limit(min(size, mx.set_cache_limit(size)))
 
 

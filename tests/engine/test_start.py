@@ -46,9 +46,9 @@ def test_options_override(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_no_memory_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1 << 10)
     monkeypatch.setattr(start, "read", lambda model: pytest.fail("a weight was read"))
-    with pytest.raises(Unfit, match="9.54e-07 GiB are free of"):
+    with pytest.raises(Unfit, match=r"9\.54e-07 GiB are free of"):
         start.start(path, "tiny", Options())
-    with pytest.raises(Unfit, match="--kv-blocks 20 takes .*; leave it out"):
+    with pytest.raises(Unfit, match=r"--kv-blocks 20 takes .*; leave it out"):
         start.start(path, "tiny", Options(kv_blocks=20))
 
 

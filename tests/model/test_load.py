@@ -64,7 +64,7 @@ def test_what_caches_take_is_known_before_a_weight_is_read(kind: str, tmp_path: 
         assert state == 0 and token + local * layer == fit(m).token_bytes
 
 
-def test_a_model_that_evaluates_itself_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_does_not_run_so_is_told(caplog: pytest.LogCaptureFixture) -> None:
     m = tiny.model("llama")
     type(m).__call__, call = lambda self, *rest, **kw: [][0], type(m).__call__
     try:

@@ -159,20 +159,21 @@ def sizes(
 def room(weights: int, needs: Needs, context: int, block_size: int, chunk: int, free: int) -> int:
     """Bytes that weights and headroom leave of `free`. Raises Unfit, with what is needed and what would fit,
     where SHARE of that does not hold the caches of one sequence."""
-    left = free - weights - headroom()
-    try:
-        sizes(needs, context, block_size, 1, chunk, left)
-    except Unfit as error:
-        one = sum(size * low for size, low, _ in _parts(needs, context, block_size, 1, chunk))
-        billions = (free - headroom() - one / SHARE) / FOUR_BIT / 1e9
-        raise Unfit(
-            f"the model does not fit: {gib(weights)} of weights and {gib(headroom())} of headroom, but"
-            f" {gib(free)} are free of {gib(total())}. A part of {SHARE} of what is left is for the KV cache:"
-            f" {error}."
-            + (f" A 4-bit model of about {billions:.1f} billion parameters fits." if billions > 0.1 else "")
-            + " Close something, or give what it may take by --memory-gb"
-        ) from error
-    return left
+    left, why = free - weights - headroom(), ""
+    if left >= 0:
+        try:
+            sizes(needs, context, block_size, 1, chunk, left)
+            return left
+        except Unfit as error:
+            why = f" A part of {SHARE} of what is left is for the KV cache: {error}."
+    one = sum(size * low for size, low, _ in _parts(needs, context, block_size, 1, chunk))
+    billions = (free - headroom() - one / SHARE) / FOUR_BIT / 1e9
+    raise Unfit(
+        f"the model does not fit: {gib(weights)} of weights and {gib(headroom())} of headroom, but"
+        f" {gib(free)} are free of {gib(total())}.{why}"
+        + (f" A 4-bit model of less than {billions:.1f} billion parameters fits." if billions > 0.1 else "")
+        + " Close something, or give what it may take by --memory-gb"
+    )
 
 
 def _parts(

@@ -103,6 +103,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 def _room(models: Sequence[Module], held: int, context: int, options: Options) -> int:
     """Bytes that the weights will leave free, asked before any is read. Raises Unfit."""
     free = options.memory or min(memory.available(), meter.device_free())
+    # The weights alone come first: a few models evaluate themselves when they are asked for more.
+    memory.room(held, memory.Needs(0), context, options.block_size, _chunk(options), free)
     found = [geometry(model) for model in models]
     # Today a page is kept for every token, also where a window would do with fewer.
     needs = memory.Needs(

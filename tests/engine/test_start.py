@@ -48,6 +48,9 @@ def test_no_memory_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "read", lambda model: pytest.fail("a weight was read"))
     with pytest.raises(Unfit, match=r"9\.54e-07 GiB are free of"):
         start.start(path, "tiny", Options())
+    monkeypatch.setattr(memory, "available", lambda: memory.headroom() + (380 << 10))
+    with pytest.raises(Unfit, match=r"KV cache: the cache of one sequence of 512 tokens takes .*, and"):
+        start.start(path, "tiny", Options())
     with pytest.raises(Unfit, match=r"--kv-blocks 20 takes .*; leave it out"):
         start.start(path, "tiny", Options(kv_blocks=20))
 
@@ -88,7 +91,7 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
     before, free = memory.footprint(), memory.free()
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    with pytest.raises(Unfit, match=r"48 GiB of weights .* one sequence of 512 tokens takes") as said:
+    with pytest.raises(Unfit, match=r"48 GiB of weights .* but 40 GiB are free") as said:
         start.start(tmp_path, "wide", Options(memory=40 << 30))
     assert "billion parameters fits" in str(said.value)
     assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20

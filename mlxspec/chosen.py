@@ -46,6 +46,8 @@ def choose(config: Config) -> Chosen:
         speculate=config.speculate == "on",
         draft=small.path if small else None,
         cache=cache / "costs",
+        disk=cache / "prompts",
+        disk_bytes=int(config.cache_gb * 2**30),
     )
     return Chosen(found, small, tokenizer, options)
 

@@ -15,6 +15,7 @@ Finish = Literal["stop", "length", "abort", "error"]
 
 NULL_BLOCK = 0  # padding points here; nobody owns it
 MAX_CHOICES = 8
+MAX_DEPTH = 32  # tokens drafted for one sequence
 MAX_TOP_LOGPROBS = 20
 NARROW = 1024  # a top_k up to here needs no sorted vocabulary
 COLDEST = 1e-5  # dividing by a lower temperature would leave a float's range; it is greedy in all but name

@@ -23,8 +23,7 @@ from mlxspec.model.runner import Layout, Rewind, Runner
 from mlxspec.model.sample import gumbel, seed32
 from mlxspec.model.states import SHORT, keep
 from mlxspec.speculate import Drafter, NoDrafter
-from mlxspec.speculate.depth import MAX_DEPTH
-from mlxspec.types import Output, Request, Sampling
+from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
 
 VOCAB = 320
 STRIDE = 3  # blocks between two states of a long prompt

@@ -14,12 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlxspec.types import Unfit
+from mlxspec.engine.groups import Window
+from mlxspec.types import MAX_DEPTH, Unfit
 
 log = logging.getLogger("mlxspec")
 
 SHARE = 0.5  # of what weights and headroom leave; the rest is the user's
 CONTEXTS = 4  # full contexts that are enough: a coding agent keeps three or four sequences alive
+LIVE = 2  # a step holds the states that it read beside those that it leaves
+SNAPSHOTS = 2  # states kept for later prompts, for each sequence that may run
 LEAST = 8192  # tokens of one sequence, below which a model is no use to an agent unless told by --context
 HEADROOM = 512 << 20  # bytes: steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion, fp32
 HEADROOM_PART = 16  # of the machine's memory, where that is more
@@ -184,10 +187,29 @@ def _parts(
     most = CONTEXTS * (whole - 1) + 1
     parts = [(needs.token_bytes * block_size, _blocks(min(context, LEAST), block_size), most)]
     for window, size in needs.windows:
-        low = min(_blocks(window + chunk, block_size) + 1, whole)  # it may begin inside a block
-        high = max_sequences * _blocks(window, block_size) + _blocks(chunk, block_size)
-        parts.append((size * block_size, low, max(low, min(high, most))))
-    return [*parts, (needs.state_bytes, 1, max_sequences), (needs.state_bytes, 0, 2 * max_sequences)]
+        low, high = _window(window, block_size, max_sequences, chunk)
+        parts.append((size * block_size, min(low, whole), min(high, most)))
+    live = LIVE * needs.state_bytes
+    return [*parts, (live, 1, max_sequences), (needs.state_bytes, 0, SNAPSHOTS * max_sequences)]
+
+
+def _window(window: int, block_size: int, max_sequences: int, chunk: int) -> tuple[int, int]:
+    """Blocks with which one sequence is never short, and with which none is and as much again stays known."""
+    one, all_of = (Window.least(window, block_size, n, chunk, MAX_DEPTH) for n in (1, max_sequences))
+    return one, 2 * all_of
+
+
+def fixed(needs: Needs, blocks: int, block_size: int, max_sequences: int, chunk: int) -> Sizes:
+    """The sizes where somebody has said how many blocks there are to be."""
+    windows = [min(blocks, _window(w, block_size, max_sequences, chunk)[1]) for w, _ in needs.windows]
+    return Sizes(blocks, tuple(windows), max_sequences, SNAPSHOTS * max_sequences * needs.state_bytes)
+
+
+def taken(needs: Needs, sizes: Sizes, block_size: int) -> int:
+    """Bytes of all that."""
+    blocks = needs.token_bytes * sizes.blocks
+    blocks += sum(size * n for (_, size), n in zip(needs.windows, sizes.window_blocks, strict=True))
+    return blocks * block_size + LIVE * needs.state_bytes * sizes.sequences + sizes.snapshot_bytes
 
 
 def gib(size: int) -> str:

@@ -7,19 +7,26 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxspec.engine import memory
 from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.disk import Disk
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.groups import Groups
+from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import CEILING, Pace
+from mlxspec.engine.runfile import fingerprint
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.model import meter
-from mlxspec.model.load import context_of, fit, geometry, growth, load, read, weights
+from mlxspec.engine.snapshots import Snapshots
+from mlxspec.engine.tier import Tier
+from mlxspec.model import meter, states
+from mlxspec.model.load import Fit, context_of, fit, geometry, growth, load, read, weights
 from mlxspec.model.runner import Runner
+from mlxspec.model.transfer import Transfer
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.draft_model import DraftModel, Small, fit_small
@@ -28,6 +35,7 @@ from mlxspec.types import ModelInfo, Request, Sampling, Unfit
 log = logging.getLogger("mlxspec")
 
 WARM_ROWS = 64  # a prompt long enough to tell what a row costs
+LEAST_STRIDE = 16  # blocks between two states that a long prompt leaves behind
 WORTH_CHECKING = 1 << 24  # bytes of one layer's keys; below that, activations hide a copy
 
 
@@ -46,6 +54,8 @@ class Options:
     speculate: bool = True
     draft: Path | None = None  # a draft model's directory
     cache: Path | None = None  # directory for what was measured
+    disk: Path | None = None  # directory for what outlives the process
+    disk_bytes: int = 0  # 0: nothing does
 
 
 def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
@@ -62,15 +72,21 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     small = fit_small(options.draft, *models[1], found) if options.draft else None
-    token_bytes = found.token_bytes + (small.fit.token_bytes if small else 0)
-    blocks = options.kv_blocks or _sizes(memory.Needs(token_bytes), context, options, room).blocks
+    needs = _needs(found, small, context)
+    sizes = _sizes(needs, context, options, room)
     meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
-    runner = found.runner(model, options.block_size, blocks)
-    pool = BlockPool(blocks, options.block_size, salt=f"{path}:{found.layout}".encode())
+    windows = dict(zip((window for window, _ in needs.windows), sizes.window_blocks, strict=True))
+    runner = found.runner(model, options.block_size, sizes.blocks, windows)
+    known_as = _fingerprint(path, found, options)
+    groups = Groups(
+        BlockPool(sizes.blocks, options.block_size, salt=known_as.encode()),
+        [Window(window, BlockPool(n, options.block_size)) for window, n in windows.items()],
+        _snapshots(needs, sizes, options.block_size),
+    )
     scheduler = Scheduler(
-        Groups(pool),
+        groups,
         context=context,
-        max_sequences=options.max_sequences,
+        max_sequences=min(options.max_sequences, sizes.sequences),
         pace=Pace(options.decode_gap, options.prefill_budget),
         sharing=found.sharing,
         drafts=found.drafts,
@@ -79,6 +95,9 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     _warm(engine)
     if options.speculate:
         _speculate(engine, path, small, options)
+    if options.disk_bytes and found.sharing and options.disk:
+        disk = Disk(options.disk, known_as, options.disk_bytes, model=name)
+        engine.tier = scheduler.tier = Tier(disk, groups, Transfer(runner))
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens: the KV pool holds no more", context, scheduler.limit)
     info = ModelInfo(
@@ -87,8 +106,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         vocab=found.vocab,
         layout=found.layout,
         block_size=options.block_size,
-        kv_blocks=blocks,
-        kv_bytes=blocks * options.block_size * token_bytes,
+        kv_blocks=sizes.blocks,
+        kv_bytes=memory.taken(needs, sizes, options.block_size),
         weight_bytes=held,
         prefill_budget=scheduler.pace.rows(decoding=True),
         created=int(time.time()),
@@ -106,14 +125,15 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
     # The weights alone come first: a few models evaluate themselves when they are asked for more.
     memory.room(held, memory.Needs(0), context, options.block_size, _chunk(options), free)
     found = [geometry(model) for model in models]
-    # Today a page is kept for every token, also where a window would do with fewer.
+    own = [(w, size) for _, windows, _ in found for w, size in windows if w < context]
     needs = memory.Needs(
-        sum(token + sum(size for _, size in windows) for token, windows, _ in found),
-        state_bytes=sum(state for *_, state in found),
+        sum(token + sum(size for w, size in windows if w >= context) for token, windows, _ in found),
+        tuple(own),
+        sum(state for *_, state in found),
     )
     if not options.kv_blocks:
         return memory.room(held, needs, context, options.block_size, _chunk(options), free)
-    pool = options.kv_blocks * options.block_size * needs.token_bytes
+    pool = memory.taken(needs, _sizes(needs, context, options, 0), options.block_size)
     if (left := free - held - pool - memory.headroom()) < 0:
         raise Unfit(
             f"--kv-blocks {options.kv_blocks} takes {memory.gib(pool)}, {memory.gib(-left)} more than weights"
@@ -122,9 +142,36 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
     return left
 
 
+def _needs(found: Fit, small: Small | None, context: int) -> memory.Needs:
+    """A draft model's K/V lie under the blocks that see everything, whatever its windows; a window that the
+    context never leaves needs no blocks of its own."""
+    own = tuple((w, size) for w, size in sorted(found.windows.items()) if w < context)
+    token = found.token_bytes + sum(size for w, size in found.windows.items() if w >= context)
+    if small:
+        token += small.fit.token_bytes + sum(small.fit.windows.values())
+    return memory.Needs(token, own, found.state_bytes)
+
+
 def _sizes(needs: memory.Needs, context: int, options: Options, room: int) -> memory.Sizes:
-    most = options.max_sequences
-    return memory.sizes(needs, context, options.block_size, most, _chunk(options), room)
+    most, chunk = options.max_sequences, _chunk(options)
+    if options.kv_blocks:
+        return memory.fixed(needs, options.kv_blocks, options.block_size, most, chunk)
+    return memory.sizes(needs, context, options.block_size, most, chunk, room)
+
+
+def _snapshots(needs: memory.Needs, sizes: memory.Sizes, block_size: int) -> Snapshots | None:
+    """A long prompt leaves a state behind as often as they take no more than its K/V."""
+    if not needs.state_bytes:
+        return None
+    stride = -(-needs.state_bytes // (needs.token_bytes * block_size)) if needs.token_bytes else 0
+    return Snapshots(sizes.snapshot_bytes // needs.state_bytes, max(LEAST_STRIDE, stride), states.keep)
+
+
+def _fingerprint(path: Path, found: Fit, options: Options) -> str:
+    """Of all that what a block holds depends on, besides its tokens."""
+    about = {name: version(name) for name in ("mlx", "mlx-lm")}
+    about |= {"layout": found.layout, "block": str(options.block_size), "device": str(mx.default_device())}
+    return fingerprint(path, about)
 
 
 def _chunk(options: Options) -> int:

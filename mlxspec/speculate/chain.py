@@ -11,11 +11,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from mlxspec.model.runner import Step
-from mlxspec.speculate.depth import MAX_DEPTH, Controller, Costs, Key, Option, Pilot, corrected
+from mlxspec.speculate.depth import Controller, Costs, Key, Option, Pilot, corrected
 from mlxspec.speculate.draft_model import MODEL_DEPTH, SOURCE, DraftModel
 from mlxspec.speculate.lookup import REACH, Lookup, Proposal
 from mlxspec.speculate.suffix import Corpus
-from mlxspec.types import Draft, Entry, Sequence
+from mlxspec.types import MAX_DEPTH, Draft, Entry, Sequence
 
 log = logging.getLogger("mlxspec")
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-MAX_DEPTH = 32  # tokens drafted for one sequence
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # rows whose cost is measured
 MOST_ROWS = 256  # drafted in one step, over all sequences
 MEMORY = 100  # observations that a chance remembers

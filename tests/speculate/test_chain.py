@@ -11,8 +11,8 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate.chain import FIRST, PARKED, Chain, bucket
-from mlxspec.speculate.depth import MAX_DEPTH, Costs
-from mlxspec.types import Draft, Entry, Request, Sequence
+from mlxspec.speculate.depth import Costs
+from mlxspec.types import MAX_DEPTH, Draft, Entry, Request, Sequence
 from tests import tiny
 from tests.drafters import KINDS, attach, costs, like
 

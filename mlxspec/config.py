@@ -59,7 +59,7 @@ class Config:
     block_size: int = option(32, "Size of a KV block.", unit="tokens", low=1, high=512)
     kv_blocks: int = option(0, "KV blocks; 0: from the free memory.", unit="blocks", low=0, high=2**24)
     memory_gb: float = option(
-        0.0, "Memory that weights and caches may take; 0: what is free.", unit="GiB", low=0, high=2**16
+        0.0, "Memory for weights, caches and headroom; 0: what is free.", unit="GiB", low=0, high=2**16
     )
     layout: str = option(
         "auto",

@@ -66,6 +66,16 @@ def test_dropped_content_lives_until_its_block_is_needed_tails_first() -> None:
     pool.check([table[:3], [table[3]]])
 
 
+def test_forgetting_spares_what_is_held() -> None:
+    pool = BlockPool(8, SIZE)
+    held = hold(pool, [1, 2, 3, 4, 5])
+    pool.drop(hold(pool, [6, 7, 8, 9, 1, 2]))
+    assert pool.forget() == 2 and pool.forget() == 0
+    assert pool.match([6, 7, 8, 9, 1, 2]).blocks == ()
+    assert pool.match([1, 2, 3, 4, 5]).blocks == tuple(held[:1])
+    pool.check([held])
+
+
 def test_unknown_blocks_are_reused_before_known_ones() -> None:
     pool = BlockPool(4, SIZE)
     known = hold(pool, [1, 2, 3, 4])
@@ -132,6 +142,11 @@ class Machine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         _, table, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.pool.drop(table)
+
+    @rule()
+    def forget(self) -> None:
+        known, held = self.pool.cached, self.pool.used
+        assert self.pool.forget() == known and (self.pool.cached, self.pool.used) == (0, held)
 
     @invariant()
     def holds(self) -> None:

@@ -73,7 +73,10 @@ def test_whole_number_serves_as_number(tmp_path: Path) -> None:
         ("drain_s = nan\n", ":1: drain_s = nan is out of range; give 0 to 3600 s"),
         ("host = 1\n", ":1: host = 1 is not text; give text"),
         ("allowed_hosts = [1]\n", ":1: allowed_hosts = [1] is not a list of texts; give a list of texts"),
-        ('layout = "rect"\n', ":1: layout = 'rect' is not a choice; give one of auto, rows, gather, solo"),
+        (
+            'layout = "box"\n',
+            ":1: layout = 'box' is not a choice; give one of auto, rows, rect, gather, solo",
+        ),
         ("\n\nmax_que = 3\n", ":3: there is no setting 'max_que'; did you mean max_queue?"),
         ("[server]\nport = 1\n", ":1: there is no setting 'server'; "),
         ("port = \n", "not TOML: Invalid value (at line 1"),

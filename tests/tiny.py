@@ -21,7 +21,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.snapshots import Snapshots
 from mlxspec.model.runner import Layout, Rewind, Runner
 from mlxspec.model.sample import gumbel, seed32
-from mlxspec.model.states import SHORT, keep
+from mlxspec.model.states import SHORT, own as own_state
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
 
@@ -160,7 +160,7 @@ def engine(
     groups = Groups(
         BlockPool(blocks, block),
         [Window(w, BlockPool(n, block)) for w, n in sizes.items()],
-        Snapshots(states, STRIDE, keep) if stateful else None,
+        Snapshots(states, STRIDE, own_state) if stateful else None,
     )
     scheduler = Scheduler(
         groups,

@@ -112,10 +112,10 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         prefill_budget=scheduler.pace.rows(decoding=True),
         created=int(time.time()),
     )
-    how = found.layout + ", one sequence at a time" * (found.lone and found.layout != "solo")
+    how = found.layout + " layout" + ", one sequence at a time" * (found.lone and found.layout != "solo")
     if found.rewind:
         how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"
-    log.info("%s: %s layout, ready in %.1f s", name, how, time.perf_counter() - began)
+    log.info("%s: %s, ready in %.1f s", name, how, time.perf_counter() - began)
     return engine, info
 
 
@@ -164,7 +164,7 @@ def _snapshots(needs: memory.Needs, sizes: memory.Sizes, block_size: int) -> Sna
     if not needs.state_bytes:
         return None
     stride = -(-needs.state_bytes // (needs.token_bytes * block_size)) if needs.token_bytes else 0
-    return Snapshots(sizes.snapshot_bytes // needs.state_bytes, max(LEAST_STRIDE, stride), states.keep)
+    return Snapshots(sizes.snapshot_bytes // needs.state_bytes, max(LEAST_STRIDE, stride), states.own)
 
 
 def _fingerprint(path: Path, found: Fit, options: Options) -> str:

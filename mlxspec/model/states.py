@@ -152,7 +152,7 @@ class States:
         now = {e.seq for e in plan}
         for seq in self._last:
             if seq not in now and seq.state is not None:
-                seq.state, seq.batch = keep(seq.state), None
+                seq.state, seq.batch = own(seq.state), None
         self._last = list(now) if self.layers else []
 
     def form(self, entry: Entry) -> tuple[Any, ...]:
@@ -194,7 +194,7 @@ class States:
             tuple(arrays if len(entries) == 1 else (a[i : i + 1] for a in arrays))
             for i in range(len(entries))
         ]
-        parts = [own(p) for p in parts] if long else parts
+        parts = [_copied(p) for p in parts] if long else parts
         batch = None if long or len(parts) == 1 else Batch(arrays, parts)
         for i, (e, part) in enumerate(zip(entries, parts, strict=True)):
             e.undo = (tape, i, e.seq.state) if len(e.draft) else None
@@ -229,15 +229,14 @@ class States:
 
 
 def own(state: Carried) -> Carried:
-    """The same values in memory of their own: a slice holds all that it was cut from."""
+    """The same values in memory of their own, submitted: a slice holds all that it was cut from."""
+    made = _copied(state)
+    mx.async_eval(made)
+    return made
+
+
+def _copied(state: Carried) -> Carried:
     return tuple(a + 0 for a in state)
-
-
-def keep(state: Carried) -> Carried:
-    """As `own`, and submitted: what is not computed yet holds all that it is computed from."""
-    kept = own(state)
-    mx.async_eval(kept)
-    return kept
 
 
 def size(state: Carried | None) -> int:

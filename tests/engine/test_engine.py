@@ -81,7 +81,7 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
         tiny.run(e)
 
     assert growth(some) < layer / 2
-    assert e.counters["cached"] >= 40 + 50 + 60 + 70
+    assert e.counters["cached"] >= (70 if kind == "gpt_oss" else 40 + 50 + 60 + 70)  # what a window passed is gone
 
 
 def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:

@@ -145,9 +145,36 @@ def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model("llama"))([1, 2, 3], 30)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout", "how"),
+    [
+        ("llama", "gather", "gather layout, ready"),
+        ("llama", "rect", "rect layout, ready"),
+        (
+            "mamba2",
+            "auto",
+            "rect layout (a draft leaves the 20224 bytes of a sequence's state by tape), ready",
+        ),
+    ],
+)
+def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
+    path: Path, tmp_path: Path, kind: str, layout: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    target = tmp_path / "target"
+    target.mkdir()
+    save(target, kind)
+    e, info = start.start(target, "tiny", Options(layout=layout, block_size=16, kv_blocks=20, draft=path))
+    assert how in caplog.text and info.layout in how
+    assert isinstance(e.drafter, Chain) and e.drafter.model is not None
+    e.add(tiny.request("r", [1, 2, 3], 30))
+    assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 30)
+    assert isinstance(e.drafter, Chain)
+
+
 def test_what_cannot_draft_is_refused(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(Unfit, match="--draft needs the rows layout; the model runs in gather"):
-        start.start(path, "tiny", Options(layout="gather", draft=path))
+    with pytest.raises(Unfit, match="--draft: no draft can be taken back in the solo layout; leave it out"):
+        start.start(path, "tiny", Options(layout="solo", draft=path))
     other = tmp_path / "other"
     other.mkdir()
     save(other, "mamba2")

@@ -7,10 +7,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlxspec.model import load as load_module
+from mlxspec.model import states
 from mlxspec.model.load import context_of, fit, geometry, load, read, weights
+from mlxspec.model.states import SHORT
 from mlxspec.types import Unfit
 from tests import tiny
 
@@ -21,7 +23,11 @@ from tests import tiny
         ("llama", "rows", False),
         ("gpt_oss", "rows", False),
         ("gemma2", "gather", True),
-        ("mamba2", "solo", True),
+        ("mamba2", "rect", False),
+        ("qwen3_next", "rect", False),
+        ("deepseek_v3", "gather", False),
+        ("internlm2", "rect", True),
+        ("llama4", "solo", True),
     ],
 )
 def test_layouts(kind: str, layout: str, lone: bool) -> None:
@@ -32,14 +38,41 @@ def test_layouts(kind: str, layout: str, lone: bool) -> None:
 
 def test_token_bytes_are_those_of_the_pool() -> None:
     m = tiny.model("gemma3_text")
-    assert fit(m).token_bytes == 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, fp32
+    each = 2 * 2 * 16 * 4  # K and V, heads, dim, fp32
+    assert (fit(m).token_bytes, fit(m).windows) == (each, {12: 2 * each})
     runner = fit(m).runner(m, 8, 10)
     assert runner.trunk
 
 
 def test_models_own_caches_are_measured() -> None:
     assert fit(tiny.model("llama"), "solo").token_bytes == fit(tiny.model("llama")).token_bytes
-    assert fit(tiny.model("mamba2")).token_bytes > 0
+    assert fit(tiny.model("mamba2"), "solo").token_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "kind, rewind, sharing, drafts",
+    [
+        ("llama", None, True, 1 << 31),
+        ("qwen3_next", "tape", True, SHORT),
+        ("mamba", "refeed", True, SHORT),
+        ("llama4", None, False, 0),
+    ],
+)
+def test_how_a_draft_is_taken_back(kind: str, rewind: str | None, sharing: bool, drafts: int) -> None:
+    m = tiny.model(kind)
+    found = fit(m)
+    assert (found.rewind, found.sharing, found.drafts) == (rewind, sharing, drafts)
+    runner = found.runner(m, 4, 8)
+    assert runner.states.taped == (rewind != "refeed")
+    held = [c.cache for c in make_prompt_cache(m) if isinstance(c, ArraysCache)]
+    assert bool(found.state_bytes) == bool(held)
+
+
+def test_a_tape_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = states.Tape.behind
+    monkeypatch.setattr(states.Tape, "behind", lambda self, batch, rows: right(self, batch, rows + 1))
+    found = fit(tiny.model("qwen3_next"))
+    assert found.rewind == "refeed" and "drafts taken back by tape: logits are off" in found.refused[-1]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "gemma2", "mamba2"])
@@ -61,7 +94,7 @@ def test_what_caches_take_is_known_before_a_weight_is_read(kind: str, tmp_path: 
         mx.eval(m(mx.array([[1]]), cache=caches))
         assert state == sum(c.nbytes for c in caches) > 0
     else:
-        assert state == 0 and token + local * layer == fit(m).token_bytes
+        assert state == 0 and (token, dict(windows)) == (fit(m).token_bytes, fit(m).windows)
 
 
 def test_a_model_that_does_not_run_so_is_told(caplog: pytest.LogCaptureFixture) -> None:

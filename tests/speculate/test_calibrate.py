@@ -97,5 +97,16 @@ def test_a_pool_that_is_too_small(runner: Runner, tmp_path: Path) -> None:
     assert calibrate(runner, 97, table(2), tmp_path, None) is None
 
 
+@pytest.mark.parametrize("rewind", ["tape", "refeed"])
+def test_layers_with_a_state_take_half_of_each_draft_back(
+    rewind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(tiny.model("qwen3_next"), "rect", SIZE, 16, rewind=rewind)
+    back, asked = runner.rewind, []
+    monkeypatch.setattr(runner, "rewind", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n))
+    costs = calibrate(runner, 97, table(), tmp_path, None)
+    assert costs is not None and {(1, 1), (2, 1), (8, 4), (32, 16)} <= set(asked)
+
+
 def test_one_row(runner: Runner) -> None:
     assert 0 < one_row(runner, table()) < 5

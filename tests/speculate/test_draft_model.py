@@ -13,7 +13,7 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
 from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.depth import Costs
+from mlxspec.speculate.depth import Controller, Costs
 from mlxspec.speculate.draft_model import CATCH_UP, LAG, DraftModel
 from mlxspec.types import Entry, Request
 from tests import tiny
@@ -55,6 +55,7 @@ class Twins:
     kind: str = "qwen3"
     blocks: int = 64
     noise: float = 0.0
+    layout: Any = "rows"
     engine: Engine = field(init=False)
     chain: Chain = field(init=False)
     reads: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -62,7 +63,7 @@ class Twins:
     rows: int = 0
 
     def __post_init__(self) -> None:
-        self.engine = tiny.engine(model(self.kind), block=BLOCK, blocks=self.blocks)
+        self.engine = tiny.engine(model(self.kind), layout=self.layout, block=BLOCK, blocks=self.blocks)
         self.chain = attach(self.engine, "model", like(None, self.kind, self.noise))
         assert self.draft
         forward = self.draft.runner.forward
@@ -104,10 +105,17 @@ class Twins:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
-def test_cold_prompts_and_hits(kind: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        *((k, "rows") for k in ("llama", "qwen3", "gemma3_text", "gpt_oss")),
+        ("llama", "gather"),
+        ("llama", "rect"),
+    ],
+)
+def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> None:
     """A whole hit, a partial one, a block's end, and neighbours that join."""
-    twins = Twins(kind)
+    twins = Twins(kind, layout=layout)
     shared = some(3 * BLOCK)
     prompts = {
         "cold": shared + some(13, 1),
@@ -274,3 +282,31 @@ def test_logits_of_another_width(width: int, temperature: float, monkeypatch: py
     kept = dict(out[-1].accepted)["model"]
     assert seen and max(seen) < held
     assert kept == out[-1].drafted if width > tiny.VOCAB else kept > 10
+
+
+@pytest.mark.parametrize("rewind", ["tape", "refeed"])
+def test_it_follows_a_target_that_takes_drafts_back(rewind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft is what the small model itself would say behind the tokens that stand."""
+    e = tiny.engine(model("mamba2"), layout="rect", block=BLOCK, rewind=rewind)
+    chain = attach(e, "model", model("llama"))
+    again = right = 0
+    three = lambda p, options, *_: [(3, some[-1]) if some else (0, None) for some in options]  # noqa: E731
+    monkeypatch.setattr(Controller, "decide", lambda self, *args: three(*args))
+    draft = DraftModel.draft
+
+    def checked(self: DraftModel, plan: Sequence[Entry], before: Any, depths: Any) -> None:
+        nonlocal again, right
+        draft(self, plan, before, depths)
+        for entry in plan:
+            if len(entry.draft) and not entry.pending:
+                known = entry.seq.tokens[: entry.start + entry.count]
+                assert entry.draft.tokens.tolist() == plain("llama")(known, len(entry.draft))
+                right, again = right + 1, again + (entry.again > 0)
+
+    monkeypatch.setattr(DraftModel, "draft", checked)
+    rs = [tiny.request(f"r{i}", some(9 + i, i), N) for i in range(2)]
+    for r in rs:
+        e.add(r)
+    out = tiny.run(e)
+    assert [tiny.tokens(out, r.id) for r in rs] == [truth(r, kind="mamba2") for r in rs]
+    assert e.drafter is chain and right > 10 and (again > 5) == (rewind == "refeed")

@@ -21,7 +21,8 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.snapshots import Snapshots
 from mlxspec.model.runner import Layout, Rewind, Runner
 from mlxspec.model.sample import gumbel, seed32
-from mlxspec.model.states import SHORT, own as own_state
+from mlxspec.model.states import SHORT
+from mlxspec.model.states import own as own_state
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
 

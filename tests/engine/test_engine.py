@@ -73,7 +73,7 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
     e = tiny.engine(tiny.model(kind), layout=layout, lone=lone, block=32, blocks=4000)
     e.add(tiny.request("warm", range(70), 8))
     tiny.run(e)
-    layer = e.runner.caches[0].pools()[0].nbytes
+    layer = max(pool.nbytes for pages in e.runner.pages() for pool in pages.pools())
 
     def some() -> None:
         for i in range(4):
@@ -81,7 +81,8 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
         tiny.run(e)
 
     assert growth(some) < layer / 2
-    assert e.counters["cached"] >= (70 if kind == "gpt_oss" else 40 + 50 + 60 + 70)  # what a window passed is gone
+    # What a window of its own has passed goes first.
+    assert e.counters["cached"] >= (70 if kind == "gpt_oss" else 40 + 50 + 60 + 70)
 
 
 def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:

@@ -40,6 +40,7 @@ def choose(config: Config) -> Chosen:
         memory=int(config.memory_gb * 2**30),
         context=config.context,
         layout=config.layout,
+        kv_bits=config.kv_bits,
         max_sequences=config.max_sequences,
         prefill_budget=config.prefill_budget,
         decode_gap=config.decode_gap_ms / 1000,

@@ -32,7 +32,7 @@ def option(
     unit: str = "",
     low: float = -math.inf,
     high: float = math.inf,
-    choices: tuple[str, ...] = (),
+    choices: tuple[T, ...] = (),
     secret: bool = False,
 ) -> T:
     """One row of the table. `low` and `high` are inclusive; a `secret` value is never printed."""
@@ -60,6 +60,13 @@ class Config:
     kv_blocks: int = option(0, "KV blocks; 0: from the free memory.", unit="blocks", low=0, high=2**24)
     memory_gb: float = option(
         0.0, "Memory for weights, caches and headroom; 0: what is free.", unit="GiB", low=0, high=2**16
+    )
+    kv_bits: int = option(
+        0,
+        "Bits of each value in the KV blocks; 0: as the model computes it.",
+        low=0,
+        high=8,
+        choices=(0, 4, 8),
     )
     layout: str = option(
         "auto",
@@ -138,7 +145,7 @@ def limits(row: Field[Any]) -> str:
     """What a row admits beyond its type: its choices or its range, in its unit. Empty where anything goes."""
     meta = row.metadata
     if meta["choices"]:
-        return "one of " + ", ".join(meta["choices"])
+        return "one of " + ", ".join(map(str, meta["choices"]))
     if meta["high"] == math.inf:
         return ""
     return f"{meta['low']} to {meta['high']} {meta['unit']}".strip()

@@ -48,6 +48,7 @@ class Options:
     memory: int = 0  # bytes that weights, pools and headroom may take; 0: what is free
     context: int = 0
     layout: str = "auto"
+    kv_bits: int = 0  # 8 or 4; 0: K/V as the model computes them
     max_sequences: int = 16
     prefill_budget: int = 0
     decode_gap: float = 0.25  # seconds
@@ -68,7 +69,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)
-    found = fit(model, options.layout)
+    found = fit(model, options.layout, options.kv_bits)
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     small = fit_small(options.draft, *models[1], found) if options.draft else None
@@ -170,7 +171,8 @@ def _snapshots(needs: memory.Needs, sizes: memory.Sizes, block_size: int) -> Sna
 def _fingerprint(path: Path, found: Fit, options: Options) -> str:
     """Of all that what a block holds depends on, besides its tokens."""
     about = {name: version(name) for name in ("mlx", "mlx-lm")}
-    about |= {"layout": found.layout, "block": str(options.block_size), "device": str(mx.default_device())}
+    about |= {"layout": found.layout, "block": str(options.block_size), "bits": str(found.kv_bits)}
+    about["device"] = str(mx.default_device())
     return fingerprint(path, about)
 
 

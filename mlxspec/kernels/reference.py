@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from mlxspec.kernels.packed import Packing
 from mlxspec.types import NULL_BLOCK
 
 Selection = tuple[mx.array, mx.array | str | None, slice]  # blocks [B, n], mask, the slots to keep
@@ -69,13 +70,17 @@ class Group:
         return blocks, seen[:, None], keep
 
 
-def gather(pool: mx.array, blocks: mx.array, block_size: int, keep: slice) -> mx.array:
-    """Slots of `blocks` [B, n] out of `pool` [H, slots, D], cut to `keep`: dense [B, H, S, D]."""
+def gather(
+    pool: mx.array, blocks: mx.array, block_size: int, keep: slice, packing: Packing | None = None
+) -> mx.array:
+    """Slots of `blocks` [B, n] out of `pool` [H, slots, D], cut to `keep`: dense [B, H, S, D]. The rows of a
+    packed pool are unpacked once they are gathered."""
     heads, _, dim = pool.shape
     batch, n = blocks.shape
     dense = pool.reshape(heads, -1, block_size, dim)[:, blocks].reshape(heads, batch, n * block_size, dim)
     if keep != slice(0, n * block_size):
         dense = dense[:, :, keep]
+    dense = packing.unpack(dense) if packing else dense
     return dense.transpose(1, 0, 2, 3)
 
 
@@ -87,16 +92,21 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     sinks: mx.array | None = None,
+    packings: tuple[Packing | None, Packing | None] = (None, None),
 ) -> mx.array:
     """softmax(scale * q k^T) v over the groups' pages.
 
-    q [T, heads, D]; keys [kv_heads, slots, D] and values [kv_heads, slots, Dv] are pools; `sinks` [heads] are
-    extra logits of the softmax with no value. Returns [T, heads, Dv] in q's dtype."""
+    q [T, heads, D]; keys [kv_heads, slots, D] and values [kv_heads, slots, Dv] are pools, whose rows
+    are as `packings` says where it does; `sinks` [heads] are extra logits of the softmax with no value.
+    Returns [T, heads, Dv] in q's dtype."""
     heads, dim = q.shape[1:]
     out = []
     for g in groups:
         blocks, mask, keep = g.select(window)
-        k, v = (gather(pool, blocks, g.block_size, keep) for pool in (keys, values))
+        k, v = (
+            gather(pool, blocks, g.block_size, keep, packing)
+            for pool, packing in zip((keys, values), packings, strict=True)
+        )
         rows = q[g.lo : g.hi] if len(groups) > 1 else q
         rows = rows.reshape(-1, g.length, heads, dim).transpose(0, 2, 1, 3)  # [B, heads, L, D]
         o = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=mask, sinks=sinks)

@@ -35,7 +35,7 @@ def attention(
         raise TypeError(f"attention for {batch * length} rows in a step of {keys.view.groups[-1].hi}")
     q = queries.transpose(0, 2, 1, 3).reshape(-1, heads, dim)
     k, v = keys.pools()
-    out = paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks)
+    out = paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks, keys.packings)
     return out.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.kernels import Group
+from mlxspec.kernels import Group, Packing
 from mlxspec.kernels.reference import gather
 from mlxspec.types import Unfit
 
@@ -27,19 +27,21 @@ class View:
     slots: dict[int | None, mx.array] = field(default_factory=dict)
     groups: Sequence[Group] = ()
     sampled: Any = None
+    kv_bits: int = 0  # of what the pools hold; 0: as the model computes it
 
 
 class Pages:
     """One layer's KV in the rows layout `[T, 1]`: K/V are written at the step's slots, and what goes on to
     attention is this handle. Pools are made at the first write, when heads and dims are known."""
 
-    __slots__ = ("keys", "pool", "values", "view", "window")
+    __slots__ = ("keys", "packings", "pool", "values", "view", "window")
 
     def __init__(self, view: View, window: int | None) -> None:
         self.view, self.window = view, window
         self.pool = window if window in view.blocks else None
         self.keys: mx.array | None = None  # [kv_heads, slots, D]
         self.values: mx.array | None = None
+        self.packings: tuple[Packing | None, Packing | None] = (None, None)
 
     @property
     def offset(self) -> mx.array:
@@ -48,7 +50,7 @@ class Pages:
     @property
     def dtype(self) -> mx.Dtype:
         """All that a model may ask of K/V that it passes on."""
-        return self.pools()[0].dtype
+        return self.packings[0].dtype if self.packings[0] else self.pools()[0].dtype
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """Attention knows the view; no mask is built. Raises Unfit for a window that this layer's cache does
@@ -69,25 +71,30 @@ class Pages:
     def write(self, k: mx.array, v: mx.array) -> None:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view."""
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._pool(k), self._pool(v)
-        self.put(self.view.slots[self.pool], _rows(k), _rows(v))
-
-    def put(self, slots: mx.array, k: mx.array, v: mx.array) -> None:
-        """Write k, v [kv_heads, n, D] at `slots` [n], in place."""
-        keys, values = self.pools()
-        keys[:, slots] = k
+            if bits := self.view.kv_bits:
+                self.packings = Packing(k.shape[3], k.dtype, bits), Packing(v.shape[3], v.dtype, bits)
+            self.keys, self.values = map(self._pool, (k, v), self.packings)
         # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach whoever's
         # padding or freed block this becomes.
-        values[:, slots] = mx.where(mx.isfinite(v), v, 0) if v.dtype == mx.float16 else v
+        v = mx.where(mx.isfinite(v), v, 0) if v.dtype == mx.float16 else v
+        rows = (p.pack(x) if p else x for p, x in zip(self.packings, (_rows(k), _rows(v)), strict=True))
+        self.put(self.view.slots[self.pool], *rows)
+
+    def put(self, slots: mx.array, k: mx.array, v: mx.array) -> None:
+        """Write k, v [kv_heads, n, D], as the pools hold them, at `slots` [n], in place."""
+        keys, values = self.pools()
+        keys[:, slots] = k
+        values[:, slots] = v
 
     def pools(self) -> tuple[mx.array, mx.array]:
-        """K and V of every slot, [kv_heads, slots, D] each."""
+        """K and V of every slot, [kv_heads, slots, D] each; packed, uint32 [kv_heads, slots, width]."""
         assert self.keys is not None and self.values is not None, "read before the first write"
         return self.keys, self.values
 
-    def _pool(self, x: mx.array) -> mx.array:
+    def _pool(self, x: mx.array, packing: Packing | None) -> mx.array:
         slots = self.view.blocks[self.pool] * self.view.block_size
-        return mx.zeros((x.shape[1], slots, x.shape[3]), x.dtype)
+        width, dtype = (packing.width, mx.uint32) if packing else (x.shape[3], x.dtype)
+        return mx.zeros((x.shape[1], slots, width), dtype)
 
 
 class DensePages(Pages):
@@ -107,7 +114,10 @@ class DensePages(Pages):
     def keys_and_values(self) -> tuple[Any, Any]:
         group = self.view.groups[0]
         blocks, _, keep = group.select(self.window)
-        k, v = (gather(pool, blocks, group.block_size, keep) for pool in self.pools())
+        k, v = (
+            gather(pool, blocks, group.block_size, keep, packing)
+            for pool, packing in zip(self.pools(), self.packings, strict=True)
+        )
         return k, v
 
 

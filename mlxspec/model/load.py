@@ -7,31 +7,25 @@ the first that does is used, and why the earlier ones were not is logged.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.model import states
+from mlxspec.model.probe import BLOCK, BLOCKS, PROBES, bytes_of, differ, packed, probe, truth
 from mlxspec.model.runner import Layout, Rewind, Runner
-from mlxspec.types import Draft, Entry, Request, Unfit
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import Unfit
 
 log = logging.getLogger("mlxspec")
 
-PROBES = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9))
-TAIL = (2, 7, 1, 8)  # tokens fed after each probe: one alone, then the others as drafts
-WRONG = 5
-# Drafts of the probes, and how many tokens of each stand: two go into one forward, one is refused whole.
-DRAFTS = (((7, WRONG), 1), ((7, 1), 2), ((WRONG,), 0))
 # In order of speed; alone: one sequence at a time.
 WAYS: tuple[tuple[Layout, bool], ...] = (
     ("rows", False),
@@ -41,8 +35,6 @@ WAYS: tuple[tuple[Layout, bool], ...] = (
     ("gather", True),
     ("solo", True),
 )
-TOLERANCE = {mx.float32: 1e-3}  # root mean square error over the logits' deviation; half precision below
-HALF = 0.1
 READ_AT_ONCE = 256 << 20  # bytes of weights; keeps the disk busy, and what a conversion holds twice small
 TELL_S = 2.0
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
@@ -64,6 +56,7 @@ class Fit:
     refused: tuple[str, ...] = ()
     state_bytes: int = 0
     rewind: Rewind | None = None
+    kv_bits: int = 0
 
     @property
     def sharing(self) -> bool:
@@ -81,6 +74,7 @@ class Fit:
     ) -> Runner:
         """`windows` are the blocks of each window that is to have its own."""
         how: dict[str, Any] = dict(trunk=self.trunk, lone=self.lone, rewind=self.rewind or "tape")
+        how["kv_bits"] = self.kv_bits
         return Runner(model, self.layout, block_size, blocks, windows=windows, **how)
 
 
@@ -108,7 +102,7 @@ def context_of(config: dict[str, Any]) -> int:
 
 def weights(model: Module) -> int:
     """Bytes of the model's parameters."""
-    return _bytes(model.parameters())
+    return bytes_of(model.parameters())
 
 
 def geometry(model: Module) -> tuple[int, tuple[tuple[int, int], ...], int]:
@@ -157,10 +151,11 @@ def read(model: Module) -> None:
             log.info("%.1f of %.1f GiB of weights read", done / 2**30, total / 2**30)
 
 
-def fit(model: Module, wanted: str = "auto") -> Fit:
-    """Try the layouts in order of speed, or only `wanted`. Raises Unfit, naming each refusal."""
+def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
+    """Try the layouts in order of speed, or only `wanted`; the one that is found must do with `kv_bits`.
+    Raises Unfit, naming each refusal."""
     try:
-        truth, held = _truth(model)
+        want, held = truth(model)
     except Exception as failed:  # whatever the model's own code raises
         raise Unfit(f"mlx-lm itself cannot run this model here: {failed}") from failed
     refused: list[str] = []
@@ -171,24 +166,27 @@ def fit(model: Module, wanted: str = "auto") -> Fit:
         way = layout + ", one sequence at a time" * (lone and layout != "solo")
         way += ", whole lm_head" * (not trunk)
         try:
-            runner = Runner(model, layout, 4, 16, trunk=trunk, lone=lone, rewind=rewind)
+            runner = Runner(model, layout, BLOCK, BLOCKS, trunk=trunk, lone=lone, rewind=rewind)
             stateful = bool(runner.states.layers)
             if (trunk and not runner.trunk) or (rewind == "refeed" and not stateful):
                 continue
             way += f", drafts taken back by {rewind}" * stateful
-            error, carried = _probe(runner, truth)
+            got, carried = probe(runner)
+            error = differ(got, want)
         except Exception as failed:  # the model's own code decides what it raises
             error, carried = f"{type(failed).__name__}: {str(failed).partition(chr(10))[0]}", 0
         if error:
             refused += [reason] if (reason := f"{way}: {error}") not in refused else []
             continue
+        if kv_bits:
+            runner = packed(runner, trunk, kv_bits, refused)
         sizes: dict[int | None, int] = {None: -(-held // KV_STEP) if layout == "solo" else 0}
         for pages in runner.pages():
-            kept = sum(pool.nbytes for pool in pages.pools()) // (4 * 16)
+            kept = sum(pool.nbytes for pool in pages.pools()) // (BLOCK * BLOCKS)
             sizes[pages.window] = sizes.get(pages.window, 0) + kept
         windows = {w: size for w, size in sizes.items() if w}
-        vocab, took = truth[0].shape[-1], rewind if stateful else None
-        return Fit(layout, trunk, lone, sizes[None], windows, vocab, tuple(refused), carried, took)
+        vocab, took = want[0].shape[-1], rewind if stateful else None
+        return Fit(layout, trunk, lone, sizes[None], windows, vocab, tuple(refused), carried, took, kv_bits)
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
 
 
@@ -200,75 +198,3 @@ def growth(work: Callable[[], None]) -> int:
     grown = mx.get_peak_memory() - before
     mx.clear_cache()
     return grown
-
-
-def _truth(model: Module) -> tuple[list[mx.array], int]:
-    """mlx-lm's logits [1 + len(TAIL), vocab] after each probe and each token of the tail; and the bytes that
-    mlx-lm's own caches hold for one of them."""
-    found, held = [], 0
-    for probe in PROBES:
-        cache = make_prompt_cache(model)
-        rows = [model(mx.array([probe]), cache=cache)[0, -1]]
-        for token in TAIL:
-            rows.append(model(mx.array([[token]]), cache=cache)[0, -1])
-        found.append(mx.stack(rows))
-        held = _bytes([c.state for c in cache])
-    mx.eval(found)
-    return found, held
-
-
-def _bytes(tree: Any) -> int:
-    leaves: Any = tree_flatten(tree)
-    return sum(int(a.nbytes) for _, a in leaves if isinstance(a, mx.array))
-
-
-def _probe(runner: Runner, truth: Sequence[mx.array]) -> tuple[str, int]:
-    """Run the probes as one ragged batch: prompts, a decode, drafts of which a part stands, what is left. How
-    the logits differ, "" if they do not, and the bytes that a sequence's recurrent layers carry."""
-    seqs = [Seq(Request("probe", p, len(TAIL) + 1), tokens=list(p)) for p in PROBES]
-    blocks = iter(range(1, 16))
-    for seq in seqs:
-        seq.table = [next(blocks) for _ in range(-(-(len(seq.tokens) + len(TAIL)) // 4))]
-    got: dict[Seq, list[mx.array]] = {seq: [] for seq in seqs}
-
-    def step(plan: list[Entry], kept: Sequence[int] = (0, 0, 0)) -> None:
-        logits, at = runner.logits(plan), 0
-        mx.eval(logits)
-        runner.rewind(plan, [e.count + n for e, n in zip(plan, kept, strict=False)])
-        for e, n in zip(plan, kept, strict=False):
-            got[e.seq] += [logits[at : at + n + 1]] if e.samples else []
-            at += e.sampled
-            e.seq.tokens += list(e.draft.tokens[:n])
-            e.seq.again = e.count + n if e.undone else 0
-            e.seq.computed = e.start + e.count + n - e.seq.again
-
-    step([Entry(s, 0, 2, False) for s in seqs])  # the engine cuts prompts, so where it cuts must not matter
-    step([Entry(s, 2, len(s.tokens) - 2, True) for s in seqs])
-    for seq in seqs:
-        seq.tokens.append(TAIL[0])
-    if runner.layout != "solo":  # its caches cannot take a draft back, so none is ever given to it
-        plan = [
-            Entry(s, s.computed, 1, True, draft=Draft(d, "probe"))
-            for s, (d, _) in zip(seqs, DRAFTS, strict=True)
-        ]
-        step(plan, [n for _, n in DRAFTS])
-    while open_ := [s for s in seqs if s.computed < len(s.request.prompt) + len(TAIL)]:
-        for seq in open_:
-            known = len(seq.tokens) - len(seq.request.prompt)
-            if len(seq.tokens) == seq.computed + seq.again:
-                seq.tokens.append(TAIL[known])
-        step([Entry(s, s.computed, len(s.tokens) - s.computed, True) for s in open_])
-    carried = states.size(seqs[0].state) if runner.states.layers else 0
-    return _difference([mx.concatenate(got[s]) for s in seqs], truth), carried
-
-
-def _difference(got: Sequence[mx.array], truth: Sequence[mx.array]) -> str:
-    for rows, want in zip(got, truth, strict=True):
-        a, b = (np.array(x.astype(mx.float32)) for x in (rows, want))
-        open_ = ~np.isneginf(b)  # a model may rule tokens out
-        if (open_ == np.isneginf(a)).any():
-            return "other tokens are ruled out"
-        error = float(np.sqrt(np.mean(np.square(a[open_] - b[open_]))) / max(b[open_].std(), 1e-6))
-        if not error <= TOLERANCE.get(want.dtype, HALF):
-            return f"logits are off by {error:.2g} of their deviation"
-    return ""

@@ -89,12 +89,16 @@ class Runner:
         lone: bool = False,
         shares: bool = False,
         rewind: Rewind = "tape",
+        kv_bits: int = 0,
     ) -> None:
         """`shares`: shared blocks are written too, because what is written is the same whoever does. `rewind`
-        is how layers with a state take a draft back."""
+        is how layers with a state take a draft back. `kv_bits`: 8 or 4 bits for each value in the pools; 0:
+        as computed."""
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
-        self.view = View(block_size, {None: blocks} | dict(windows or {}))
+        self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
+        if kv_bits and layout == "solo":
+            raise Unfit(f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0")
         self.caches: list[Any] = []
         if layout != "solo":
             install(model)

@@ -133,7 +133,7 @@ def _name(runner: Runner, path: Path, contexts: Sequence[int]) -> str:
     machine = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
     versions = (version("mlx"), version("mlx-lm"), __version__)
     device = str(mx.default_device()), os.environ.get("OPENBLAS_NUM_THREADS", "")
-    how = (runner.layout, runner.states.taped, runner.view.block_size)
+    how = (runner.layout, runner.states.taped, runner.view.block_size, runner.view.kv_bits)
     facts = (machine, versions, device, str(path), stamps, how, contexts)
     return "costs-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 

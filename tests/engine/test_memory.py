@@ -197,11 +197,12 @@ def test_sizes_keep_their_share_and_serve_one_sequence(
         if mend := re.search(r"--context (\d+) fits", str(error)):
             assert sizes(needs, int(mend[1]), *rest).blocks > 0
         return
-    taken = got.blocks * token_bytes * block_size + got.sequences * state_bytes + got.snapshot_bytes
+    taken = got.blocks * token_bytes * block_size + 2 * got.sequences * state_bytes + got.snapshot_bytes
     for blocks, (window, size) in zip(got.window_blocks, windows, strict=True):
         taken += blocks * size * block_size
         assert (blocks - 1) * block_size >= min(context, window + chunk)
-        assert blocks <= max_sequences * (window / block_size + 2) + chunk / block_size + 4
+        rows = window + 2 * (1 + MAX_DEPTH)
+        assert blocks <= 2 * (max_sequences * (rows / block_size + 3) + 2 * chunk / block_size + 2)
     assert taken <= max(0, free * share)
     assert (got.blocks - 1) * block_size >= min(context, memory.LEAST)
     assert (

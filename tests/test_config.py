@@ -77,6 +77,7 @@ def test_whole_number_serves_as_number(tmp_path: Path) -> None:
             'layout = "box"\n',
             ":1: layout = 'box' is not a choice; give one of auto, rows, rect, gather, solo",
         ),
+        ("kv_bits = 5\n", ":1: kv_bits = 5 is not a choice; give one of 0, 4, 8"),
         ("\n\nmax_que = 3\n", ":3: there is no setting 'max_que'; did you mean max_queue?"),
         ("[server]\nport = 1\n", ":1: there is no setting 'server'; "),
         ("port = \n", "not TOML: Invalid value (at line 1"),
@@ -130,6 +131,7 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
 
 def test_as_flags_reads_back(tmp_path: Path) -> None:
     assert as_flags(Config()) == ""
+    assert as_flags(load({"kv_bits": "4"}, {}, file(tmp_path, ""))) == "--kv-bits 4"
     config = Config(model="/a model", layout="rows", kv_blocks=900, allowed_hosts=("a", "b"), drain_s=2.5)
     text = as_flags(config)
     assert text == "'/a model' --allowed-hosts a,b --kv-blocks 900 --layout rows --drain-s 2.5"

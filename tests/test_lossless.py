@@ -46,7 +46,7 @@ MORE = [
 
 @functools.cache
 def plain(kind: str) -> tiny.Plain:
-    return tiny.Plain(tiny.model(kind))
+    return tiny.Plain(tiny.model(kind), tiny.kv_bits(kind))
 
 
 @functools.cache

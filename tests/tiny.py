@@ -3,6 +3,7 @@
 Rule: `plain` is mlx-lm's own forward with mlx-lm's own caches, one sequence, one token at a time.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
 
 VOCAB = 320
 STRIDE = 3  # blocks between two states of a long prompt
+WIDE = {"llama": {"head_dim": 128}, "gpt_oss": {"head_dim": 64}}  # heads that can be quantized
+WIDE |= {kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "gemma2")}
 SHARP = {"gemma2": 1.2, "mamba2": 1.5}  # how much larger than initialised the weights are
 _DENSE: dict[str, Any] = dict(
     hidden_size=64,
@@ -54,6 +57,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": _DENSE | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=12),
     "gemma2": _DENSE
     | dict(query_pre_attn_scalar=16, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "deepseek_v3": dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCAB,
+        max_position_embeddings=512,
+        q_lora_rank=24,
+        kv_lora_rank=64,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=32,
+        rope_theta=1000.0,
+    ),
     "mamba2": dict(
         hidden_size=64,
         num_hidden_layers=2,
@@ -81,18 +106,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def kv_bits(kind: str) -> int:
+    """Of a kind like "llama:8", whose heads are wide enough to be quantized; 0 for others."""
+    return int(kind.partition(":")[2] or 0)
+
+
+def config(kind: str, **change: Any) -> dict[str, Any]:
+    name = kind.partition(":")[0]
+    return dict(model_type=name, **CONFIGS[name] | (WIDE.get(name, {}) if kv_bits(kind) else {}) | change)
+
+
 def model(kind: str, **change: Any) -> nn.Module:
     """A fresh model with the same random weights every time: of CONFIGS, where `change` overrides the config,
     or of tests.architectures."""
-    if kind not in CONFIGS:
+    name = kind.partition(":")[0]
+    if name not in CONFIGS:
         from tests import architectures
 
-        return architectures.build(kind)
-    arch = importlib.import_module(f"mlx_lm.models.{kind}")
+        return architectures.build(name)
+    arch = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(3)
-    m = arch.Model(arch.ModelArgs.from_dict(dict(model_type=kind, **CONFIGS[kind] | change)))
+    m = arch.Model(arch.ModelArgs.from_dict(config(kind, **change)))
     # Weights as initialised give nearly flat logits; with larger ones a wrong cache changes the choice.
-    m.update(tree_map(lambda x: x * SHARP.get(kind, 2.5) if x.ndim > 1 else x, m.parameters()))
+    m.update(tree_map(lambda x: x * SHARP.get(name, 2.5) if x.ndim > 1 else x, m.parameters()))
     for layer in m.layers:
         if "sinks" in getattr(layer, "self_attn", {}):
             layer.self_attn.sinks = mx.random.normal(layer.self_attn.sinks.shape)
@@ -103,9 +139,12 @@ def model(kind: str, **change: Any) -> nn.Module:
 
 @dataclass
 class Plain:
-    """Plain decoding by mlx-lm: the truth. Remembers what it has computed."""
+    """Plain decoding by mlx-lm: the truth. Remembers what it has computed. With `kv_bits` its caches get what
+    is left of each token's K/V after quantizing and back."""
 
     model: nn.Module
+    kv_bits: int = 0
+    caches: Callable[[nn.Module], list[Any]] = make_prompt_cache
     _known: dict[Any, list[int]] = field(default_factory=dict)
 
     def __call__(
@@ -117,7 +156,10 @@ class Plain:
         return self._known[key]
 
     def _decode(self, tokens: list[int], n: int, temperature: float, seed: int, index: int) -> list[int]:
-        cache = make_prompt_cache(self.model)
+        cache = self.caches(self.model)
+        if self.kv_bits:
+            for c in cache:
+                c.update_and_fetch = functools.partial(_round, c.update_and_fetch, self.kv_bits)
         x, out = mx.array([tokens]), []
         for position in range(len(tokens), len(tokens) + n):
             logits = self.model(x, cache=cache)[:, -1].astype(mx.float32)
@@ -135,6 +177,14 @@ def windows_of(m: nn.Module) -> list[int]:
     return sorted({c.max_size for c in make_prompt_cache(m) if isinstance(c, RotatingKVCache)})
 
 
+def _round(put: Callable[..., Any], bits: int, k: mx.array, v: mx.array) -> Any:
+    def back(x: mx.array) -> mx.array:
+        group = 32 if x.shape[-1] % 64 else 64
+        return mx.dequantize(*mx.quantize(x, group, bits), group_size=group, bits=bits)
+
+    return put(back(k), back(v))
+
+
 def engine(
     m: nn.Module,
     *,
@@ -149,6 +199,7 @@ def engine(
     own: bool = True,
     rewind: Rewind = "tape",
     states: int = 32,
+    kv_bits: int = 0,
     **kw: Any,
 ) -> Engine:
     """`own`: sliding windows have as few blocks of their own as are enough; else they share the others.
@@ -156,7 +207,7 @@ def engine(
     sizes: dict[int, int] = {}
     for w in windows_of(m) if own and layout != "solo" else ():
         sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
-    runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind)
+    runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind, kv_bits=kv_bits)
     stateful = bool(runner.states.layers)
     groups = Groups(
         BlockPool(blocks, block),

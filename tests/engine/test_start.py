@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -170,6 +171,15 @@ def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
     e.add(tiny.request("r", [1, 2, 3], 30))
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 30)
     assert isinstance(e.drafter, Chain)
+def test_quantized_pools_are_counted_and_a_draft_model_keeps_its_own_precision(tmp_path: Path) -> None:
+    save(tmp_path, "qwen3:4")
+    sizes = Options(block_size=16, kv_blocks=20)
+    plain = start.start(tmp_path, "tiny", sizes)[1].kv_bytes
+    e, info = start.start(tmp_path, "tiny", replace(sizes, kv_bits=4))
+    assert info.kv_bytes == sum(p.nbytes for pages in e.runner.caches for p in pages.pools()) < plain / 2
+    e, both = start.start(tmp_path, "tiny", replace(sizes, kv_bits=4, draft=tmp_path))
+    assert both.kv_bytes == info.kv_bytes + plain
+    assert e.drafter.model.runner.view.kv_bits == 0
 
 
 def test_what_cannot_draft_is_refused(path: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from mlxspec.kernels import Packing
 from mlxspec.model import load as load_module
 from mlxspec.model import states
 from mlxspec.model.load import context_of, fit, geometry, load, read, weights
@@ -42,6 +43,39 @@ def test_token_bytes_are_those_of_the_pool() -> None:
     assert (fit(m).token_bytes, fit(m).windows) == (each, {12: 2 * each})
     runner = fit(m).runner(m, 8, 10)
     assert runner.trunk
+
+
+@pytest.mark.parametrize("kind, dims", [("llama", 2 * 2 * 2 * [128]), ("qwen3", 2 * 2 * 2 * [32])])
+def test_token_bytes_of_quantized_pools(kind: str, dims: list[int]) -> None:
+    """Each value takes its bits, and each group of values a scale and a bias."""
+    for bits in (8, 4):
+        m = tiny.model(f"{kind}:{bits}")
+        m.set_dtype(mx.bfloat16)
+        group = 64 if kind == "llama" else 32
+        found = fit(m, kv_bits=bits)
+        assert found.token_bytes == sum(d * bits // 8 + d // group * 2 * 2 for d in dims)
+        assert found.token_bytes / fit(m).token_bytes == bits / 16 + 2 / group
+        runner = found.runner(m, 8, 10)
+        assert runner.view.kv_bits == bits
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    with pytest.raises(Unfit, match=r"kv_bits = 8 takes 32 values at a time, and .* K or V has 16; give 0"):
+        fit(tiny.model("llama"), kv_bits=8)
+    with pytest.raises(Unfit, match=r"kv_bits = 4: .*layout solo\) are not quantized; give 0; rows: "):
+        fit(tiny.model("mamba2"), kv_bits=4)
+    with pytest.raises(Unfit, match="kv_bits = 4: mlx-lm's own caches"):
+        fit(tiny.model("llama:4"), "solo", 4)
+
+
+@pytest.mark.parametrize("broken", ["pack", "unpack", "round"])
+def test_a_quantized_pool_that_gives_other_answers_is_refused(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(Packing, broken)
+    monkeypatch.setattr(Packing, broken, lambda packing, x: right(packing, x[..., ::-1]))
+    with pytest.raises(Unfit, match="kv_bits = 8: what is read back is not what was rounded: logits"):
+        fit(tiny.model("qwen3:8"), kv_bits=8)
 
 
 def test_models_own_caches_are_measured() -> None:
@@ -164,4 +198,4 @@ def test_load_reads_a_directory_and_says_what_is_wrong(tmp_path: Path) -> None:
 def save(path: Path, kind: str = "llama") -> None:
     m = tiny.model(kind)
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(m.parameters())))
-    (path / "config.json").write_text(json.dumps({"model_type": kind, **tiny.CONFIGS[kind]}))
+    (path / "config.json").write_text(json.dumps(tiny.config(kind)))

@@ -16,7 +16,7 @@ from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import Needs, sizes
 from mlxspec.model import meter
-from mlxspec.types import Request, Sampling, Unfit
+from mlxspec.types import MAX_DEPTH, Request, Sampling, Unfit
 from tests import tiny
 
 GIB = 1 << 30

@@ -42,7 +42,7 @@ class Mock:
     """An engine with one step in flight. Slots remember which prefix they were written for; a row that would
     read a slot of another prefix fails the test. `blind`: a sequence goes on while its draft is in flight, as
     behind a model that drafts lazily. `refeed`: a state that read a refused token is put back whole.
-    `windows` are the blocks by sliding window, `states` how many states of a recurrent layer are kept; a state
+    `windows` are the blocks by sliding window, `states` how many states of a recurrent layer are kept; one
     is the prefix itself, and must be that of the row."""
 
     def __init__(

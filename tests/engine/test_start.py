@@ -171,6 +171,8 @@ def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
     e.add(tiny.request("r", [1, 2, 3], 30))
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 30)
     assert isinstance(e.drafter, Chain)
+
+
 def test_quantized_pools_are_counted_and_a_draft_model_keeps_its_own_precision(tmp_path: Path) -> None:
     save(tmp_path, "qwen3:4")
     sizes = Options(block_size=16, kv_blocks=20)

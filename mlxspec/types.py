@@ -100,6 +100,7 @@ class Request:
     created: float = 0.0
     prediction: tuple[int, ...] = ()  # what the client expects the answer to be: a source to copy from
     grammar: Callable[[], Matcher] | None = None  # makes the matcher of each choice
+    model: str = ""  # by its served name; empty: the default
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,9 @@ class Output:
     `finish` is None until the last output of the choice. With `finish == "stop"` the last token is the stop
     token itself. `cached` counts prompt tokens that were not computed for this choice; `rounds` counts the
     steps that sampled for it so far, `drafted` the draft tokens that were verified in them, and `accepted`
-    those of them that were kept, by source. `error` is set with `finish == "error"`.
+    those of them that were kept, by source. `error` is set with `finish == "error"`; `fault` says what was
+    wrong: the engine, the model that could not be had, or the prompt, which is longer than the window of a
+    model that had to be loaded to know.
     """
 
     request: str
@@ -131,11 +134,13 @@ class Output:
     error: str = ""
     drafted: int = 0
     accepted: tuple[tuple[str, int], ...] = ()
+    fault: Literal["engine", "model", "prompt"] = "engine"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the server needs to know of the loaded model. `context` bounds prompt + output, in tokens."""
+    """What the server needs to know of a model; before it was loaded, as its files promise. `context` bounds
+    prompt + output, in tokens."""
 
     name: str
     context: int
@@ -177,6 +182,24 @@ class Stats:
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
+NOW = frozenset(  # what of Stats says how it is now; the rest counts what was
+    "running waiting blocks_used blocks_cached blocks_free prompt_left step_seconds progress".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that can be asked for, as the engine's thread last saw it. `error` is why it could not be
+    loaded the last time; empty where it could."""
+
+    info: ModelInfo
+    status: Literal["loaded", "loading", "unloaded"] = "loaded"
+    stats: Stats = field(default_factory=Stats)
+    pinned: bool = False
+    loads: int = 0
+    error: str = ""
+
+
 class Busy(Exception):
     """Nothing more is taken now. `retry_after` is in seconds, at least 1."""
 
@@ -191,6 +214,14 @@ class Dead(RuntimeError):
 
 class Unfit(ValueError):
     """A request or a model that can never be served here, with the reason and the mend."""
+
+
+def too_long(tokens: int, context: int) -> str:
+    """That a prompt is too long, in the words by which agents know to compact."""
+    return (
+        f"prompt is too long: {tokens} tokens > {context} maximum. This model's maximum context length is"
+        f" {context} tokens, and an answer needs room in it"
+    )
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "engine.engine": STEP | {"engine.constrain", "engine.pressure", "engine.tier"},
     "engine.start": STEP
     | {"engine.engine", "engine.memory", "engine.disk", "engine.runfile", "engine.snapshots", "engine.tier"},
+    "engine.fleet": STEP | {"engine.engine", "engine.pressure"},
     "engine.worker": ENGINE,
     "server": SERVER | {"chosen"},
     "service": SERVER | {"service"},
@@ -58,7 +59,7 @@ MAY_IMPORT = {
 
 # Libraries that only some parts may import; every other library is free.
 LIBRARIES = {
-    "mlx": {"kernels", "model", "speculate", "engine.engine", "engine.worker", "engine.start"},
+    "mlx": {"kernels", "model", "speculate", "engine.engine", "engine.fleet", "engine.worker", "engine.start"},
     "mlx_lm": {"model", "text"},
     "transformers": {"model", "text"},
     "starlette": {"server"},

@@ -25,6 +25,7 @@ log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 
+CLOSE_S = 5.0
 TELL_S = 5.0  # between two lines on the progress of prompts
 
 _COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
@@ -244,6 +245,11 @@ class Engine:
         for seq in [s for s in self._live if s.finish is not None and not s.flight]:
             del self._live[seq]
             self._ask(self.drafter.end, seq)
+
+    def close(self) -> None:
+        """No step will follow: let the disk finish, CLOSE_S seconds at most."""
+        if self.tier is not None:
+            self.tier.disk.close(CLOSE_S)
 
     def forget(self) -> None:
         """Drop what the prefix cache knows and start the counters afresh. The engine must be idle."""

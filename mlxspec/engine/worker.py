@@ -6,19 +6,19 @@ per step; nothing that holds an array crosses. If the thread dies, everything wa
 
 import asyncio
 import atexit
+import itertools
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
-from mlxspec.engine.engine import Engine
+from mlxspec.engine.fleet import Call, Fleet, Member, Order, Start, total
 from mlxspec.engine.pressure import CRITICAL, HOLD_S, Guard
-from mlxspec.types import Busy, Dead, ModelInfo, Output, Request, Stats, Unfit
+from mlxspec.types import Busy, Dead, ModelInfo, Output, Request, Served, Stats, Unfit
 
 log = logging.getLogger("mlxspec")
 
@@ -48,37 +48,40 @@ class Stream:
 
 
 class Worker:
-    """`start` loads the model and returns the engine; it runs on the worker's thread. `submit` and `drain`
-    are for one event loop, the rest for any thread. Beyond `max_sequences` choices that run, `max_queue` may
-    wait."""
+    """`models` are several, or what loads the only one and returns its engine; that runs on the worker's
+    thread. `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any thread. Beyond
+    `max_sequences` choices that run, `max_queue` may wait, whichever models they are for."""
 
     def __init__(
         self,
-        start: Callable[[], tuple[Engine, ModelInfo]],
+        models: Fleet | Start,
         *,
         max_sequences: int = 16,
         max_queue: int = 64,
         guard: Guard | None = None,
     ) -> None:
-        self._guard = guard
-        self._start, self._slots, self._max = start, max_sequences, max_sequences + max_queue
+        self._fleet = models if isinstance(models, Fleet) else Fleet([Member(models)])
+        self._fleet.guard = self._guard = guard
+        self._slots, self._max = max_sequences, max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._wake = threading.Condition()
-        self._inbox: deque[Request | tuple[str, int | None]] = deque()
+        self._inbox: deque[Order] = deque()
         self._stopping = self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, tuple[Stream, set[int]]] = {}  # loop thread; choices not finished yet
+        self._calls: dict[str, asyncio.Future[str]] = {}  # loop thread
+        self._numbers = itertools.count()
         self._idle: asyncio.Event = asyncio.Event()
         self._seconds = 1.0  # moving average of a request's duration
         self._ready = threading.Event()
         self._error: BaseException | None = None
-        self._info: ModelInfo | None = None
-        self._stats, self._busy, self._progress = Stats(), False, time.monotonic()
+        self._models: Mapping[str, Served] = {}
+        self._busy, self._progress = False, time.monotonic()
 
     # ---- any thread -----------------------------------------------------------------------------------
 
     def launch(self) -> ModelInfo:
-        """Start the thread and wait for the model. Raises what loading raised."""
+        """Start the thread and wait for the default model. Raises what loading raised."""
         self._thread.start()
         atexit.register(self.stop)  # the interpreter must not end under a thread that uses MLX
         self._ready.wait()
@@ -89,9 +92,18 @@ class Worker:
 
     @property
     def info(self) -> ModelInfo:
-        if self._info is None:
-            raise Dead("the model is not loaded")
-        return self._info
+        """The default model's."""
+        for served in self._models.values():
+            return served.info
+        raise Dead("the model is not loaded")
+
+    def models(self) -> Mapping[str, Served]:
+        """All that can be asked for, by name, the default first."""
+        return self._models
+
+    def loading(self) -> str:
+        """The model that is being loaded now, while all others wait; empty: none."""
+        return self._fleet.loading
 
     def alive(self) -> bool:
         return self._thread.is_alive() and self._error is None
@@ -104,7 +116,8 @@ class Worker:
         return self._draining
 
     def stats(self) -> Stats:
-        return self._stats
+        """Of all models together."""
+        return total([served.stats for served in self._models.values()] or [Stats()])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one choice); unknown ids do nothing. Honoured before the next step is planned."""
@@ -118,7 +131,7 @@ class Worker:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(STOP)
 
-    def _order(self, order: Request | tuple[str, int | None]) -> None:
+    def _order(self, order: Order) -> None:
         with self._wake:
             self._inbox.append(order)
             if not self._busy:
@@ -130,8 +143,7 @@ class Worker:
     def submit(self, request: Request) -> Stream:
         """Queue a request. Raises Busy when the queue is full or memory very short, Dead when draining or
         without an engine."""
-        if not self.alive() or self._stopping or self._draining:
-            raise Dead("the engine takes no more requests")
+        self._admit(request.model)
         if request.id in self._streams:
             raise ValueError(f"a request with the id {request.id} is running")
         waiting = sum(len(left) for _, left in self._streams.values())
@@ -147,6 +159,33 @@ class Worker:
         self._order(request)
         return stream
 
+    async def load(self, name: str, pin: bool | None = None) -> None:
+        """Load a model, after all that waits already, and pin it, or no longer. Raises Unfit and Dead."""
+        await self._call(name, True, pin)
+
+    async def unload(self, name: str) -> None:
+        """Unload a model when it has answered what it took before. Cancelled before that, it stays."""
+        await self._call(name, False)
+
+    async def _call(self, name: str, load: bool, pin: bool | None = None) -> None:
+        self._admit(name)
+        self._loop = asyncio.get_running_loop()
+        call = Call(f"call {next(self._numbers)}", name, load, pin)
+        self._calls[call.id] = future = self._loop.create_future()
+        self._order(call)
+        try:
+            if wrong := await future:
+                raise Unfit(wrong)
+        finally:
+            del self._calls[call.id]
+            self.abort(call.id)  # nobody waits for it any more
+
+    def _admit(self, model: str) -> None:
+        if not self.alive() or self._stopping or self._draining:
+            raise Dead("the engine takes no more requests")
+        if model and model not in self._models:
+            raise ValueError(f"there is no model {model!r}")
+
     async def drain(self, timeout: float) -> None:
         """Admit nothing more; wait until all requests have ended, and abort those left after `timeout` s."""
         self._draining = True
@@ -160,7 +199,10 @@ class Worker:
             for name in list(self._streams):
                 self.abort(name)
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
+        for name, wrong in answered:
+            if (future := self._calls.get(name)) and not future.done():
+                future.set_result(wrong)
         for output in outputs:
             if (entry := self._streams.get(output.request)) is None:
                 continue
@@ -179,15 +221,12 @@ class Worker:
     # ---- engine thread --------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        engine = None
+        fleet = self._fleet
         try:
-            engine, self._info = self._start()
-            if self._guard:
-                self._guard.expect(self._info.weight_bytes + self._info.kv_bytes)
-                engine.guard = self._guard
-            self._publish(engine, [])
+            fleet.launch()
+            self._publish(fleet, [])
             self._ready.set()
-            while self._turn(engine):
+            while self._turn(fleet):
                 pass
         except BaseException as error:
             self._error = error
@@ -197,46 +236,40 @@ class Worker:
             why = f"the engine failed: {self._error!r}" if self._error else "the server is stopping"
             self._send_all_failed(why)
             self._ready.set()
+            fleet.close()
             mx.clear_streams()
 
-    def _turn(self, engine: Engine) -> bool:
-        if not engine.busy:
-            engine.check()
-            engine.look()
+    def _turn(self, fleet: Fleet) -> bool:
+        if not fleet.busy:
+            fleet.check()
+            fleet.look()
         with self._wake:
-            while not (self._inbox or engine.busy or self._stopping):
+            while not (self._inbox or fleet.busy or self._stopping or fleet.rest() == 0):
                 self._busy = False
-                if not self._wake.wait(IDLE_S):
-                    engine.look()
-                    self._publish(engine, [])
+                if not self._wake.wait(min(IDLE_S, fleet.rest() or IDLE_S)):
+                    fleet.look()
+                    self._publish(fleet, [])
             if self._stopping:
                 return False
             orders = list(self._inbox)
             self._inbox.clear()
-        outputs = [o for order in orders for o in self._take(engine, order)]
-        if engine.busy:
-            outputs += engine.step()
-        self._publish(engine, outputs)
-        if engine.rests:
+        outputs = [o for order in orders for o in fleet.take(order)]
+        if fleet.busy:
+            outputs += fleet.step()
+        fleet.expire()
+        self._publish(fleet, outputs)
+        if fleet.rests:
             with self._wake:
                 if not (self._inbox or self._stopping):
                     self._wake.wait(REST)
         return True
 
-    def _take(self, engine: Engine, order: Request | tuple[str, int | None]) -> list[Output]:
-        if not isinstance(order, Request):
-            return engine.abort(*order)
-        try:
-            engine.add(order)
-        except Unfit as error:
-            return [Output(order.id, i, (), finish="error", error=str(error)) for i in range(order.n)]
-        return []
-
-    def _publish(self, engine: Engine, outputs: list[Output]) -> None:
+    def _publish(self, fleet: Fleet, outputs: list[Output]) -> None:
         self._progress = time.monotonic()
-        self._stats = replace(engine.stats(), progress=self._progress)
-        if outputs and self._loop is not None:
-            self._call(lambda: self._deliver(outputs))
+        self._models = fleet.snapshot(self._progress)
+        answered, fleet.answered = fleet.answered, []
+        if (outputs or answered) and self._loop is not None:
+            self._tell(lambda: self._deliver(outputs, answered))
 
     def _send_all_failed(self, reason: str) -> None:
         def fail() -> None:
@@ -245,14 +278,15 @@ class Worker:
                     Output(name, index, (), finish="error", error=reason)
                     for name, (_, left) in list(self._streams.items())
                     for index in sorted(left)
-                ]
+                ],
+                [(name, reason) for name in self._calls],
             )
             self._idle.set()
 
         if self._loop is not None:
-            self._call(fail)
+            self._tell(fail)
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _tell(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback)

@@ -1,39 +1,77 @@
-"""From the settings to what is to be loaded: the model, its tokenizer, its draft model, the engine's options.
+"""From the settings to what is to be loaded: models, tokenizers, draft models, the engine's options.
 
 Rule: the server and the bench start alike. BLAS is loaded before this is imported.
 """
 
+import json
+import os
 import platform
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
-from mlxspec.config import Config
-from mlxspec.engine.start import Options
+from mlxspec.config import Config, ConfigError
+from mlxspec.engine import memory
+from mlxspec.engine.fleet import Fleet, Member
+from mlxspec.engine.start import Options, start
 from mlxspec.model.catalog import Resolved, default_cache_dir, resolve
+from mlxspec.model.load import context_of
 from mlxspec.text.prompt import Tokenizer, check_draft, load_tokenizer
+from mlxspec.types import ModelInfo, Unfit
+
+LEAST = 1 << 28  # bytes beside the weights: a small KV pool and a step's activations
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chosen:
-    """`small` is the draft model, where there is one."""
+    """`found` has the name to serve it under; `small` is the draft model, where there is one."""
 
     found: Resolved
     small: Resolved | None
-    tokenizer: Tokenizer
     options: Options
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.found.path)
 
-def choose(config: Config) -> Chosen:
-    """Fetches and converts what is not there yet. Raises ConfigError and Unfit."""
+    @property
+    def info(self) -> ModelInfo:
+        """What the files promise, before anything is loaded."""
+        file = self.found.path / "config.json"
+        try:
+            config = dict(json.loads(file.read_text("utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise Unfit(f"{file} cannot be read: {error}; give a complete model directory") from error
+        inner = config.get("text_config") or {}
+        paths = [one.path for one in (self.found, self.small) if one]
+        return ModelInfo(
+            name=self.found.name,
+            context=min(context_of(config), self.options.context or 1 << 31),
+            vocab=config.get("vocab_size") or inner.get("vocab_size") or len(self.tokenizer),
+            layout=self.options.layout,
+            block_size=self.options.block_size,
+            kv_blocks=0,
+            kv_bytes=0,
+            weight_bytes=sum(
+                file.stat().st_size for path in paths for file in path.glob("model*.safetensors")
+            ),
+            created=int(time.time()),
+        )
+
+
+def choose(config: Config, share: float = 1.0) -> Chosen:
+    """The first model. Fetches and converts what is not there yet. Raises ConfigError and Unfit."""
     cache = cache_of(config)
     metal = sys.platform == "darwin" and platform.machine() == "arm64"
-    found = resolve(config.model, cache, metal)
-    tokenizer = load_tokenizer(found.path)
+    name, model = _named(config.model)
+    found = resolve(model, cache, metal)
+    found = replace(found, name=config.name or name or found.name)
     small = None
     if config.speculate == "on" and (named := config.draft or found.draft):
         small = resolve(named, cache, metal)
-        check_draft(tokenizer, load_tokenizer(small.path), (found.name, small.name))
     options = Options(
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
@@ -44,14 +82,55 @@ def choose(config: Config) -> Chosen:
         max_sequences=config.max_sequences,
         prefill_budget=config.prefill_budget,
         decode_gap=config.decode_gap_ms / 1000,
+        share=share,
         speculate=config.speculate == "on",
         draft=small.path if small else None,
         cache=cache / "costs",
         disk=cache / "prompts",
         disk_bytes=int(config.cache_gb * 2**30),
     )
-    return Chosen(found, small, tokenizer, options)
+    chosen = Chosen(found, small, options)
+    if small:
+        check_draft(chosen.tokenizer, load_tokenizer(small.path), (found.name, small.name))
+    return chosen
+
+
+def choose_all(config: Config) -> list[Chosen]:
+    """The first model and the others, each for its share of the memory. Raises ConfigError and Unfit."""
+    share = 1 / (1 + len(config.others))
+    rest = [replace(config, model=other, name="", draft="") for other in config.others]
+    chosen = [choose(one, share) for one in (config, *rest)]
+    names = [one.found.name for one in chosen]
+    for name, other in zip(names[1:], config.others, strict=True):
+        if names.count(name) > 1:
+            raise ConfigError(f"others: two models are named {name!r}; give one as NAME={_named(other)[1]}")
+    if wrong := [name for name in config.pin if name not in names]:
+        raise ConfigError(f"pin = {wrong[0]!r} is none of the models; give some of {', '.join(names)}")
+    return chosen
+
+
+def fleet_of(chosen: Sequence[Chosen], config: Config) -> Fleet:
+    """The models for the engine's thread."""
+    infos = [one.info for one in chosen]
+    sizes = {info.name: info.weight_bytes for info in infos}
+
+    def lack(name: str, held: int, freed: int) -> str:
+        need, free = sizes[name] + LEAST, memory.available(held) + freed
+        return "" if need <= free else f"it needs {need >> 20} MiB, and {max(0, free) >> 20} MiB can be had"
+
+    members = [
+        Member(partial(start, one.found.path, one.found.name, one.options), info, info.name in config.pin)
+        for one, info in zip(chosen, infos, strict=True)
+    ]
+    return Fleet(members, lack, config.idle_ttl_s)
 
 
 def cache_of(config: Config) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+
+
+def _named(model: str) -> tuple[str, str]:
+    """What NAME=MODEL says; no name for any other text, and for a path that is there."""
+    name, sign, rest = model.partition("=")
+    given = sign and name and "/" not in name and not os.path.exists(os.path.expanduser(model))
+    return (name, rest) if given else ("", model)

@@ -15,7 +15,7 @@ import typer
 
 from mlxspec import __version__
 from mlxspec.chat import ChatError
-from mlxspec.config import TABLE, ConfigError, flag, kind, limits, load, url_of
+from mlxspec.config import ARGUMENTS, TABLE, ConfigError, flag, kind, limits, load, url_of
 from mlxspec.launch import AGENTS, LaunchError
 from mlxspec.launch import launch as become
 from mlxspec.types import Unfit
@@ -59,20 +59,20 @@ def about(
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the model as its argument and a flag for each other row of the settings' table."""
+    """Gives a command the models as its arguments and a flag for each other row of the settings' table."""
     parameters = []
     for name, row in TABLE.items():
         notes = [row.metadata["help"]]
         notes += [f"Admits: {limits(row)}."] if limits(row) else []
         notes += [f"Default: {row.default}."] if row.default else []
         text = " ".join(notes)
-        info: Any = typer.Argument(help=text, show_default=False, metavar="MODEL")
-        if name != "model":
+        info: Any = typer.Argument(help=text, show_default=False, metavar=flag(name))
+        if name not in ARGUMENTS:
             info = typer.Option(flag(name), help=text, show_default=False, metavar=METAVARS[kind(row)])
+        taken: Any = list[str] if name == "others" else str
+        given: Any = Annotated[taken | None, info]
         parameters.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, info]
-            )
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=given)
         )
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -81,8 +81,8 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 @_with_flags
-def serve(**flags: str | None) -> None:
-    """Serve a model: a directory in mlx-lm's format, a hub id, or, without MODEL, the embedded one."""
+def serve(**flags: str | list[str] | None) -> None:
+    """Serve models: directories in mlx-lm's format, hub ids, or, without MODEL, the embedded one."""
     config = load(flags, os.environ)
     log_to_stderr(config.log_level)
     from mlxspec.server.run import serve_model

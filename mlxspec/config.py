@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ T = TypeVar("T", str, int, float, tuple[str, ...])
 
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
+ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
 KINDS = {str: "text", int: "a whole number", float: "a number", tuple: "a list of texts"}
 
 
@@ -46,12 +47,23 @@ class Config:
     """Every setting. The defaults serve the embedded model; 0 and "" mean: derived when the server starts."""
 
     model: str = option("", "Directory in mlx-lm's format, or hub id; empty: the embedded model.")
-    name: str = option("", "Name under which the model is served; empty: the model's own.")
+    others: tuple[str, ...] = option(
+        (), "More models, each loaded when it is first asked for by name; NAME=MODEL names one."
+    )
+    name: str = option("", "Name under which the (first) model is served; empty: the model's own.")
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8080, "Port to listen on; 0: any free one.", low=0, high=65535)
     api_key: str = option("", "Key that clients must send; empty: none is asked for.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
         (), "Names that a `Host` or `Origin` header may carry, besides those of this machine's loopback."
+    )
+    pin: tuple[str, ...] = option((), "Names of models that, once loaded, make room for no other.")
+    idle_ttl_s: float = option(
+        0.0,
+        "Idle time after which a model that is not pinned is unloaded; 0: never.",
+        unit="s",
+        low=0,
+        high=10**7,
     )
     max_sequences: int = option(16, "Sequences that share a step.", low=1, high=256)
     max_queue: int = option(64, "Requests that may wait; more are refused with 429.", low=1, high=4096)
@@ -80,10 +92,12 @@ class Config:
         250, "Longest wait of a running answer for another's prompt to aim at.", unit="ms", low=1, high=60_000
     )
     strict_model_names: str = option(
-        "off", "Whether claude-* and gpt-* are refused; else they mean this model.", choices=("on", "off")
+        "off",
+        "Whether claude-* and gpt-* are refused; else: the first model.",
+        choices=("on", "off"),
     )
     speculate: str = option("on", "Whether to draft, where it pays.", choices=("on", "off"))
-    draft: str = option("", "Small model of the same vocabulary that drafts; empty: the card's, or none.")
+    draft: str = option("", "Small model that drafts for the (first) model; empty: the card's, or none.")
     max_body_mb: int = option(32, "Largest request body.", unit="MB", low=1, high=1024)
     keepalive_s: float = option(
         5.0, "Pause after which a silent stream gets a keep-alive line.", unit="s", low=0.1, high=60
@@ -99,8 +113,10 @@ class Config:
 TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 
 
-def load(flags: Mapping[str, str | None], env: Mapping[str, str], path: Path | None = None) -> Config:
-    """The settings from file, variables and flags. A flag that is None, an empty variable: unset.
+def load(
+    flags: Mapping[str, str | Sequence[str] | None], env: Mapping[str, str], path: Path | None = None
+) -> Config:
+    """The settings from file, variables and flags. A flag that is None or [], an empty variable: unset.
 
     `path` or `$MLXSPEC_CONFIG` names a file that must exist; the default file need not. Raises ConfigError.
     """
@@ -110,14 +126,16 @@ def load(flags: Mapping[str, str | None], env: Mapping[str, str], path: Path | N
         if key.startswith(PREFIX) and text and name != "config":
             values[name] = _parse(_known(name, key), text, key)
     for name, given in flags.items():
-        if given is not None:
+        if isinstance(given, str):
             values[name] = _parse(_known(name, flag(name)), given, flag(name))
+        elif given:
+            values[name] = tuple(given)
     return Config(**values)
 
 
 def flag(name: str) -> str:
-    """How the command line spells a setting: the model is its argument, all else are flags."""
-    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+    """How the command line spells a setting: the models are its arguments, all else are flags."""
+    return ARGUMENTS.get(name) or "--" + name.replace("_", "-")
 
 
 def kind(row: Field[Any]) -> type:
@@ -130,8 +148,11 @@ def as_flags(config: Config) -> str:
     for name, row in TABLE.items():
         value = getattr(config, name)
         if value != row.default and not row.metadata["secret"]:
-            words += [] if name == "model" else [flag(name)]
-            words.append(",".join(value) if kind(row) is tuple else str(value))
+            words += [] if name in ARGUMENTS else [flag(name)]
+            if name == "others":
+                words += value
+            else:
+                words.append(",".join(value) if kind(row) is tuple else str(value))
     return shlex.join(words)
 
 

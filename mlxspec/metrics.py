@@ -4,7 +4,7 @@ Rule: a registry of our own, nothing global; reading costs the engine nothing.
 """
 
 from collections import Counter as Count
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mlxspec.types import Stats
+from mlxspec.types import Served
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,9 +47,10 @@ GAUGES = {
 
 @dataclass(slots=True, eq=False)
 class Metrics:
-    """Counters and histograms of one server. `stats` gives the engine's snapshot when somebody looks."""
+    """Counters and histograms of one server, by model. `models` gives the engine's snapshot when somebody
+    looks."""
 
-    stats: Callable[[], Stats]
+    models: Callable[[], Mapping[str, Served]]
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     first_token: Histogram = field(init=False)
     between_tokens: Histogram = field(init=False)
@@ -60,16 +61,21 @@ class Metrics:
         self.first_token = Histogram(
             "mlxspec_first_token_seconds",
             "From arrival to the first token.",
+            ("model",),
             buckets=SECONDS,
             registry=self.registry,
         )
         self.between_tokens = Histogram(
-            "mlxspec_between_tokens_seconds", "From token to token.", buckets=GAPS, registry=self.registry
+            "mlxspec_between_tokens_seconds",
+            "From token to token.",
+            ("model",),
+            buckets=GAPS,
+            registry=self.registry,
         )
         self.duration = Histogram(
             "mlxspec_request_seconds",
             "From arrival to the end, by how the request ended.",
-            ("finish",),
+            ("model", "finish"),
             buckets=SECONDS,
             registry=self.registry,
         )
@@ -81,53 +87,66 @@ class Metrics:
         )
         self.registry.register(self)
 
-    def between(self, seconds: float, tokens: int) -> None:
+    def between(self, model: str, seconds: float, tokens: int) -> None:
         """`tokens` came together, `seconds` after those before them."""
         for _ in range(tokens):
-            self.between_tokens.observe(seconds / tokens)
+            self.between_tokens.labels(model).observe(seconds / tokens)
 
     def collect(self) -> Iterator[Metric]:
         """The engine's part; called by the registry."""
-        now = self.stats()
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"mlxspec_{name}", text, value=getattr(now, name))
-        for name, text in GAUGES.items():
-            yield GaugeMetricFamily(f"mlxspec_{name}", text, value=getattr(now, name))
-        blocks = GaugeMetricFamily("mlxspec_kv_blocks", "KV blocks by state.", labels=("state",))
-        for state in ("used", "cached", "free"):
-            blocks.add_metric((state,), getattr(now, f"blocks_{state}"))
-        yield blocks
-        yield from _drafts(now)
-        parked = "Time in which something was decoded and nothing was drafted."
-        yield CounterMetricFamily("mlxspec_speculation_parked_seconds", parked, value=now.parked_seconds)
-        yield _depths(now)
+        now = self.models()
+        for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, text in table.items():
+                family = kind(f"mlxspec_{name}", text, labels=("model",))
+                for model, served in now.items():
+                    family.add_metric((model,), getattr(served.stats, name))
+                yield family
+        blocks = GaugeMetricFamily("mlxspec_kv_blocks", "KV blocks by state.", labels=("model", "state"))
+        loaded = GaugeMetricFamily("mlxspec_model_loaded", "1: it is in memory.", labels=("model",))
+        parked = CounterMetricFamily(
+            "mlxspec_speculation_parked_seconds",
+            "Time in which something was decoded and nothing was drafted.",
+            labels=("model",),
+        )
+        loads = CounterMetricFamily("mlxspec_model_loads", "How often it was loaded.", labels=("model",))
+        for model, served in now.items():
+            for state in ("used", "cached", "free"):
+                blocks.add_metric((model, state), getattr(served.stats, f"blocks_{state}"))
+            parked.add_metric((model,), served.stats.parked_seconds)
+            loaded.add_metric((model,), served.status == "loaded")
+            loads.add_metric((model,), served.loads)
+        yield from (blocks, loaded, loads, parked, *_drafts(now), _depths(now))
 
     def render(self) -> bytes:
         """The page, in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 
-def _drafts(now: Stats) -> Iterator[Metric]:
+def _drafts(now: Mapping[str, Served]) -> Iterator[Metric]:
     """Drafted and accepted tokens by source and position in the draft."""
-    drafted, accepted = Count[tuple[str, str]](), Count[tuple[str, str]]()
-    for source, position, tried, kept in now.drafts:
-        key = source, str(position) if position <= POSITIONS else f"{POSITIONS + 1}+"
-        drafted[key] += tried
-        accepted[key] += kept
+    drafted, accepted = Count[tuple[str, str, str]](), Count[tuple[str, str, str]]()
+    for model, served in now.items():
+        for source, position, tried, kept in served.stats.drafts:
+            key = model, source, str(position) if position <= POSITIONS else f"{POSITIONS + 1}+"
+            drafted[key] += tried
+            accepted[key] += kept
     for name, text, counts in (
         ("drafted", "Tokens drafted.", drafted),
         ("accepted", "Drafted tokens that were accepted.", accepted),
     ):
-        family = CounterMetricFamily(f"mlxspec_{name}_tokens", text, labels=("source", "position"))
+        family = CounterMetricFamily(f"mlxspec_{name}_tokens", text, labels=("model", "source", "position"))
         for key, count in counts.items():
             family.add_metric(key, count)
         yield family
 
 
-def _depths(now: Stats) -> Metric:
+def _depths(now: Mapping[str, Served]) -> Metric:
     """Rounds by how many tokens were drafted for them."""
-    buckets = [(str(float(le)), sum(n for depth, n in now.depths if depth <= le)) for le in DEPTHS]
-    buckets.append(("+Inf", sum(n for _, n in now.depths)))
-    family = HistogramMetricFamily("mlxspec_draft_depth", "Tokens drafted per round; 0 where none were.")
-    family.add_metric((), buckets, sum(depth * n for depth, n in now.depths))
+    text = "Tokens drafted per round; 0 where none were."
+    family = HistogramMetricFamily("mlxspec_draft_depth", text, labels=("model",))
+    for model, served in now.items():
+        rounds = served.stats.depths
+        buckets = [(str(float(le)), sum(n for depth, n in rounds if depth <= le)) for le in DEPTHS]
+        buckets.append(("+Inf", sum(n for _, n in rounds)))
+        family.add_metric((model,), buckets, sum(depth * n for depth, n in rounds))
     return family

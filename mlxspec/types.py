@@ -101,6 +101,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # what the client expects the answer to be: a source to copy from
     grammar: Callable[[], Matcher] | None = None  # makes the matcher of each choice
     model: str = ""  # by its served name; empty: the default
+    masks: int = 0  # the vocabulary that the grammar was made for; 0: not told
 
 
 @dataclass(frozen=True, slots=True)

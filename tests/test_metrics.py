@@ -5,19 +5,28 @@ from dataclasses import fields
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxspec.metrics import Metrics
-from mlxspec.types import Stats
+from mlxspec.types import ModelInfo, Served, Stats
 
+INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
 SPECULATION = ("drafts", "depths", "parked_seconds")
 
 
 def page(metrics: Metrics) -> dict[str, float]:
     families = text_string_to_metric_families(metrics.render().decode())
-    return {s.name + "".join(s.labels.values()): s.value for f in families for s in f.samples}
+    return {
+        s.name + "".join(s.labels[k] for k in sorted(s.labels) if k != "model"): s.value
+        for f in families
+        for s in f.samples
+    }
+
+
+def of(now: Stats) -> dict[str, Served]:
+    return {"tiny": Served(INFO, stats=now)}
 
 
 def test_the_engines_numbers() -> None:
     now = Stats(**{row.name: i + 1 for i, row in enumerate(fields(Stats)) if row.name not in SPECULATION})
-    metrics = Metrics(lambda: now)
+    metrics = Metrics(lambda: of(now))
     shown = page(metrics)
     for row in fields(Stats):
         if row.name not in ("progress", *SPECULATION):  # a clock's reading; /health judges it
@@ -32,19 +41,22 @@ def test_the_engines_numbers() -> None:
 def test_drafts_by_source_and_position() -> None:
     drafts = (("lookup", 1, 9, 8), ("lookup", 16, 7, 5), ("lookup", 17, 4, 3), ("lookup", 32, 2, 0))
     now = Stats(drafts=(*drafts, ("model", 1, 6, 1)), parked_seconds=2.5)
-    metrics = Metrics(lambda: now)
+    metrics = Metrics(lambda: of(now))
     shown = page(metrics)
     tried = {k.removeprefix("mlxspec_drafted_tokens_total"): v for k, v in shown.items() if "drafted" in k}
     kept = {k.removeprefix("mlxspec_accepted_tokens_total"): v for k, v in shown.items() if "accepted" in k}
     assert tried == {"1lookup": 9, "16lookup": 7, "17+lookup": 6, "1model": 6}
     assert kept == {"1lookup": 8, "16lookup": 5, "17+lookup": 3, "1model": 1}
     assert shown["mlxspec_speculation_parked_seconds_total"] == 2.5
-    assert 'mlxspec_drafted_tokens_total{position="17+",source="lookup"} 6.0' in metrics.render().decode()
+    assert (
+        'mlxspec_drafted_tokens_total{model="tiny",position="17+",source="lookup"} 6.0'
+        in metrics.render().decode()
+    )
 
 
 def test_rounds_by_draft_length() -> None:
     depths = ((0, 10), (1, 5), (5, 2), (32, 1), (40, 3))
-    shown = page(Metrics(lambda: Stats(depths=depths)))
+    shown = page(Metrics(lambda: of(Stats(depths=depths))))
     buckets = {
         float(name.removeprefix("mlxspec_draft_depth_bucket")): value
         for name, value in shown.items()
@@ -58,16 +70,16 @@ def test_rounds_by_draft_length() -> None:
 
 
 def test_without_speculation() -> None:
-    shown = page(Metrics(Stats))
+    shown = page(Metrics(lambda: of(Stats())))
     assert not [name for name in shown if "drafted" in name or "accepted" in name]
     assert shown["mlxspec_draft_depth_count"] == shown["mlxspec_speculation_parked_seconds_total"] == 0
 
 
 def test_histograms_and_refusals() -> None:
-    metrics = Metrics(Stats)
-    metrics.first_token.observe(0.2)
-    metrics.between(0.3, 3)
-    metrics.duration.labels("stop").observe(1.5)
+    metrics = Metrics(lambda: of(Stats()))
+    metrics.first_token.labels("tiny").observe(0.2)
+    metrics.between("tiny", 0.3, 3)
+    metrics.duration.labels("tiny", "stop").observe(1.5)
     metrics.refused.labels("429").inc()
     shown = page(metrics)
     assert shown["mlxspec_first_token_seconds_count"] == 1
@@ -78,6 +90,6 @@ def test_histograms_and_refusals() -> None:
 
 
 def test_two_servers_do_not_share_their_numbers() -> None:
-    one, other = Metrics(Stats), Metrics(Stats)
-    one.first_token.observe(1)
-    assert page(other)["mlxspec_first_token_seconds_count"] == 0
+    one, other = Metrics(lambda: of(Stats())), Metrics(lambda: of(Stats()))
+    one.first_token.labels("tiny").observe(1)
+    assert "mlxspec_first_token_seconds_count" not in page(other)

@@ -179,6 +179,9 @@ class Fleet:
     def _add(self, member: Member, request: Request) -> list[Output]:
         assert member.engine is not None
         member.used = self.clock()
+        if request.grammar and request.masks not in (0, member.info.vocab):
+            why = f"the vocabulary of {member.info.name} was not known before it was loaded"
+            return _refused(request, f"{why}; send the request again")
         context = member.info.context  # that it promised may have been more
         if len(request.prompt) >= context:
             return _refused(request, too_long(len(request.prompt), context), "prompt")
@@ -258,25 +261,20 @@ class Fleet:
         return self._load(self._of(goal))
 
     def _load(self, member: Member) -> list[Output]:
-        promised, why = member.info, ""
-        self.loading = promised.name
+        self.loading, why = member.info.name, ""
         try:
             self._start(member)
         except Unfit as error:
             why = str(error)
         except Exception as error:  # whatever the model's own code raises, or MLX where memory ends
-            log.exception("%s failed to load", promised.name)
+            log.exception("%s failed to load", self.loading)
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         finally:
             self.loading = ""
         if why:  # only now is the traceback gone, and what it held
             _free()
             return self._fail(member, why)
-        wrong = []
-        if promised.vocab != member.info.vocab:  # the masks would have another width
-            why = "its vocabulary was not known before it was loaded; send the request again"
-            wrong = [o for o in self._held if isinstance(o, Request) and o.grammar and self._of(o) is member]
-        return self._drop(wrong, why) + self._again()
+        return self._again()
 
     def _start(self, member: Member) -> None:
         member.engine, info = member.start()
@@ -288,19 +286,18 @@ class Fleet:
             self.guard.expect(member.held)
 
     def _fail(self, member: Member, why: str) -> list[Output]:
-        log.error("%s cannot be loaded: %s", member.info.name, why)
+        why = f"{member.info.name} cannot be loaded: {why}"
+        log.error("%s", why)
         member.error, member.failed = why, self.clock()
-        mine = [o for o in self._held if not isinstance(o, tuple) and self._of(o) is member]
-        return self._drop(mine, why) + self._again()
-
-    def _drop(self, orders: Sequence[Request | Call], why: str) -> list[Output]:
-        """Answer what waits with what is wrong."""
-        outputs = []
-        for order in orders:
-            self._held.remove(order)
-            member = self._of(order)
-            outputs += _refused(order, why) if isinstance(order, Request) else self._done(member, order, why)
-        return outputs
+        outputs, waiting, self._held = list[Output](), self._held, deque()
+        for order in waiting:
+            if isinstance(order, tuple) or self._of(order) is not member:
+                self._held.append(order)
+            elif isinstance(order, Request):
+                outputs += _refused(order, why)
+            else:
+                self._done(member, order, why if order.load else "")
+        return outputs + self._again()
 
     def _unload(self, member: Member) -> None:
         nothing: dict[str, Any] = dict.fromkeys(NOW, 0)

@@ -52,6 +52,7 @@ class Options:
     max_sequences: int = 16
     prefill_budget: int = 0
     decode_gap: float = 0.25  # seconds
+    share: float = 1.0  # of the free memory; what is left of it is for other models
     speculate: bool = True
     draft: Path | None = None  # a draft model's directory
     cache: Path | None = None  # directory for what was measured
@@ -157,7 +158,11 @@ def _sizes(needs: memory.Needs, context: int, options: Options, room: int) -> me
     most, chunk = options.max_sequences, _chunk(options)
     if options.kv_blocks:
         return memory.fixed(needs, options.kv_blocks, options.block_size, most, chunk)
-    return memory.sizes(needs, context, options.block_size, most, chunk, room)
+    try:
+        share = memory.SHARE * options.share
+        return memory.sizes(needs, context, options.block_size, most, chunk, room, share)
+    except Unfit:  # where one sequence takes more, another model will have to leave
+        return memory.sizes(needs, context, options.block_size, most, chunk, room)
 
 
 def _snapshots(needs: memory.Needs, sizes: memory.Sizes, block_size: int) -> Snapshots | None:

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxspec.server import stream
-from mlxspec.server.errors import ApiError, busy, stopping
-from mlxspec.server.front import Front, Gone, while_connected
+from mlxspec.server.errors import busy, dead
+from mlxspec.server.front import Front, Gone, Model, while_connected
 from mlxspec.server.stream import Choice, Dialect, Failed, Piece
 from mlxspec.types import Busy, Dead, Output, Request
 
@@ -54,13 +54,15 @@ class Job:
         self.pieces = [[] for _ in self.choices]
 
 
-def answer(front: Front, job: Job) -> ASGIApp:
+def answer(model: Model, job: Job) -> ASGIApp:
     """The response that does the work while it is sent. Raises ApiError before its first byte only."""
+
+    front = model.front
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         outputs = _submit(front, job)
         try:
-            deliver = _stream(front, job, outputs, send) if job.streamed else _whole(front, job, outputs)
+            deliver = _stream(model, job, outputs, send) if job.streamed else _whole(model, job, outputs)
             response = await while_connected(receive, deliver)
             if response is not None:
                 await response(scope, receive, send)
@@ -73,7 +75,7 @@ def answer(front: Front, job: Job) -> ASGIApp:
             for k, request in enumerate(job.requests):
                 if any(c.finish is None for c in job.choices[k * request.n :][: request.n]):
                     front.engine.abort(request.id)
-            _book(front, job)
+            _book(model, job)
 
     return respond
 
@@ -84,9 +86,7 @@ def _submit(front: Front, job: Job) -> Outputs:
         for request in job.requests:
             outputs.append(front.engine.submit(request))
     except Dead as error:
-        if front.engine.draining():
-            raise stopping() from error
-        raise ApiError(503, "the engine has stopped; the server's log says why") from error
+        raise dead(front.engine) from error
     except Busy as error:
         for request in job.requests[: len(outputs)]:
             front.engine.abort(request.id)
@@ -94,32 +94,32 @@ def _submit(front: Front, job: Job) -> Outputs:
     return outputs
 
 
-async def _whole(front: Front, job: Job, outputs: Outputs) -> JSONResponse:
+async def _whole(model: Model, job: Job, outputs: Outputs) -> JSONResponse:
     try:
         async with aclosing(_merged(outputs, None)) as merged:
             async for found in merged:
                 if found is not None:
-                    _read(front, job, *found)
+                    _read(model, job, *found)
     except Failed as error:
-        raise ApiError(error.status, str(error)) from error
+        raise error.error from error
     _done(job)
     usage = stream.usage(job.requests, job.choices)
     return JSONResponse(job.dialect.body(job.choices, job.pieces, usage), headers=job.headers)
 
 
-async def _stream(front: Front, job: Job, outputs: Outputs, send: Send) -> None:
+async def _stream(model: Model, job: Job, outputs: Outputs, send: Send) -> None:
     async def write(data: bytes, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
     headers = [(name.encode(), value.encode()) for name, value in (SSE | job.headers).items()]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await write(job.dialect.opening(stream.usage(job.requests, job.choices)))
-    pause = min(front.config.keepalive_s, PROTOCOL_S)
+    pause = min(model.front.config.keepalive_s, PROTOCOL_S)
     wrote = spoke = time.monotonic()  # a byte, a chunk
     try:
         async with aclosing(_merged(outputs, pause)) as merged:
             async for found in merged:
-                read = _read(front, job, *found) if found is not None else None
+                read = _read(model, job, *found) if found is not None else None
                 data = job.dialect.chunk(*read) if read else b""
                 now = time.monotonic()
                 if data:
@@ -135,7 +135,7 @@ async def _stream(front: Front, job: Job, outputs: Outputs, send: Send) -> None:
         await write(job.dialect.closing(job.choices, usage), more=False)
     except Failed as error:
         job.outcome = "error"
-        await write(job.dialect.failed(ApiError(error.status, str(error))), more=False)
+        await write(job.dialect.failed(error.error), more=False)
 
 
 def _done(job: Job) -> None:
@@ -144,9 +144,9 @@ def _done(job: Job) -> None:
         job.done(job.pieces)
 
 
-def _read(front: Front, job: Job, k: int, output: Output) -> tuple[Choice, Piece] | None:
+def _read(model: Model, job: Job, k: int, output: Output) -> tuple[Choice, Piece] | None:
     """What an output of request `k` adds to its choice; None where that choice has ended already."""
-    request = job.requests[k]
+    front, request = model.front, job.requests[k]
     choice = job.choices[k * request.n + output.index]
     if choice.finish is not None:
         return None
@@ -155,9 +155,9 @@ def _read(front: Front, job: Job, k: int, output: Output) -> tuple[Choice, Piece
     if output.tokens:
         if not job.first:
             job.first = now
-            front.metrics.first_token.observe(now - job.arrived)
+            front.metrics.first_token.labels(model.name).observe(now - job.arrived)
         elif (before := job.last.get(choice.index)) is not None:
-            front.metrics.between(now - before, len(output.tokens))
+            front.metrics.between(model.name, now - before, len(output.tokens))
         job.last[choice.index] = now
     if choice.finish is not None and output.finish is None:
         front.engine.abort(request.id, output.index)
@@ -186,12 +186,13 @@ async def _merged(outputs: Outputs, pause: float | None) -> AsyncGenerator[tuple
             task.cancel()
 
 
-def _book(front: Front, job: Job) -> None:
+def _book(model: Model, job: Job) -> None:
     """The counters and the one line of a finished answer."""
     now = time.monotonic()
     counts = stream.usage(job.requests, job.choices)
     finishes = ",".join(dict.fromkeys(c.finish or "cut" for c in job.choices))
-    front.metrics.duration.labels(job.outcome or finishes.partition(",")[0]).observe(now - job.arrived)
+    ended = model.front.metrics.duration.labels(model.name, job.outcome or finishes.partition(",")[0])
+    ended.observe(now - job.arrived)
     generated = counts.generated
     seconds = max(job.last.values(), default=0.0) - job.first
     rate = (generated - len(job.last)) / seconds if seconds > 0 else 0.0

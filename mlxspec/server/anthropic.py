@@ -19,9 +19,10 @@ from starlette.types import ASGIApp
 from mlxspec.server import schema_anthropic as schema
 from mlxspec.server.ask import Ask, Format, Wishes, converse, prepare, template_options
 from mlxspec.server.errors import ApiError
-from mlxspec.server.front import Front, read_body, while_connected
+from mlxspec.server.front import Front, Model, read_body, while_connected
 from mlxspec.server.stream import Choice, Json, Piece, Usage, event
 from mlxspec.text.parts import Part
+from mlxspec.types import ModelInfo
 
 SIGNATURE = "bWx4c3BlYw=="  # clients want one to send reasoning back; it says nothing
 TYPES = {"reasoning": "thinking", "content": "text"}  # of blocks, each with its text under the same name
@@ -29,29 +30,31 @@ PING = event({"type": "ping"}, "ping")
 
 
 async def messages(http: HttpRequest) -> ASGIApp:
-    arrived, front = time.monotonic(), http.app.state.front
+    arrived = time.monotonic()
+    front: Front = http.app.state.front
     body, said, ignored = schema.parsed(schema.Messages, await read_body(http))
+    model = await front.model(body.model)
     wishes = Wishes(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
-    ask, unread = _ask(front, body, said, wishes=wishes, limit=body.max_tokens, stop=body.stop_sequences)
-    name, dialect = f"msg_{secrets.token_hex(12)}", partial(Messages, model=front.engine.info.name)
-    return await converse(http, ask, dialect, name, bool(body.stream), [*ignored, *unread], arrived)
+    ask, unread = _ask(model, body, said, wishes=wishes, limit=body.max_tokens, stop=body.stop_sequences)
+    name, dialect = f"msg_{secrets.token_hex(12)}", partial(Messages, model=model.name)
+    return await converse(http, model, ask, dialect, name, bool(body.stream), [*ignored, *unread], arrived)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     front: Front = http.app.state.front
     body, said, ignored = schema.parsed(schema.Prompt, await read_body(http))
-    ask, unread = _ask(front, body, said)
-    ready = await while_connected(http.receive, front.on_text_thread(prepare, front, ask))
+    model = await front.model(body.model)
+    ask, unread = _ask(model, body, said)
+    ready = await while_connected(http.receive, front.on_text_thread(prepare, model, ask))
     found = {"input_tokens": len(ready.prompt.ids)}
     return JSONResponse(found, headers=front.report([*ignored, *unread]))
 
 
-def _ask(front: Front, body: schema.Prompt, said: list[Json], **own: Any) -> tuple[Ask, list[str]]:
+def _ask(model: Model, body: schema.Prompt, said: list[Json], **own: Any) -> tuple[Ask, list[str]]:
     """What is asked, and what of it this model's template does not look at. Raises ApiError."""
-    front.check_model(body.model)
     wanted = {"enabled": True, "disabled": False}.get(body.thinking.type) if body.thinking else None
-    options, unread = template_options(front, None, enable_thinking=wanted)
+    options, unread = template_options(model, None, enable_thinking=wanted)
     form = body.output_config and body.output_config.format
     ask = Ask(
         messages=said,
@@ -66,9 +69,8 @@ def _ask(front: Front, body: schema.Prompt, said: list[Json], **own: Any) -> tup
     return ask, ["thinking"] if unread else []
 
 
-def model_of(front: Front) -> Json:
+def model_of(info: ModelInfo) -> Json:
     """Anthropic's model object; the window under its names and under ours."""
-    info = front.engine.info
     return {
         "type": "model",
         "id": info.name,
@@ -81,9 +83,9 @@ def model_of(front: Front) -> Json:
     }
 
 
-def models_of(front: Front) -> Json:
-    made = model_of(front)
-    return {"data": [made], "has_more": False, "first_id": made["id"], "last_id": made["id"]}
+def models_of(infos: Iterable[ModelInfo]) -> Json:
+    made = [model_of(info) for info in infos]
+    return {"data": made, "has_more": False, "first_id": made[0]["id"], "last_id": made[-1]["id"]}
 
 
 @dataclass(slots=True)

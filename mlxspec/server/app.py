@@ -3,6 +3,9 @@
 Rule: an endpoint is a function of a request; what they share is the `Front`.
 """
 
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,23 @@ from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server import Engine, anthropic, openai, responses
 from mlxspec.server.ask import template_options
-from mlxspec.server.errors import ApiError, on_api_error, on_crash, on_http_error, unfit
-from mlxspec.server.front import Front, Gone, on_gone, read_body, while_connected
-from mlxspec.server.schema_openai import Detokenize, Tokenize, parse
+from mlxspec.server.errors import ApiError, dead, on_api_error, on_crash, on_http_error, unavailable, unfit
+from mlxspec.server.front import Front, Gone, Model, on_gone, read_body, while_connected
+from mlxspec.server.schema_openai import Detokenize, Load, Tokenize, Unload, parse
 from mlxspec.server.security import guard
-from mlxspec.text.grammar import Grammars
-from mlxspec.text.prompt import Tokenizer, encode, generation_defaults, render, talk_of
+from mlxspec.text.prompt import Tokenizer, encode, render, talk_of
+from mlxspec.types import Dead, Served, Unfit
 
 VERSION = "anthropic-version"  # a header that all of Anthropic's clients send
 STALLED_S = 60.0  # without progress while there is work: longer than any step that is well
+LOADING_S = 600.0  # the same while a model is loaded, which is one step for all the others
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, path: Path, config: Config) -> Starlette:
-    """The server's application. `path` is the model's directory, for its sampling defaults."""
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, path: Path, config: Config, others: Mapping[str, Path] | None = None
+) -> Starlette:
+    """The server's application. `tokenizer` and the directory `path` are the default model's, `others` the
+    directories of the other models by name."""
     app = Starlette(
         routes=_routes(),
         middleware=[Middleware(guard, config=config)],
@@ -41,8 +48,9 @@ def create_app(engine: Engine, tokenizer: Tokenizer, path: Path, config: Config)
             Exception: on_crash,
         },
     )
-    defaults, grammars = generation_defaults(path), Grammars(tokenizer, engine.info.vocab)
-    app.state.front = Front(engine, tokenizer, defaults, config, Metrics(engine.stats), grammars)
+    name = engine.info.name
+    app.state.front = Front(engine, config, Metrics(engine.models), {name: path, **(others or {})})
+    app.state.front.open(name, tokenizer)
     app.state.responses = responses.Store()
     return app
 
@@ -59,6 +67,8 @@ def _routes() -> list[Route]:
         ("/responses/{id}", responses.stored, "DELETE"),
         ("/responses/{id}/input_items", responses.input_items, "GET"),
         ("/models", models, "GET"),
+        ("/models/load", load, "POST"),
+        ("/models/unload", unload, "POST"),
         ("/models/{name:path}", model, "GET"),
         ("/tokenize", tokenize, "POST"),
         ("/detokenize", detokenize, "POST"),
@@ -91,12 +101,14 @@ async def health(http: HttpRequest) -> Response:
         reason = "the engine has stopped"
     elif engine.draining():
         reason = "the server is stopping"
-    elif (seconds := engine.stalled()) > STALLED_S:
+    elif (seconds := engine.stalled()) > (LOADING_S if engine.loading() else STALLED_S):
         reason = f"the engine has made no progress for {seconds:.0f} s"
     if reason:
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
     now = engine.stats()
-    return JSONResponse({"status": "ok", "running": now.running, "waiting": now.waiting})
+    loaded = [name for name, served in engine.models().items() if served.status == "loaded"]
+    found = {"status": "ok", "running": now.running, "waiting": now.waiting, "loaded": loaded}
+    return JSONResponse(found)
 
 
 async def prometheus(http: HttpRequest) -> Response:
@@ -107,20 +119,21 @@ async def prometheus(http: HttpRequest) -> Response:
 async def models(http: HttpRequest) -> Response:
     """In Anthropic's shape for its clients, else in OpenAI's."""
     front: Front = http.app.state.front
+    found = front.engine.models().values()
     if VERSION in http.headers:
-        return JSONResponse(anthropic.models_of(front))
-    return JSONResponse({"object": "list", "data": [_model(front)]})
+        return JSONResponse(anthropic.models_of(served.info for served in found))
+    return JSONResponse({"object": "list", "data": [_model(served) for served in found]})
 
 
 async def model(http: HttpRequest) -> Response:
     front: Front = http.app.state.front
-    front.check_model(http.path_params["name"])
-    return JSONResponse(anthropic.model_of(front) if VERSION in http.headers else _model(front))
+    served = front.engine.models()[front.named(http.path_params["name"])]
+    return JSONResponse(anthropic.model_of(served.info) if VERSION in http.headers else _model(served))
 
 
-def _model(front: Front) -> dict[str, Any]:
-    """OpenAI's model object; the window under vLLM's name, and under the plain one."""
-    info = front.engine.info
+def _model(served: Served) -> dict[str, Any]:
+    """OpenAI's model object, and how the model is; the window under vLLM's name, and under the plain one."""
+    info = served.info
     return {
         "id": info.name,
         "object": "model",
@@ -128,43 +141,91 @@ def _model(front: Front) -> dict[str, Any]:
         "owned_by": "mlxspec",
         "context_window": info.context,
         "max_model_len": info.context,
+        "status": served.status,
+        "pinned": served.pinned,
+        "weight_bytes": info.weight_bytes,
+        **({"error": served.error} if served.error else {}),
     }
+
+
+async def load(http: HttpRequest) -> Response:
+    """Answers when the model is loaded."""
+    front: Front = http.app.state.front
+    body, ignored = parse(Load, await read_body(http))
+    return await _carried_out(http, ignored, body.model, lambda name: front.engine.load(name, body.pin))
+
+
+async def unload(http: HttpRequest) -> Response:
+    """Answers when the model's memory is free, or 409."""
+    front: Front = http.app.state.front
+    body, ignored = parse(Unload, await read_body(http))
+    patience = front.config.drain_s
+
+    async def work(name: str) -> None:
+        if front.engine.models()[name].pinned and not body.force:
+            raise ApiError(
+                409, f"{name} is pinned; send force: true, or load it with pin: false", param="model"
+            )
+        try:
+            async with asyncio.timeout(patience):
+                await front.engine.unload(name)
+        except TimeoutError as error:
+            why = f"{name} has not ended its answers in {patience:.0f} s, and stays; try again later"
+            raise ApiError(409, why, param="model") from error
+
+    return await _carried_out(http, ignored, body.model, work)
+
+
+async def _carried_out(
+    http: HttpRequest, ignored: list[str], asked: str, work: Callable[[str], Coroutine[Any, Any, None]]
+) -> Response:
+    """The model's object after `work` on it, and the seconds that it took."""
+    front: Front = http.app.state.front
+    name, began = front.named(asked, exact=True), time.monotonic()
+    try:
+        await while_connected(http.receive, work(name))
+    except Unfit as error:
+        raise unavailable(str(error)) from error
+    except Dead as error:
+        raise dead(front.engine) from error
+    done = {**_model(front.engine.models()[name]), "seconds": round(time.monotonic() - began, 3)}
+    return JSONResponse(done, headers=front.report(ignored))
 
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
     front: Front = http.app.state.front
     body, ignored = parse(Tokenize, await read_body(http))
-    front.check_model(body.model)
+    model = await front.model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise unfit("prompt", "prompt, messages: send one of them, and only one")
     if body.messages is not None:
         kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-        options, unread = template_options(front, kwargs, reasoning_effort=effort)
+        options, unread = template_options(model, kwargs, reasoning_effort=effort)
         ignored += unread
-        work = front.on_text_thread(_tokens, front, body, options)
+        work = front.on_text_thread(_tokens, model, body, options)
         ignored += ["add_special_tokens"] if "add_special_tokens" in body.model_fields_set else []
     else:
         given = body.model_fields_set
         ignored += sorted(given & {"add_generation_prompt", "reasoning_effort", "chat_template_kwargs"})
-        work = front.on_text_thread(encode, front.tokenizer, body.prompt, body.add_special_tokens)
+        work = front.on_text_thread(encode, model.tokenizer, body.prompt, body.add_special_tokens)
     ids = await while_connected(http.receive, work)
-    found = {"count": len(ids), "max_model_len": front.engine.info.context, "tokens": ids}
+    found = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
     return JSONResponse(found, headers=front.report(ignored))
 
 
-def _tokens(front: Front, body: Tokenize, options: dict[str, Any]) -> list[int]:
-    talk = talk_of(body.messages or [], body.tools, options, front.history)
-    return render(front.tokenizer, talk, front.history, body.add_generation_prompt).ids
+def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
+    talk = talk_of(body.messages or [], body.tools, options, model.history)
+    return render(model.tokenizer, talk, model.history, body.add_generation_prompt).ids
 
 
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
     front: Front = http.app.state.front
     body, ignored = parse(Detokenize, await read_body(http))
-    front.check_model(body.model)
-    vocab = front.engine.info.vocab
+    model = await front.model(body.model)
+    vocab = model.info.vocab
     if body.tokens and max(body.tokens) >= vocab:
         raise unfit("tokens", f"tokens has the id {max(body.tokens)}; ids run from 0 to {vocab - 1}")
-    text = await while_connected(http.receive, front.on_text_thread(front.tokenizer.decode, body.tokens))
+    text = await while_connected(http.receive, front.on_text_thread(model.tokenizer.decode, body.tokens))
     return JSONResponse({"prompt": text}, headers=front.report(ignored))

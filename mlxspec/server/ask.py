@@ -14,14 +14,14 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.answer import Job, answer
 from mlxspec.server.errors import unfit
-from mlxspec.server.front import Front, while_connected
+from mlxspec.server.front import Model, while_connected
 from mlxspec.server.stream import Choice, Dialect, Piece, message
 from mlxspec.text.grammar import Grammars, Make
 from mlxspec.text.messages import Refused
 from mlxspec.text.parts import Parts
 from mlxspec.text.prompt import Rendered, Talk, encode, remember, render, talk_of, template_reads
 from mlxspec.text.reader import Reader
-from mlxspec.types import COLDEST, Request, Sampling
+from mlxspec.types import COLDEST, Request, Sampling, too_long
 
 T = TypeVar("T")
 
@@ -105,14 +105,16 @@ class Prepared:
     prompt: Rendered
     predicted: tuple[int, ...]
     grammar: Make | None = None
+    masks: int = 0  # the vocabulary that it is for
 
 
-def prepare(front: Front, ask: Ask) -> Prepared:
+def prepare(model: Model, ask: Ask) -> Prepared:
     """On the text thread. Raises Refused."""
-    talk = talk_of(ask.messages, ask.tools, ask.options, front.history)
-    prompt = render(front.tokenizer, talk, front.history)
-    grammar = _grammar(front.grammars, ask, talk, prompt)
-    return Prepared(talk, prompt, predicted(front, ask.prediction), grammar)
+    talk = talk_of(ask.messages, ask.tools, ask.options, model.history)
+    prompt = render(model.tokenizer, talk, model.history)
+    grammars = model.grammars
+    grammar = _grammar(grammars, ask, talk, prompt)
+    return Prepared(talk, prompt, predicted(model, ask.prediction), grammar, grammars.vocab)
 
 
 def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make | None:
@@ -141,27 +143,26 @@ def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make
 
 
 async def converse(
-    http: HttpRequest, ask: Ask, dialect: Callable[[str], Dialect], name: str, streamed: bool,
+    http: HttpRequest, model: Model, ask: Ask, dialect: Callable[[str], Dialect], name: str, streamed: bool,
     ignored: list[str], arrived: float,
 ) -> ASGIApp:  # fmt: skip
     """The response to an `Ask`, in the dialect that is made for its `name`. Raises ApiError."""
-    front: Front = http.app.state.front
-    check_count(front, ask.n, 1)
-    ready = await while_connected(http.receive, front.on_text_thread(prepare, front, ask))
-    request = request_of(front, ask, ready, name, arrived)
+    check_count(model, ask.n, 1)
+    ready = await while_connected(http.receive, model.front.on_text_thread(prepare, model, ask))
+    request = request_of(model, ask, ready, name, arrived)
     tools = [*ready.talk.tools, *ask.deferred] if ask.tool_choice != "none" else ()
     choices = [
         Choice(
             i,
-            Reader(front.tokenizer, ask.stop, request.stop_tokens),
-            Parts(front.tokenizer, tools, ready.prompt.thinking, call_id, ready.grammar is not None),
+            Reader(model.tokenizer, ask.stop, request.stop_tokens),
+            Parts(model.tokenizer, tools, ready.prompt.thinking, call_id, ready.grammar is not None),
             single=ask.single,
         )
         for i in range(ask.n)
     ]
-    headers = {"x-request-id": name, "request-id": name, **front.report(ignored)}
-    done = partial(_remember, front, ready, choices)
-    return answer(front, Job([request], choices, dialect(name), streamed, headers, arrived, done=done))
+    headers = {"x-request-id": name, "request-id": name, **model.front.report(ignored)}
+    done = partial(_remember, model, ready, choices)
+    return answer(model, Job([request], choices, dialect(name), streamed, headers, arrived, done=done))
 
 
 def call_id() -> str:
@@ -169,7 +170,7 @@ def call_id() -> str:
 
 
 def _remember(
-    front: Front, ready: Prepared, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]]
+    model: Model, ready: Prepared, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]]
 ) -> None:
     """What the next turn's prompt should repeat token for token."""
     said = [(choice, message(choice, some)) for choice, some in zip(choices, pieces, strict=True)]
@@ -177,40 +178,52 @@ def _remember(
     def work() -> None:
         for choice, answered in said:
             for call in choice.calls:
-                front.history.keep_call(call)
-            if choice.ended_by_itself and choice.ids[-1] in front.tokenizer.eos_token_ids:
-                canonical = talk_of([answered], None, {}, front.history).messages[0]
-                remember(front.tokenizer, ready.talk, ready.prompt, canonical, choice.ids, front.history)
+                model.history.keep_call(call)
+            if choice.ended_by_itself and choice.ids[-1] in model.tokenizer.eos_token_ids:
+                canonical = talk_of([answered], None, {}, model.history).messages[0]
+                remember(model.tokenizer, ready.talk, ready.prompt, canonical, choice.ids, model.history)
 
-    front.later(work)
+    model.front.later(work)
 
 
-def request_of(front: Front, ask: Ask, ready: Prepared, name: str, arrived: float) -> Request:
+def request_of(model: Model, ask: Ask, ready: Prepared, name: str, arrived: float) -> Request:
     """The engine's request. Raises ApiError for what cannot be run here."""
     prompt = ready.prompt.ids
-    check_prompt(front, prompt, ask.source)
-    info = front.engine.info
+    check_prompt(model, prompt, ask.source)
+    info = model.info
     most = min(info.context - len(prompt), ask.limit or info.context)
-    ends = stop_tokens(front, ask.stop_tokens, ask.ignore_eos)
-    drawn = sampling(front, ask.wishes)
-    return Request(name, tuple(prompt), most, drawn, ends, ask.n, arrived, ready.predicted, ready.grammar)
+    ends = stop_tokens(model, ask.stop_tokens, ask.ignore_eos)
+    drawn = sampling(model, ask.wishes)
+    return Request(
+        name,
+        tuple(prompt),
+        most,
+        drawn,
+        ends,
+        ask.n,
+        arrived,
+        ready.predicted,
+        ready.grammar,
+        model.name,
+        ready.masks,
+    )
 
 
-def stop_tokens(front: Front, own: Sequence[int], ignore_eos: bool) -> frozenset[int]:
-    ends = frozenset() if ignore_eos else frozenset(front.tokenizer.eos_token_ids)
+def stop_tokens(model: Model, own: Sequence[int], ignore_eos: bool) -> frozenset[int]:
+    ends = frozenset() if ignore_eos else frozenset(model.tokenizer.eos_token_ids)
     return ends | frozenset(own)
 
 
-def check_count(front: Front, n: int, prompts: int) -> None:
+def check_count(model: Model, n: int, prompts: int) -> None:
     """Raises ApiError for more answers than could ever wait together."""
-    most = front.config.max_sequences + front.config.max_queue
+    most = model.front.config.max_sequences + model.front.config.max_queue
     if n * prompts > most:
         raise unfit("n", f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer")
 
 
-def check_prompt(front: Front, prompt: Sequence[int], source: str) -> None:
+def check_prompt(model: Model, prompt: Sequence[int], source: str) -> None:
     """Raises ApiError. That a prompt is too long is said in the words by which agents know to compact."""
-    info = front.engine.info
+    info = model.info
     if not prompt:
         raise unfit(source, f"{source} has no tokens; send some text")
     if max(prompt) >= info.vocab:
@@ -218,36 +231,35 @@ def check_prompt(front: Front, prompt: Sequence[int], source: str) -> None:
     if len(prompt) >= info.context:
         raise unfit(
             source,
-            f"prompt is too long: {len(prompt)} tokens > {info.context} maximum. This model's maximum context"
-            f" length is {info.context} tokens, and an answer needs room in it; shorten {source}",
+            f"{too_long(len(prompt), info.context)}; shorten {source}",
             "context_length_exceeded",
         )
 
 
 def template_options(
-    front: Front, kwargs: Mapping[str, Any] | None, **fields: Any
+    model: Model, kwargs: Mapping[str, Any] | None, **fields: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """What the request tells the chat template, and the names of what this template does not look at.
     `fields` are those of the body that are named as the template's variables; None: not sent."""
     given = {f"chat_template_kwargs.{k}": (k, v) for k, v in (kwargs or {}).items()}
     given |= {name: (name, value) for name, value in fields.items() if value is not None}
-    read = {path: template_reads(front.tokenizer, name) for path, (name, _) in given.items()}
+    read = {path: template_reads(model.tokenizer, name) for path, (name, _) in given.items()}
     options = {name: value for path, (name, value) in given.items() if read[path]}
     return options, [path for path in given if not read[path]]
 
 
-def predicted(front: Front, text: str) -> tuple[int, ...]:
+def predicted(model: Model, text: str) -> tuple[int, ...]:
     """Token ids of what the client expects. They are a hint: what is too much is left out, not refused."""
-    info = front.engine.info
+    info = model.info
     text = text[: info.context * CHARS_PER_TOKEN]
     if not text:
         return ()
-    return tuple(t for t in encode(front.tokenizer, text, special=False) if t < info.vocab)[: info.context]
+    return tuple(t for t in encode(model.tokenizer, text, special=False) if t < info.vocab)[: info.context]
 
 
-def sampling(front: Front, wishes: Wishes) -> Sampling:
+def sampling(model: Model, wishes: Wishes) -> Sampling:
     """The request's own settings, where it is silent the model's. Raises ApiError."""
-    defaults, vocab = front.defaults, front.engine.info.vocab
+    defaults, vocab = model.defaults, model.info.vocab
     bias = {int(key): value for key, value in (wishes.logit_bias or {}).items()}
     if bias and max(bias) >= vocab:
         raise unfit("logit_bias", f"logit_bias has the token id {max(bias)}; ids run from 0 to {vocab - 1}")

@@ -12,11 +12,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from mlxspec.server import Engine
 from mlxspec.types import Busy
 
 log = logging.getLogger("mlxspec")
 
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+RELOAD_S = 10  # until a model that failed to load is tried again
 RESTART_S = 5  # until whatever watches the process has started the next
 ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -94,12 +96,25 @@ def unfit(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def unavailable(why: str) -> ApiError:
+    """A model that is served here, and cannot be had now."""
+    headers = {"Retry-After": str(RELOAD_S)}
+    return ApiError(503, why, param="model", code="model_not_loaded", headers=headers)
+
+
 def stopping() -> ApiError:
     return ApiError(
         503,
         f"the server is stopping; send the request again in {RESTART_S} s",
         headers={"Retry-After": str(RESTART_S)},
     )
+
+
+def dead(engine: Engine) -> ApiError:
+    """That it takes nothing more."""
+    if engine.draining():
+        return stopping()
+    return ApiError(503, "the engine has stopped; the server's log says why")
 
 
 def busy(error: Busy) -> ApiError:

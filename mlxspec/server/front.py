@@ -1,13 +1,14 @@
-"""What the endpoints share: the engine, the tokenizer on its own thread, and how a client's leaving is seen.
+"""What the endpoints share: the engine, tokenizers on their own thread, and how a client's leaving is seen.
 
 Rule: tokenizing never runs on the event loop, and no more of it waits than the queue may hold.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -19,12 +20,12 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server import Engine
-from mlxspec.server.errors import ApiError, busy, unfit
+from mlxspec.server.errors import ApiError, busy, unavailable, unfit
 from mlxspec.text.grammar import Grammars
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
-from mlxspec.text.prompt import Defaults, Tokenizer
-from mlxspec.types import Busy
+from mlxspec.text.prompt import Defaults, Tokenizer, generation_defaults, load_tokenizer
+from mlxspec.types import Busy, ModelInfo, Unfit
 
 log = logging.getLogger("mlxspec")
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 BODY_S = 60.0  # time that a client has to send its request
 KNOWN_NAMES = 1000  # unknown fields that are remembered as logged
 ALIASES = ("default", "local")
-FAMILIES = ("claude-", "gpt-")  # names that agents have built in: whatever is served here stands for them
+FAMILIES = ("claude-", "gpt-")  # names that agents have built in: the default model stands for them
 
 
 class Gone(Exception):
@@ -41,16 +42,38 @@ class Gone(Exception):
 
 
 @dataclass(slots=True)
-class Front:
-    """One server's state. `defaults` are the model's own sampling settings."""
+class Model:
+    """What speaks one model's tokens, whether or not its weights are loaded. `defaults` are its own sampling
+    settings."""
 
-    engine: Engine
+    front: "Front"
+    name: str
     tokenizer: Tokenizer
     defaults: Defaults
+    history: History = field(default_factory=History)  # the text thread's
+    _grammars: Grammars | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.front.engine.models()[self.name].info
+
+    @property
+    def grammars(self) -> Grammars:
+        """The text thread's; made anew where loading showed that the vocabulary is another."""
+        if self._grammars is None or self._grammars.vocab != self.info.vocab:
+            self._grammars = Grammars(self.tokenizer, self.info.vocab)
+        return self._grammars
+
+
+@dataclass(slots=True)
+class Front:
+    """One server's state. `paths` are the directories of the models by name."""
+
+    engine: Engine
     config: Config
     metrics: Metrics
-    grammars: Grammars  # the text thread's
-    history: History = field(default_factory=History)  # the text thread's
+    paths: Mapping[str, Path]
+    models: dict[str, Model] = field(default_factory=dict)  # those that somebody has asked for
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
     _preparing: int = 0
     _named: set[str] = field(default_factory=set)
@@ -79,18 +102,38 @@ class Front:
 
         self._text.submit(told)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served here."""
-        own = self.engine.info.name
-        if name is None or name in (own, *ALIASES):
-            return
-        if self.config.strict_model_names == "on" or not name.startswith(FAMILIES):
-            raise ApiError(
-                404,
-                f"model = {name[:200]!r} is not served here; send {own!r} or 'default'",
-                param="model",
-                code="model_not_found",
-            )
+    def named(self, name: str | None, *, exact: bool = False) -> str:
+        """The served model that `name` means; not `exact`: also by names that agents have built in. Raises
+        ApiError 404 for one that is not served here."""
+        served = self.engine.models()
+        if name in served:
+            return str(name)
+        known = self.config.strict_model_names == "off" and not exact
+        if name is None or name in ALIASES or (known and name.startswith(FAMILIES)):
+            return self.engine.info.name
+        raise ApiError(
+            404,
+            f"model = {name[:200]!r} is not served here; send {', '.join(map(repr, served))} or 'default'",
+            param="model",
+            code="model_not_found",
+        )
+
+    async def model(self, name: str | None) -> Model:
+        """The model that `name` means. Raises ApiError 404 where none is, 503 for one without a tokenizer."""
+        own = self.named(name)
+        if own not in self.models:
+            try:
+                await self.on_text_thread(self.open, own)
+            except Unfit as error:
+                raise unavailable(str(error)) from error
+        return self.models[own]
+
+    def open(self, name: str, tokenizer: Tokenizer | None = None) -> None:
+        """On the text thread, once per model: load its tokenizer, unless that is there. Raises Unfit."""
+        if name not in self.models:
+            path = self.paths[name]
+            tokenizer = tokenizer or load_tokenizer(path)
+            self.models[name] = Model(self, name, tokenizer, generation_defaults(path))
 
     def report(self, ignored: list[str]) -> dict[str, str]:
         """The response header that lists unknown fields, percent-encoded; each is logged once."""

@@ -20,7 +20,7 @@ from mlxspec.server.ask import (
     template_options,
 )
 from mlxspec.server.errors import unfit
-from mlxspec.server.front import Front, read_body, while_connected
+from mlxspec.server.front import Front, Model, read_body, while_connected
 from mlxspec.server.schema_openai import Chat, Completion, parse
 from mlxspec.server.stream import Choice, OpenAI
 from mlxspec.text.prompt import encode
@@ -29,15 +29,16 @@ from mlxspec.types import Request
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
-    arrived, front = time.monotonic(), http.app.state.front
+    arrived = time.monotonic()
+    front: Front = http.app.state.front
     body, ignored = parse(Chat, await read_body(http))
-    front.check_model(body.model)
+    model = await front.model(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise unfit(
             "top_logprobs", f"top_logprobs = {body.top_logprobs} needs logprobs; set logprobs to true"
         )
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-    options, unread = template_options(front, kwargs, reasoning_effort=effort)
+    options, unread = template_options(model, kwargs, reasoning_effort=effort)
     ask = Ask.of(
         body,
         messages=body.messages,
@@ -49,10 +50,10 @@ async def chat(http: HttpRequest) -> ASGIApp:
     )
 
     def dialect(name: str) -> OpenAI:
-        return _dialect(front, body, name, range(ask.n))
+        return _dialect(model, body, name, range(ask.n))
 
     name = f"{body.prefix}-{secrets.token_hex(12)}"
-    return await converse(http, ask, dialect, name, bool(body.stream), [*ignored, *unread], arrived)
+    return await converse(http, model, ask, dialect, name, bool(body.stream), [*ignored, *unread], arrived)
 
 
 def _format(body: Chat) -> Format | None:
@@ -67,9 +68,10 @@ def _format(body: Chat) -> Format | None:
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
-    arrived, front = time.monotonic(), http.app.state.front
+    arrived = time.monotonic()
+    front: Front = http.app.state.front
     body, ignored = parse(Completion, await read_body(http))
-    front.check_model(body.model)
+    model = await front.model(body.model)
     n = body.n or 1
     if body.best_of not in (None, n):
         raise unfit(
@@ -79,42 +81,44 @@ async def completions(http: HttpRequest) -> ASGIApp:
         raise unfit(
             "echo", "echo = true with logprobs: a prompt's tokens have none here; leave out one of them"
         )
-    check_count(front, n, len(body.prompt))
-    encoding = front.on_text_thread(_encode_all, front, body)
+    check_count(model, n, len(body.prompt))
+    encoding = front.on_text_thread(_encode_all, model, body)
     prompts, texts, expected = await while_connected(http.receive, encoding)
-    info, name = front.engine.info, f"{body.prefix}-{secrets.token_hex(12)}"
-    drawn = sampling(front, Wishes.of(body))
-    ends = stop_tokens(front, body.stop_token_ids or (), bool(body.ignore_eos))
+    info, name = model.info, f"{body.prefix}-{secrets.token_hex(12)}"
+    drawn = sampling(model, Wishes.of(body))
+    ends = stop_tokens(model, body.stop_token_ids or (), bool(body.ignore_eos))
     requests = []
     for k, prompt in enumerate(prompts):
-        check_prompt(front, prompt, "prompt")
+        check_prompt(model, prompt, "prompt")
         most = min(info.context - len(prompt), body.max_tokens or info.context)
         own = name if len(prompts) == 1 else f"{name}-{k}"
-        requests.append(Request(own, tuple(prompt), most, drawn, ends, n, arrived, expected))
+        requests.append(
+            Request(own, tuple(prompt), most, drawn, ends, n, arrived, expected, model=model.name)
+        )
     indexes = range(n * len(prompts))
-    choices = [Choice(i, Reader(front.tokenizer, body.stop or (), ends, True)) for i in indexes]
+    choices = [Choice(i, Reader(model.tokenizer, body.stop or (), ends, True)) for i in indexes]
     echoes = tuple(text for text in texts for _ in range(n))
     headers = {"x-request-id": name, **front.report(ignored)}
-    dialect = _dialect(front, body, name, indexes, echoes)
-    return answer(front, Job(requests, choices, dialect, bool(body.stream), headers, arrived))
+    dialect = _dialect(model, body, name, indexes, echoes)
+    return answer(model, Job(requests, choices, dialect, bool(body.stream), headers, arrived))
 
 
-def _encode_all(front: Front, body: Completion) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
+def _encode_all(model: Model, body: Completion) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
     """Token ids of each prompt, each one's text where it is to be echoed, and what is predicted."""
-    ids = [encode(front.tokenizer, p) if isinstance(p, str) else p for p in body.prompt]
-    texts = [p if isinstance(p, str) else str(front.tokenizer.decode(p)) for p in body.prompt if body.echo]
-    return ids, texts, predicted(front, body.prediction.text if body.prediction else "")
+    ids = [encode(model.tokenizer, p) if isinstance(p, str) else p for p in body.prompt]
+    texts = [p if isinstance(p, str) else str(model.tokenizer.decode(p)) for p in body.prompt if body.echo]
+    return ids, texts, predicted(model, body.prediction.text if body.prediction else "")
 
 
 def _dialect(
-    front: Front, body: Chat | Completion, name: str, indexes: range, echoes: tuple[str, ...] = ()
+    model: Model, body: Chat | Completion, name: str, indexes: range, echoes: tuple[str, ...] = ()
 ) -> OpenAI:
     return OpenAI(
         body.api,
         name,
-        front.engine.info.name,
+        model.name,
         int(time.time()),
-        front.tokenizer,
+        model.tokenizer,
         indexes,
         body.alternatives is not None,
         bool(body.stream_options and body.stream_options.include_usage),

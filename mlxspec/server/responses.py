@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.ask import Ask, converse, template_options
 from mlxspec.server.errors import ApiError, unfit
-from mlxspec.server.front import Front, read_body
+from mlxspec.server.front import Front, Model, read_body
 from mlxspec.server.schema_responses import Create, Json, Tool, chat_messages, missing, parsed, toolbox
 from mlxspec.server.stream import ENCODER, Choice, Piece, Usage, event
 from mlxspec.text.parts import Call, Part
@@ -152,16 +152,17 @@ class Store:
 
 
 async def create(http: HttpRequest) -> ASGIApp:
-    arrived, front, store = time.monotonic(), http.app.state.front, http.app.state.responses
+    arrived, store = time.monotonic(), http.app.state.responses
+    front: Front = http.app.state.front
     body, ignored = parsed(await read_body(http))
-    front.check_model(body.model)
+    model = await front.model(body.model)
     items = [store.item(item, f"input[{i}]") for i, item in enumerate(body.input)]
     tools = toolbox(body)
     messages, left_out = chat_messages(store.thread(body.previous_response_id), items)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     effort = body.reasoning.effort if body.reasoning else None
-    options, unread = template_options(front, body.chat_template_kwargs, reasoning_effort=effort)
+    options, unread = template_options(model, body.chat_template_kwargs, reasoning_effort=effort)
     ask = Ask.of(
         body,
         messages=messages,
@@ -173,15 +174,17 @@ async def create(http: HttpRequest) -> ASGIApp:
     )
 
     def dialect(name: str) -> Responses:
-        head = _head(front, body, name)
+        head = _head(model, body, name)
         secret = NOT_ENCRYPTED if "reasoning.encrypted_content" in (body.include or ()) else None
         keep = (lambda response: store.keep(response, _identified(items))) if body.store else None
-        return Responses(name, head, tools.named, front.tokenizer, secret, keep)
+        return Responses(name, head, tools.named, model.tokenizer, secret, keep)
 
     name = f"{body.prefix}_{secrets.token_hex(16)}"
     unread = ["reasoning.effort" if path == "reasoning_effort" else path for path in unread]
     ignored += [*tools.ignored, *left_out, *unread]
-    return await converse(http, ask, dialect, name, bool(body.stream), list(dict.fromkeys(ignored)), arrived)
+    return await converse(
+        http, model, ask, dialect, name, bool(body.stream), list(dict.fromkeys(ignored)), arrived
+    )
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -234,15 +237,15 @@ def _id(kind: str) -> str:
     return f"{PREFIXES.get(kind, 'msg')}_{secrets.token_hex(16)}"
 
 
-def _head(front: Front, body: Create, name: str) -> Json:
+def _head(model: Model, body: Create, name: str) -> Json:
     """What of a response is known before there is an answer: what was asked, and its defaults."""
-    drawn = {"temperature": front.defaults.temperature, "top_p": front.defaults.top_p}
+    drawn = {"temperature": model.defaults.temperature, "top_p": model.defaults.top_p}
     given = body.model_dump(include={*DEFAULTS, *drawn}, exclude_unset=True, by_alias=True)
     return {
         "id": name,
         "object": "response",
         "created_at": int(time.time()),
-        "model": front.engine.info.name,
+        "model": model.name,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import uvicorn
@@ -60,37 +60,32 @@ def _stop(*_: object) -> None:
 def _load(config: Config) -> tuple[ASGIApp, Engine]:
     """The application and its engine, warm. What was derived is printed as the flags that would set it."""
     blas.load()
-    from mlxspec.chosen import choose
+    from mlxspec.chosen import choose_all, fleet_of
     from mlxspec.engine.pressure import Guard
-    from mlxspec.engine.start import start
     from mlxspec.engine.worker import Worker
     from mlxspec.server.app import create_app
 
-    chosen = choose(config)
+    chosen, *others = choose_all(config)
     found, small = chosen.found, chosen.small
     worker = Worker(
-        lambda: start(found.path, config.name or found.name, chosen.options),
+        fleet_of([chosen, *others], config),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
         guard=Guard(),
     )
     info = worker.launch()
-    derived = replace(
-        config,
-        model=config.model or found.name,
-        name=info.name,
-        context=info.context,
-        kv_blocks=info.kv_blocks,
-        layout=info.layout,
-        draft=config.draft or (small.name if small else ""),
-    )
+    derived = replace(config, model=config.model or found.name, name=info.name)
+    derived = replace(derived, draft=config.draft or (small.name if small else ""))
+    if not others:  # whose own would differ
+        derived = replace(derived, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout)
     # The prefill budget follows the clock: its flag would fix it, the gap that it aims at does not.
     flags = as_flags(derived)
     if not config.prefill_budget and "--decode-gap-ms" not in flags:
         flags += f" --decode-gap-ms {config.decode_gap_ms}"
     say(f"mlxspec serve {flags}")
     log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
-    return create_app(worker, chosen.tokenizer, found.path, config), worker
+    paths = {one.found.name: one.found.path for one in others}
+    return create_app(worker, chosen.tokenizer, found.path, config, paths), worker
 
 
 def bind(config: Config) -> socket.socket:
@@ -130,9 +125,10 @@ def serve(
     stopper.start()
     stopper.join(STOP_S)
     if stopper.is_alive():
-        log.critical("the engine's thread does not end; leaving it")
+        loading = engine.loading()
+        log.critical("the engine's thread %s; leaving it", f"loads {loading}" if loading else "does not end")
         logging.shutdown()
-        os._exit(1)
+        os._exit(0 if loading else 1)
     return status
 
 
@@ -152,7 +148,7 @@ async def _serve(
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    announce(greeting(config, engine.info.name, listener.getsockname()[1]))
+    announce(greeting(config, list(engine.models()), listener.getsockname()[1]))
     dying, stopping = asyncio.ensure_future(_death(engine)), asyncio.ensure_future(asked.wait())
     await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stopping.done() and not dying.done():
@@ -195,11 +191,13 @@ async def _death(engine: Engine) -> None:
     log.critical("the engine has stopped; the server ends")
 
 
-def greeting(config: Config, model: str, port: int) -> str:
+def greeting(config: Config, models: Sequence[str], port: int) -> str:
     """What to do now: a curl line that works as it is."""
     url = url_of(config.host, port)
     key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"' if config.api_key else ""
     return (
-        f"{model} is served at {url}/v1\n\n"
+        f"{models[0]} is served at {url}/v1\n"
+        + (f"{', '.join(models[1:])}: loaded when first asked for\n" if models[1:] else "")
+        + "\n"
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'\n"
     )

@@ -253,6 +253,16 @@ class Detokenize(Strict):
     tokens: list[Token]
 
 
+class Load(Strict):
+    model: str
+    pin: bool | None = None
+
+
+class Unload(Strict):
+    model: str
+    force: bool = False
+
+
 Body = TypeVar("Body", bound=Strict)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from mlxspec.server.errors import ApiError
+from mlxspec.server.errors import ApiError, unavailable
 from mlxspec.text.parts import Call, Part, Parts
 from mlxspec.text.prompt import Tokenizer
 from mlxspec.text.reader import Reader, token_bytes
@@ -26,11 +26,12 @@ Api = Literal["chat", "completions"]
 
 
 class Failed(Exception):
-    """The engine ended a choice without an answer: it broke (500), or the server is stopping (503)."""
+    """The engine ended a choice without an answer: it broke (500), the model cannot be had or the server is
+    stopping (503), the prompt is too long for a model whose window was not known (400)."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class Choice:
     def take(self, output: Output) -> Piece:
         """Read an output. Raises Failed where there is none to read."""
         if output.finish == "error":
-            raise Failed(500, f"the engine failed: {output.error}")
+            raise Failed(_failure(output))
         if output.finish == "abort":
-            raise Failed(503, "the server is stopping; send the request again")
+            raise Failed(ApiError(503, "the server is stopping; send the request again"))
         self.cached, self.rounds = output.cached, output.rounds
         self.drafted, self.accepted = output.drafted, dict(output.accepted)
         read = self.reader.count
@@ -109,6 +110,14 @@ class Choice:
         """Drafted tokens that are part of the answer. A round brings those it accepted and one more; where
         the answer ended among them, the engine's count goes beyond that end."""
         return min(sum(self.accepted.values()), max(0, self.reader.count - self.rounds + 1))
+
+
+def _failure(output: Output) -> ApiError:
+    if output.fault == "model":
+        return unavailable(output.error)
+    if output.fault == "prompt":
+        return ApiError(400, output.error, code="context_length_exceeded")
+    return ApiError(500, f"the engine failed: {output.error}")
 
 
 @dataclass(frozen=True, slots=True)

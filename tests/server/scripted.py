@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 from mlxspec.config import Config
 from mlxspec.server.app import create_app
 from mlxspec.text.prompt import encode
-from mlxspec.types import Busy, Dead, Finish, Logprob, ModelInfo, Output, Request, Stats
+from mlxspec.types import Busy, Dead, Finish, Logprob, ModelInfo, Output, Request, Served, Stats, Unfit
 
 INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
 END = 299
@@ -49,6 +49,10 @@ class Scripted:
     holds: bool = False
     busy: int = 0  # seconds of Retry-After
     info: ModelInfo = INFO
+    others: tuple[Served, ...] = ()
+    loads: str = ""  # the name of what is being loaded
+    wrong: str = ""  # why nothing can be loaded
+    ordered: list[tuple[str, Any]] = field(default_factory=list)  # loads with their pins, unloads
     lives: bool = True
     ending: bool = False
     silent: float = 0.0
@@ -125,6 +129,33 @@ class Scripted:
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.aborted.append((request_id, index))
         self.changed.set()
+
+    def models(self) -> dict[str, Served]:
+        return {s.info.name: s for s in (Served(self.info, stats=self.stats()), *self.others)}
+
+    async def load(self, name: str, pin: bool | None = None) -> None:
+        if not self.lives or self.ending:
+            raise Dead("the engine has stopped")
+        self.ordered.append((name, pin))
+        self.changed.set()
+        await self.carry_out(name, "loaded", pin)
+
+    async def unload(self, name: str) -> None:
+        self.ordered.append((name, "unload"))
+        self.changed.set()
+        await self.carry_out(name, "unloaded")
+
+    async def carry_out(self, name: str, status: Any, pin: bool | None = None) -> None:
+        """With `holds`, only when it is cancelled."""
+        if self.holds:
+            await asyncio.Event().wait()
+        if self.wrong:
+            raise Unfit(self.wrong)
+        change = {"status": status} | ({} if pin is None else {"pinned": pin})
+        self.others = tuple(replace(s, **change) if s.info.name == name else s for s in self.others)
+
+    def loading(self) -> str:
+        return self.loads
 
     def stats(self) -> Stats:
         return Stats(running=1, waiting=2, blocks_used=3, blocks_cached=4, blocks_free=5, generated_tokens=6)
@@ -275,6 +306,8 @@ class Server:
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def server(tokenizer: Any, path: Path, config: Config | None = None, **script: Any) -> Server:
+def server(
+    tokenizer: Any, path: Path, config: Config | None = None, paths: Any = None, **script: Any
+) -> Server:
     engine = Scripted(tokenizer, **script)
-    return Server(engine, create_app(engine, tokenizer, path, config or Config()))
+    return Server(engine, create_app(engine, tokenizer, path, config or Config(), paths))

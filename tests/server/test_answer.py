@@ -266,10 +266,10 @@ async def test_counters(make: Callable[..., Server]) -> None:
     await s.chat(stream=True, max_tokens=1)
     await s.chat(temperature=9)
     page = (await s.get("/metrics")).body.decode()
-    assert 'mlxspec_request_seconds_count{finish="stop"} 1.0' in page
-    assert 'mlxspec_request_seconds_count{finish="length"} 1.0' in page
-    assert "mlxspec_first_token_seconds_count 2.0" in page
-    assert "mlxspec_between_tokens_seconds_count 2.0" in page
+    assert 'mlxspec_request_seconds_count{finish="stop",model="tiny"} 1.0' in page
+    assert 'mlxspec_request_seconds_count{finish="length",model="tiny"} 1.0' in page
+    assert 'mlxspec_first_token_seconds_count{model="tiny"} 2.0' in page
+    assert 'mlxspec_between_tokens_seconds_count{model="tiny"} 2.0' in page
     assert 'mlxspec_refused_total{status="400"} 1.0' in page
 
 

@@ -256,9 +256,9 @@ async def test_thinking_can_be_switched_off(make: Make, thinking: Any, off: bool
 async def test_a_schema_for_the_answer_is_passed_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    async def converse(http: Any, ask: Any, *rest: Any) -> Any:
+    async def converse(http: Any, model: Any, ask: Any, *rest: Any) -> Any:
         asked.append(ask.format)
-        return await real(http, ask, *rest)
+        return await real(http, model, ask, *rest)
 
     real = anthropic.converse
     monkeypatch.setattr(anthropic, "converse", converse)

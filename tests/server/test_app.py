@@ -54,13 +54,13 @@ async def test_health(make: Callable[..., Server], script: Any, status: int, rea
     if reason:
         assert answer.json["status"] == "unhealthy" and reason in answer.json["reason"]
     else:
-        assert answer.json == {"status": "ok", "running": 1, "waiting": 2}
+        assert answer.json == {"status": "ok", "running": 1, "waiting": 2, "loaded": ["tiny"]}
 
 
 async def test_metrics(make: Callable[..., Server]) -> None:
     answer = await make().get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert "mlxspec_generated_tokens_total 6.0" in answer.body.decode()
+    assert 'mlxspec_generated_tokens_total{model="tiny"} 6.0' in answer.body.decode()
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])

@@ -208,7 +208,7 @@ def test_a_taken_port_is_named() -> None:
     ],
 )
 def test_the_greeting_has_a_curl_line(config: Config, url: str) -> None:
-    text = greeting(config, "tiny", 81)
+    text = greeting(config, ["tiny"], 81)
     assert text.startswith(f"tiny is served at {url}\n") and f"curl {url}/chat/completions -H" in text
     assert "Authorization" not in text
 
@@ -293,7 +293,7 @@ def test_an_exit_that_nobody_asked_for_is_not_0(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_key_is_not_printed() -> None:
-    text = greeting(Config(api_key="sesame"), "tiny", 81)
+    text = greeting(Config(api_key="sesame"), ["tiny"], 81)
     assert "sesame" not in text and '-H "Authorization: Bearer $MLXSPEC_API_KEY"' in text
 
 

@@ -9,7 +9,6 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server.security import guard
-from mlxspec.types import Stats
 from tests.server.scripted import MESSAGES, Answer, Connection, server
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +29,7 @@ async def ask(config: Config, path: str = "/v1/models", **headers: str) -> Answe
 
 def inside(connection: Connection, **state: bool) -> Connection:
     """As if an application had received it."""
-    front = SimpleNamespace(metrics=Metrics(Stats))
+    front = SimpleNamespace(metrics=Metrics(dict))
     connection.scope["app"] = SimpleNamespace(state=SimpleNamespace(front=front))
     connection.scope["state"] = state
     return connection

@@ -79,7 +79,7 @@ def test_log_probabilities_come_with_their_text(tokenizer: Any) -> None:
 def test_no_answer(tokenizer: Any, finish: Any, status: int) -> None:
     with pytest.raises(Failed) as caught:
         choice(tokenizer).take(output([], finish=finish, error="broken"))
-    assert caught.value.status == status
+    assert caught.value.error.status == status
 
 
 def test_a_piece_without_text_makes_no_chunk(tokenizer: Any) -> None:

@@ -159,6 +159,10 @@ class Fleet:
 
     def take(self, order: Order) -> list[Output]:
         """Begin with an order, or keep it until its model is there."""
+        outputs = self._begin(order)
+        return outputs + self._aim() if self._goal is None else outputs
+
+    def _begin(self, order: Order) -> list[Output]:
         if isinstance(order, tuple):
             return self._abort(*order)
         member = self._of(order)
@@ -171,7 +175,7 @@ class Fleet:
         elif here if order.load else member.engine is None:
             return self._done(member, order)
         self._held.append(order)
-        return self._aim() if self._goal is None else []
+        return []
 
     def _of(self, order: Request | Call) -> Member:
         return self.models[order.model] if order.model else self.members[0]
@@ -211,15 +215,17 @@ class Fleet:
         return gone + (self._again() if mine is self._goal else [])
 
     def _again(self) -> list[Output]:
-        """Take anew what waits, in its order: the goal was reached or was given up."""
+        """Begin anew with what waits, in its order: the goal was reached or given up."""
         self._goal, self._leaving = None, []
         waiting, self._held = self._held, deque()
-        return [output for order in waiting for output in self.take(order)]
+        return [output for order in waiting for output in self._begin(order)] + self._aim()
 
     # ---- loads and unloads ----------------------------------------------------------------------------
 
     def _aim(self) -> list[Output]:
-        """See to the oldest order that waits: decide who leaves for it."""
+        """See to the oldest order that waits, if there is one: decide who leaves for it."""
+        if not self._held:
+            return []
         goal = self._held[0]
         assert not isinstance(goal, tuple)  # an abort stands behind its request
         self._goal, self._told, member = goal, False, self._of(goal)
@@ -239,7 +245,7 @@ class Fleet:
         if self._goal and self._told and not any(member.busy for member in self._leaving):
             return self._reach(self._goal)
         self._told = True
-        for _ in self._turns:
+        for _ in self.members:
             member = self._turns[0]
             self._turns.rotate(-1)
             if member.engine is not None and member.engine.busy:
@@ -262,6 +268,7 @@ class Fleet:
 
     def _load(self, member: Member) -> list[Output]:
         self.loading, why = member.info.name, ""
+        log.info("%s: loading", self.loading)
         try:
             self._start(member)
         except Unfit as error:

@@ -89,6 +89,13 @@ def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == [Config(model="some/model", port=0, max_queue=5, log_level="debug")]
 
 
+def test_serve_takes_several_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Config] = []
+    monkeypatch.setattr("mlxspec.server.run.serve_model", lambda config: given.append(config) or 0)
+    assert command(monkeypatch, "serve", "a", "b", "--pin", "b", "c=d") == 0
+    assert given == [Config(model="a", others=("b", "c=d"), pin=("b",))]
+
+
 def test_serve_passes_on_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxspec.server.run.serve_model", lambda config: 1)
     assert command(monkeypatch, "serve") == 1

@@ -137,6 +137,16 @@ def test_as_flags_reads_back(tmp_path: Path) -> None:
     assert text == "'/a model' --allowed-hosts a,b --kv-blocks 900 --layout rows --drain-s 2.5"
 
 
+def test_more_models(tmp_path: Path) -> None:
+    path = file(tmp_path, 'model = "a"\nothers = ["b", "c=d"]\npin = ["b"]\n')
+    config = load({"others": []}, {}, path)
+    assert (config.model, config.others, config.pin) == ("a", ("b", "c=d"), ("b",))
+    config = load({"model": "x", "others": ["y, z", "w"]}, {}, path)
+    assert config.others == ("y, z", "w")  # arguments, not one list
+    assert load({}, {"MLXSPEC_OTHERS": "y,z"}, path).others == ("y", "z")
+    assert as_flags(config) == "x 'y, z' w --pin b"
+
+
 def test_every_row_is_complete() -> None:
     assert [f.name for f in fields(Config)] == list(TABLE)
     for name, row in TABLE.items():

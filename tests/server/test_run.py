@@ -67,6 +67,11 @@ def post(url: str, **body: Any) -> Any:
         return json.load(answer)
 
 
+def read(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_0(make: Callable[..., Server], number: int) -> None:
     s = make()
@@ -188,6 +193,23 @@ def test_a_thread_that_does_not_end_is_left_behind(
     assert ended == [1]
 
 
+@pytest.mark.parametrize(("loads", "status"), [("other", 0), ("", 1)])
+def test_a_load_is_left_behind_without_complaint(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, loads: str, status: int
+) -> None:
+    """It may take minutes, and nothing is wrong with it."""
+    s, ended, forever = make(loads=loads), list[int](), threading.Event()
+    monkeypatch.setattr(run, "STOP_S", 0.01)
+    monkeypatch.setattr(run.os, "_exit", ended.append)
+    monkeypatch.setattr(run.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(s.engine, "stop", forever.wait)
+    caller = Caller(lambda url: stop_me())
+    serve(s.app, s.engine, Config(port=0), caller)
+    caller.check()
+    forever.set()
+    assert ended == [status]
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -230,13 +252,15 @@ def test_the_curl_line_works(make: Callable[..., Server]) -> None:
     assert answers[0]["choices"][0]["message"]["content"] == "hello world"
 
 
-def test_the_command_serves_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_the_command_serves_a_model(tmp_path: Path, several: bool) -> None:
     """The whole chain, in a process of its own: load, warm up, greet, answer, end at SIGTERM."""
     model = tiny.model("llama")
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **tiny.CONFIGS["llama"]}))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    command = [sys.executable, "-m", "mlxspec", "serve", str(tmp_path), "--port", "0", "--kv-blocks", "32"]
+    models = [str(tmp_path), *[f"two={tmp_path}"] * several]
+    command = [sys.executable, "-m", "mlxspec", "serve", *models, "--port", "0", "--kv-blocks", "32"]
     bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(tmp_path)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare, stdin=subprocess.DEVNULL
@@ -245,11 +269,15 @@ def test_the_command_serves_a_model(tmp_path: Path) -> None:
     with process, process.stdout, process.stderr:
         try:
             flags, greeted = process.stdout.readline(), process.stdout.readline()
-            assert "--kv-blocks 32 --layout rows" in flags, flags + process.stderr.read()
+            derived = f" two={tmp_path} " if several else "--kv-blocks 32 --layout rows"
+            assert derived in flags, flags + process.stderr.read()
             assert "--decode-gap-ms 250" in flags and "--prefill-budget" not in flags
             url = greeted.split()[4].removesuffix("/v1")
             answer = post(url, max_tokens=5, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 5 and answer["model"] == tmp_path.name
+            if several:
+                assert post(url, max_tokens=5, model="two")["model"] == "two"
+                assert read(f"{url}/health")["loaded"] == [tmp_path.name, "two"]
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
             assert f"{answer['id']}: " in process.stderr.read()

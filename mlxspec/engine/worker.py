@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlxspec.engine.fleet import Call, Fleet, Member, Order, Start, total
 from mlxspec.engine.pressure import CRITICAL, HOLD_S, Guard
-from mlxspec.types import Busy, Dead, ModelInfo, Output, Request, Served, Stats, Unfit
+from mlxspec.types import Busy, Dead, Finish, ModelInfo, Output, Request, Served, Stats, Unfit
 
 log = logging.getLogger("mlxspec")
 
@@ -175,9 +175,10 @@ class Worker:
         self._order(call)
         try:
             if wrong := await future:
-                raise Unfit(wrong)
+                raise Dead(wrong) if self._draining else Unfit(wrong)
         finally:
             del self._calls[call.id]
+            self._idle.set()
             self.abort(call.id)  # nobody waits for it any more
 
     def _admit(self, model: str) -> None:
@@ -191,13 +192,16 @@ class Worker:
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                while self._streams and self.alive():
+                while (self._streams or self._calls) and self.alive():
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
             log.warning("%d requests did not finish in %.0f s; aborted", len(self._streams), timeout)
             for name in list(self._streams):
                 self.abort(name)
+            self._deliver([], [(name, "the server is stopping") for name in self._calls])
+            if self.loading():  # that may take longer than anybody waits
+                self._deliver(self._ends("abort"), [])
 
     def _deliver(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
         for name, wrong in answered:
@@ -217,6 +221,11 @@ class Worker:
                 self._seconds += 0.1 * (took - self._seconds)
         if not self._streams:
             self._idle.set()
+
+    def _ends(self, finish: Finish, error: str = "") -> list[Output]:
+        """What would end all that runs."""
+        left = [(name, index) for name, (_, left) in self._streams.items() for index in sorted(left)]
+        return [Output(name, index, (), finish=finish, error=error) for name, index in left]
 
     # ---- engine thread --------------------------------------------------------------------------------
 
@@ -273,14 +282,7 @@ class Worker:
 
     def _send_all_failed(self, reason: str) -> None:
         def fail() -> None:
-            self._deliver(
-                [
-                    Output(name, index, (), finish="error", error=reason)
-                    for name, (_, left) in list(self._streams.items())
-                    for index in sorted(left)
-                ],
-                [(name, reason) for name in self._calls],
-            )
+            self._deliver(self._ends("error", reason), [(name, reason) for name in self._calls])
             self._idle.set()
 
         if self._loop is not None:

@@ -306,6 +306,28 @@ def test_a_stop_and_a_death_while_others_wait(launched: Any) -> None:
     asyncio.run(main())
 
 
+def test_a_drain_does_not_wait_for_a_load(launched: Any) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        begun.set()
+        assert gate.wait(20)
+        return load("b")
+
+    worker = launched("ab", 2, {"b": slow})
+
+    async def main() -> None:
+        waits, loads = ask(worker, "b", "r", choices=2), asyncio.ensure_future(worker.load("b"))
+        await asyncio.to_thread(begun.wait, 20)
+        await worker.drain(0.01)
+        assert [o.finish for o in await collect(waits)] == ["abort"] * 2
+        with pytest.raises(Dead, match="stopping"):
+            await loads
+        gate.set()
+
+    asyncio.run(main())
+
+
 def test_unknown_models_never_reach_the_thread(launched: Any) -> None:
     worker = launched()
 

@@ -39,7 +39,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return Resolved(path, "tiny")
 
     monkeypatch.setattr("mlxspec.engine.start.start", start)
-    monkeypatch.setattr("mlxspec.model.catalog.resolve", resolve)
+    monkeypatch.setattr("mlxspec.chosen.resolve", resolve)
     monkeypatch.setattr("mlxspec.bench.workloads.tasks", lambda name, cache: TASKS)
     return seen
 

@@ -115,8 +115,11 @@ def fleet_of(chosen: Sequence[Chosen], config: Config) -> Fleet:
     sizes = {info.name: info.weight_bytes for info in infos}
 
     def lack(name: str, held: int, freed: int) -> str:
-        need, free = sizes[name] + LEAST, memory.available(held) + freed
-        return "" if need <= free else f"it needs {need >> 20} MiB, and {max(0, free) >> 20} MiB can be had"
+        need = sizes[name] + memory.headroom() + LEAST
+        free = (int(config.memory_gb * 2**30) - held if config.memory_gb else memory.available()) + freed
+        return (
+            "" if need <= free else f"it needs {memory.gib(need)}, and {memory.gib(max(0, free))} can be had"
+        )
 
     members = [
         Member(partial(start, one.found.path, one.found.name, one.options), info, info.name in config.pin)

@@ -225,6 +225,10 @@ def too_long(tokens: int, context: int) -> str:
     )
 
 
+class Short(Unfit):
+    """A model that does not fit into what memory is free now."""
+
+
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens for one entry: ints, or a lazy int32 [k] array of a drafter that does not sync."""

@@ -59,7 +59,15 @@ MAY_IMPORT = {
 
 # Libraries that only some parts may import; every other library is free.
 LIBRARIES = {
-    "mlx": {"kernels", "model", "speculate", "engine.engine", "engine.fleet", "engine.worker", "engine.start"},
+    "mlx": {
+        "kernels",
+        "model",
+        "speculate",
+        "engine.engine",
+        "engine.fleet",
+        "engine.worker",
+        "engine.start",
+    },
     "mlx_lm": {"model", "text"},
     "transformers": {"model", "text"},
     "starlette": {"server"},

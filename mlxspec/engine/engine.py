@@ -142,7 +142,7 @@ class Engine:
         if level > NORMAL and self.guard.read != before[1]:
             meter.trim()
         if level > before[0]:
-            log.info("%d cached KV blocks were forgotten", self.scheduler.pool.forget())
+            log.info("%d cached KV blocks were forgotten, and all states", self.scheduler.groups.forget())
         self.scheduler.short, self._pressed = level > NORMAL, (level, self.guard.read)
 
     def _tell(self) -> None:

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.pressure import Guard
-from mlxspec.types import NOW, ModelInfo, Output, Request, Served, Stats, Unfit, too_long
+from mlxspec.types import NOW, ModelInfo, Output, Request, Served, Short, Stats, Unfit, too_long
 
 log = logging.getLogger("mlxspec")
 
@@ -233,12 +233,16 @@ class Fleet:
             self._leaving = [member]
             return []
         self._leaving, held = [], sum(m.held for m in self.members)
-        free = sorted((m for m in self.members if m.engine and not m.pinned), key=lambda m: (m.busy, m.used))
+        free = self._leavers()
         while why := self.lack(member.info.name, held, sum(m.held for m in self._leaving)):
             if not free:
                 return self._fail(member, why)
             self._leaving.append(free.pop(0))
         return []
+
+    def _leavers(self) -> list[Member]:
+        """Who may have to make room, the first first."""
+        return sorted((m for m in self.members if m.engine and not m.pinned), key=lambda m: (m.busy, m.used))
 
     def step(self) -> list[Output]:
         """A step of the next busy model, or what the goal needs, one turn after it was told as loading."""
@@ -271,6 +275,12 @@ class Fleet:
         log.info("%s: loading", self.loading)
         try:
             self._start(member)
+        except Short as error:
+            if leaving := self._leavers():
+                log.info("%s", error)
+                self._leaving = leaving[:1]
+                return []
+            why = str(error)
         except Unfit as error:
             why = str(error)
         except Exception as error:  # whatever the model's own code raises, or MLX where memory ends

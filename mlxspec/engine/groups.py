@@ -227,12 +227,11 @@ class Groups:
         seq.state = seq.batch = None
         seq.computed = seq.shared = seq.cached = seq.again = 0
 
-    def forget(self) -> None:
-        """Forget what is known and not in use."""
-        for pool in self.pools:
-            pool.forget()
+    def forget(self) -> int:
+        """Forget what is known and not in use; how many blocks that were."""
         if self.states is not None:
             self.states.clear()
+        return sum(pool.forget() for pool in self.pools)
 
     def check(self, seqs: Iterable[Seq]) -> None:
         """Assert every invariant of the pools and of these sequences, which are all there are."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxspec.engine.groups import Window
-from mlxspec.types import MAX_DEPTH, Unfit
+from mlxspec.types import MAX_DEPTH, Short, Unfit
 
 log = logging.getLogger("mlxspec")
 
@@ -171,7 +171,7 @@ def room(weights: int, needs: Needs, context: int, block_size: int, chunk: int, 
             why = f" A part of {SHARE} of what is left is for the KV cache: {error}."
     one = sum(size * low for size, low, _ in _parts(needs, context, block_size, 1, chunk))
     billions = (free - headroom() - one / SHARE) / FOUR_BIT / 1e9
-    raise Unfit(
+    raise Short(
         f"the model does not fit: {gib(weights)} of weights and {gib(headroom())} of headroom, but"
         f" {gib(free)} are free of {gib(total())}.{why}"
         + (f" A 4-bit model of less than {billions:.1f} billion parameters fits." if billions > 0.1 else "")

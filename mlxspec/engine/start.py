@@ -30,7 +30,7 @@ from mlxspec.model.transfer import Transfer
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.chain import Chain
 from mlxspec.speculate.draft_model import DraftModel, Small, fit_small
-from mlxspec.types import ModelInfo, Request, Sampling, Unfit
+from mlxspec.types import ModelInfo, Request, Sampling, Short, Unfit
 
 log = logging.getLogger("mlxspec")
 
@@ -123,7 +123,9 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 def _room(models: Sequence[Module], held: int, context: int, options: Options) -> int:
     """Bytes that the weights will leave free, asked before any is read. Raises Unfit."""
-    free = options.memory or min(memory.available(), meter.device_free())
+    free = min(memory.available(), meter.device_free())
+    if options.memory:
+        free = max(0, options.memory - meter.held()[0])  # other models may be here
     # The weights alone come first: a few models evaluate themselves when they are asked for more.
     memory.room(held, memory.Needs(0), context, options.block_size, _chunk(options), free)
     found = [geometry(model) for model in models]
@@ -137,7 +139,7 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
         return memory.room(held, needs, context, options.block_size, _chunk(options), free)
     pool = memory.taken(needs, _sizes(needs, context, options, 0), options.block_size)
     if (left := free - held - pool - memory.headroom()) < 0:
-        raise Unfit(
+        raise Short(
             f"--kv-blocks {options.kv_blocks} takes {memory.gib(pool)}, {memory.gib(-left)} more than weights"
             f" and headroom leave of the {memory.gib(free)} that are free; leave it out"
         )

@@ -31,17 +31,25 @@ COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Tokens generated.",
     "preemptions": "Sequences that had to give up their KV blocks.",
+    "disk_read_bytes": "Bytes of the prompt cache read back from disk.",
+    "disk_written_bytes": "Bytes of the prompt cache written to disk.",
+    "disk_runs_found": "Files of the prompt cache that were brought back.",
+    "disk_runs_damaged": "Files of the prompt cache that did not pass their check.",
 }
 GAUGES = {
     "running": "Sequences that share the steps now.",
     "waiting": "Sequences that wait to run.",
     "prompt_left": "Prompt tokens of running and waiting requests that are still to be computed.",
+    "states": "States of recurrent layers that are kept for later prompts.",
     "step_seconds": "Duration of the last step.",
+}
+OWN = {  # of the process, whichever models are loaded
     "memory_pressure": "How short memory is: 0 normal, 1 short, 2 very short.",
     "footprint_bytes": "Memory that the process makes the machine hold.",
     "mlx_active_bytes": "Memory in MLX's arrays.",
     "mlx_cache_bytes": "Memory of freed buffers that MLX keeps.",
     "live_arrays": "Arrays that Python holds, at the last count; buffers are more.",
+    "disk_bytes": "Size of the prompt cache on disk.",
 }
 
 
@@ -101,6 +109,9 @@ class Metrics:
                 for model, served in now.items():
                     family.add_metric((model,), getattr(served.stats, name))
                 yield family
+        for name, text in OWN.items():
+            most = max((getattr(served.stats, name) for served in now.values()), default=0)
+            yield GaugeMetricFamily(f"mlxspec_{name}", text, value=most)
         blocks = GaugeMetricFamily("mlxspec_kv_blocks", "KV blocks by state.", labels=("model", "state"))
         loaded = GaugeMetricFamily("mlxspec_model_loaded", "1: it is in memory.", labels=("model",))
         parked = CounterMetricFamily(

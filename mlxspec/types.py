@@ -180,11 +180,22 @@ class Stats:
     mlx_active_bytes: int = 0
     mlx_cache_bytes: int = 0
     live_arrays: int = 0  # that Python holds, at the last count
+    states: int = 0  # of recurrent layers, kept for later prompts
+    disk_bytes: int = 0  # of the prompt cache, all models'
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_runs_found: int = 0  # files of blocks or states that were brought back
+    disk_runs_damaged: int = 0
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
-NOW = frozenset(  # what of Stats says how it is now; the rest counts what was
-    "running waiting blocks_used blocks_cached blocks_free prompt_left step_seconds progress".split()
+# What of Stats is the whole process's, whichever model says it.
+PROCESS = frozenset(
+    "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays disk_bytes".split()
+)
+# What says how it is now; the rest counts what was.
+NOW = PROCESS | frozenset(
+    "running waiting blocks_used blocks_cached blocks_free prompt_left states step_seconds progress".split()
 )
 
 

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "engine.memory": PLAIN | {"engine.groups"},
     "engine.pressure": PLAIN | {"engine.memory"},
     "engine.tier": PLAIN | {"engine.blocks", "engine.disk", "engine.groups", "engine.runfile"},
-    "engine.engine": STEP | {"engine.constrain", "engine.pressure", "engine.tier"},
+    "engine.engine": STEP | {"engine.constrain", "engine.disk", "engine.pressure", "engine.tier"},
     "engine.start": STEP
     | {"engine.engine", "engine.memory", "engine.disk", "engine.runfile", "engine.snapshots", "engine.tier"},
     "engine.fleet": STEP | {"engine.engine", "engine.pressure"},

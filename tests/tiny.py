@@ -113,6 +113,10 @@ def kv_bits(kind: str) -> int:
 
 def config(kind: str, **change: Any) -> dict[str, Any]:
     name = kind.partition(":")[0]
+    if name not in CONFIGS:
+        from tests import architectures
+
+        return architectures.config(name) | change
     return dict(model_type=name, **CONFIGS[name] | (WIDE.get(name, {}) if kv_bits(kind) else {}) | change)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mlxspec.engine import constrain
+from mlxspec.engine.disk import DiskStats
 from mlxspec.engine.pressure import NORMAL, Guard
 from mlxspec.engine.scheduler import Scheduler, cut
 from mlxspec.engine.tier import Tier
@@ -265,6 +266,8 @@ class Engine:
         """A snapshot. The caller stamps `progress`."""
         pool, c = self.scheduler.pool, self.counters
         used, cached, (active, spare) = pool.used, pool.cached, meter.held()
+        disk = self.tier.disk.stats() if self.tier is not None else DiskStats()
+        states = self.scheduler.groups.states
         return Stats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -287,4 +290,10 @@ class Engine:
             mlx_active_bytes=active,
             mlx_cache_bytes=spare,
             live_arrays=self.census.live,
+            states=0 if states is None else len(states),
+            disk_bytes=disk.bytes,
+            disk_read_bytes=disk.read,
+            disk_written_bytes=disk.written,
+            disk_runs_found=disk.hits,
+            disk_runs_damaged=disk.damaged,
         )

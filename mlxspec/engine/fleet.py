@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.pressure import Guard
-from mlxspec.types import NOW, ModelInfo, Output, Request, Served, Short, Stats, Unfit, too_long
+from mlxspec.types import NOW, PROCESS, ModelInfo, Output, Request, Served, Short, Stats, Unfit, too_long
 
 log = logging.getLogger("mlxspec")
 
@@ -363,5 +363,5 @@ def _sum(one: Stats, other: Stats) -> Stats:
                 rows[key] = tuple(map(sum, zip_longest(rows.get(key, ()), counts, fillvalue=0)))
             made[name] = tuple((*key, *counts) for key, counts in rows.items())
         else:
-            made[name] = max(a, b) if name in ("progress", "step_seconds") else a + b
+            made[name] = max(a, b) if name in PROCESS | {"progress", "step_seconds"} else a + b
     return Stats(**made)

@@ -1,0 +1,46 @@
+"""Yesterday's conversation on a real model: what the first request after a restart waits for."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.start import Options, start
+from tests import tiny
+
+TOKENS = 4096
+
+
+def first_token(e: Engine, name: str, prompt: list[int]) -> tuple[float, list[int], int]:
+    """Seconds until the first token came, the tokens, and how many of the prompt were cached."""
+    began, first, outputs = time.perf_counter(), 0.0, []
+    e.add(tiny.request(name, prompt, 8))
+    while e.busy:
+        outputs += e.step()
+        if outputs and not first:
+            first = time.perf_counter() - began
+        if e.rests:
+            time.sleep(0.01)  # as the worker does
+    return first, tiny.tokens(outputs, name), outputs[-1].cached
+
+
+@pytest.mark.slow
+def test_a_restart_at_4k_tokens(smollm2: Path, tmp_path: Path) -> None:
+    """At most a tenth of reading the prompt again, and the same answer."""
+    options = Options(disk=tmp_path / "prompts", disk_bytes=1 << 32, cache=tmp_path, speculate=False)
+    prompt = [100 + i * i % 9973 for i in range(TOKENS)]
+    e, _ = start(smollm2, "smollm2", options)
+    computed, told, cached = first_token(e, "first", prompt)
+    assert cached == 0
+    e.close()
+    e, info = start(smollm2, "smollm2", options)
+    restored, again, cached = first_token(e, "again", prompt)
+    read = e.tier.disk.stats().read
+    e.close()
+    print(
+        f"\nfirst token of {TOKENS} tokens: {computed:.1f} s computed, {restored:.2f} s from disk"
+        f" ({read >> 20} MiB): {restored / computed:.3f}"
+    )
+    assert again == told and cached == TOKENS - info.block_size
+    assert restored <= computed / 10

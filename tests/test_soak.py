@@ -1,0 +1,25 @@
+"""Ten minutes of churn: nothing wrong, nothing lost, nothing that grows."""
+
+import os
+
+import pytest
+
+from tests.soak import CALM, soak
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
+SLACK = 1.1  # of what was held before, and
+SPARE = 16 << 20  # bytes of RSS: what Python's and glibc's allocators move
+
+
+@pytest.mark.slow
+def test_churn() -> None:
+    seen = soak(60 * MINUTES)
+    print("\n" + ", ".join(f"{n} {what}" for what, n in seen.counts.items()))
+    rss, arrays, held = ((seen.most(i, CALM, 0.5), seen.most(i, 0.75, 1)) for i in (1, 2, 3))
+    megabytes = [[size >> 20 for size in pair] for pair in (rss, held)]
+    print(
+        f"RSS {megabytes[0]} MiB, arrays {arrays}, MLX {megabytes[1]} MiB: in the second quarter, in the last"
+    )
+    assert seen.counts["answered"] > 100 * MINUTES and seen.counts["cancelled"] and seen.counts["loads"] > 20
+    assert rss[1] <= rss[0] * SLACK + SPARE
+    assert arrays[1] <= arrays[0] * SLACK and held[1] <= held[0] * SLACK

@@ -130,6 +130,8 @@ def packed(plain: Runner, trunk: bool, bits: int, refused: Sequence[str]) -> Run
     how: dict[str, Any] = dict(
         trunk=trunk, lone=plain.lone, rewind="tape" if plain.states.taped else "refeed"
     )
+    if not plain.pages() and plain.layout != "solo":
+        raise Unfit(f"kv_bits = {bits}: the model keeps no K/V; give 0")
     try:
         runner = Runner(plain.model, plain.layout, BLOCK, BLOCKS, kv_bits=bits, **how)
         got, _ = probe(runner)

@@ -377,6 +377,9 @@ class Paper:
         return [Output(r.id, 0, (1,), finish="length") for r in done]
 
     def check(self) -> None: ...
+    def look(self) -> None: ...
+    def close(self) -> None:
+        assert not self.queue
 
     def stats(self) -> Stats:
         return Stats(running=len(self.queue))

@@ -70,7 +70,8 @@ def test_what_overflows_is_packed_as_zeros(worst: float, bits: int) -> None:
 def test_attention_is_that_over_rounded_pools(window: int | None, bits: int) -> None:
     size, packings = 8, (Packing(64, mx.float32, bits), Packing(32, mx.float32, bits))
     pools = [some(i, 2, 12 * size, p.dim) for i, p in enumerate(packings)]
-    groups = [Group(0, 2, 1, [19, 4], [[5, 2, 7], [1]], size), Group(2, 5, 3, [9], [[3, 9]], size)]
+    groups = [Group(0, 2, 1, [19, 4], {None: [[5, 2, 7], [1]]}, size)]
+    groups.append(Group(2, 5, 3, [9], {None: [[3, 9]]}, size))
     q, sinks = some(2, 5, 4, 64), some(3, 4)
     packed = [p.pack(x) for p, x in zip(packings, pools, strict=True)]
     rounded = [p.round(x) for p, x in zip(packings, pools, strict=True)]

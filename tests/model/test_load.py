@@ -62,8 +62,10 @@ def test_token_bytes_of_quantized_pools(kind: str, dims: list[int]) -> None:
 def test_what_cannot_be_quantized_is_refused() -> None:
     with pytest.raises(Unfit, match=r"kv_bits = 8 takes 32 values at a time, and .* K or V has 16; give 0"):
         fit(tiny.model("llama"), kv_bits=8)
-    with pytest.raises(Unfit, match=r"kv_bits = 4: .*layout solo\) are not quantized; give 0; rows: "):
+    with pytest.raises(Unfit, match="kv_bits = 4: the model keeps no K/V; give 0"):
         fit(tiny.model("mamba2"), kv_bits=4)
+    with pytest.raises(Unfit, match=r"kv_bits = 4: .*layout solo\) are not quantized; give 0; rows: "):
+        fit(tiny.model("llama4"), kv_bits=4)
     with pytest.raises(Unfit, match="kv_bits = 4: mlx-lm's own caches"):
         fit(tiny.model("llama:4"), "solo", 4)
 

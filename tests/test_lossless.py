@@ -10,7 +10,7 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate import NoDrafter
 from mlxspec.types import Request
-from tests import tiny
+from tests import tiers, tiny
 from tests.drafters import KINDS, Told, attach, like
 from tests.liar import Liar
 
@@ -213,6 +213,24 @@ def test_more_hits(kind: str, layout: str, rewind: str, name: str) -> None:
             assert outputs[-1].cached == (6 * BLOCK if stateful else len(r.prompt) - 1)
         elif rewind == "tape" or not stateful:  # else its last tokens may not have been fed again
             assert outputs[-1].cached == len(r.prompt) - 4
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("kind, layout, rewind", [(kind, "rows", "tape") for kind in PAGED] + MORE)
+def test_restart(kind: str, layout: str, rewind: str, name: str, tmp_path: Path) -> None:
+    """Another process answers the same prompts and goes on with one, from what the first left on the disk."""
+    all_of = requests(0.8)
+    again = all_of["long"]
+    turn = tiny.request("turn", [*again.prompt, *truth(kind, again), 1, 2, 3], N, temperature=0.8, seed=9)
+    later = {**all_of, "turn": turn}
+    for asked in (all_of, later):
+        e = tiny.engine(model(kind), layout=layout, block=BLOCK, budget=16, rewind=rewind)
+        disk = tiers.attach(e, tmp_path)
+        for r in equip(e, name, kind, asked).values():
+            e.add(r)
+        same(kind, tiers.finish(e, disk), asked)
+        assert drafted(e, name) and disk.close(5)
+    assert disk.stats().hits > 0 and e.counters["cached"] >= 2 * 4 * BLOCK
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

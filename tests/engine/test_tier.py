@@ -9,38 +9,21 @@ import pytest
 from mlxspec.engine.disk import Disk
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.runfile import keys_of, label
-from mlxspec.engine.tier import CHAINS, GAIN, Tier
-from mlxspec.model.transfer import Transfer
+from mlxspec.engine.tier import CHAINS, GAIN
 from tests import tiny
+from tests.tiers import attach, finish
 
 BLOCK = 8
-KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v3"]
+KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v3", "llama:8", "gpt_oss:4"]
 LAYOUTS = {"qwen3_next": "rect", "nemotron_h": "rect", "deepseek_v3": "gather"}
 PROMPT = [i * 37 % tiny.VOCAB for i in range(90)]
 READ = 88  # tokens of it in full blocks: the most that can be found of it
 
 
 def start(root: Path, kind: str, **kw) -> tuple[Engine, Disk]:
-    e = tiny.engine(tiny.model(kind), layout=LAYOUTS.get(kind, "rows"), block=BLOCK, **kw)
-    e.add(tiny.request("warm", range(300, 303), 2))
-    tiny.run(e)
-    e.forget()
-    disk = Disk(root, "c0ffee00", 1 << 28)
-    e.tier = e.scheduler.tier = Tier(disk, e.scheduler.groups, Transfer(e.runner))
-    return e, disk
-
-
-def finish(e: Engine, disk: Disk):
-    """Run until all is computed and saved, waiting for the disk where the engine does."""
-    outputs = []
-    while e.busy:
-        outputs += e.step()
-        e.check()
-        if e.rests:
-            assert all(land.fetch.wait(5) for land in e.tier._landings.values() if land.fetch)
-            assert disk.flush(5)
-    assert disk.flush(5)
-    return outputs
+    kw |= dict(layout=LAYOUTS.get(kind, "rows"), block=BLOCK, kv_bits=tiny.kv_bits(kind))
+    e = tiny.engine(tiny.model(kind), **kw)
+    return e, attach(e, root)
 
 
 def first(root: Path, kind: str, **kw) -> list[int]:
@@ -54,7 +37,7 @@ def first(root: Path, kind: str, **kw) -> list[int]:
 
 @functools.cache
 def plain(kind: str) -> tiny.Plain:
-    return tiny.Plain(tiny.model(kind))
+    return tiny.Plain(tiny.model(kind), tiny.kv_bits(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,34 @@
+"""The disk tier under a tiny engine, and how to wait for it."""
+
+from pathlib import Path
+
+from mlxspec.engine.disk import Disk
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.tier import Tier
+from mlxspec.model.transfer import Transfer
+from mlxspec.types import Output
+from tests import tiny
+
+
+def attach(e: Engine, root: Path) -> Disk:
+    """Give the engine a directory that outlives it; its pools are made first, as warm-up does."""
+    e.add(tiny.request("warm", range(300, 303), 2))
+    tiny.run(e)
+    e.forget()
+    disk = Disk(root, "c0ffee00", 1 << 28)
+    e.tier = e.scheduler.tier = Tier(disk, e.scheduler.groups, Transfer(e.runner))
+    return disk
+
+
+def finish(e: Engine, disk: Disk) -> list[Output]:
+    """Run until all is computed and saved, waiting for the disk where the engine does."""
+    outputs: list[Output] = []
+    while e.busy:
+        outputs += e.step()
+        e.check()
+        if e.rests:
+            assert e.tier is not None
+            assert all(land.fetch.wait(5) for land in e.tier._landings.values() if land.fetch)
+            assert disk.flush(5)
+    assert disk.flush(5)
+    return outputs

@@ -5,7 +5,6 @@ Rule: every answer is that of a quiet run; what the process holds at the end is 
 """
 
 import asyncio
-import gc
 import random
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.fleet import Fleet, Member  # noqa: E402
 from mlxspec.engine.start import Options, start  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
+from mlxspec.model import meter  # noqa: E402
 from mlxspec.types import ModelInfo, Request, Sampling  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.model.test_load import save  # noqa: E402
@@ -135,8 +135,8 @@ async def churn(worker: Worker, seconds: float, seen: Seen, tell: Callable[[str]
             running.add(asyncio.ensure_future(worker.unload(rng.choice(KINDS))))
         _, running = await asyncio.wait(running, timeout=rng.choice([0.0, 0.05, 0.2]))
         if now - told > SAMPLE_S:
-            told, arrays = now, list(map(type, gc.get_objects())).count(mx.array)
-            seen.sizes.append((now, memory.footprint(), arrays, mx.get_active_memory()))
+            told = now
+            seen.sizes.append((now, memory.footprint(), meter.arrays(), mx.get_active_memory()))
             loads = sum(m.loads for m in worker.models().values())
             size = seen.sizes[-1][1] >> 20
             tell(f"{now:5.0f} s  {seen.counts['answered']} answered, {loads} loads, {size} MiB")

@@ -6,6 +6,7 @@ Rule: reading and giving back are all that is done here. The wired limit is neve
 import gc
 import logging
 import math
+import sys
 import time
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import mlx.core as mx
 log = logging.getLogger("mlxspec")
 
 METALS = 499_000  # buffers that Metal lets a process have, where the device does not say
+ALONE_S = 60.0  # far longer than a count takes
 LEAK = 20  # the part of them that an idle engine may have gained before it is said
 IDLE_S, BUSY_S = 30.0, 300.0  # between two counts, which take 10 to 20 ms
 
@@ -41,6 +43,19 @@ def held() -> tuple[int, int]:
     return mx.get_active_memory(), mx.get_cache_memory()
 
 
+def arrays() -> int:
+    """How many arrays Python holds.
+
+    No other thread may run meanwhile: CPython raises SystemError where a tuple that is being built is
+    seen by somebody, and this sees everything. It takes 10 to 50 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(ALONE_S)
+    try:
+        return list(map(type, gc.get_objects())).count(mx.array)
+    finally:
+        sys.setswitchinterval(before)
+
+
 @dataclass(slots=True)
 class Census:
     """Counts the arrays that Python holds, because Metal counts buffers and ends the process at some number
@@ -57,7 +72,7 @@ class Census:
         now = time.monotonic()
         if now - self.at < (IDLE_S if idle else BUSY_S):
             return
-        self.at, self.live = now, list(map(type, gc.get_objects())).count(mx.array)
+        self.at, self.live = now, arrays()
         if not idle:
             return
         self.fewest = min(self.fewest, self.live)

@@ -48,7 +48,7 @@ OWN = {  # of the process, whichever models are loaded
     "footprint_bytes": "Memory that the process makes the machine hold.",
     "mlx_active_bytes": "Memory in MLX's arrays.",
     "mlx_cache_bytes": "Memory of freed buffers that MLX keeps.",
-    "live_arrays": "Arrays that Python holds, at the last count; buffers are more.",
+    "live_arrays": "Arrays that Python holds; buffers are more.",
     "disk_bytes": "Size of the prompt cache on disk.",
 }
 

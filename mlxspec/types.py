@@ -179,7 +179,7 @@ class Stats:
     footprint_bytes: int = 0  # of the process
     mlx_active_bytes: int = 0
     mlx_cache_bytes: int = 0
-    live_arrays: int = 0  # that Python holds, at the last count
+    live_arrays: int = 0  # that Python holds
     states: int = 0  # of recurrent layers, kept for later prompts
     disk_bytes: int = 0  # of the prompt cache, all models'
     disk_read_bytes: int = 0

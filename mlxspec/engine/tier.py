@@ -104,9 +104,7 @@ class Tier:
     def _runs(self, keys: tuple[bytes, ...]) -> Iterator[tuple[tuple[bytes, ...], Any]]:
         """What is not on disk of a chain: files' keys and exported content, begun when it is asked for."""
         for group, pool in enumerate(self.groups.pools):
-            first = self._first(
-                group, len(keys) - 1
-            )  # the same prompt again leaves its last token to compute
+            first = self._first(group, len(keys) - 1)  # the same prompt again leaves a token to compute
             run: list[bytes] = []
             for key in [*keys[first:], None]:
                 if key is not None and key in pool.index and _name(key, group) not in self.disk:

@@ -86,7 +86,7 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
         raise Unfit(f"mlx-lm cannot load {path}: {error}") from error
     except SystemExit as error:  # one of its models ends the process where a package is missing
         raise Unfit(f"mlx-lm cannot load {path}: it asks for a package; its line above says which") from error
-    # Each layer drew weights that were never computed; MLX's random state is the end of a chain of such draws.
+    # Each layer drew weights that are never computed; MLX's random state is the end of a chain of such draws.
     mx.eval(mx.random.state)
     model.eval()
     return model, config

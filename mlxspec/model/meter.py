@@ -3,11 +3,9 @@
 Rule: reading and giving back are all that is done here. The wired limit is never set: macOS panics under it.
 """
 
-import gc
 import logging
 import math
 import sys
-import time
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,9 +13,7 @@ import mlx.core as mx
 log = logging.getLogger("mlxspec")
 
 METALS = 499_000  # buffers that Metal lets a process have, where the device does not say
-ALONE_S = 60.0  # far longer than a count takes
 LEAK = 20  # the part of them that an idle engine may have gained before it is said
-IDLE_S, BUSY_S = 30.0, 300.0  # between two counts, which take 10 to 20 ms
 
 
 def device_free() -> int:
@@ -44,35 +40,24 @@ def held() -> tuple[int, int]:
 
 
 def arrays() -> int:
-    """How many arrays Python holds.
-
-    No other thread may run meanwhile: CPython raises SystemError where a tuple that is being built is
-    seen by somebody, and this sees everything. It takes 10 to 50 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(ALONE_S)
-    try:
-        return list(map(type, gc.get_objects())).count(mx.array)
-    finally:
-        sys.setswitchinterval(before)
+    """How many arrays Python holds, and a few more: each holds a reference to its type. To look through
+    all objects instead would be slow, and CPython fails in a thread whose half-built tuple is seen."""
+    return sys.getrefcount(mx.array)
 
 
 @dataclass(slots=True)
 class Census:
-    """Counts the arrays that Python holds, because Metal counts buffers and ends the process at some number
+    """Watches the arrays that Python holds, because Metal counts buffers and ends the process at some number
     of them. Arrays of graphs that are not evaluated and MLX's spare buffers are not among them, so `live` is
     a lower bound; what a request leaves behind does show. Engine thread only."""
 
     live: int = 0
     fewest: float = math.inf
     told: bool = False
-    at: float = -math.inf
 
     def take(self, idle: bool) -> None:
-        """Count, if it is time; say once that an idle engine holds ever more."""
-        now = time.monotonic()
-        if now - self.at < (IDLE_S if idle else BUSY_S):
-            return
-        self.at, self.live = now, arrays()
+        """Count; say once that an idle engine holds ever more."""
+        self.live = arrays()
         if not idle:
             return
         self.fewest = min(self.fewest, self.live)

@@ -126,21 +126,22 @@ async def churn(worker: Worker, seconds: float, seen: Seen, tell: Callable[[str]
             if tokens != (want[: len(tokens)] if cut else want):
                 seen.wrong.append(f"{kind} {request.id}.{i}: {tokens} instead of {want}")
 
-    while (now := time.monotonic() - began) < seconds:
+    while (now := time.monotonic() - began) < seconds and worker.alive():
         while len(running) < rng.randint(1, 12):
             kind, ask = rng.choice(all_of[: ASKS // 3] if rng.random() < 0.5 else all_of)
             running.add(asyncio.ensure_future(one(kind, ask, number := number + 1)))
         if rng.random() < 0.005:
             seen.counts["unloads asked for"] += 1
             running.add(asyncio.ensure_future(worker.unload(rng.choice(KINDS))))
-        _, running = await asyncio.wait(running, timeout=rng.choice([0.0, 0.05, 0.2]))
+        done, running = await asyncio.wait(running, timeout=rng.choice([0.0, 0.05, 0.2]))
+        seen.wrong += [repr(error) for task in done if (error := task.exception())]
         if now - told > SAMPLE_S:
             told = now
             seen.sizes.append((now, memory.footprint(), meter.arrays(), mx.get_active_memory()))
             loads = sum(m.loads for m in worker.models().values())
             size = seen.sizes[-1][1] >> 20
             tell(f"{now:5.0f} s  {seen.counts['answered']} answered, {loads} loads, {size} MiB")
-    await asyncio.gather(*running)
+    seen.wrong += [repr(e) for e in await asyncio.gather(*running, return_exceptions=True) if e]
 
 
 def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> Seen:

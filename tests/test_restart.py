@@ -33,11 +33,11 @@ def test_a_restart_at_4k_tokens(smollm2: Path, tmp_path: Path) -> None:
     e, _ = start(smollm2, "smollm2", options)
     computed, told, cached = first_token(e, "first", prompt)
     assert cached == 0
-    e.close()
+    e.close(30)
     e, info = start(smollm2, "smollm2", options)
     restored, again, cached = first_token(e, "again", prompt)
     read = e.tier.disk.stats().read
-    e.close()
+    e.close(1)
     print(
         f"\nfirst token of {TOKENS} tokens: {computed:.1f} s computed, {restored:.2f} s from disk"
         f" ({read >> 20} MiB): {restored / computed:.3f}"

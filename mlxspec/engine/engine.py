@@ -26,7 +26,6 @@ log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 
-CLOSE_S = 5.0
 TELL_S = 5.0  # between two lines on the progress of prompts
 
 _COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
@@ -247,10 +246,10 @@ class Engine:
             del self._live[seq]
             self._ask(self.drafter.end, seq)
 
-    def close(self) -> None:
-        """No step will follow: let the disk finish, CLOSE_S seconds at most."""
+    def close(self, seconds: float) -> None:
+        """No step will follow: let the disk finish, in so many seconds at most."""
         if self.tier is not None:
-            self.tier.disk.close(CLOSE_S)
+            self.tier.close(seconds)
 
     def forget(self) -> None:
         """Drop what the prefix cache knows and start the counters afresh. The engine must be idle."""

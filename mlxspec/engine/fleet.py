@@ -25,6 +25,8 @@ from mlxspec.types import NOW, PROCESS, ModelInfo, Output, Request, Served, Shor
 
 log = logging.getLogger("mlxspec")
 
+CLOSE_S = 5.0  # for the disk, before the process ends
+UNLOAD_S = 1.0  # for the disk, while other models wait
 RETRY_S = 10.0  # after a load that failed, in which requests do not make it try again
 KEYS = {"drafts": 2, "depths": 1}  # of a table in Stats, how many columns name the row
 UNKNOWN = ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0)
@@ -115,7 +117,7 @@ class Fleet:
         """Let go of all models; the thread ends."""
         for member in self.members:
             if member.engine is not None:
-                member.engine.close()
+                member.engine.close(CLOSE_S)
             member.engine = None
 
     def look(self) -> None:
@@ -322,7 +324,7 @@ class Fleet:
         if self.guard is not None:
             self.guard.expect(-member.held)
         if member.engine is not None:
-            member.engine.close()
+            member.engine.close(UNLOAD_S)
         member.engine = None
         _free()
         log.info("%s: unloaded", member.info.name)

@@ -5,6 +5,7 @@ Rule: nothing waits for the disk but the prompt that gains by it. What comes bac
 known content and found there like any other; what does not come is computed.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ RUN = 16  # blocks of a file
 GAIN = 4  # blocks that a fetch must spare
 PORTION = 64  # blocks that are asked for at a time
 CHAINS = 64  # that wait to be saved; the oldest is given up
+REST = 0.01  # seconds between two looks at a writer that is behind
 ROOM = 1 << 27  # bytes that wait for the writer, beyond which no more is handed to it
 
 Arrays = dict[str, np.ndarray]
@@ -100,6 +102,14 @@ class Tier:
                 return True
             self._chains.popleft()
         return False
+
+    def close(self, seconds: float) -> None:
+        """Save what waits, in so many seconds at most; what does not get there will be computed again."""
+        end = time.monotonic() + seconds
+        while self.saving and time.monotonic() < end:
+            if not self.turn():
+                time.sleep(REST)
+        self.disk.close(max(0.0, end - time.monotonic()))
 
     def _runs(self, keys: tuple[bytes, ...]) -> Iterator[tuple[tuple[bytes, ...], Any]]:
         """What is not on disk of a chain: files' keys and exported content, begun when it is asked for."""

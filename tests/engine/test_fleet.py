@@ -378,7 +378,7 @@ class Paper:
 
     def check(self) -> None: ...
     def look(self) -> None: ...
-    def close(self) -> None:
+    def close(self, seconds: float) -> None:
         assert not self.queue
 
     def stats(self) -> Stats:

@@ -147,6 +147,18 @@ def test_a_window_is_saved_where_a_chain_ends(tmp_path: Path) -> None:
     assert whole < len(keys) <= whole + 8
 
 
+def test_what_is_left_is_saved_at_the_end(tmp_path: Path) -> None:
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("r", PROMPT, 12))
+    while e.scheduler.waiting or e.scheduler.running:
+        e.step()
+    e.close(5)
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("r", PROMPT, 12))
+    assert finish(e, disk)[-1].cached == READ
+    disk.close(5)
+
+
 def test_chains_that_wait_are_bounded(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
     full = [tiny.request(f"r{i}", [i, *range(20)], 2) for i in range(CHAINS + 9)]

@@ -16,7 +16,7 @@ def first_token(e: Engine, name: str, prompt: list[int]) -> tuple[float, list[in
     """Seconds until the first token came, the tokens, and how many of the prompt were cached."""
     began, first, outputs = time.perf_counter(), 0.0, []
     e.add(tiny.request(name, prompt, 8))
-    while e.busy:
+    while e.active:
         outputs += e.step()
         if outputs and not first:
             first = time.perf_counter() - began

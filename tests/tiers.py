@@ -23,7 +23,7 @@ def attach(e: Engine, root: Path) -> Disk:
 def finish(e: Engine, disk: Disk) -> list[Output]:
     """Run until all is computed and saved, waiting for the disk where the engine does."""
     outputs: list[Output] = []
-    while e.busy:
+    while e.active:
         outputs += e.step()
         e.check()
         if e.rests:

@@ -28,6 +28,7 @@ from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
 
 VOCAB = 320
+SALT = b"tiny"
 STRIDE = 3  # blocks between two states of a long prompt
 WIDE = {"llama": {"head_dim": 128}, "gpt_oss": {"head_dim": 64}}  # heads that can be quantized
 WIDE |= {kind: {"head_dim": 32} for kind in ("qwen3", "gemma3_text", "gemma2")}
@@ -214,8 +215,8 @@ def engine(
     runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind, kv_bits=kv_bits)
     stateful = bool(runner.states.layers)
     groups = Groups(
-        BlockPool(blocks, block),
-        [Window(w, BlockPool(n, block)) for w, n in sizes.items()],
+        BlockPool(blocks, block, SALT),
+        [Window(w, BlockPool(n, block, SALT)) for w, n in sizes.items()],
         Snapshots(states, STRIDE, own_state) if stateful else None,
     )
     scheduler = Scheduler(

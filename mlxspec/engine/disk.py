@@ -24,8 +24,8 @@ log = logging.getLogger("mlxspec")
 
 RATE = 64 << 20  # bytes a second to write
 BURST = 4.0  # seconds' worth that may be written at once
-PENDING = 256 << 20  # bytes that may wait to be written
-READING = 1 << 30  # bytes of fetches that somebody holds
+PENDING = 128 << 20  # bytes that may wait to be written
+READING = 128 << 20  # bytes of fetches that somebody holds
 FETCHES = 64  # that may wait to be read
 REST = 60.0  # seconds without writing after a write has failed
 

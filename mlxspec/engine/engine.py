@@ -76,6 +76,7 @@ class Engine:
     drafts: "Tally" = field(default_factory=lambda: Tally())
     step_seconds: float = 0.0
     rests: bool = False  # nothing can be done until the disk has
+    _moved: bool = False  # something went to the disk or came from it, which took time
     guard: Guard | None = None  # None: memory is not watched
     census: meter.Census = field(default_factory=meter.Census)
     _pressed: tuple[int, float] = (NORMAL, 0.0)  # the guard's level and reading that were heeded last
@@ -99,8 +100,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        saving = self.tier is not None and self.tier.saving
-        return bool(self._flight or self.scheduler.running or self.scheduler.waiting or saving)
+        """Whether somebody waits for an answer."""
+        return bool(self._flight or self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do, if only for the disk."""
+        return self.busy or (self.tier is not None and self.tier.saving)
 
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
@@ -129,8 +135,8 @@ class Engine:
         outputs += self._settle(keep=1 if plan else 0)
         self._retire()
         self._tell()
-        moved = self.tier is not None and self.tier.turn()
-        self.rests = not (plan or outputs or moved)
+        self._moved = self.tier is not None and self.tier.turn()
+        self.rests = not (plan or outputs or self._moved)
         return outputs
 
     def look(self) -> None:
@@ -230,6 +236,9 @@ class Engine:
         self._settled = now
         prefill = sum(e.count for e in step.plan if e.fresh > 1)
         decoding = any(e.fresh == 1 for e in step.plan)
+        if self._moved:  # it says nothing about the next
+            self.step_seconds = 0.0
+            return
         self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.drafts.parked += self.step_seconds

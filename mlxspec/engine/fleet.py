@@ -69,6 +69,11 @@ class Member:
         return self.engine is not None and self.engine.busy
 
     @property
+    def active(self) -> bool:
+        """Also if only the disk is behind, which nobody waits for."""
+        return self.engine is not None and self.engine.active
+
+    @property
     def held(self) -> int:
         """Bytes."""
         return self.info.weight_bytes + self.info.kv_bytes if self.engine is not None else 0
@@ -105,13 +110,13 @@ class Fleet:
 
     @property
     def busy(self) -> bool:
-        return bool(self._held) or any(member.busy for member in self.members)
+        return bool(self._held) or any(member.active for member in self.members)
 
     @property
     def rests(self) -> bool:
         """Nothing can be done until the disk has."""
-        busy = [member.engine for member in self.members if member.engine and member.engine.busy]
-        return bool(busy) and self._goal is None and all(engine.rests for engine in busy)
+        active = [member.engine for member in self.members if member.engine and member.active]
+        return bool(active) and self._goal is None and all(engine.rests for engine in active)
 
     def close(self) -> None:
         """Let go of all models; the thread ends."""
@@ -254,9 +259,9 @@ class Fleet:
         for _ in self.members:
             member = self._turns[0]
             self._turns.rotate(-1)
-            if member.engine is not None and member.engine.busy:
-                outputs = member.engine.step()
-                member.used = self.clock()
+            if member.engine is not None and member.active:
+                busy, outputs = member.busy, member.engine.step()
+                member.used = self.clock() if busy else member.used
                 return outputs
         return []
 
@@ -324,7 +329,7 @@ class Fleet:
         if self.guard is not None:
             self.guard.expect(-member.held)
         if member.engine is not None:
-            member.engine.close(UNLOAD_S)
+            member.engine.close(0.0 if any(m.busy for m in self.members) else UNLOAD_S)
         member.engine = None
         _free()
         log.info("%s: unloaded", member.info.name)

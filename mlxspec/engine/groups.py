@@ -61,6 +61,9 @@ class Groups:
     windows: Sequence[Window] = ()
     states: Snapshots | None = None
 
+    def __post_init__(self) -> None:
+        assert all(w.pool.root == self.pool.root for w in self.windows), "pools of different salts"
+
     @property
     def pools(self) -> list[BlockPool]:
         return [self.pool, *(w.pool for w in self.windows)]
@@ -73,7 +76,8 @@ class Groups:
     # ---- what is known --------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int]) -> Hit:
-        """The longest prefix of `tokens` that can be reused, but for its last token. Looks only."""
+        """The longest prefix of `tokens` that can be reused, but for its last token. Looks only, and counts
+        the state that it finds as used."""
         found, size, last = self.pool.match(tokens), self.pool.block_size, len(tokens) - 1
         fits, known = self._fits(found.keys, last), len(found.keys) * size
         for n in range(len(found.keys), -1, -1):
@@ -142,7 +146,8 @@ class Groups:
         assert self.states is not None
         n = upto // self.pool.block_size
         parent = seq.keys[n - 1] if n else self.pool.root
-        self.states.put((parent, tuple(seq.tokens[n * self.pool.block_size : upto])), state)
+        passing = upto != seq.prompt_len and seq.finish is None and n not in seq.marks
+        self.states.put((parent, tuple(seq.tokens[n * self.pool.block_size : upto])), state, passing)
 
     # ---- what is held ---------------------------------------------------------------------------------
 
@@ -204,7 +209,7 @@ class Groups:
     def cut(self, seq: Seq, rows: int) -> int:
         """How many of the next `rows` rows to compute in one go, so that a state is at hand where one is to
         be kept."""
-        if self.states is None:
+        if self.states is None or not self.states.capacity:
             return rows
         size, stride = self.pool.block_size, self.states.stride
         at = seq.computed // size

@@ -22,6 +22,7 @@ log = logging.getLogger("mlxspec")
 SHARE = 0.5  # of what weights and headroom leave; the rest is the user's
 CONTEXTS = 4  # full contexts that are enough: a coding agent keeps three or four sequences alive
 LIVE = 2  # a step holds the states that it read beside those that it leaves
+STATE_PART, MOST_SNAPSHOTS = 8, 1024  # of the K/V's bytes, for states; and how many at most
 SNAPSHOTS = 2  # states kept for later prompts, for each sequence that may run
 LEAST = 8192  # tokens of one sequence, below which a model is no use to an agent unless told by --context
 HEADROOM = 512 << 20  # bytes: steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion, fp32
@@ -156,6 +157,9 @@ def sizes(
         low + ((high - low) * rest // more if size and more > rest else high - low)
         for size, low, high in parts
     )
+    for (window, _), n in zip(needs.windows, windows, strict=True):  # so that none is ever short
+        one, two = (Window.least(window, block_size, k, chunk, MAX_DEPTH) for k in (1, 2))
+        live = min(live, max(1, 1 + (n - one) // (two - one)))
     return Sizes(blocks, tuple(windows), live, spare * needs.state_bytes)
 
 
@@ -189,8 +193,14 @@ def _parts(
     for window, size in needs.windows:
         low, high = _window(window, block_size, max_sequences, chunk)
         parts.append((size * block_size, min(low, whole), min(high, most)))
-    live = LIVE * needs.state_bytes
-    return [*parts, (live, 1, max_sequences), (needs.state_bytes, 0, SNAPSHOTS * max_sequences)]
+    live, spare = LIVE * needs.state_bytes, _snapshots(needs, most, block_size, max_sequences)
+    return [*parts, (live, 1, max_sequences), (needs.state_bytes, 0, spare)]
+
+
+def _snapshots(needs: Needs, blocks: int, block_size: int, max_sequences: int) -> int:
+    """States for later prompts: as many as a part of the K/V's bytes holds, but a few for each sequence."""
+    part = needs.token_bytes * block_size * blocks // STATE_PART
+    return max(SNAPSHOTS * max_sequences, min(part // max(1, needs.state_bytes), MOST_SNAPSHOTS))
 
 
 def _window(window: int, block_size: int, max_sequences: int, chunk: int) -> tuple[int, int]:
@@ -202,7 +212,8 @@ def _window(window: int, block_size: int, max_sequences: int, chunk: int) -> tup
 def fixed(needs: Needs, blocks: int, block_size: int, max_sequences: int, chunk: int) -> Sizes:
     """The sizes where somebody has said how many blocks there are to be."""
     windows = [min(blocks, _window(w, block_size, max_sequences, chunk)[1]) for w, _ in needs.windows]
-    return Sizes(blocks, tuple(windows), max_sequences, SNAPSHOTS * max_sequences * needs.state_bytes)
+    spare = _snapshots(needs, blocks, block_size, max_sequences)
+    return Sizes(blocks, tuple(windows), max_sequences, spare * needs.state_bytes)
 
 
 def taken(needs: Needs, sizes: Sizes, block_size: int) -> int:

@@ -21,7 +21,8 @@ PATIENCE = 8  # plans that may pass a prefill over for shorter ones
 class Tier(Protocol):
     """What outlives the process: see `mlxspec.engine.tier`."""
 
-    def holds(self, seq: Sequence) -> bool: ...
+    def waits(self, seq: Sequence) -> bool: ...
+    def seeks(self, seq: Sequence) -> bool: ...
     def forget(self, seq: Sequence) -> None: ...
     def note(self, seq: Sequence) -> None: ...
 
@@ -190,16 +191,19 @@ class Scheduler:
             seq = self.waiting.popleft()
             # A preempted sequence waits until its step in flight has been read.
             behind = seq.leader and not seq.leader.generated and seq.leader.finish is None
-            if seq.flight or behind or (self.tier and self.tier.holds(seq)):
+            if seq.flight or behind or (self.tier and self.tier.waits(seq)):
                 held.append(seq)
                 continue
             slack = len(self.pool.free) - promised
-            if (self._stuck and self._stuck[0] is seq and slack <= self._stuck[1]) or not self._start(
-                seq, promised
-            ):
+            stuck = self._stuck and self._stuck[0] is seq and slack <= self._stuck[1]
+            if stuck or (hit := self._fits(seq, promised)) is None:
                 self._stuck = (seq, slack)  # so that its prompt is not hashed again at every step
                 self.waiting.appendleft(seq)
                 break
+            if self.tier and self.tier.seeks(seq):
+                held.append(seq)
+                continue
+            self._start(seq, hit)
             promised += self._lacking(seq)
         self.waiting.extendleft(reversed(held))
 
@@ -207,14 +211,15 @@ class Scheduler:
         """Blocks a sequence still needs to catch up and to hold one more token."""
         return self.groups.lacking(seq, seq.known + 1)
 
-    def _start(self, seq: Sequence, promised: int) -> bool:
-        """Give a waiting sequence what the prefix cache has, if there is room for the rest."""
+    def _fits(self, seq: Sequence, promised: int) -> Hit | None:
+        """What the prefix cache has for a waiting sequence; None where there is no room for the rest."""
         hit = self.groups.match(seq.tokens) if self.sharing else Hit()
         hits = hit.tables[0] if hit.tables else ()
         idle = sum(b in self.pool.free for b in hits)
         need = self._lacking(seq) - len(hits) + idle
-        if self.running and need + promised > len(self.pool.free):
-            return False
+        return None if self.running and need + promised > len(self.pool.free) else hit
+
+    def _start(self, seq: Sequence, hit: Hit) -> None:
         self.copies += self.groups.take(seq, hit)
         if self.tier:
             self.tier.forget(seq)
@@ -223,7 +228,6 @@ class Scheduler:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
         self.running.append(seq)
         self.running.sort(key=lambda s: s.order)
-        return True
 
     # ---- blocks ---------------------------------------------------------------------------------------
 

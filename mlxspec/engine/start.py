@@ -5,7 +5,7 @@ Rule: what was derived is reported once, in ModelInfo; nothing is decided again 
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,7 @@ from mlx.nn.layers.base import Module
 
 from mlxspec.engine import memory
 from mlxspec.engine.blocks import BlockPool
-from mlxspec.engine.disk import Disk
+from mlxspec.engine.disk import PENDING, READING, Disk
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import CEILING, Pace
@@ -35,6 +35,7 @@ from mlxspec.types import ModelInfo, Request, Sampling, Short, Unfit
 log = logging.getLogger("mlxspec")
 
 WARM_ROWS = 64  # a prompt long enough to tell what a row costs
+DISK_BUFFERS = PENDING + READING  # bytes on their way to the disk and back
 LEAST_STRIDE = 16  # blocks between two states that a long prompt leaves behind
 WORTH_CHECKING = 1 << 24  # bytes of one layer's keys; below that, activations hide a copy
 
@@ -79,11 +80,11 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
     windows = dict(zip((window for window, _ in needs.windows), sizes.window_blocks, strict=True))
     runner = found.runner(model, options.block_size, sizes.blocks, windows)
-    known_as = _fingerprint(path, found, options)
+    known_as = _fingerprint(path, found, windows, options)
     groups = Groups(
         BlockPool(sizes.blocks, options.block_size, salt=known_as.encode()),
-        [Window(window, BlockPool(n, options.block_size)) for window, n in windows.items()],
-        _snapshots(needs, sizes, options.block_size),
+        [Window(w, BlockPool(n, options.block_size, salt=known_as.encode())) for w, n in windows.items()],
+        _snapshots(needs, sizes, context, options.block_size),
     )
     scheduler = Scheduler(
         groups,
@@ -123,6 +124,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 def _room(models: Sequence[Module], held: int, context: int, options: Options) -> int:
     """Bytes that the weights will leave free, asked before any is read. Raises Unfit."""
+    held += DISK_BUFFERS if options.disk_bytes else 0
     free = min(memory.available(), meter.device_free())
     if options.memory:
         free = max(0, options.memory - meter.held()[0])  # other models may be here
@@ -167,19 +169,22 @@ def _sizes(needs: memory.Needs, context: int, options: Options, room: int) -> me
         return memory.sizes(needs, context, options.block_size, most, chunk, room)
 
 
-def _snapshots(needs: memory.Needs, sizes: memory.Sizes, block_size: int) -> Snapshots | None:
-    """A long prompt leaves a state behind as often as they take no more than its K/V."""
+def _snapshots(needs: memory.Needs, sizes: memory.Sizes, context: int, block_size: int) -> Snapshots | None:
+    """A long prompt leaves a state behind as often as they take no more than its K/V, and a full context no
+    more than a quarter of what is kept."""
     if not needs.state_bytes:
         return None
+    capacity = sizes.snapshot_bytes // needs.state_bytes
     stride = -(-needs.state_bytes // (needs.token_bytes * block_size)) if needs.token_bytes else 0
-    return Snapshots(sizes.snapshot_bytes // needs.state_bytes, max(LEAST_STRIDE, stride), states.own)
+    fewest = -(-context // (block_size * max(1, capacity // 4)))
+    return Snapshots(capacity, max(LEAST_STRIDE, stride, fewest), states.own)
 
 
-def _fingerprint(path: Path, found: Fit, options: Options) -> str:
+def _fingerprint(path: Path, found: Fit, windows: Mapping[int, int], options: Options) -> str:
     """Of all that what a block holds depends on, besides its tokens."""
     about = {name: version(name) for name in ("mlx", "mlx-lm")}
     about |= {"layout": found.layout, "block": str(options.block_size), "bits": str(found.kv_bits)}
-    about["device"] = str(mx.default_device())
+    about |= {"device": str(mx.default_device()), "windows": str(sorted(windows))}
     return fingerprint(path, about)
 
 
@@ -234,7 +239,7 @@ def _warm(engine: Engine) -> None:
     grown = growth(lambda: run(3))
     engine.scheduler.pace.calibrate(2 * rows, worst)
     pools = [pool.nbytes for pages in engine.runner.pages() for pool in pages.pools()]
-    if pools and max(pools) > WORTH_CHECKING and grown > max(pools) // 2:
+    if pools and max(pools) > WORTH_CHECKING and grown > max(pools):
         log.warning(
             "a step takes %d MiB beside the KV pool: MLX seems to copy the pool instead of writing in place."
             " Answers are right but slow; a smaller --kv-blocks helps, and please report it",

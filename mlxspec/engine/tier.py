@@ -5,9 +5,10 @@ Rule: nothing waits for the disk but the prompt that gains by it. What comes bac
 known content and found there like any other; what does not come is computed.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -20,12 +21,15 @@ from mlxspec.engine.groups import Groups
 from mlxspec.engine.runfile import Run
 from mlxspec.types import Sequence as Seq
 
-RUN = 16  # blocks of a file
+log = logging.getLogger("mlxspec")
+
+RUN, RUN_BYTES = 16, 1 << 24  # of a file, at most: blocks, and bytes if more than one block has them
 GAIN = 4  # blocks that a fetch must spare
-PORTION = 64  # blocks that are asked for at a time
+PORTION = 1 << 26  # bytes that are asked for at a time
+WAIT_S = 5.0  # without anything from the disk, after which a prompt is computed
 CHAINS = 64  # that wait to be saved; the oldest is given up
 REST = 0.01  # seconds between two looks at a writer that is behind
-ROOM = 1 << 27  # bytes that wait for the writer, beyond which no more is handed to it
+ROOM = 1 << 26  # bytes that wait for the writer, beyond which no more is handed to it
 
 Arrays = dict[str, np.ndarray]
 
@@ -47,37 +51,56 @@ class Memory(Protocol):
     def place_state(self, arrays: Arrays) -> Any:
         """The state, or None where that does not fit."""
 
+    def block_bytes(self, group: int) -> int: ...
+
 
 @dataclass(slots=True)
 class Landing:
-    """What one prompt is to get: `names` are the files' keys -> (group, index in the chain), None for the
-    state; `left` keys are not asked for yet."""
+    """What one prompt is to get: `names` are the files' keys -> (group, index in the chain), -1: the state.
+    `left` keys are not asked for yet, `asked` ones were, and what `fetch` brought waits in `runs`."""
 
     keys: list[bytes]
     tokens: list[int]
     names: dict[bytes, tuple[int, int]]
     left: list[bytes]
-    fetch: Fetch | None = None
-    runs: list[Run] = field(default_factory=list)
+    asked: list[bytes] = field(default_factory=list)
+    fetch: Fetch | None = None  # its bytes count as under way while it is held
+    runs: deque[Run] | None = None
+    came: set[bytes] = field(default_factory=set)
+    since: float = field(default_factory=time.monotonic)  # when something came last
+    over: bool = False
 
 
 @dataclass(slots=True)
 class Tier:
-    """`groups` and `memory` are one model's. Engine thread only."""
+    """`groups` and `memory` are one model's. Engine thread only. Whatever fails in here costs what would have
+    been saved, and no more: the tier is not used again until the next start."""
 
     disk: Disk
     groups: Groups
     memory: Memory
+    broken: bool = False
     _chains: deque[Iterator[tuple[tuple[bytes, ...], Any]]] = field(default_factory=lambda: deque())
     _leaving: tuple[tuple[bytes, ...], Any] | None = None  # a run on its way to the host
     _landings: dict[Seq, Landing] = field(default_factory=dict)
     _asked: set[Seq] = field(default_factory=set)  # waiting, and looked for once
 
+    def _safely(self, work: Callable[..., bool], *args: Any) -> bool:
+        if not self.broken:
+            try:
+                return work(*args)
+            except Exception:
+                log.exception("the prompt cache on disk failed; it is not used until the next start")
+                self.broken, self._leaving = True, None
+                self._chains.clear()
+                self._landings.clear()
+        return False
+
     # ---- out ------------------------------------------------------------------------------------------
 
     def note(self, seq: Seq) -> None:
         """The sequence's chain has grown to a point from which a later prompt may go on: save it."""
-        if seq.keys:
+        if seq.keys and not self.broken:
             if len(self._chains) >= CHAINS:
                 self._chains.popleft()
             self._chains.append(self._runs(tuple(seq.keys)))
@@ -86,12 +109,13 @@ class Tier:
     def saving(self) -> bool:
         return bool(self._chains or self._leaving)
 
-    @property
-    def landing(self) -> bool:
-        return bool(self._landings)
-
     def turn(self) -> bool:
-        """Hand one run on to the writer and begin the next. False where there is nothing to do now."""
+        """Enter one run that has come, hand one on to the writer and begin the next. False where nothing of
+        that can be done now."""
+        landed, left = self._safely(self._land), self._safely(self._leave)
+        return landed or left
+
+    def _leave(self) -> bool:
         if self._leaving is not None:
             keys, exported = self._leaving
             self._leaving = None
@@ -116,10 +140,11 @@ class Tier:
         for group, pool in enumerate(self.groups.pools):
             first = self._first(group, len(keys) - 1)  # the same prompt again leaves a token to compute
             run: list[bytes] = []
+            most = max(1, min(RUN, RUN_BYTES // max(1, self.memory.block_bytes(group))))
             for key in [*keys[first:], None]:
                 if key is not None and key in pool.index and _name(key, group) not in self.disk:
                     run.append(key)
-                    if len(run) < RUN:
+                    if len(run) < most:
                         continue
                 if held := [pool.index[k] for k in run if k in pool.index]:
                     if len(held) == len(run):
@@ -138,18 +163,26 @@ class Tier:
 
     # ---- in -------------------------------------------------------------------------------------------
 
-    def holds(self, seq: Seq) -> bool:
-        """Whether a waiting sequence should wait on, because the disk is bringing what it can reuse."""
-        landing = self._landings.get(seq)
-        if landing is None:
-            landing = self._plan(seq)
-            if landing is None:
-                return False
+    def waits(self, seq: Seq) -> bool:
+        """Whether the disk is still bringing what the sequence can reuse."""
+        if (landing := self._landings.get(seq)) is None:
+            return False
+        if landing.over:
+            del self._landings[seq]
+        return not landing.over
+
+    def seeks(self, seq: Seq) -> bool:
+        """Whether a sequence that could start now should wait, because the disk has what it can reuse. Looks
+        once for each."""
+        return self._safely(self._seek, seq)
+
+    def _seek(self, seq: Seq) -> bool:
+        if seq in self._asked:
+            return False
+        self._asked.add(seq)
+        if (landing := self._plan(seq)) is not None:
             self._landings[seq] = landing
-        if self._land(landing):
-            return True
-        del self._landings[seq]
-        return False
+        return landing is not None
 
     def forget(self, seq: Seq) -> None:
         """It starts, or has gone."""
@@ -158,9 +191,6 @@ class Tier:
 
     def _plan(self, seq: Seq) -> Landing | None:
         groups, size = self.groups, self.groups.pool.block_size
-        if seq in self._asked:
-            return None
-        self._asked.add(seq)
         keys = chain(groups.pool.root, seq.tokens, size)
         names = [[_name(key, group) for key in keys] for group in range(len(groups.pools))]
         have = [
@@ -189,18 +219,40 @@ class Tier:
             return Landing(keys[:n], seq.tokens[: n * size], wanted, list(wanted)) if wanted else None
         return None
 
-    def _land(self, landing: Landing) -> bool:
-        """Enter one run that has come; False once there is nothing more to come."""
+    def _land(self) -> bool:
+        """Get on with one landing, the one that has waited for its turn longest."""
+        for seq, landing in list(self._landings.items()):
+            if not landing.over and self._proceed(landing):
+                self._landings[seq] = self._landings.pop(seq)
+                return True
+        return False
+
+    def _proceed(self, landing: Landing) -> bool:
+        """Enter one run, or see that no more will come. False where there is nothing but to wait."""
         if landing.fetch is None and landing.left:
-            asked, landing.left = landing.left[:PORTION], landing.left[PORTION:]
-            landing.fetch = self.disk.fetch(asked)
-            if landing.fetch is None:  # gone, or too much is under way
+            n = max(1, PORTION // max(1, self.memory.block_bytes(0)))
+            landing.asked, landing.left = landing.left[:n], landing.left[n:]
+            if (fetch := self.disk.fetch(landing.asked)) is not None:
+                landing.fetch, landing.came = fetch, set()
+            elif any(key in self.disk for key in landing.asked):  # too much is under way
+                landing.left = landing.asked + landing.left
+            else:
                 landing.left = []
-        if landing.fetch is not None and landing.fetch.ready and not landing.runs:
-            landing.runs, landing.fetch = list(reversed(landing.fetch.runs)), None
-        if landing.runs and not self._enter(landing, landing.runs.pop()):
-            return False
-        return bool(landing.runs or landing.fetch is not None or landing.left)
+        if landing.fetch is not None and landing.fetch.ready:
+            if landing.runs is None:
+                landing.runs = deque(landing.fetch.runs)
+            if landing.runs:
+                run = landing.runs.popleft()
+                landing.came.update(run.keys)
+                landing.since = time.monotonic()
+                landing.over = not self._enter(landing, run)
+                return True
+            cut = [key for key in landing.asked if key not in landing.came and key in self.disk]
+            landing.left = cut + landing.left if landing.came else []
+            landing.fetch = landing.runs = None
+        late = time.monotonic() - landing.since > WAIT_S
+        landing.over = late or (landing.fetch is None and not landing.left)
+        return landing.over
 
     def _enter(self, landing: Landing, run: Run) -> bool:
         """Make a run's content known in the pools; False where it has no room or does not fit."""
@@ -217,11 +269,13 @@ class Tier:
         blocks = pool.alloc(len(places))
         if blocks is None:
             return False
-        fits = self.memory.place(group, blocks, run.arrays, [n for n, _, _ in places])
-        for block, (_, _, i) in zip(blocks, places, strict=True):
-            if fits:
-                pool.name(block, landing.keys, i, tuple(landing.tokens[i * size : (i + 1) * size]))
-        pool.drop(blocks)
+        try:
+            fits = self.memory.place(group, blocks, run.arrays, [n for n, _, _ in places])
+            for block, (_, _, i) in zip(blocks, places, strict=True):
+                if fits:
+                    pool.name(block, landing.keys, i, tuple(landing.tokens[i * size : (i + 1) * size]))
+        finally:
+            pool.drop(blocks)
         return fits
 
 

@@ -68,6 +68,11 @@ class Transfer:
             found.append(_back(array, dtype))
         return tuple(found)
 
+    def block_bytes(self, group: int) -> int:
+        """Of one block in all layers of the group."""
+        blocks = list(self.runner.view.blocks.values())[group]
+        return sum(pool.nbytes for pool in self._pools(group)) // blocks
+
     def _pages(self, group: int) -> list[Any]:
         key = list(self.runner.view.blocks)[group]
         return [pages for pages in self.runner.pages() if pages.pool == key]

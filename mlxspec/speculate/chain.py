@@ -127,9 +127,10 @@ class Chain:
             live.fed = len(e.seq.tokens)
 
     def _clock(self, entries: Seq[Entry], seconds: float, how: str) -> None:
-        """Correct the costs. A step with a prompt in it tells nothing about drafts; what one with the model's
-        drafts took beyond the target's part is the model's."""
-        if any(e.fresh > 1 for e in entries):
+        """Correct the costs. A step with a prompt in it tells nothing about drafts, nor does one of no
+        duration, which was disturbed; what one with the model's drafts took beyond the target's part is the
+        model's."""
+        if seconds <= 0 or any(e.fresh > 1 for e in entries):
             return
         rows, context = sum(e.rows for e in entries), sum(e.end for e in entries)
         draw = self._draw([e.seq for e in entries])

@@ -360,6 +360,10 @@ class Paper:
     def busy(self) -> bool:
         return bool(self.queue)
 
+    @property
+    def active(self) -> bool:
+        return self.busy
+
     def add(self, request: Request) -> None:
         self.queue.append([request, request.max_tokens])
 

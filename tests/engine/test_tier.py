@@ -2,14 +2,17 @@
 
 import functools
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
+from mlxspec.engine import tier
 from mlxspec.engine.disk import Disk
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.runfile import keys_of, label
 from mlxspec.engine.tier import CHAINS, GAIN
+from mlxspec.model.transfer import Transfer
 from tests import tiny
 from tests.tiers import attach, finish
 
@@ -74,16 +77,19 @@ def test_what_was_damaged_is_computed(tmp_path: Path, kind: str) -> None:
     first(tmp_path, kind)
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) > 1
+    damaged: list[bool] = []
     for i, file in enumerate(files):
         copy = tmp_path.parent / f"{tmp_path.name}-{i}"
         shutil.copytree(tmp_path, copy)
-        (broken := copy / file.relative_to(tmp_path)).write_bytes(file.read_bytes()[:-1] + b"\xff\xff")
+        (copy / file.relative_to(tmp_path)).write_bytes(file.read_bytes()[:-1] + b"\xff\xff")
         e, disk = start(copy, kind)
         e.add(tiny.request("again", PROMPT, 12))
         outputs = finish(e, disk)
         assert tiny.tokens(outputs, "again") == plain(kind)(PROMPT, 12)
-        assert outputs[-1].cached <= READ and (disk.stats().damaged <= 1 or broken.exists())
         disk.close(5)
+        damaged.append(disk.stats().damaged > 0)
+        assert outputs[-1].cached <= READ
+    assert any(damaged)  # some hold what the prompt does not need
 
 
 def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
@@ -92,13 +98,70 @@ def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
     e.add(tiny.request("short", PROMPT[: GAIN * BLOCK - 1], 40))
     e.step()
-    assert not e.tier.landing
+    assert not e.tier._landings
     e.add(tiny.request("long", PROMPT, 12))
     e.step()
-    assert e.tier.landing and [s.request.id for s in e.scheduler.running] == ["short"]
+    assert e.tier._landings and [s.request.id for s in e.scheduler.running] == ["short"]
     outputs = finish(e, disk)
     assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
     assert tiny.tokens(outputs, "short") == plain("qwen3")(PROMPT[: GAIN * BLOCK - 1], 40)
+    disk.close(5)
+
+
+def test_a_landing_spares_what_is_still_to_be_copied(tmp_path: Path) -> None:
+    """A second choice copies its partial block from a free one, while a prompt lands where blocks are few."""
+    first(tmp_path, "qwen3")
+    for blocks in range(17, 24):
+        e, disk = start(tmp_path, "qwen3", blocks=blocks, budget=64)
+        ask = tiny.request("twice", PROMPT[5:42], 3, choices=2)
+        e.add(tiny.request("long", PROMPT, 3))
+        e.add(ask)
+        outputs = finish(e, disk)
+        for i in range(2):
+            assert tiny.tokens(outputs, "twice", i) == plain("qwen3")(ask.prompt, 3, index=i), blocks
+        assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 3)
+        disk.close(5)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first(tmp_path, "qwen3")
+    monkeypatch.setattr(tier, "WAIT_S", 0.05)
+    e, disk = start(tmp_path, "qwen3")
+    stuck, read = threading.Event(), disk._load
+    disk._load = lambda name: stuck.wait(10) and None  # type: ignore[method-assign]
+    e.add(tiny.request("r", PROMPT, 12))
+    outputs = tiny.run(e)
+    assert tiny.tokens(outputs, "r") == plain("qwen3")(PROMPT, 12) and outputs[-1].cached == 0
+    stuck.set()
+    disk._load = read  # type: ignore[method-assign]
+    disk.close(5)
+
+
+@pytest.mark.parametrize("verb", ["export", "host", "place"])
+def test_what_fails_in_the_tier_ends_the_tier_alone(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first(tmp_path, "qwen3")
+    monkeypatch.setattr(Transfer, verb, lambda *rest: [][0])
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("r", [*PROMPT, 3, 4, *range(40)], 12))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "r") == plain("qwen3")([*PROMPT, 3, 4, *range(40)], 12)
+    assert e.tier.broken and "it is not used until the next start" in caplog.text
+    e.check()
+    disk.close(5)
+
+
+def test_who_comes_while_the_pool_is_full_looks_when_there_is_room(tmp_path: Path) -> None:
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3", blocks=20)
+    e.add(tiny.request("full", range(100, 200), 40))
+    for _ in range(12):
+        e.step()
+    e.add(tiny.request("long", PROMPT, 12))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
+    assert [o for o in outputs if o.request == "long"][-1].cached == READ
     disk.close(5)
 
 
@@ -107,9 +170,9 @@ def test_who_leaves_while_waiting_leaves_nothing(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
     e.add(tiny.request("gone", PROMPT, 12))
     e.step()
-    assert e.tier.landing
+    assert e.tier._landings
     e.abort("gone")
-    assert not e.tier.landing and not e.busy
+    assert not e.tier._landings and not e.busy
     finish(e, disk)
     e.check()
     disk.close(5)

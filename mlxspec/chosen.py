@@ -115,11 +115,14 @@ def fleet_of(chosen: Sequence[Chosen], config: Config) -> Fleet:
     sizes = {info.name: info.weight_bytes for info in infos}
 
     def lack(name: str, held: int, freed: int) -> str:
-        need = sizes[name] + memory.headroom() + LEAST
+        need = max(sizes[name] + memory.headroom() + LEAST, *(m.need for m in members if m.info.name == name))
         free = (int(config.memory_gb * 2**30) - held if config.memory_gb else memory.available()) + freed
-        return (
-            "" if need <= free else f"it needs {memory.gib(need)}, and {memory.gib(max(0, free))} can be had"
-        )
+        if need <= free:
+            return ""
+        stay = ", ".join(m.info.name for m in members if m.engine and m.pinned)
+        mend = f"; {stay} is pinned: unpin it" * bool(stay) or "; close something"
+        mend = f"{mend}, or raise --memory-gb" if config.memory_gb else mend
+        return f"it needs {memory.gib(need)}, and {memory.gib(max(0, free))} can be had{mend}"
 
     members = [
         Member(partial(start, one.found.path, one.found.name, one.options), info, info.name in config.pin)

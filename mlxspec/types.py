@@ -237,7 +237,12 @@ def too_long(tokens: int, context: int) -> str:
 
 
 class Short(Unfit):
-    """A model that does not fit into what memory is free now."""
+    """A model that does not fit into what memory is free now; it takes `need` bytes at least, headroom
+    included."""
+
+    def __init__(self, message: str, need: int = 0) -> None:
+        super().__init__(message)
+        self.need = need
 
 
 @dataclass(slots=True)

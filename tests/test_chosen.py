@@ -90,7 +90,7 @@ def test_a_model_keeps_to_its_share(dirs: tuple[str, str], monkeypatch: pytest.M
     """Two pools are as large as one alone would be."""
     monkeypatch.setattr("mlxspec.engine.memory.CONTEXTS", 1 << 20)
     monkeypatch.setattr("mlxspec.engine.memory.available", lambda: module.memory.headroom() + (64 << 20))
-    options = replace(choose(Config(model=dirs[0], speculate="off")).options, max_sequences=2)
+    options = replace(choose(Config(model=dirs[0], speculate="off", cache_gb=0)).options, max_sequences=2)
     whole, half = (
         module.start(Path(dirs[0]), "one", replace(options, share=share))[1].kv_blocks for share in (1, 0.5)
     )

@@ -16,7 +16,9 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
+from mlxspec.engine.snapshots import Snapshots
 from mlxspec.model.load import Fit, fit
+from mlxspec.model.states import own
 from mlxspec.types import Unfit
 from tests import tiny
 from tests.architectures import LAYOUTS, SPECIAL, UNSTEADY, UNTESTABLE, WHOLE_HEAD, build, known, label, read
@@ -39,7 +41,11 @@ def prompts() -> dict[str, list[int]]:
 def engine(m: object, found: Fit) -> Engine:
     """As mlxspec.engine.start puts it together, with a small pool and steps of 7 prompt tokens."""
     windows = dict.fromkeys(found.windows, 64)
-    groups = Groups(BlockPool(64, BLOCK), [Window(w, BlockPool(n, BLOCK)) for w, n in windows.items()])
+    groups = Groups(
+        BlockPool(64, BLOCK),
+        [Window(w, BlockPool(n, BLOCK)) for w, n in windows.items()],
+        Snapshots(16, 1, own) if found.state_bytes else None,
+    )
     scheduler = Scheduler(groups, context=512, pace=Pace(fixed=7), sharing=found.sharing, drafts=found.drafts)
     return Engine(found.runner(m, BLOCK, 64, windows), scheduler)
 
@@ -76,7 +82,8 @@ def test_conforms(name: str) -> None:
     e.add(requests["short"])
     outputs = tiny.run(e, lambda i: e.add(requests["fork"]) if i == LATE else None, last=LATE)
     assert {key: tiny.tokens(outputs, key) for key in requests} == want
-    assert e.counters["cached"] == (SHARED if found.sharing else 0)
+    shared = SHARED // BLOCK * BLOCK if found.state_bytes else SHARED  # a state behind every block
+    assert e.counters["cached"] == (shared if found.sharing else 0)
     if found.rewind:
         e = engine(m, found)
         e.drafter = Liar({(r.prompt, 0): want[key] for key, r in requests.items()})

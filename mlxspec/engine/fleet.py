@@ -21,11 +21,13 @@ import mlx.core as mx
 
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.pressure import Guard
+from mlxspec.model import meter
 from mlxspec.types import NOW, PROCESS, ModelInfo, Output, Request, Served, Short, Stats, Unfit, too_long
 
 log = logging.getLogger("mlxspec")
 
 CLOSE_S = 5.0  # for the disk, before the process ends
+LOADING = 1 << 62  # bytes: what a load takes is known when it is done
 UNLOAD_S = 1.0  # for the disk, while other models wait
 RETRY_S = 10.0  # after a load that failed, in which requests do not make it try again
 KEYS = {"drafts": 2, "depths": 1}  # of a table in Stats, how many columns name the row
@@ -61,6 +63,7 @@ class Member:
     past: Stats = field(default_factory=Stats)
     used: float = 0.0
     loads: int = 0
+    need: int = 0  # bytes, once a load has found out
     error: str = ""
     failed: float = -math.inf
 
@@ -99,6 +102,7 @@ class Fleet:
     _held: deque[Order] = field(default_factory=deque)  # all for models that are not there, or are leaving
     _goal: Request | Call | None = None  # the oldest of them, while it is being seen to
     _leaving: list[Member] = field(default_factory=list)  # for the goal
+    _disk: int = 0  # bytes of the prompt cache, when one was looked at last
     _told: bool = False  # of the goal: what is loading has been published
     _turns: deque[Member] = field(default_factory=deque)
 
@@ -120,9 +124,10 @@ class Fleet:
 
     def close(self) -> None:
         """Let go of all models; the thread ends."""
+        end = time.monotonic() + CLOSE_S
         for member in self.members:
             if member.engine is not None:
-                member.engine.close(CLOSE_S)
+                member.engine.close(max(0.0, end - time.monotonic()))
             member.engine = None
 
     def look(self) -> None:
@@ -139,12 +144,26 @@ class Fleet:
     def snapshot(self, progress: float) -> dict[str, Served]:
         """All models by name, the default first."""
         coming = self._goal and (not isinstance(self._goal, Call) or self._goal.load) and self._of(self._goal)
-        found = {}
+        found, process = {}, self._process()
         for name, m in self.models.items():
             status: Literal["loaded", "loading", "unloaded"] = "loading" if m is coming else "unloaded"
-            stats = replace(m.stats(), progress=progress)
+            stats = replace(m.stats(), progress=progress, **process)
             found[name] = Served(m.info, "loaded" if m.engine else status, stats, m.pinned, m.loads, m.error)
         return found
+
+    def _process(self) -> dict[str, Any]:
+        """What of Stats is the process's, also where no model is loaded."""
+        active, spare = meter.held()
+        sizes = [m.engine.tier.disk.stats().bytes for m in self.members if m.engine and m.engine.tier]
+        self._disk = sizes[0] if sizes else self._disk
+        return dict(
+            memory_pressure=self.guard.level if self.guard else 0,
+            footprint_bytes=self.guard.footprint if self.guard else 0,
+            mlx_active_bytes=active,
+            mlx_cache_bytes=spare,
+            live_arrays=meter.arrays(),
+            disk_bytes=self._disk,
+        )
 
     def rest(self) -> float | None:
         """Seconds until a model has had no work for too long; None: that will not be."""
@@ -283,11 +302,7 @@ class Fleet:
         try:
             self._start(member)
         except Short as error:
-            if leaving := self._leavers():
-                log.info("%s", error)
-                self._leaving = leaving[:1]
-                return []
-            why = str(error)
+            member.need, why = error.need, str(error)
         except Unfit as error:
             why = str(error)
         except Exception as error:  # whatever the model's own code raises, or MLX where memory ends
@@ -297,11 +312,19 @@ class Fleet:
             self.loading = ""
         if why:  # only now is the traceback gone, and what it held
             _free()
+            if member.need and self.lack(member.info.name, sum(m.held for m in self.members), 0):
+                return self._aim()  # knowing more: who leaves, or that it is no use
             return self._fail(member, why)
         return self._again()
 
     def _start(self, member: Member) -> None:
-        member.engine, info = member.start()
+        if self.guard is not None:
+            self.guard.expect(LOADING)
+        try:
+            member.engine, info = member.start()
+        finally:
+            if self.guard is not None:
+                self.guard.expect(-LOADING)
         member.engine.guard = self.guard
         created = member.info.created or info.created
         member.info, member.used = replace(info, created=created), self.clock()

@@ -163,9 +163,11 @@ def sizes(
     return Sizes(blocks, tuple(windows), live, spare * needs.state_bytes)
 
 
-def room(weights: int, needs: Needs, context: int, block_size: int, chunk: int, free: int) -> int:
-    """Bytes that weights and headroom leave of `free`. Raises Unfit, with what is needed and what would fit,
-    where SHARE of that does not hold the caches of one sequence."""
+def room(
+    weights: int, needs: Needs, context: int, block_size: int, chunk: int, free: int, given: int = 0
+) -> int:
+    """Bytes that weights and headroom leave of `free`, which may be what the user has `given`. Raises Short,
+    with what is needed and what would fit, where SHARE of that does not hold the caches of one sequence."""
     left, why = free - weights - headroom(), ""
     if left >= 0:
         try:
@@ -175,11 +177,14 @@ def room(weights: int, needs: Needs, context: int, block_size: int, chunk: int, 
             why = f" A part of {SHARE} of what is left is for the KV cache: {error}."
     one = sum(size * low for size, low, _ in _parts(needs, context, block_size, 1, chunk))
     billions = (free - headroom() - one / SHARE) / FOUR_BIT / 1e9
+    have = f"{gib(free)} are left of --memory-gb" if given else f"{gib(free)} are free of {gib(total())}"
+    mend = "Raise --memory-gb" if given else "Close something, or give what it may take by --memory-gb"
     raise Short(
         f"the model does not fit: {gib(weights)} of weights and {gib(headroom())} of headroom, but"
-        f" {gib(free)} are free of {gib(total())}.{why}"
+        f" {have}.{why}"
         + (f" A 4-bit model of less than {billions:.1f} billion parameters fits." if billions > 0.1 else "")
-        + " Close something, or give what it may take by --memory-gb"
+        + f" {mend}{'; --kv-bits makes the cache smaller' if why else ''}",
+        need=weights + headroom() + int(one / SHARE),
     )
 
 

@@ -36,6 +36,7 @@ log = logging.getLogger("mlxspec")
 
 WARM_ROWS = 64  # a prompt long enough to tell what a row costs
 DISK_BUFFERS = PENDING + READING  # bytes on their way to the disk and back
+DISK_LEAST = 256 << 20  # bytes, below which a prompt cache is hardly of use
 LEAST_STRIDE = 16  # blocks between two states that a long prompt leaves behind
 WORTH_CHECKING = 1 << 24  # bytes of one layer's keys; below that, activations hide a copy
 
@@ -98,9 +99,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     _warm(engine)
     if options.speculate:
         _speculate(engine, path, small, options)
-    if options.disk_bytes and found.sharing and options.disk:
-        disk = Disk(options.disk, known_as, options.disk_bytes, model=name)
-        engine.tier = scheduler.tier = Tier(disk, groups, Transfer(runner))
+    if options.disk and options.disk_bytes and found.sharing:
+        _outlive(engine, Disk(options.disk, known_as, options.disk_bytes, model=name), options)
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens: the KV pool holds no more", context, scheduler.limit)
     info = ModelInfo(
@@ -122,6 +122,15 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     return engine, info
 
 
+def _outlive(engine: Engine, disk: Disk, options: Options) -> None:
+    """Let what is computed outlive the process."""
+    engine.tier = engine.scheduler.tier = Tier(disk, engine.scheduler.groups, Transfer(engine.runner))
+    held, most = memory.gib(disk.stats().bytes), memory.gib(options.disk_bytes)
+    log.info("prompt cache: %s of %s in %s", held, most, options.disk)
+    if options.disk_bytes < DISK_LEAST:
+        log.warning("--cache-gb: so little holds hardly a prompt; give more, or 0")
+
+
 def _room(models: Sequence[Module], held: int, context: int, options: Options) -> int:
     """Bytes that the weights will leave free, asked before any is read. Raises Unfit."""
     held += DISK_BUFFERS if options.disk_bytes else 0
@@ -129,8 +138,8 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
     if options.memory:
         free = max(0, options.memory - meter.held()[0])  # other models may be here
     # The weights alone come first: a few models evaluate themselves when they are asked for more.
-    memory.room(held, memory.Needs(0), context, options.block_size, _chunk(options), free)
-    found = [geometry(model) for model in models]
+    memory.room(held, memory.Needs(0), context, options.block_size, _chunk(options), free, options.memory)
+    found = [geometry(model, options.kv_bits * (n == 0)) for n, model in enumerate(models)]
     own = [(w, size) for _, windows, _ in found for w, size in windows if w < context]
     needs = memory.Needs(
         sum(token + sum(size for w, size in windows if w >= context) for token, windows, _ in found),
@@ -138,7 +147,8 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
         sum(state for *_, state in found),
     )
     if not options.kv_blocks:
-        return memory.room(held, needs, context, options.block_size, _chunk(options), free)
+        rest = (options.block_size, _chunk(options), free, options.memory)
+        return memory.room(held, needs, context, *rest)
     pool = memory.taken(needs, _sizes(needs, context, options, 0), options.block_size)
     if (left := free - held - pool - memory.headroom()) < 0:
         raise Short(
@@ -160,6 +170,8 @@ def _needs(found: Fit, small: Small | None, context: int) -> memory.Needs:
 
 def _sizes(needs: memory.Needs, context: int, options: Options, room: int) -> memory.Sizes:
     most, chunk = options.max_sequences, _chunk(options)
+    if options.kv_blocks == 1:
+        raise Unfit("kv_blocks = 1: one block holds what is padded; give 2 or more, or 0")
     if options.kv_blocks:
         return memory.fixed(needs, options.kv_blocks, options.block_size, most, chunk)
     try:

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
+from mlxspec.kernels import Packing
 from mlxspec.model import states
 from mlxspec.model.probe import BLOCK, BLOCKS, PROBES, bytes_of, differ, packed, probe, truth
 from mlxspec.model.runner import Layout, Rewind, Runner
@@ -107,10 +108,11 @@ def weights(model: Module) -> int:
     return bytes_of(model.parameters())
 
 
-def geometry(model: Module) -> tuple[int, tuple[tuple[int, int], ...], int]:
+def geometry(model: Module, kv_bits: int = 0) -> tuple[int, tuple[tuple[int, int], ...], int]:
     """What the model's own caches keep, in bytes: of one token in its layers with full attention, as (window,
-    bytes of one token) in those with a window, and of one sequence in recurrent ones. Found by a forward
-    that is never evaluated, so that no weight is read; all 0 where the model's code does not run so."""
+    bytes of one token) in those with a window, and of one sequence in recurrent ones; quantized to `kv_bits`,
+    if not 0. Found by a forward that is never evaluated, so that no weight is read; all 0 where the model's
+    code does not run so."""
     token, state, windows = 0, 0, Counter[int]()
     try:
         caches = make_prompt_cache(model)
@@ -121,7 +123,7 @@ def geometry(model: Module) -> tuple[int, tuple[tuple[int, int], ...], int]:
             if isinstance(cache, ArraysCache):
                 state += sum(a.nbytes for a in arrays)
                 continue
-            size = sum(a.nbytes // a.shape[2] for a in arrays if a.ndim == 4)  # [B, heads, S, D]
+            size = sum(_row(a, kv_bits) for a in arrays if a.ndim == 4)
             if isinstance(cache, RotatingKVCache):
                 windows[cache.max_size] += size
             else:
@@ -130,6 +132,12 @@ def geometry(model: Module) -> tuple[int, tuple[tuple[int, int], ...], int]:
         log.info("what the model's caches take is not known before its weights are read: %s", failed)
         return 0, (), 0
     return token, tuple(sorted(windows.items())), state
+
+
+def _row(a: mx.array, kv_bits: int) -> int:
+    """Bytes of one token in an array [1, heads, S, D] of K or V."""
+    packed = Packing(a.shape[3], a.dtype, kv_bits)
+    return a.shape[1] * (4 * packed.width if kv_bits else a.shape[3] * a.dtype.size)
 
 
 def read(model: Module) -> None:

@@ -152,14 +152,18 @@ async def load(http: HttpRequest) -> Response:
     """Answers when the model is loaded."""
     front: Front = http.app.state.front
     body, ignored = parse(Load, await read_body(http))
-    return await _carried_out(http, ignored, body.model, lambda name: front.engine.load(name, body.pin))
+
+    async def work(name: str) -> None:
+        await asyncio.gather(front.engine.load(name, body.pin), front.model(name))
+
+    return await _carried_out(http, ignored, body.model, work)
 
 
 async def unload(http: HttpRequest) -> Response:
     """Answers when the model's memory is free, or 409."""
     front: Front = http.app.state.front
     body, ignored = parse(Unload, await read_body(http))
-    patience = front.config.drain_s
+    patience = max(1.0, front.config.drain_s)
 
     async def work(name: str) -> None:
         if front.engine.models()[name].pinned and not body.force:
@@ -170,7 +174,9 @@ async def unload(http: HttpRequest) -> Response:
             async with asyncio.timeout(patience):
                 await front.engine.unload(name)
         except TimeoutError as error:
-            why = f"{name} has not ended its answers in {patience:.0f} s, and stays; try again later"
+            other = front.engine.loading()
+            why = f"{other} is being loaded" if other else f"{name} has not ended its answers"
+            why = f"{why} in {patience:.0f} s; {name} stays, try again later"
             raise ApiError(409, why, param="model") from error
 
     return await _carried_out(http, ignored, body.model, work)

@@ -75,6 +75,7 @@ class Front:
     paths: Mapping[str, Path]
     models: dict[str, Model] = field(default_factory=dict)  # those that somebody has asked for
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
+    _opening: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     _preparing: int = 0
     _named: set[str] = field(default_factory=set)
 
@@ -122,14 +123,20 @@ class Front:
         """The model that `name` means. Raises ApiError 404 where none is, 503 for one without a tokenizer."""
         own = self.named(name)
         if own not in self.models:
+            opening = self._opening.get(own) or asyncio.ensure_future(asyncio.to_thread(self.open, own))
+            self._opening[own] = opening
             try:
-                await self.on_text_thread(self.open, own)
+                await asyncio.shield(opening)
             except Unfit as error:
                 raise unavailable(str(error)) from error
+            finally:
+                if opening.done():
+                    self._opening.pop(own, None)
         return self.models[own]
 
     def open(self, name: str, tokenizer: Tokenizer | None = None) -> None:
-        """On the text thread, once per model: load its tokenizer, unless that is there. Raises Unfit."""
+        """On a thread of its own, which may take seconds: load the model's tokenizer, unless that is there.
+        Raises Unfit."""
         if name not in self.models:
             path = self.paths[name]
             tokenizer = tokenizer or load_tokenizer(path)

@@ -123,10 +123,12 @@ def serve(
     status = asyncio.run(_serve(app, engine, config, announce, listener or bind(config)))
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
     stopper.start()
-    stopper.join(STOP_S)
+    stopper.join(0.0 if engine.loading() else STOP_S)  # nothing ends a load
     if stopper.is_alive():
-        loading = engine.loading()
-        log.critical("the engine's thread %s; leaving it", f"loads {loading}" if loading else "does not end")
+        if loading := engine.loading():
+            log.info("leaving the engine's thread, which loads %s", loading)
+        else:
+            log.critical("the engine's thread does not end; leaving it")
         logging.shutdown()
         os._exit(0 if loading else 1)
     return status

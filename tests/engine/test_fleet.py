@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import os
 import threading
 import weakref
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 
 from mlxspec.engine import fleet as module
 from mlxspec.engine.fleet import RETRY_S, Call, Fleet, Member, total
+from mlxspec.engine.pressure import NORMAL, Guard
 from mlxspec.engine.start import Options, start
 from mlxspec.engine.worker import Worker
-from mlxspec.types import Dead, ModelInfo, Output, Request, Stats, Unfit
+from mlxspec.types import Dead, ModelInfo, Output, Request, Short, Stats, Unfit
 from tests import tiny
 
 KINDS = {"a": "qwen3", "b": "llama", "c": "qwen3_moe"}
@@ -176,6 +178,55 @@ def test_what_cannot_fit_evicts_nobody(launched: Any) -> None:
 
     assert asyncio.run(main())[0].error == "b cannot be loaded: there is no space"
     assert states(worker) == {"a": "loaded", "b": "unloaded"}
+
+
+def test_what_only_a_load_shows_not_to_fit_evicts_nobody(launched: Any) -> None:
+    """The first guess was too low: what the load found out decides whether it is worth while to unload."""
+
+    def short() -> Any:
+        raise Short("it needs 9", need=9)
+
+    worker = launched("abc", 3, {"c": short})
+    (member,) = [m for m in worker._fleet.members if m.info.name == "c"]
+    guess = worker._fleet.lack
+    worker._fleet.lack = lambda name, held, freed: (
+        "there is no space" if name == "c" and member.need > 3 + freed - held else guess(name, held, freed)
+    )
+
+    async def main() -> list[Output]:
+        await worker.load("b")
+        return await collect(ask(worker, "c", "r"))
+
+    assert asyncio.run(main())[0].error == "c cannot be loaded: there is no space"
+    assert states(worker) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+
+
+def test_a_load_is_no_pressure() -> None:
+    """What a load takes was not planned before: nobody may be told that memory is short because of it."""
+    guard, levels = Guard(planned=1 << 20), []
+
+    def slow() -> Any:
+        guard.read = -math.inf
+        levels.append(guard.look())
+        return load("b")
+
+    assert Guard(planned=1 << 20).look() > NORMAL, "this process holds more than 1 MiB"
+    members = [Member(lambda: load("a"), replace(INFO, name="a")), Member(slow, replace(INFO, name="b"))]
+    fleet = Fleet(members, guard=guard)
+    guard.planned = 1 << 50
+    fleet.launch()
+    guard.planned = 1 << 20
+    fleet.take(Call("c", "b", load=True))
+    while fleet.busy:
+        fleet.step()
+    assert levels == [NORMAL] and guard.planned == (1 << 20) + members[1].held
+
+
+def test_without_a_model_the_process_still_has_its_figures(launched: Any) -> None:
+    worker = launched("a", 1)
+    asyncio.run(worker.unload("a"))
+    assert states(worker) == {"a": "unloaded"}
+    assert worker.models()["a"].stats.live_arrays > 0 and worker.models()["a"].stats.blocks_free == 0
 
 
 def test_the_least_recently_used_leaves_and_pinned_ones_stay(launched: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mlxspec.engine import memory, start
 from mlxspec.engine.start import Options
+from mlxspec.model.load import fit, geometry
 from mlxspec.speculate import NoDrafter
 from mlxspec.speculate.chain import Chain
 from mlxspec.types import Unfit
@@ -92,7 +93,7 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
     before, free = memory.footprint(), memory.free()
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    with pytest.raises(Unfit, match=r"48 GiB of weights .* but 40 GiB are free") as said:
+    with pytest.raises(Unfit, match=r"48 GiB of weights .* but 40 GiB are left of --memory-gb") as said:
         start.start(tmp_path, "wide", Options(memory=40 << 30))
     assert "billion parameters fits" in str(said.value)
     assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20
@@ -171,6 +172,15 @@ def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
     e.add(tiny.request("r", [1, 2, 3], 30))
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 30)
     assert isinstance(e.drafter, Chain)
+
+
+def test_what_quantized_pools_take_is_known_before_loading(tmp_path: Path) -> None:
+    save(tmp_path, "qwen3:4")
+    m = tiny.model("qwen3:4")
+    for bits in (0, 4, 8):
+        assert geometry(m, bits)[0] == fit(m, kv_bits=bits).token_bytes
+    with pytest.raises(Unfit, match=r"kv_blocks = 1: .* give 2 or more"):
+        start.start(tmp_path, "tiny", Options(kv_blocks=1))
 
 
 def test_quantized_pools_are_counted_and_a_draft_model_keeps_its_own_precision(tmp_path: Path) -> None:

@@ -16,7 +16,17 @@ PEER = "from mlxspec import blas; blas.load(); from mlx_lm.server import main; m
 
 
 def ours(model: Path) -> list[str]:
-    start = [sys.executable, "-m", "mlxspec", "serve", str(model), "--log-level", "warning"]
+    start = [
+        sys.executable,
+        "-m",
+        "mlxspec",
+        "serve",
+        str(model),
+        "--log-level",
+        "warning",
+        "--cache-gb",
+        "0",
+    ]
     return [*start, "--port", "{port}"]
 
 

@@ -117,7 +117,7 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
         for name in ask.workloads
         for n in ask.streams
     }
-    same = replace(config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams))
+    same = replace(config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0)
     model = choose(same)
     found, small, tokenizer = model.found, model.small, model.tokenizer
     engine, info = start(found.path, config.name or found.name, model.options)

@@ -23,6 +23,7 @@ import mlx.core as mx  # noqa: E402  after BLAS
 
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.fleet import Fleet, Member  # noqa: E402
+from mlxspec.engine.pressure import Guard  # noqa: E402
 from mlxspec.engine.start import Options, start  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.model import meter  # noqa: E402
@@ -148,7 +149,7 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
     """Raises AssertionError for a wrong answer and for what leaked."""
     seen = Seen()
     with tempfile.TemporaryDirectory() as root:
-        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64)
+        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64, guard=Guard())
         worker.launch()
         asyncio.run(churn(worker, seconds, seen, tell))
         stats = worker.stats()

@@ -1,4 +1,4 @@
-"""A process to kill: an engine that answers, with the disk tier on, until something ends it.
+"""A process to kill: an engine, started as a server starts it, that answers until something ends it.
 
 Rule: every line it prints is one answer, whole or not at all; what it was asked is a function of a seed.
 `python -m tests.victim ROOT` forks a fresh engine for each line "kind seed" that it reads, and says its pid.
@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +16,13 @@ from mlxspec import blas
 
 blas.load()
 
-from mlxspec.engine.disk import Disk  # noqa: E402  after BLAS
-from mlxspec.engine.tier import Tier  # noqa: E402
-from mlxspec.model.transfer import Transfer  # noqa: E402
+from mlxspec.engine.start import Options, start  # noqa: E402  after BLAS
 from tests import tiny  # noqa: E402
+
+SLOW_S = 0.02  # of every fsync, so that a kill often falls into a write
 
 BLOCK = 8
 STARTS = 6  # conversations that come again and again
-LAYOUTS = {"qwen3_next": "rect"}
 
 
 def prompts(seed: int) -> Iterator[list[int]]:
@@ -35,18 +35,23 @@ def prompts(seed: int) -> Iterator[list[int]]:
 
 
 def live(root: Path, kind: str, seed: int) -> None:
-    e = tiny.engine(tiny.model(kind), layout=LAYOUTS.get(kind, "rows"), block=BLOCK, blocks=40)
-    e.add(tiny.request("warm", range(3), 2))
-    tiny.run(e)
-    disk = Disk(root, "c0ffee00", 1 << 20)
-    e.tier = e.scheduler.tier = Tier(disk, e.scheduler.groups, Transfer(e.runner))
+    sync = os.fsync
+
+    def slowly(fd: int) -> None:
+        time.sleep(SLOW_S)
+        sync(fd)
+
+    os.fsync = slowly
+    sizes = dict(block_size=BLOCK, kv_blocks=40, context=256)
+    options = Options(speculate=False, disk=root / "prompts", disk_bytes=1 << 20, **sizes)
+    e, _ = start(root / kind, kind, options)
     for i, prompt in enumerate(prompts(seed)):
         e.add(tiny.request(f"r{i}", prompt, 10))
         outputs = []
         while e.scheduler.waiting or e.scheduler.running:
             outputs += e.step()
         answer = {"prompt": prompt, "tokens": tiny.tokens(outputs, f"r{i}"), "cached": outputs[-1].cached}
-        answer["read"] = disk.stats().hits
+        answer["read"] = e.tier.disk.stats().hits
         os.write(1, (json.dumps(answer) + "\n").encode())
 
 

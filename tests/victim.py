@@ -22,7 +22,7 @@ from tests import tiny  # noqa: E402
 SLOW_S = 0.02  # of every fsync, so that a kill often falls into a write
 
 BLOCK = 8
-STARTS = 6  # conversations that come again and again
+STARTS = 60  # conversations that come again and again, more than the directory holds
 
 
 def prompts(seed: int) -> Iterator[list[int]]:

@@ -126,7 +126,8 @@ def test_the_named_commands_exist() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_words_and_links(page: Path) -> None:
     text = page.read_text("utf-8")
-    found = [word for word in BANNED if re.search(rf"\b{word}\b", text, re.I)]
+    prose = re.sub(r"\]\(https:[^)]*\)", "]", text)  # another's address may say what it likes
+    found = [word for word in BANNED if re.search(rf"\b{word}\b", prose, re.I)]
     assert found == []
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link

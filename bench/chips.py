@@ -1,0 +1,135 @@
+"""What others published: bandwidths of Apple's chips, the cost of a verified row on them, speeds of models.
+
+Rule: every figure has its source beside it, and none was measured by this project. A chip without a source is
+not here.
+"""
+
+from dataclasses import dataclass
+
+# Peak memory bandwidth in GB/s as Apple announced it, and where that was read. A Max with fewer GPU cores has
+# less, from M3 on; it is a chip of its own here where its figure has a source.
+M1_PRO = "https://www.apple.com/gw/newsroom/2021/10/introducing-m1-pro-and-m1-max-the-most-powerful-chips-apple-has-ever-built"
+M2_PRO = "https://neowin.net/amp/apple-unveils-next-generation-m2-pro-and-m2-max-chips-boosting-cpu-and-gpu-performance"
+M3_PRO = "https://support.apple.com/en-au/117737"
+M5_PRO = "https://mikeshouts.com/apple-m5-pro-m5-max/amp"
+CHIPS: dict[str, tuple[float, str]] = {
+    "M1": (68.2, "https://github.com/ggml-org/llama.cpp/pull/1642"),
+    "M1 Pro": (200, M1_PRO),
+    "M1 Max": (400, M1_PRO),
+    "M1 Ultra": (800, "https://thetechportal.com/2022/03/09/apple-mac-studio-display-m1-ultra-chip/"),
+    "M2": (
+        100,
+        "https://www.macrumors.com/2022/06/06/apple-announces-m2-chip-with-support-for-up-to-24gb-memory/",
+    ),
+    "M2 Pro": (200, M2_PRO),
+    "M2 Max": (400, M2_PRO),
+    "M2 Ultra": (
+        800,
+        "https://propakistani.pk/2023/06/06/apple-m2-ultra-chip-unveiled-for-mac-pro-and-mac-studio/",
+    ),
+    "M3": (100, "https://abachy.com/news/apples-m3-series-chips-enhanced-performance-and-advanced-gpus"),
+    "M3 Pro": (150, M3_PRO),
+    "M3 Max 30-core": (300, M3_PRO),
+    "M3 Max": (400, M3_PRO),
+    "M3 Ultra": (819, "https://english.worldmagazine.it/431260"),
+    "M4": (120, "https://allyoucantech.com/?p=164071"),
+    "M4 Pro": (
+        273,
+        "https://techmoran.com/2024/10/31/apple-unveils-its-most-powerful-chips-the-m4-pro-and-m4-max/?amp=1",
+    ),
+    "M4 Max 32-core": (410, "https://english.worldmagazine.it/431260"),
+    "M4 Max": (546, "https://www.macrumors.com/2024/10/30/apple-announces-m4-max-chip/"),
+    "M5": (153, "https://the-decoder.com/apples-m5-chip-brings-faster-ai-to-macbook-ipad-and-vision-pro/"),
+    "M5 Pro": (307, M5_PRO),
+    "M5 Max": (614, M5_PRO),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What reading the weights costs with some rows, in units of one row: points (rows, cost) from 1 row up.
+    `shared`: rows that go to the same expert read it once."""
+
+    points: tuple[tuple[int, float], ...]
+    shared: bool
+    source: str
+
+    def at(self, rows: int) -> float:
+        """Between two points on their line. Raises ValueError beyond the last one."""
+        if not 1 <= rows <= self.points[-1][0]:
+            known = self.points[-1][0]
+            raise ValueError(f"{rows} rows: this cost curve is known for 1 to {known}; take a smaller depth")
+        for (r0, c0), (r1, c1) in zip(self.points, self.points[1:], strict=False):
+            if r0 <= rows <= r1:
+                return c0 + (c1 - c0) * (rows - r0) / (r1 - r0)
+        return self.points[0][1]
+
+
+# Measured ones: of MLX's own kernels, relative to one row of the same source.
+CURVES: dict[str, Curve] = {
+    "ideal": Curve(((1, 1), (64, 1)), True, "the roofline: every weight is read once, whatever the rows"),
+    "m4pro-4bit": Curve(
+        ((1, 1), (2, 1.03), (3, 1.22), (4, 1.47), (6, 2.07), (8, 2.69)),
+        False,
+        "M4 Pro, 4 bits, 4096x24576, mlx 0.32.0: https://github.com/ml-explore/mlx/issues/3839",
+    ),
+    "m4pro-8bit": Curve(
+        ((1, 1), (5, 1), (6, 1.61), (8, 1.61)),
+        False,
+        "M4 Pro, 8 bits, MLP of a 27B: https://github.com/ARahim3/mlx-dspark",
+    ),
+    "m3max-4bit": Curve(
+        ((1, 1), (2, 1), (4, 1.28), (6, 2.04), (8, 2.5)),
+        False,
+        "M3 Max, 4 bits, 5120x17408: https://github.com/ml-explore/mlx/pull/3863",
+    ),
+    "m3ultra-4bit": Curve(
+        ((1, 1), (2, 1.83), (4, 3.26), (7, 5.28), (8, 6.12)),
+        False,
+        "M3 Ultra, 4 bits, 5120x17408, queued calls: https://github.com/ml-explore/mlx/issues/4265",
+    ),
+    "m5max-4bit": Curve(
+        ((1, 1), (3, 1.12), (5, 1.45), (8, 2.23)),
+        False,
+        "M5 Max, a 70B model, whole steps: https://github.com/ml-explore/mlx/pull/3791",
+    ),
+    "linear": Curve(
+        ((1, 1), (64, 64)), False, "every row reads all weights (MLX's affine matvec on M1 and M2)"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A speed that someone else published. `plain` and `drafted` are tokens/s without and with speculation,
+    `tokens` those of a round; 0: not given. `context` is a guess where the source names none."""
+
+    chip: str
+    config: str
+    bits: int
+    context: int
+    plain: float
+    source: str
+    depth: int = 0
+    tokens: float = 0.0
+    drafted: float = 0.0
+    curve: str = "ideal"
+
+
+DSPARK = "https://github.com/ARahim3/mlx-dspark"
+MLX_LM = "https://github.com/ml-explore/mlx-lm"
+RAPID = "https://github.com/raullenchai/Rapid-MLX/blob/main/evals/SCORECARD.md"
+PUBLISHED = (
+    Published("M4 Max", "qwen3-4b", 16, 2048, 52.5, MLX_LM),
+    Published("M4 Max", "qwen3-4b", 8, 2048, 86.9, MLX_LM),
+    Published("M4 Max", "qwen3-4b", 4, 2048, 134.5, MLX_LM),
+    Published("M4 Max", "qwen3-30b-a3b", 4, 2048, 113.3, MLX_LM),
+    Published(
+        "M3 Ultra", "qwen3.8-27b", 4, 512, 37.7, RAPID
+    ),  # measured on Qwen3.5-27B, which has these sizes
+    Published("M4 Pro", "qwen3-8b", 8, 512, 29.5, DSPARK, 7, 3.37, 64.5, "m4pro-8bit"),
+    Published("M4 Pro", "qwen3.8-27b", 8, 512, 8.2, DSPARK, 7, 5.42, 30.8, "m4pro-8bit"),
+    Published("M4 Pro", "qwen3.8-27b", 4, 512, 14.7, DSPARK, 7, 5.09, 40.0, "m4pro-4bit"),
+    Published("M4 Pro", "qwen3.8-27b", 4, 16384, 14.1, DSPARK, 7, 3.16, 25.2, "m4pro-4bit"),
+    Published("M4 Pro", "qwen3.8-27b", 4, 32768, 12.9, DSPARK, 7, 3.24, 23.9, "m4pro-4bit"),
+)

@@ -1,240 +1,224 @@
-import bisect, ctypes, hashlib, io, os, platform, re, struct, subprocess, sys, tempfile, time
-from . import codegen, toolchain
+"""Compiles a kernel to a shared library and loads it.
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-INC, RT = os.path.join(_HERE, "include"), os.path.join(_HERE, "src", "msim_rt.cpp")
-CACHE = os.environ.get("MSIM_CACHE", os.path.expanduser("~/.cache/metalsim"))
-MARCH = {"x86_64": ["-march=x86-64-v3"]}.get(platform.machine(), [])
-BASE = ["-x", "c++", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-stack-protector", "-fvisibility=hidden", *MARCH]
-KERNEL = ["-O1", "-gline-tables-only", "-gdwarf-4", "-nostdinc", "-nostdinc++", "-fno-threadsafe-statics", "-fno-math-errno", "-fno-vectorize", "-fno-slp-vectorize",
-          "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-Xclang", "-ffloat16-excess-precision=none",
-          "-Xclang", "-fbfloat16-excess-precision=none", "-Wno-everything", "-Wno-reserved-user-defined-literal", "-Wimplicit-float-conversion", "-Wsometimes-uninitialized", "-Wuninitialized",
-          "-Werror=vla", "-fno-caret-diagnostics", "-fdiagnostics-color=never", "-ferror-limit=40", "-ftemplate-backtrace-limit=2"]
-CHECK = ["-fsanitize=kernel-address,alignment,bounds,shift,integer-divide-by-zero,float-cast-overflow", "-fno-sanitize-trap=all", "-fsanitize-recover=all",
-         *sum([["-mllvm", f] for f in ("-asan-instrumentation-with-call-threshold=0", "-asan-stack=0", "-asan-globals=0", "-asan-opt=0", "-asan-use-after-return=never")], [])]
+Rule: the cache on disk may be shared by processes: an entry appears whole by one rename, and the entries used
+longest ago go when there are more than ENTRIES.
+"""
 
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-def _bytes(p):
-    with open(p, "rb") as f: return f.read()
+import mlx.core as mx
 
+from tests.metalsim import toolchain
+from tests.metalsim.elf import Elf
+from tests.metalsim.rewrite import rewrite
 
-def _write(p, s):
-    with open(p, "w") as f: f.write(s)
+HERE = Path(__file__).parent
+INCLUDE, RUNTIME = HERE / "include", HERE / "runtime"
+MLX_KERNELS = "mlx/backend/metal/kernels"
+ENTRIES, LOADED = 1000, 256  # about 50 KB each
+
+BASE = "-x c++ -std=c++17 -fPIC -fno-exceptions -fno-rtti -fno-stack-protector -fvisibility=hidden".split()
+BASE += ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+# No contraction, no excess precision, no vectors: each operation rounds as it is written.
+KERNEL = """
+-gline-tables-only -gdwarf-4 -nostdinc -nostdinc++ -fno-threadsafe-statics -fno-math-errno -fno-vectorize
+-fno-slp-vectorize -fno-strict-aliasing -fwrapv -ffp-contract=off -ftrivial-auto-var-init=pattern
+-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
+-Wno-everything -Wno-reserved-user-defined-literal -Wimplicit-float-conversion -Wsometimes-uninitialized
+-Wuninitialized -Werror=vla -fno-caret-diagnostics -fdiagnostics-color=never -ferror-limit=40
+-ftemplate-backtrace-limit=2 -DMSIM_AS=1
+""".split()
+# Every access calls the runtime, which owns the shadow memory; the sanitizer's own never loads.
+CHECKED = """
+-O1 -fno-sanitize-trap=all -fsanitize-recover=all
+-fsanitize=kernel-address,alignment,bounds,shift,integer-divide-by-zero,float-cast-overflow
+-mllvm -asan-instrumentation-with-call-threshold=0 -mllvm -asan-stack=0 -mllvm -asan-globals=0
+-mllvm -asan-opt=0 -mllvm -asan-use-after-return=never
+""".split()
+UNCHECKED = ["-O2"]
+
+POSITIONS = """
+thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threads_per_threadgroup
+dispatch_threads_per_threadgroup threadgroups_per_grid threads_per_grid grid_size grid_origin
+""".split()
+INDICES = """
+thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
+simdgroups_per_threadgroup dispatch_simdgroups_per_threadgroup threads_per_simdgroup thread_execution_width
+quadgroup_index_in_threadgroup quadgroups_per_threadgroup dispatch_quadgroups_per_threadgroup
+thread_index_in_quadgroup
+""".split()
 
 
 class MetalCompileError(Exception):
-    pass
+    """The compiler's own words, with the kernel's lines."""
 
 
-def mlx_include():
-    try:
-        import mlx.core as mx
-        p = os.path.join(os.path.dirname(mx.__file__), "include")
-        return p if os.path.exists(os.path.join(p, "mlx/backend/metal/kernels/utils.h")) else None
-    except ImportError:
-        return None
-
-
-_mirror = None
-
-
-def mirror():
-    """MLX's own kernel headers (shipped in the mlx wheel) passed through codegen.rewrite, in the cache."""
-    global _mirror
-    m = mlx_include()
-    if _mirror or not m: return _mirror
-    sub = "mlx/backend/metal/kernels"
-    h = hashlib.sha256(_bytes(os.path.join(_HERE, "codegen.py")) + m.encode())
-    files = []
-    for root, _, fs in os.walk(os.path.join(m, sub)):
-        for f in fs:
-            p = os.path.join(root, f); files.append(os.path.relpath(p, m)); st = os.stat(p); h.update(f"{p}{st.st_size}{st.st_mtime_ns}".encode())
-    d = os.path.join(CACHE, "mlx-" + h.hexdigest()[:16])
-    if not os.path.exists(d):
-        t = d + f".{os.getpid()}.tmp"
-        for f in files:
-            if os.path.exists(os.path.join(INC, f)): continue  # overlaid
-            os.makedirs(os.path.dirname(os.path.join(t, f)), exist_ok=True)
-            _write(os.path.join(t, f), codegen.rewrite(_bytes(os.path.join(m, f)).decode())[0])
-        try: os.rename(t, d)
-        except OSError: pass
-    _mirror = d
-    return d
-
-
-def _run(cmd):
-    return subprocess.run(cmd, capture_output=True, text=True)
-
-
-def _src_hash():
-    h = hashlib.sha256()
-    for root, _, fs in sorted(os.walk(INC)):
-        for f in sorted(fs):
-            h.update(_bytes(os.path.join(root, f)))
-    h.update(_bytes(RT))
-    return h.hexdigest()[:16]
-
-
-_HASH = _src_hash()
-
-
-def _rt_obj(tc):
-    key = hashlib.sha256((tc.ident + _HASH + " ".join(MARCH)).encode()).hexdigest()[:16]
-    out = os.path.join(CACHE, f"rt-{key}.o")
-    if not os.path.exists(out):
-        os.makedirs(CACHE, exist_ok=True)
-        tmp = f"{out}.{os.getpid()}.tmp"
-        r = _run(tc.cc + BASE + ["-O2", "-w", "-c", RT, "-o", tmp])
-        if r.returncode: raise RuntimeError(r.stderr)
-        os.replace(tmp, out)
-    return out
-
-
-IDS = ["thread_position_in_grid", "thread_position_in_threadgroup", "threadgroup_position_in_grid", "threads_per_threadgroup", "dispatch_threads_per_threadgroup", "threadgroups_per_grid", "threads_per_grid", "grid_size", "grid_origin"]
-IDS1 = ["thread_index_in_threadgroup", "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup", "simdgroups_per_threadgroup", "dispatch_simdgroups_per_threadgroup", "threads_per_simdgroup", "thread_execution_width", "quadgroup_index_in_threadgroup", "quadgroups_per_threadgroup", "dispatch_quadgroups_per_threadgroup", "thread_index_in_quadgroup"]
-
-
-def unit(name, parts, kname, tdef, params, use_mlx_utils):
-    header, sig, source, _ = parts
-    h, _ = codegen.rewrite(header)
-    s, _ = codegen.rewrite(source)
-    t = "#include <metal_stdlib>\n"
-    t += '#include "mlx/backend/metal/kernels/utils.h"\n' if use_mlx_utils else "using namespace metal; typedef half float16_t; typedef bfloat bfloat16_t;\n"
-    t += f'#line 1 "{name}.header.metal"\n{h}\n#line 1 "{name}.signature"\n{sig}#line 1 "{name}.metal"\n{s}\n}}\n#line 1 "msim_entry"\n'
-    t += "struct alignas(16) msim_ids { uint3 " + ", ".join(IDS) + "; uint " + ", ".join(IDS1) + "; };\n"
-    args, b = [], 0
-    for kind, i, ty, ref in params:
-        if kind == "attr": args.append(f"d->{i}")
-        else: args.append(f"({ty}*)b[{b}]" if ref == "*" else f"*({ty}*)b[{b}]"); b += 1
-    t += 'extern "C" MSIM_NOSAN __attribute__((visibility("default"))) void msim_entry(void** b, const msim_ids* d) { ' + f"{kname}{tdef}({', '.join(args)}); }}\n"
-    return t
-
-
-class Elf:
-    """Just enough ELF: symbol table (threadgroup variables)."""
-    def __init__(self, path):
-        d = _bytes(path)
-        shoff, = struct.unpack_from("<Q", d, 0x28); n, = struct.unpack_from("<H", d, 0x3C)
-        secs = [struct.unpack_from("<IIQQQQIIQQ", d, shoff + 64 * i) for i in range(n)]
-        self.tg = []
-        for s in secs:
-            if s[1] != 2: continue
-            st = secs[s[6]]
-            for o in range(s[4], s[4] + s[5], 24):
-                nm, info, oth, shn, val, sz = struct.unpack_from("<IBBHQQ", d, o)
-                e = d.index(b"\0", st[4] + nm); name = d[st[4] + nm:e].decode()
-                if shn and shn < n and sz and (info & 15) == 1:
-                    sn = secs[shn]
-                    self.tg.append((val, sz, name, shn))
-        shstr, = struct.unpack_from("<H", d, 0x3E)
-        def secname(i):
-            o = secs[shstr][4] + secs[i][0]; return d[o:d.index(b"\0", o)].decode()
-        self.tg_va = next((secs[i][3] for i in range(n) if secname(i) == "msim_tg"), 0)
-        self.tg = sorted({(v, z, m) for v, z, m, i in self.tg if secname(i) == "msim_tg" and "msim_pad_" not in m})
-
-    @staticmethod
-    def pretty(m):
-        r = re.findall(r"E(\d+)([A-Za-z_].*)$", m)
-        if r:
-            n = int(r[-1][0]); return r[-1][1][:n]
-        return m
-
-
-class Lines:
-    def __init__(self, path):
-        self.ok = False
-        try:
-            from elftools.elf.elffile import ELFFile
-        except ImportError:
-            return
-        f = ELFFile(io.BytesIO(_bytes(path)))
-        if not f.has_dwarf_info(): return
-        di = f.get_dwarf_info(); rows, inl = [], []
-        for cu in di.iter_CUs():
-            lp = di.line_program_for_CU(cu)
-            if lp is None: continue
-            v5 = lp.header.version >= 5
-            names = [x.name.decode() for x in lp.header.file_entry]
-            fn = lambda i: names[i if v5 else i - 1] if 0 <= (i if v5 else i - 1) < len(names) else "?"
-            prev = None
-            for e in lp.get_entries():
-                s = e.state
-                if s is None: continue
-                rows.append((s.address, None if s.end_sequence else (fn(s.file), s.line, s.column)))
-            rl = di.range_lists()
-            for die in cu.iter_DIEs():
-                if die.tag != "DW_TAG_inlined_subroutine": continue
-                a = die.attributes
-                if "DW_AT_call_line" not in a: continue
-                call = (fn(a["DW_AT_call_file"].value), a["DW_AT_call_line"].value, 0)
-                if "DW_AT_low_pc" in a:
-                    lo = a["DW_AT_low_pc"].value; hi = a["DW_AT_high_pc"].value
-                    inl.append((lo, lo + hi if hi < lo else hi, call))
-                elif "DW_AT_ranges" in a and rl is not None:
-                    base = cu.get_top_DIE().attributes.get("DW_AT_low_pc"); base = base.value if base else 0
-                    for r in rl.get_range_list_at_offset(a["DW_AT_ranges"].value):
-                        if hasattr(r, "begin_offset"): inl.append((base + r.begin_offset, base + r.end_offset, call))
-        rows.sort(key=lambda r: (r[0], r[1] is not None))
-        self.addr = [r[0] for r in rows]; self.rows = rows
-        self.inl = sorted(inl, key=lambda r: r[1] - r[0])  # innermost (smallest) first
-        self.ok = True
-
-    def at(self, pc):
-        if not self.ok: return f"pc+{pc:#x}"
-        i = bisect.bisect_right(self.addr, pc) - 1
-        r = self.rows[i][1] if i >= 0 else None
-        if r is None: return f"pc+{pc:#x}"
-        internal = lambda p: p.endswith("msl.h")
-        if internal(r[0]):
-            for lo, hi, call in self.inl:
-                if lo <= pc < hi and not internal(call[0]): r = call; break
-        return f"{r[0]}:{r[1]}" + (f":{r[2]}" if r[2] else "")
-
-
+@dataclass(frozen=True, slots=True)
 class Compiled:
-    def __init__(self, path, warnings, seconds, cached):
-        self.path, self.warnings, self.seconds, self.cached = path, warnings, seconds, cached
-        ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
-        self.lib = ctypes.CDLL(path)
-        self.lib.msim_tg_bytes.restype = ctypes.c_uint64
-        self.elf = Elf(path)
-        self._lines = None
+    library: ctypes.CDLL
+    elf: Elf
+    warnings: str
 
     @property
-    def lines(self):
-        if self._lines is None: self._lines = Lines(self.path)
-        return self._lines
-
-    @property
-    def tg_bytes(self):
-        return sum(z for _, z, _ in self.elf.tg)
+    def threadgroup_bytes(self) -> int:
+        return sum(size for _, size, _ in self.elf.threadgroup)
 
 
-_mem = {}
+def cache_dir() -> Path:
+    """METALSIM_CACHE, else in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("METALSIM_CACHE") or Path(home) / "mlxspec" / "metalsim")
 
 
-def compile_unit(text, *, checked, strict_as, extra=(), keep=None):
-    tc = toolchain.find()
-    inc = ["-I", INC]
-    m = mirror()
-    if m: inc += ["-I", m]
-    flags = BASE + KERNEL + (CHECK if checked else []) + [f"-DMSIM_AS={int(strict_as)}", *extra]
-    key = hashlib.sha256("\0".join([tc.ident, _HASH, text, str(m), *flags]).encode()).hexdigest()[:24]
-    if key in _mem: return _mem[key]
-    so, wf = os.path.join(CACHE, key + ".so"), os.path.join(CACHE, key + ".txt")
-    t0, cached = time.time(), os.path.exists(so) and os.path.exists(wf)
-    if not cached:
-        os.makedirs(CACHE, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as d:
-            src, obj, tmp = (os.path.join(d, x) for x in ("k.cpp", "k.o", "k.so"))
-            _write(src, text)
-            r = _run(tc.cc + flags + inc + ["-c", src, "-o", obj])
-            if r.returncode:
-                raise MetalCompileError(r.stderr.replace(d + "/", ""))
-            l = _run(tc.ld + ["-shared", "-Bsymbolic" if tc.ld[0].endswith("zig") else "-fPIC", obj, _rt_obj(tc), "-o", tmp])
-            if l.returncode: raise RuntimeError("link: " + l.stderr)
-            _write(wf, r.stderr)
-            os.replace(tmp, so)
-    c = Compiled(so, _bytes(wf).decode(), time.time() - t0, cached)
-    _mem[key] = c
-    return c
+def entry(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder of the cache; `make` fills it where there is none yet."""
+    folder = cache_dir()
+    target = folder / name
+    if not target.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as fresh:
+            inner = Path(fresh) / name
+            inner.mkdir()
+            make(inner)
+            try:
+                inner.rename(target)
+            except OSError:  # another process was first
+                if not target.is_dir():
+                    raise
+        prune(folder, ENTRIES)
+    os.utime(target)
+    return target
+
+
+def prune(folder: Path, most: int) -> None:
+    """Deletes the entries used longest ago; each leaves by one rename, as it came."""
+    ages = []
+    for path in folder.iterdir():
+        try:
+            ages.append((path.stat().st_mtime_ns, path))
+        except FileNotFoundError:  # pruned or finished by another process
+            continue
+    whole = sorted((age, path) for age, path in ages if not path.name.startswith("."))
+    for _, path in whole[: max(0, len(whole) - most)]:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".old-", ignore_cleanup_errors=True) as grave:
+            try:
+                path.rename(Path(grave) / path.name)
+            except FileNotFoundError:
+                continue
+
+
+def digest(*parts: str | bytes) -> str:
+    joined = b"\0".join(part.encode() if isinstance(part, str) else part for part in parts)
+    return hashlib.sha256(joined).hexdigest()[:24]
+
+
+@cache
+def sources() -> str:
+    """A digest of the simulator itself."""
+    files = sorted(path for root in (INCLUDE, RUNTIME) for path in root.rglob("*") if path.is_file())
+    return digest(*(path.read_bytes() for path in [*files, HERE / "rewrite.py"]))
+
+
+@cache
+def mlx_headers() -> str:
+    """MLX's own kernel headers, out of its wheel, rewritten as a kernel is; ours in INCLUDE come before."""
+    shipped = Path(mx.__file__).parent / "include"
+    files = [
+        path.relative_to(shipped) for path in sorted((shipped / MLX_KERNELS).rglob("*")) if path.is_file()
+    ]
+    if not files:
+        raise FileNotFoundError(
+            f"{shipped / MLX_KERNELS}: this mlx ships no kernel headers; install its wheel"
+        )
+
+    def make(folder: Path) -> None:
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(rewrite((shipped / name).read_text("utf-8")), "utf-8")
+
+    known = digest(
+        sources(), *(part for name in files for part in (str(name), (shipped / name).read_bytes()))
+    )
+    return str(entry("mlx-" + known, make))
+
+
+def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def runtime() -> Path:
+    """The object file of runtime/run.cpp."""
+    tools = toolchain.find()
+    command = [*tools.compile, *BASE, "-O2", "-w", "-c", str(RUNTIME / "run.cpp"), "-o"]
+
+    def make(folder: Path) -> None:
+        done = run([*command, str(folder / "run.o")])
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+
+    return entry("run-" + digest(tools.version, sources(), *BASE), make) / "run.o"
+
+
+def unit(name: str, header: str, signature: str, body: str, call: str, arguments: Sequence[str]) -> str:
+    """The C++ of a kernel; `arguments` as codegen.Parameter.argument gives them."""
+    return f"""#include <metal_stdlib>
+#include "mlx/backend/metal/kernels/utils.h"
+#line 1 "{name}.header.metal"
+{rewrite(header)}
+#line 1 "{name}.signature"
+{signature}#line 1 "{name}.metal"
+{rewrite(body)}
+}}
+#line 1 "msim_entry"
+struct alignas(16) msim_ids {{ uint3 {", ".join(POSITIONS)}; uint {", ".join(INDICES)}; }};
+extern "C" MSIM_NOSAN __attribute__((visibility("default")))
+void msim_entry(void** b, const msim_ids* d) {{ {call}({", ".join(arguments)}); }}
+"""
+
+
+_loaded: OrderedDict[str, Compiled] = OrderedDict()
+
+
+def compiled(text: str, checked: bool) -> Compiled:
+    """Compiles, or takes from the cache. Raises MetalCompileError and toolchain.CompilerMissing."""
+    tools = toolchain.find()
+    flags = [*BASE, *KERNEL, *(CHECKED if checked else UNCHECKED)]
+    includes = [str(INCLUDE), mlx_headers()]
+    key = digest(tools.version, sources(), text, *includes, *flags)
+    if key in _loaded:
+        _loaded.move_to_end(key)
+        return _loaded[key]
+
+    def make(folder: Path) -> None:
+        source, object_file = folder / "kernel.cpp", folder / "kernel.o"
+        source.write_text(text, "utf-8")
+        paths = [part for path in includes for part in ("-I", path)]
+        done = run([*tools.compile, *flags, *paths, "-c", str(source), "-o", str(object_file)])
+        if done.returncode:
+            raise MetalCompileError(done.stderr.replace(f"{folder}/", ""))
+        linked = run([*tools.link, str(object_file), str(runtime()), "-o", str(folder / "kernel.so")])
+        if linked.returncode:
+            raise RuntimeError(f"link: {linked.stderr}")
+        (folder / "warnings.txt").write_text(done.stderr, "utf-8")
+        object_file.unlink()
+
+    folder = entry(key, make)
+    ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    _loaded[key] = Compiled(library, Elf(folder / "kernel.so"), (folder / "warnings.txt").read_text("utf-8"))
+    while len(_loaded) > LOADED:
+        _loaded.popitem(last=False)
+    return _loaded[key]
+
+
+__all__ = ["Compiled", "MetalCompileError", "cache_dir", "compiled", "unit"]

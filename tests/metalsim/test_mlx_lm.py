@@ -1,15 +1,54 @@
 """mlx-lm 0.32.2's own Metal kernels, unmodified, against its pure-MLX reference code (or a direct formula) on the CPU."""
-import importlib, math
-import numpy as np, pytest, mlx.core as mx, mlx.nn as nn
+
+import importlib
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
 from tests import metalsim as ms
 
 with ms.patch():
     import mlx_lm.utils
-    old = mlx_lm.utils.can_run_metal; mlx_lm.utils.can_run_metal = lambda: True
-    from mlx_lm.models import gated_delta as gd, ssm, bitlinear_layers as bit, rwkv7, kimi_k3, deepseek_v41 as dsv
-    from mlx_lm.kernels import qk_norm, qk_norm_rope, expert_routing, norm_add_norm, post_expert_norm_combine, rms_norm_sigmoid_gate
+
+    old = mlx_lm.utils.can_run_metal
+    mlx_lm.utils.can_run_metal = lambda: True
+    from mlx_lm.kernels import (
+        expert_routing,
+        norm_add_norm,
+        post_expert_norm_combine,
+        qk_norm,
+        qk_norm_rope,
+        rms_norm_sigmoid_gate,
+    )
+    from mlx_lm.models import (
+        bitlinear_layers as bit,
+    )
+    from mlx_lm.models import (
+        deepseek_v41 as dsv,
+    )
+    from mlx_lm.models import (
+        gated_delta as gd,
+    )
+    from mlx_lm.models import (
+        kimi_k3,
+        rwkv7,
+        ssm,
+    )
     from mlx_lm.tuner import losses
-K = {m: importlib.import_module("mlx_lm.kernels." + m) for m in ("qk_norm", "qk_norm_rope", "expert_routing", "norm_add_norm", "post_expert_norm_combine", "rms_norm_sigmoid_gate")}
+K = {
+    m: importlib.import_module("mlx_lm.kernels." + m)
+    for m in (
+        "qk_norm",
+        "qk_norm_rope",
+        "expert_routing",
+        "norm_add_norm",
+        "post_expert_norm_combine",
+        "rms_norm_sigmoid_gate",
+    )
+}
 mx.random.seed(0)
 R = mx.random.normal
 DT = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
@@ -25,7 +64,8 @@ def close(a, b, d):
 
 
 def rms(x, w, eps):
-    x = x.astype(mx.float32); return x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * (1 if w is None else w)
+    x = x.astype(mx.float32)
+    return x * mx.rsqrt((x * x).mean(-1, keepdims=True) + eps) * (1 if w is None else w)
 
 
 @dtypes
@@ -33,85 +73,156 @@ def rms(x, w, eps):
 def test_gated_delta(kind, d):
     B, T, Hk, Hv, Dk, Dv = 2, 5, 2, 4, (128 if kind in ("packed", "xtree") else 64), 32
     t = DT[d]
-    q, k = (R((B, T, Hk, Dk)).astype(t) * Dk ** -0.5 for _ in range(2)); v = R((B, T, Hv, Dv)).astype(t)
-    g = mx.random.uniform(0.5, 1, (B, T, Hv, Dk) if "vec" in kind else (B, T, Hv)); beta = mx.random.uniform(0, 1, (B, T, Hv)).astype(t)
-    s = R((B, Hv, Dv, Dk)); mask = mx.array([[True] * 3 + [False] * 2, [True] * 5]) if "mask" in kind else None
-    f = gd.gated_delta_kernel_xtree if kind == "xtree" else gd.gated_delta_kernel if kind == "packed" else gd.gated_delta_kernel_unpacked
+    q, k = (R((B, T, Hk, Dk)).astype(t) * Dk**-0.5 for _ in range(2))
+    v = R((B, T, Hv, Dv)).astype(t)
+    g = mx.random.uniform(0.5, 1, (B, T, Hv, Dk) if "vec" in kind else (B, T, Hv))
+    beta = mx.random.uniform(0, 1, (B, T, Hv)).astype(t)
+    s = R((B, Hv, Dv, Dk))
+    mask = mx.array([[True] * 3 + [False] * 2, [True] * 5]) if "mask" in kind else None
+    f = (
+        gd.gated_delta_kernel_xtree
+        if kind == "xtree"
+        else gd.gated_delta_kernel
+        if kind == "packed"
+        else gd.gated_delta_kernel_unpacked
+    )
     y, st = f(q, k, v, g, beta, s, mask)
     yr, sr = gd.gated_delta_ops(q, k, v, g, beta, s, mask)
-    if mask is not None: yr = mx.where(mask[..., None, None], yr, 0); y = mx.where(mask[..., None, None], y, 0)
-    close(y, yr, d); close(st, sr, d)
+    if mask is not None:
+        yr = mx.where(mask[..., None, None], yr, 0)
+        y = mx.where(mask[..., None, None], y, 0)
+    close(y, yr, d)
+    close(st, sr, d)
 
 
 def test_gated_delta_packed_is_bitwise_xtree():
-    q, k = (R((1, 4, 2, 128)) * 0.1 for _ in range(2)); v = R((1, 4, 2, 32)); g = mx.random.uniform(0.5, 1, (1, 4, 2)); b = mx.random.uniform(0, 1, (1, 4, 2)); s = R((1, 2, 32, 128))
-    a = gd.gated_delta_kernel_xtree(q, k, v, g, b, s); p = gd.gated_delta_kernel(q, k, v, g, b, s)
-    assert ms.last_report.kernel != "gated_delta_step_xtree"
+    q, k = (R((1, 4, 2, 128)) * 0.1 for _ in range(2))
+    v = R((1, 4, 2, 32))
+    g = mx.random.uniform(0.5, 1, (1, 4, 2))
+    b = mx.random.uniform(0, 1, (1, 4, 2))
+    s = R((1, 2, 32, 128))
+    a = gd.gated_delta_kernel_xtree(q, k, v, g, b, s)
+    p = gd.gated_delta_kernel(q, k, v, g, b, s)
+    assert ms.last().kernel != "gated_delta_step_xtree"
     assert mx.array_equal(a[0], p[0]).item() and mx.array_equal(a[1], p[1]).item()
 
 
 @dtypes
 def test_ssm(d):
-    t = DT[d]; n, h, dh, g, ds = 1, 4, 16, 2, 64   # n>1 is wrong upstream when A_log etc. differ; see below
-    x = R((n, 1, h, dh)).astype(t); B, C = (R((n, 1, g, ds)).astype(t) for _ in range(2)); A = R((h,)); D = R((h,)); dt = R((n, 1, h)); db = R((h,)); st = R((n, h, dh, ds))
+    t = DT[d]
+    n, h, dh, g, ds = 1, 4, 16, 2, 64  # n>1 is wrong upstream when A_log etc. differ; see below
+    x = R((n, 1, h, dh)).astype(t)
+    B, C = (R((n, 1, g, ds)).astype(t) for _ in range(2))
+    A = R((h,))
+    D = R((h,))
+    dt = R((n, 1, h))
+    db = R((h,))
+    st = R((n, h, dh, ds))
     y, s = ssm.ssm_update_kernel(x, A, B, C, D, dt, db, st, (0.001, 100.0))
     yr, sr = ssm.ssm_attn(x, A, B, C, D, dt, db, st, (0.001, 100.0))
-    close(y, yr, d); close(s, sr, d)
+    close(y, yr, d)
+    close(s, sr, d)
 
 
 @dtypes
 @pytest.mark.parametrize("inv", [False, True])
 def test_bitlinear(d, inv):
-    t = DT[d]; o, i, b = 16, 256, 3
-    l = bit.BitLinear(i, o, bias=False, invert_weight_scales=inv); W = np.random.default_rng(0).integers(0, 3, (o, i)).astype(np.uint8)
-    l.weight = mx.array(sum(W[j * o // 4:(j + 1) * o // 4] << (2 * j) for j in range(4)).astype(np.uint8)); l.weight_scale = mx.array([1.7]).astype(t)
-    x = R((b, i)).astype(t); s = l.weight_scale.astype(mx.float32)
+    t = DT[d]
+    o, i, b = 16, 256, 3
+    l = bit.BitLinear(i, o, bias=False, invert_weight_scales=inv)
+    W = np.random.default_rng(0).integers(0, 3, (o, i)).astype(np.uint8)
+    l.weight = mx.array(sum(W[j * o // 4 : (j + 1) * o // 4] << (2 * j) for j in range(4)).astype(np.uint8))
+    l.weight_scale = mx.array([1.7]).astype(t)
+    x = R((b, i)).astype(t)
+    s = l.weight_scale.astype(mx.float32)
     close(l(x), (x.astype(mx.float32) @ mx.array(W.astype(np.float32) - 1).T) * (1 / s if inv else s), d)
 
 
 @dtypes
 def test_rwkv7(d):
-    t = DT[d]; B, T, H, D = 2, 4, 2, 64
-    r, w, k, v, a, b = (R((B, T, H, D)).astype(t) * 0.2 for _ in range(6)); w = mx.sigmoid(w); s = R((B, H, D, D)).astype(t)
+    t = DT[d]
+    B, T, H, D = 2, 4, 2, 64
+    r, w, k, v, a, b = (R((B, T, H, D)).astype(t) * 0.2 for _ in range(6))
+    w = mx.sigmoid(w)
+    s = R((B, H, D, D)).astype(t)
     y, st = rwkv7.wkv7_kernel(r, w, k, v, a, b, s)
-    S = s.astype(mx.float32); ys = []; f = lambda z, i: z[:, i].astype(mx.float32)
+    S = s.astype(mx.float32)
+    ys = []
+    f = lambda z, i: z[:, i].astype(mx.float32)
     for i in range(T):
-        sa = (S @ f(a, i)[..., None]); S = S * f(w, i)[:, :, None, :] + sa @ f(b, i)[:, :, None, :] + f(v, i)[..., None] @ f(k, i)[:, :, None, :]
+        sa = S @ f(a, i)[..., None]
+        S = (
+            S * f(w, i)[:, :, None, :]
+            + sa @ f(b, i)[:, :, None, :]
+            + f(v, i)[..., None] @ f(k, i)[:, :, None, :]
+        )
         ys.append((S @ f(r, i)[..., None])[..., 0])
-    close(y, mx.stack(ys, 1), d); close(st, S, d)
+    close(y, mx.stack(ys, 1), d)
+    close(st, S, d)
 
 
 @dtypes
 def test_kimi_attn_res(d):
-    t = DT[d]; Kb, N, D = 3, 5, 256
-    raw = R((Kb, N, D)).astype(t); inv = R((Kb, N)).abs() if hasattr(mx.array, "abs") else mx.abs(R((Kb, N))); p = R((N, D)).astype(t); w = R((D,)).astype(t) * 0.05
-    o = kimi_k3._attn_res_kernel(inputs=[raw, inv, p, w, mx.array([1e-5]), N], template=[("InT", t), ("K", Kb), ("D", D), ("THREADS", 512)], grid=(512, N, 1), threadgroup=(512, 1, 1), output_shapes=[p.shape], output_dtypes=[t])[0]
+    t = DT[d]
+    Kb, N, D = 3, 5, 256
+    raw = R((Kb, N, D)).astype(t)
+    inv = R((Kb, N)).abs() if hasattr(mx.array, "abs") else mx.abs(R((Kb, N)))
+    p = R((N, D)).astype(t)
+    w = R((D,)).astype(t) * 0.05
+    o = kimi_k3._attn_res_kernel(
+        inputs=[raw, inv, p, w, mx.array([1e-5]), N],
+        template=[("InT", t), ("K", Kb), ("D", D), ("THREADS", 512)],
+        grid=(512, N, 1),
+        threadgroup=(512, 1, 1),
+        output_shapes=[p.shape],
+        output_dtypes=[t],
+    )[0]
     close(o, kimi_k3._attn_res_combine(raw, inv, p, w, 1e-5), d)
 
 
 def test_deepseek_sinkhorn():
-    c = mx.softmax(R((70, 4, 4)), -1) + 1e-6; e = mx.array([1e-6])
-    o = dsv._sinkhorn_kernel(inputs=[c, e], template=[("HC", 4), ("ITERS", 5)], grid=(70, 1, 1), threadgroup=(64, 1, 1), output_shapes=[c.shape], output_dtypes=[mx.float32])[0]
+    c = mx.softmax(R((70, 4, 4)), -1) + 1e-6
+    e = mx.array([1e-6])
+    o = dsv._sinkhorn_kernel(
+        inputs=[c, e],
+        template=[("HC", 4), ("ITERS", 5)],
+        grid=(70, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[c.shape],
+        output_dtypes=[mx.float32],
+    )[0]
     close(o, dsv._sinkhorn(c, iters=5, eps=e), "f32")
 
 
 @dtypes
 def test_qk_norm_and_rope(d):
-    t = DT[d]; B, L, HQ, HK, D = 2, 3, 4, 2, 64
+    t = DT[d]
+    B, L, HQ, HK, D = 2, 3, 4, 2, 64
     x = R((B, L, 2 * (HQ + HK) * D)).astype(t)
     q, k = qk_norm(x, n_heads=HQ, n_kv_heads=HK, head_dim=D, eps=1e-5, query_scale=0.125)
-    xr = x[..., :(HQ + HK) * D].reshape(B, L, HQ + HK, D); n = rms(xr, None, 1e-5).astype(t)
+    xr = x[..., : (HQ + HK) * D].reshape(B, L, HQ + HK, D)
+    n = rms(xr, None, 1e-5).astype(t)
     qr, kr = (n[:, :, :HQ].astype(mx.float32) * 0.125).astype(t), n[:, :, HQ:]
-    close(q, qr, d); close(k, kr, d)
-    q, k = qk_norm_rope(x, n_heads=HQ, n_kv_heads=HK, head_dim=D, eps=1e-5, query_scale=0.125, rope_base=10000.0, offset=7)
-    rope = lambda z: mx.fast.rope(z.transpose(0, 2, 1, 3), D, traditional=True, base=10000.0, scale=1.0, offset=7).transpose(0, 2, 1, 3)
-    close(q, rope(qr), d); close(k, rope(kr), d)
+    close(q, qr, d)
+    close(k, kr, d)
+    q, k = qk_norm_rope(
+        x, n_heads=HQ, n_kv_heads=HK, head_dim=D, eps=1e-5, query_scale=0.125, rope_base=10000.0, offset=7
+    )
+    rope = lambda z: mx.fast.rope(
+        z.transpose(0, 2, 1, 3), D, traditional=True, base=10000.0, scale=1.0, offset=7
+    ).transpose(0, 2, 1, 3)
+    close(q, rope(qr), d)
+    close(k, rope(kr), d)
 
 
 def test_expert_routing():
-    E, Kk = 72, 6; lg = R((5, E)); b = R((E,)) * 0.1
+    E, Kk = 72, 6
+    lg = R((5, E))
+    b = R((E,)) * 0.1
     i, w = expert_routing(lg, b, top_k=Kk, multiplier=1.5, score_eps=1e-20, route_scale=2.5)
-    s = mx.sigmoid(lg * 1.5); ir = mx.argsort(-(s + b), axis=-1)[:, :Kk]; wr = mx.take_along_axis(s, ir, -1)
+    s = mx.sigmoid(lg * 1.5)
+    ir = mx.argsort(-(s + b), axis=-1)[:, :Kk]
+    wr = mx.take_along_axis(s, ir, -1)
     assert mx.array_equal(i, ir.astype(mx.uint32)).item()
     close(w, wr / wr.sum(-1, keepdims=True) * 2.5, "f32")
 
@@ -119,16 +230,30 @@ def test_expert_routing():
 @dtypes
 @pytest.mark.parametrize("D", [200, 2048])
 def test_norm_add_norm(d, D):
-    t = DT[d]; N = 3; br = R((N, D)).astype(t); st = R((N, D)); al, be, pw = R((D,)), R((D,)), R((D,)).astype(t); nn_ = nn.RMSNorm(D, 1e-5); nn_.weight = R((D,)).astype(t)
-    s, n = norm_add_norm(branch=br, stream=st, alpha=al, beta=be, post_weight=pw, post_eps=1e-6, next_norm=nn_) if True else None
+    t = DT[d]
+    N = 3
+    br = R((N, D)).astype(t)
+    st = R((N, D))
+    al, be, pw = R((D,)), R((D,)), R((D,)).astype(t)
+    nn_ = nn.RMSNorm(D, 1e-5)
+    nn_.weight = R((D,)).astype(t)
+    s, n = (
+        norm_add_norm(branch=br, stream=st, alpha=al, beta=be, post_weight=pw, post_eps=1e-6, next_norm=nn_)
+        if True
+        else None
+    )
     sr = al * st + be * rms(pw.astype(mx.float32) * br.astype(mx.float32), None, 1e-6)
-    close(s, sr, d); close(n, rms(sr, nn_.weight.astype(mx.float32), 1e-5), d)
+    close(s, sr, d)
+    close(n, rms(sr, nn_.weight.astype(mx.float32), 1e-5), d)
     close(K["norm_add_norm"].pre_norm(st, nn_, dtype=t), rms(st, nn_.weight.astype(mx.float32), 1e-5), d)
 
 
 @dtypes
 def test_post_expert_norm_combine(d):
-    t = DT[d]; e = R((3, 4, 1000)).astype(t); w = mx.softmax(R((3, 4)), -1); nw = R((1000,)).astype(t)
+    t = DT[d]
+    e = R((3, 4, 1000)).astype(t)
+    w = mx.softmax(R((3, 4)), -1)
+    nw = R((1000,)).astype(t)
     o = post_expert_norm_combine(e, w, norm_weight=nw, eps=1e-6)
     x = rms(e.astype(mx.float32) * nw.astype(mx.float32), None, 1e-6)
     close(o, (x * w[..., None]).sum(1), d)
@@ -136,42 +261,75 @@ def test_post_expert_norm_combine(d):
 
 @dtypes
 def test_rms_norm_sigmoid_gate(d):
-    t = DT[d]; B, H, L, D = 2, 3, 5, 64
-    x = R((B, L, H, D)).astype(t).transpose(0, 2, 1, 3); g = R((B, L, 2 * H * D)).astype(t)[..., :H * D]
+    t = DT[d]
+    B, H, L, D = 2, 3, 5, 64
+    x = R((B, L, H, D)).astype(t).transpose(0, 2, 1, 3)
+    g = R((B, L, 2 * H * D)).astype(t)[..., : H * D]
     o = rms_norm_sigmoid_gate(x, g, eps=1e-5)
-    close(o, rms(x, None, 1e-5).transpose(0, 2, 1, 3).reshape(B, L, H * D) * mx.sigmoid(g.astype(mx.float32)), d)
+    close(
+        o, rms(x, None, 1e-5).transpose(0, 2, 1, 3).reshape(B, L, H * D) * mx.sigmoid(g.astype(mx.float32)), d
+    )
 
 
-LOSS = {"kl_fwd": losses._kl_forward_kernel, "kl_bwd": losses._kl_backward_kernel, "js_fwd": losses._js_forward_kernel, "js_bwd": losses._js_backward_kernel}
+LOSS = {
+    "kl_fwd": losses._kl_forward_kernel,
+    "kl_bwd": losses._kl_backward_kernel,
+    "js_fwd": losses._js_forward_kernel,
+    "js_bwd": losses._js_backward_kernel,
+}
 
 
 def _loss(k, ins, outs, V, t):
-    return k(inputs=ins, output_shapes=outs, output_dtypes=[t] * len(outs), template=[("T", t), ("V", V)], grid=(1024, 2, 1), threadgroup=(1024, 1, 1))
+    return k(
+        inputs=ins,
+        output_shapes=outs,
+        output_dtypes=[t] * len(outs),
+        template=[("T", t), ("V", V)],
+        grid=(1024, 2, 1),
+        threadgroup=(1024, 1, 1),
+    )
 
 
 def _fixed(k):  # the barriers that upstream lacks
-    s = k.source.replace("        // Share the sum_exp across", "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        // Share the sum_exp across")
+    s = k.source.replace(
+        "        // Share the sum_exp across",
+        "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        // Share the sum_exp across",
+    )
     return ms.metal_kernel(k.name, k.input_names, k.output_names, s.replace("mem_none", "mem_threadgroup"))
 
 
 @pytest.mark.parametrize("name", LOSS)
 def test_upstream_loss_kernels_race(name):
-    t, V = mx.float32, 5000; q, p = (R((2, V)) for _ in range(2)); c = mx.ones(2)
+    t, V = mx.float32, 5000
+    q, p = (R((2, V)) for _ in range(2))
+    c = mx.ones(2)
     ins = [q, p] + ([c] if "bwd" in name else []) + ([c] if name == "js_bwd" else [])
     outs = [(2,)] * (2 if name == "js_fwd" else 1) if "fwd" in name else [q.shape]
-    with pytest.raises(ms.MetalSimError) as e: _loss(LOSS[name], ins, outs, V, t)
+    with pytest.raises(ms.MetalSimError) as e:
+        _loss(LOSS[name], ins, outs, V, t)
     assert {f.kind for f in e.value.report.errors} == {"race"}
 
 
 @dtypes
 @pytest.mark.parametrize("order", [0, 1, 7])
 def test_losses_with_the_missing_barriers(d, order):
-    t, V = DT[d], 5000; q, p = (R((2, V)).astype(t) for _ in range(2)); c = mx.array([1.0, 2.0]).astype(t)
+    t, V = DT[d], 5000
+    q, p = (R((2, V)).astype(t) for _ in range(2))
+    c = mx.array([1.0, 2.0]).astype(t)
     with ms.configure(order=order):
-        a, = _loss(_fixed(LOSS["kl_fwd"]), [q, p], [(2,)], V, t); dq, = _loss(_fixed(LOSS["kl_bwd"]), [q, p, c], [q.shape], V, t)
-        j = _loss(_fixed(LOSS["js_fwd"]), [q, p], [(2,), (2,)], V, t); jq, = _loss(_fixed(LOSS["js_bwd"]), [q, p, c, j[1]], [q.shape], V, t)
+        (a,) = _loss(_fixed(LOSS["kl_fwd"]), [q, p], [(2,)], V, t)
+        (dq,) = _loss(_fixed(LOSS["kl_bwd"]), [q, p, c], [q.shape], V, t)
+        j = _loss(_fixed(LOSS["js_fwd"]), [q, p], [(2,), (2,)], V, t)
+        (jq,) = _loss(_fixed(LOSS["js_bwd"]), [q, p, c, j[1]], [q.shape], V, t)
     lq, lp = (z.astype(mx.float32) - mx.logsumexp(z.astype(mx.float32), -1, keepdims=True) for z in (q, p))
-    close(a, (mx.exp(lp) * (lp - lq)).sum(-1), d); close(dq, (mx.exp(lq) - mx.exp(lp)) * c[:, None].astype(mx.float32), d)
-    m = mx.logaddexp(lq, lp) - math.log(2); klp, klq = (mx.exp(lp) * (lp - m)).sum(-1), (mx.exp(lq) * (lq - m)).sum(-1)
-    close(j[0], 0.5 * (klp + klq), d); close(j[1], klq, d)
-    close(jq, 0.5 * c[:, None].astype(mx.float32) * mx.exp(lq) * ((lq - m) - j[1].astype(mx.float32)[:, None]), d)
+    close(a, (mx.exp(lp) * (lp - lq)).sum(-1), d)
+    close(dq, (mx.exp(lq) - mx.exp(lp)) * c[:, None].astype(mx.float32), d)
+    m = mx.logaddexp(lq, lp) - math.log(2)
+    klp, klq = (mx.exp(lp) * (lp - m)).sum(-1), (mx.exp(lq) * (lq - m)).sum(-1)
+    close(j[0], 0.5 * (klp + klq), d)
+    close(j[1], klq, d)
+    close(
+        jq,
+        0.5 * c[:, None].astype(mx.float32) * mx.exp(lq) * ((lq - m) - j[1].astype(mx.float32)[:, None]),
+        d,
+    )

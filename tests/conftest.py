@@ -13,6 +13,21 @@ blas.load()
 import mlx.core as mx  # noqa: E402  after BLAS
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--metal-order",
+        type=int,
+        default=0,
+        help="order of lanes and threadgroups in simulated kernels: 0 up, 1 down, else a seed to shuffle by",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from tests.metalsim.settings import config as simulator
+
+    simulator.order = config.getoption("metal_order")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _streams() -> Iterator[None]:
     """Threads that used MLX must not outlive the interpreter."""

@@ -1,76 +1,91 @@
-"""Our generated source must equal, byte for byte, what the installed MLX generates.  MLX prints it (verbose=True) while tracing
-for export, which works without Metal."""
+"""The source that we make is, byte for byte, what the installed MLX makes.
+
+MLX prints its own while it traces a function for export, which needs no Metal.
+"""
 
 import os
 import sys
 import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
 
-from tests import metalsim as ms
+from tests import metalsim
+from tests.metalsim.codegen import ATTRIBUTES
 
 
-def mlx_source(name, ins, outs, source, header, atomic, inputs, shapes, dtypes, template):
-    k = mx.fast.metal_kernel(
-        name=name, input_names=ins, output_names=outs, source=source, header=header, atomic_outputs=atomic
+class Case(NamedTuple):
+    inputs: dict[str, mx.array]
+    outputs: dict[str, mx.Dtype]
+    source: str
+    header: str = ""
+    atomic: bool = False
+    template: list[tuple[str, Any]] | None = None
+
+
+def said_by_mlx(case: Case, folder: Path) -> str:
+    kernel = mx.fast.metal_kernel(
+        name="k",
+        input_names=list(case.inputs),
+        output_names=list(case.outputs),
+        source=case.source,
+        header=case.header,
+        atomic_outputs=case.atomic,
     )
 
-    def f(*xs):
-        return k(
-            inputs=list(xs),
-            template=template,
+    def traced(*inputs: mx.array) -> list[mx.array]:
+        return kernel(
+            inputs=list(inputs),
+            template=case.template,
             grid=(8, 1, 1),
             threadgroup=(8, 1, 1),
-            output_shapes=shapes,
-            output_dtypes=dtypes,
+            output_shapes=[(64,)] * len(case.outputs),
+            output_dtypes=list(case.outputs.values()),
             verbose=True,
         )
 
-    with tempfile.TemporaryFile() as t, tempfile.TemporaryDirectory() as d:
+    with tempfile.TemporaryFile() as file:  # MLX prints from C++
         sys.stdout.flush()
-        old = os.dup(1)
-        os.dup2(t.fileno(), 1)
+        before = os.dup(1)
+        os.dup2(file.fileno(), 1)
         try:
-            mx.export_function(os.path.join(d, "e.mlxfn"), f, *inputs)
+            mx.export_function(str(folder / "traced.mlxfn"), traced, *case.inputs.values())
         finally:
-            os.dup2(old, 1)
-            os.close(old)
-        t.seek(0)
-        s = t.read().decode()
-    return s[s.index("```\n") + 4 : s.rindex("\n```")]
+            os.dup2(before, 1)
+            os.close(before)
+        file.seek(0)
+        text = file.read().decode()
+    return text[text.index("```\n") + 4 : text.rindex("\n```")]
 
 
-A = mx.zeros
 CASES = [
-    (["x"], ["o"], "o[0]=x[0];", "", False, [A((4,))], [(4,)], [mx.float32], None),
-    (
-        ["x", "s"],
-        ["o", "p"],
-        "uint i=thread_position_in_grid.x; o[i]=x[i]*s+x_shape[0]+x_strides[0]+x_ndim; p[i]=thread_index_in_simdgroup;",
+    Case({"x": mx.zeros(4)}, {"o": mx.float32}, "o[0]=x[0];"),
+    Case(
+        {"x": mx.zeros((4, 16)), "s": mx.array(2.0)},
+        {"o": mx.float16, "p": mx.uint32},
+        "uint i=thread_position_in_grid.x; o[i]=x[i]*s+x_shape[0]+x_strides[0]+x_ndim;"
+        " p[i]=thread_index_in_simdgroup;",
         "inline float f(float x){return x;}\n",
-        False,
-        [A((4, 16)), mx.array(2.0)],
-        [(64,), (64,)],
-        [mx.float16, mx.uint32],
-        [("T", mx.bfloat16), ("N", 4), ("B", True), ("C", False)],
+        template=[("T", mx.bfloat16), ("N", 4), ("B", True), ("C", False)],
     ),
-    (
-        ["x", "y", "z"],
-        ["o"],
-        "threads_per_threadgroup threadgroup_position_in_grid simdgroup_index_in_threadgroup y_shape z_strides",
-        "",
-        True,
-        [A((7,)), A((8,), mx.int64), A((3, 3), mx.bool_)],
-        [(64,)],
-        [mx.float32],
-        [("T", mx.complex64)],
+    Case(
+        {"x": mx.zeros(7), "y": mx.zeros(8, mx.int64), "z": mx.zeros((3, 3), mx.bool_)},
+        {"o": mx.float32},
+        "threads_per_threadgroup threadgroup_position_in_grid simdgroup_index_in_threadgroup"
+        " y_shape z_strides",
+        atomic=True,
+        template=[("T", mx.complex64)],
     ),
+    Case({"x": mx.zeros(8)}, {"o": mx.float32}, " ".join(ATTRIBUTES)),
 ]
 
 
-@pytest.mark.parametrize("c", CASES)
-def test_same_source(c):
-    ins, outs, src, hdr, atomic, inputs, shapes, dts, tmpl = c
-    want = mlx_source("k", ins, outs, src, hdr, atomic, inputs, shapes, dts, tmpl)
-    assert ms.Kernel("k", ins, outs, src, hdr, True, atomic).mlx_source(inputs, dts, tmpl) == want
+@pytest.mark.parametrize("case", CASES)
+def test_the_source_is_mlxs_own(case: Case, tmp_path: Path) -> None:
+    kernel = metalsim.metal_kernel(
+        "k", list(case.inputs), list(case.outputs), case.source, case.header, atomic_outputs=case.atomic
+    )
+    ours = kernel.mlx_source(list(case.inputs.values()), list(case.outputs.values()), case.template)
+    assert ours == said_by_mlx(case, tmp_path)

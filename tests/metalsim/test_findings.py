@@ -1,110 +1,124 @@
-"""Every kind of mistake the simulator must see."""
+"""Every kind of mistake that the simulator must see, and that it says where."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from tests import metalsim as ms
+from tests import metalsim
+from tests.metalsim.trial import run
 
-
-def run(
-    src, n=64, tg=64, x=None, out=None, dt=mx.float32, header="", init=None, inputs=None, names=("x",), **kw
-):
-    x = mx.arange(n).astype(mx.float32) if x is None else x
-    k = ms.metal_kernel("k", list(names), ["o"], src, header)
-    with ms.configure(**kw):
-        return k(
-            inputs=inputs or [x],
-            grid=(n, 1, 1),
-            threadgroup=(tg, 1, 1),
-            output_shapes=[(out or n,)],
-            output_dtypes=[dt],
-            init_value=init,
-        )[0]
-
-
-I = "uint i = thread_position_in_grid.x; uint l = thread_index_in_threadgroup; uint lane = thread_index_in_simdgroup; (void)i; (void)l; (void)lane;\n"
-BAD = {
+WAIT = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+MISTAKES = {
     "oob-read": "o[i] = x[i + 1];",
     "oob-write": "o[i + 1] = x[i];",
     "write-to-const": "((device float*)x)[i] = 1; o[i] = 0;",
-    "uninitialised-read": "threadgroup float s[64]; if (l < 63) s[l] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); o[i] = s[l];",
+    "uninitialised-read": f"threadgroup float s[64]; if (l < 63) s[l] = x[i]; {WAIT} o[i] = s[l];",
     "race": "threadgroup float s[64]; s[l] = x[i]; o[i] = s[63 - l];",
-    "barrier-divergence": "if (l < 32) threadgroup_barrier(mem_flags::mem_none);\n else threadgroup_barrier(mem_flags::mem_none);\n o[i] = 0;",
-    "barrier-after-exit": "o[i] = 0; if (l >= 60) return; threadgroup_barrier(mem_flags::mem_none);",
+    "barrier-divergence": f"if (l < 32) {WAIT}\n else {WAIT}\n o[i] = 0;",
+    "barrier-after-exit": f"o[i] = 0; if (l >= 60) return; {WAIT}",
     "shuffle-from-inactive-lane": "o[i] = simd_shuffle(x[i], 32);",
     "array-index": "float a[4] = {0, 0, 0, 0}; a[l & 7] = 1; o[i] = a[0];",
     "misaligned": "o[i] = 0; if (i < 8) { float4 v = *(const device float4*)(x + i); o[i] = v.x + v.w; }",
-    "threadgroup-oob": "threadgroup float s[64]; threadgroup float t[64]; threadgroup float* p = s; p[l + 1] = 1; t[l] = 2; threadgroup_barrier(mem_flags::mem_threadgroup); o[i] = s[l | 1] + t[l];",
+    "threadgroup-oob": f"""
+        threadgroup float s[64]; threadgroup float t[64]; threadgroup float* p = s;
+        p[l + 1] = 1; t[l] = 2; {WAIT} o[i] = s[l | 1] + t[l];""",
     "wild-pointer": "o[i] = *((const device float*)((ulong)x * 3));",
     "timeout": "o[i] = 0; while (x[i] >= 0) {}",
     "integer-division": "int z = (int)x[0]; o[i] = l / z;",
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_bad(kind):
-    with pytest.raises(ms.MetalSimError) as e:
-        run(I + BAD[kind], timeout=2.0, severity={"benign-race": "error"})
-    kinds = {f.kind for f in e.value.report.errors}
-    assert kind in kinds, str(e.value)
-    print(e.value)
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_mistake_is_found(kind: str) -> None:
+    with pytest.raises(metalsim.MetalSimError) as error:
+        run(MISTAKES[kind], timeout=1.0, severity={"benign-race": "error"})
+    assert kind in {finding.kind for finding in error.value.report.errors}, str(error.value)
 
 
-def test_race_across_simdgroups_only_without_tg_barrier():
-    src = (
-        I
-        + "threadgroup float s[64]; s[l] = x[i]; simdgroup_barrier(mem_flags::mem_threadgroup); o[i] = s[%s];"
-    )
-    run(src % "l ^ 1")
-    with pytest.raises(ms.MetalSimError):
-        run(src % "l ^ 32")
+def test_a_finding_says_who_what_and_where() -> None:
+    with pytest.raises(metalsim.MetalSimError) as error:
+        run("threadgroup float s[64]; s[l] = x[i];\n\n  o[i] = simd_sum(x[i + 1]) + s[63 - l];")
+    told = [str(finding) for finding in error.value.report.errors]
+    where = "threadgroup 0 thread 63: 4 bytes at `x` byte 256 (element 64 of 64)"
+    assert f"error: k.metal:4:19: [oob-read] {where}" in told
+    race = next(line for line in told if "race" in line and "read by" in line.split("races")[0])
+    assert race.startswith("error: k.metal:4:31: [race] read by threadgroup 0 thread")
+    assert "threadgroup `s`" in race and " at k.metal:2:" in race
 
 
-def test_barrier_flag_matters():
-    src = (
-        I
-        + "o[i] = x[i]; threadgroup_barrier(mem_flags::%s); float v = o[l ^ 33]; threadgroup_barrier(mem_flags::mem_device); o[i] = v;"
-    )
-    run(src % "mem_device")
-    with pytest.raises(ms.MetalSimError):
-        run(src % "mem_threadgroup")
+def test_the_line_is_the_kernels_own_where_a_function_of_metal_reads() -> None:
+    with pytest.raises(metalsim.MetalSimError) as error:
+        run(
+            "simdgroup_float8x8 m;\n  simdgroup_load(m, x + 1, 8);\n  simdgroup_store(m, o, 8);",
+            32,
+            32,
+            out=64,
+        )
+    assert {f.where.rpartition(":")[0] for f in error.value.report.errors} == {"k.metal:3"}
 
 
-def test_race_between_threadgroups():
-    with pytest.raises(ms.MetalSimError):
-        run(I + "o[l] = x[i];", n=128)
-    with pytest.raises(ms.MetalSimError):
-        run(I + "if (l == 0) { if (i == 0) o[0] = x[i]; else o[0] += x[i]; }", n=128, out=1)
+def test_a_simdgroup_barrier_orders_its_own_simdgroup_only() -> None:
+    body = """
+        threadgroup float s[64]; s[l] = x[i];
+        simdgroup_barrier(mem_flags::mem_threadgroup); o[i] = s[%s];"""
+    run(body % "l ^ 1")
+    with pytest.raises(metalsim.MetalSimError):
+        run(body % "l ^ 32")
 
 
-def test_benign_race_is_a_warning():
-    run(I + "o[i] = x[i]; o[0] = 0;")
-    assert [f.kind for f in ms.last().findings] == ["benign-race"]
-
-
-def test_unwritten_output():
-    run(I + "if (i != 7) o[i] = x[i];")
-    assert "output-not-written" in {f.kind for f in ms.last().findings}
-    run(I + "if (i != 7) o[i] = x[i];", init=0.0)
-    assert not ms.last().findings
-
-
-def test_simd_divergence_active_lanes():
-    o = run(I + "o[i] = 0; if (lane < 5) o[i] = simd_sum(1.0f);", n=32, tg=32)
-    assert np.array(o).tolist() == [5.0] * 5 + [0.0] * 27
-    assert "simd-divergence" in {f.kind for f in ms.last().findings}
-
-
-def test_implicit_bfloat():
-    with pytest.raises(ms.MetalSimError) as e:
-        run(I + "o[i] = x[i] * 2.0f;", dt=mx.bfloat16)
-    assert e.value.report.errors[0].kind == "bfloat-implicit-conversion"
-    run(I + "o[i] = static_cast<bfloat>(x[i] * 2.0f);", dt=mx.bfloat16)
+def test_a_barrier_orders_the_memory_that_it_names() -> None:
+    body = """
+        o[i] = x[i]; threadgroup_barrier(mem_flags::%s); float v = o[l ^ 33];
+        threadgroup_barrier(mem_flags::mem_device); o[i] = v;"""
+    run(body % "mem_device")
+    with pytest.raises(metalsim.MetalSimError):
+        run(body % "mem_threadgroup")
 
 
 @pytest.mark.parametrize(
-    "src",
+    ("body", "out"),
+    [("o[l] = x[i];", None), ("if (l == 0) { if (i == 0) o[0] = x[i]; else o[0] += x[i]; }", 1)],
+)
+def test_threadgroups_race(body: str, out: int | None) -> None:
+    with pytest.raises(metalsim.MetalSimError):
+        run(body, n=128, out=out)
+
+
+def test_a_second_reader_does_not_hide_the_first() -> None:
+    body = "threadgroup float s[2]; s[0] = 1; " + WAIT
+    with pytest.raises(metalsim.MetalSimError) as error:
+        run(body + "o[i] = 0; if (l == 0 || l == 40) o[i] = s[0]; if (l == 40) s[0] = 2;")
+    assert "race" in {finding.kind for finding in error.value.report.errors}
+
+
+def test_a_race_of_equal_values_is_a_warning() -> None:
+    run("o[i] = x[i]; o[0] = 0;")
+    assert [(f.kind, f.severity) for f in metalsim.last().findings] == [("benign-race", "warn")]
+    run("o[i] = x[i]; o[0] = 0;", severity={"benign-race": "ignore"})
+    assert metalsim.last().findings == []
+
+
+def test_an_output_not_written_is_told() -> None:
+    run("if (i != 7) o[i] = x[i];")
+    assert [f.text for f in metalsim.last().findings] == ["1 of 64 elements were never written"]
+    run("if (i != 7) o[i] = x[i];", init=0.0)
+    assert metalsim.last().findings == []
+
+
+def test_lanes_that_diverge_are_told_and_left_out() -> None:
+    o = run("o[i] = 0; if (lane < 5) o[i] = simd_sum(1.0f);", n=32, group=32)
+    assert o.tolist() == [5.0] * 5 + [0.0] * 27
+    assert "simd-divergence" in metalsim.last().kinds
+
+
+def test_bfloat_is_never_converted_to_silently() -> None:
+    with pytest.raises(metalsim.MetalSimError) as error:
+        run("o[i] = x[i] * 2.0f;", dtype=mx.bfloat16)
+    assert [f.kind for f in error.value.report.errors] == ["bfloat-implicit-conversion"]
+    run("o[i] = static_cast<bfloat>(x[i] * 2.0f);", dtype=mx.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "body",
     [
         "threadgroup float s[4]; device float* p = s; o[i] = p[0];",
         "float* p = o; p[i] = 0;",
@@ -118,80 +132,23 @@ def test_implicit_bfloat():
         "half h = bfloat(1.0f); o[i] = h;",
     ],
 )
-def test_compile_errors(src):
-    with pytest.raises(ms.MetalCompileError):
-        run(I + src, header="inline float f(threadgroup float* p) { return p[0]; }")
+def test_what_metal_does_not_compile(body: str) -> None:
+    with pytest.raises(metalsim.MetalCompileError, match=r"k\.metal:2:\d+: error"):
+        run(body, header="inline float f(threadgroup float* p) { return p[0]; }")
 
 
-def test_nonuniform_edge_threadgroup_and_orders():
-    src = I + "o[i] = simd_sum(x[i]) + threads_per_threadgroup.x;"
-    ref = None
-    for order in (0, 1, 5):
-        o = np.array(run(src, n=100, tg=64, order=order))
-        ref = o if ref is None else ref
-        assert (o == ref).all() and o[99] == sum(range(96, 100)) + 36
+@pytest.mark.parametrize(
+    ("body", "group", "message"),
+    [
+        ("threadgroup float s[8193]; s[l] = 0; o[i] = s[l];", 64, "32772 exceeds the 32768 bytes"),
+        ("o[i] = 0;", 1025, "1025"),
+    ],
+)
+def test_limits_of_a_threadgroup(body: str, group: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(body, group=group)
 
 
-def test_half_and_bfloat_round_each_operation():
-    x = mx.array([0.1, 0.2, 0.3] * 10 + [1, 2], mx.float16)
-    o = run(I + "o[i] = x[i] * x[i] + x[i];", n=32, tg=32, x=x, dt=mx.float16)
-    assert (np.array(o) == np.array(x * x + x)).all()
-    x = x.astype(mx.bfloat16)
-    o = run(I + "o[i] = x[i] * x[i] + x[i];", n=32, tg=32, x=x, dt=mx.bfloat16)
-    assert mx.array_equal(o, x * x + x).item()
-
-
-def test_atomics():
-    k = ms.metal_kernel(
-        "k",
-        ["x"],
-        ["o"],
-        "atomic_fetch_add_explicit(&o[thread_position_in_grid.x % 4], x[thread_position_in_grid.x], memory_order_relaxed);",
-        atomic_outputs=True,
-    )
-    o = k(
-        inputs=[mx.arange(128).astype(mx.float32)],
-        grid=(128, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(4,)],
-        output_dtypes=[mx.float32],
-        init_value=0,
-    )[0]
-    assert np.array(o).tolist() == [sum(range(j, 128, 4)) for j in range(4)]
-
-
-def test_strides():
-    x = mx.arange(48).reshape(6, 8).astype(mx.bfloat16).T
-    k = ms.metal_kernel(
-        "k",
-        ["x"],
-        ["o"],
-        "uint i = thread_position_in_grid.x; o[i] = x[elem_to_loc(i, x_shape, x_strides, x_ndim)];",
-        ensure_row_contiguous=False,
-    )
-    o = k(
-        inputs=[x], grid=(48, 1, 1), threadgroup=(48, 1, 1), output_shapes=[x.shape], output_dtypes=[x.dtype]
-    )[0]
-    assert mx.array_equal(o, x).item()
-
-
-def test_simdgroup_matrix():
-    src = """
-    simdgroup_half8x8 a, b; simdgroup_float8x8 c = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    for (int k = 0; k < 24; k += 8) { simdgroup_load(a, x + k, 24); simdgroup_load(b, y + k, 24, ulong2(0, 0), true); simdgroup_multiply_accumulate(c, a, b, c); }
-    simdgroup_store(c, o, 8);"""
-    x, y = (mx.random.normal((8, 24)).astype(mx.float16) for _ in range(2))
-    o = run(src, n=32, tg=32, inputs=[x, y], names=("x", "y"), out=64)
-    assert np.allclose(
-        np.array(o).reshape(8, 8), np.array(x, np.float32) @ np.array(y, np.float32).T, atol=1e-4
-    )
-
-
-def test_vectors():
-    src = (
-        I
-        + """
-    float4 a = float4(x[0], float2(1, 2), 3); a.yz = a.zy; half4 h = half4(a); vec<float, 2> b = vec<float, 2>(1.5f, 2.5f);
-    using V = vec<int, 4>; V v = V(1, 2, 3, 4); o[i] = float(h.y) + b.x + dot(a, float4(v)) + as_type<float>(as_type<uint>(a.w)) + any(v == V(4)) + select(1.0f, 2.0f, true) + 1.0h;"""
-    )
-    assert np.array(run(src))[0] == 2 + 1.5 + (2 * 2 + 1 * 3 + 3 * 4) + 3 + 1 + 2 + 1
+def test_more_buffers_than_metal_has() -> None:
+    with pytest.raises(ValueError, match="32 buffers; Metal allows 31"):
+        run("o[i] = 0;", inputs={f"x{k}": mx.zeros(1) for k in range(31)})

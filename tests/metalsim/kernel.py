@@ -105,7 +105,7 @@ class Buffers:
             )
         )
 
-    def traffic(self, run: Sequence[abi.Buf]) -> dict[str, Traffic]:
+    def traffic(self, run: ctypes.Array[abi.Buf]) -> dict[str, Traffic]:
         return {
             name.text: Traffic(name.size, buffer.read_bytes, buffer.written_bytes, flags)
             for name, buffer, flags in zip(self.names, run, self.flags, strict=True)
@@ -245,7 +245,7 @@ class Kernel:
             elif kind == "in":
                 bound.add(self.input_names[i], span(views[i]), None, views[i].itemsize)
             else:
-                layout = {
+                layout: np.ndarray = {
                     "_shape": np.array(views[i].shape, np.int32),
                     "_strides": np.array([s // views[i].itemsize for s in views[i].strides], np.int64),
                     "_ndim": np.array(views[i].ndim, np.int32),

@@ -68,11 +68,11 @@ class Traffic:
     @property
     def was_read(self) -> np.ndarray:
         """bool [size]: which bytes were."""
-        return (self.flags & abi.READ) != 0
+        return np.not_equal(self.flags & abi.READ, 0)
 
     @property
     def was_written(self) -> np.ndarray:
-        return (self.flags & abi.WRITTEN) != 0
+        return np.not_equal(self.flags & abi.WRITTEN, 0)
 
     @property
     def read_unique(self) -> int:

@@ -51,6 +51,12 @@ def test_no_bytes_are_counted_unchecked() -> None:
     assert metalsim.last().traffic == {}
 
 
+def test_unchecked_values_are_the_same_to_the_bit() -> None:
+    body = "float s = 0; for (uint k = 0; k < 64; k++) s += exp(x[k]) * x[i]; o[i] = simd_sum(s) / 3.0;"
+    x = mx.array(np.random.default_rng(0).normal(size=64).astype(np.float32))
+    assert mx.array_equal(run(body, x=x), run(body, x=x, checked=False)).item()
+
+
 @pytest.mark.parametrize("threadgroups", [4, 7, 12])
 def test_the_order_of_threadgroups_and_lanes(threadgroups: int) -> None:
     """Each thread takes the next number: a seed gives one order, each number once."""

@@ -112,3 +112,15 @@ def paged_attention(
         o = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=mask, sinks=sinks)
         out.append(o.transpose(0, 2, 1, 3).reshape(g.hi - g.lo, heads, -1))
     return mx.concatenate(out) if len(out) > 1 else out[0]
+
+
+def small_qmm(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
+) -> mx.array:
+    """x dequant(w)^T, weights, products and sums in fp32, rounded once.
+
+    x [M, K] float; w uint32 [N, K * bits / 32], scales and biases [N, K / group_size]: affine, as mx.quantize
+    makes them. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit."""
+    exact = [a.astype(mx.float32) for a in (scales, biases)]
+    y = mx.quantized_matmul(x.astype(mx.float32), w, *exact, group_size=group_size, bits=bits)
+    return y.astype(x.dtype)

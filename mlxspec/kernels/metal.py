@@ -1,0 +1,62 @@
+"""Kernels of metal/*.metal as MLX calls: a file is the header, the body is one line that calls its function.
+
+Rule: same signature as the reference; whether a kernel may be used on a machine is not decided here.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxspec.types import Unfit
+
+ROWS = 16  # that small_qmm takes
+COLUMNS = 4  # QMM_COLUMNS in small_qmm.metal
+SIMDS = 2  # SIMD-groups of a threadgroup: they share nothing but the cache
+
+
+@cache
+def source(name: str) -> str:
+    """The text of metal/<name>.metal: from the installed wheel, or else from the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "_data/metal"
+    return ((installed if installed.is_dir() else package.parent / "metal") / f"{name}.metal").read_text("utf-8")
+
+
+@cache
+def _small_qmm(make: Callable[..., Any]) -> Callable[..., list[mx.array]]:
+    """By `make`, so that a kernel made by a simulator is not kept for the device."""
+    body = (
+        "small_qmm<M, BITS, GROUP>(x, w, scales, biases, y, w_shape[0], x_shape[1],"
+        f" {SIMDS} * threadgroup_position_in_grid.x + simdgroup_index_in_threadgroup,"
+        " thread_index_in_simdgroup);"
+    )
+    kernel: Callable[..., list[mx.array]] = make(
+        "small_qmm", ["x", "w", "scales", "biases"], ["y"], body, source("small_qmm")
+    )
+    return kernel
+
+
+def small_qmm(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
+) -> mx.array:
+    """As reference.small_qmm; raises Unfit for what the kernel does not do."""
+    rows, columns, k = x.shape[0], w.shape[0], x.shape[1]
+    if not 1 <= rows <= ROWS or bits not in (4, 8) or group_size not in (32, 64, 128) or k % group_size:
+        raise Unfit(
+            f"small_qmm takes 1 to {ROWS} rows, 4 or 8 bits and groups of 32, 64 or 128 that divide K; here are"
+            f" {rows} rows, bits = {bits}, group_size = {group_size}, K = {k}; use mx.quantized_matmul"
+        )
+    if columns < 8:  # MLX gives the kernel arrays of fewer than 8 elements in another address space
+        raise Unfit(f"small_qmm takes 8 columns or more, here are {columns}; use mx.quantized_matmul")
+    groups = -(-columns // (SIMDS * COLUMNS))
+    return _small_qmm(mx.fast.metal_kernel)(
+        inputs=[x, w, scales, biases],
+        template=[("M", rows), ("BITS", bits), ("GROUP", group_size)],
+        grid=(32 * SIMDS * groups, 1, 1),
+        threadgroup=(32 * SIMDS, 1, 1),
+        output_shapes=[(rows, columns)],
+        output_dtypes=[x.dtype],
+    )[0]

@@ -1,0 +1,110 @@
+"""small_qmm in the simulator: the reference's values, rows that do not know of each other, weights read once."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxspec.kernels import metal, reference
+from mlxspec.types import Unfit
+from tests import metalsim
+
+ROUNDING = {mx.float32: 0.0, mx.float16: 2**-10, mx.bfloat16: 2**-7}  # one step of the result
+SUMMING = 1e-6  # of the sum of the products' magnitudes, in fp32
+ODD = 13  # columns: neither of a SIMD-group's nor of a threadgroup's count
+Weights = tuple[mx.array, mx.array, mx.array]
+
+
+def some(rows: int, columns: int, k: int, group: int, bits: int, dtype: mx.Dtype) -> tuple[mx.array, Weights]:
+    rng = np.random.default_rng(k)
+    x, w = (mx.array(rng.normal(size=(n, k)).astype(np.float32)).astype(dtype) for n in (rows, columns))
+    return x, mx.quantize(w, group, bits)
+
+
+def simulated(x: mx.array, weights: Weights, group: int, bits: int, order: int = 0) -> mx.array:
+    with metalsim.patch(order=order):
+        return metal.small_qmm(x, *weights, group, bits)
+
+
+def check(y: mx.array, x: mx.array, weights: Weights, group: int, bits: int) -> None:
+    want = reference.small_qmm(x, *weights, group, bits)
+    assert y.dtype == want.dtype and y.shape == want.shape
+    got, want = (np.array(a.astype(mx.float32)) for a in (y, want))
+    w = mx.dequantize(weights[0], *(a.astype(mx.float32) for a in weights[1:]), group, bits)
+    allowed = SUMMING * np.abs(np.array(x.astype(mx.float32))) @ np.abs(np.array(w)).T
+    assert (np.abs(got - want) <= allowed + ROUNDING[x.dtype] * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_reference_is_the_product_with_dequantized_weights(group: int, bits: int) -> None:
+    x, (w, scales, biases) = some(3, ODD, 384, group, bits, mx.bfloat16)
+    q = (np.array(w)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
+    s, b, rows = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (scales, biases, x))
+    dense = (q.reshape(ODD, -1, group) * s[..., None] + b[..., None]).reshape(ODD, -1)
+    got = np.array(reference.small_qmm(x, w, scales, biases, group, bits).astype(mx.float32))
+    assert np.allclose(got, rows @ dense.T, rtol=2**-8, atol=1e-5)
+
+
+def rows_of_any_count(group: int, bits: int, dtype: mx.Dtype, counts: range | tuple[int, ...]) -> None:
+    """All of 16 rows against the reference, and fewer of them to the bit."""
+    x, weights = some(16, ODD, 5 * group, group, bits, dtype)
+    whole = simulated(x, weights, group, bits)
+    check(whole, x, weights, group, bits)
+    for count in counts:
+        assert mx.array_equal(simulated(x[:count], weights, group, bits), whole[:count]), count
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_row_does_not_depend_on_the_count_of_rows(group: int, bits: int, dtype: mx.Dtype) -> None:
+    rows_of_any_count(group, bits, dtype, (1, 2, 5, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_for_every_count_of_rows(group: int, bits: int, dtype: mx.Dtype) -> None:
+    rows_of_any_count(group, bits, dtype, range(1, 16))
+
+
+@pytest.mark.parametrize("order", [0, 1, 7])
+@pytest.mark.parametrize("columns", [8, 9, 15, 24])
+@pytest.mark.parametrize("k", [32, 96, 256, 288, 992])
+def test_shapes(k: int, columns: int, order: int) -> None:
+    x, weights = some(3, columns, k, 32, 4, mx.bfloat16)
+    check(simulated(x, weights, 32, 4, order), x, weights, 32, 4)
+
+
+def test_scales_of_another_dtype_than_the_rows() -> None:
+    x, weights = some(3, ODD, 128, 64, 4, mx.bfloat16)
+    x = x.astype(mx.float32)
+    check(simulated(x, weights, 64, 4), x, weights, 64, 4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_a_row_that_overflows_leaves_its_neighbours(bad: float) -> None:
+    x, weights = some(5, ODD, 320, 64, 8, mx.float32)
+    want = simulated(x, weights, 64, 8)
+    x[2] = bad
+    got = simulated(x, weights, 64, 8)
+    assert not mx.isfinite(got[2]).all()
+    assert all(mx.array_equal(got[i], want[i]) for i in (0, 1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "rows, columns, k, group, bits, why",
+    [
+        (17, 8, 64, 64, 4, "17 rows"),
+        (2, 8, 64, 64, 2, "bits = 2"),
+        (2, 8, 64, 64, 6, "bits = 6"),
+        (2, 7, 64, 64, 4, "8 columns or more, here are 7"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(
+    rows: int, columns: int, k: int, group: int, bits: int, why: str
+) -> None:
+    x, weights = some(rows, columns, k, group, bits, mx.float16)
+    with pytest.raises(Unfit, match=why):
+        simulated(x, weights, group, bits)

@@ -22,7 +22,8 @@ def source(name: str) -> str:
     """The text of metal/<name>.metal: from the installed wheel, or else from the checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "_data/metal"
-    return ((installed if installed.is_dir() else package.parent / "metal") / f"{name}.metal").read_text("utf-8")
+    path = installed if installed.is_dir() else package.parent / "metal"
+    return (path / f"{name}.metal").read_text("utf-8")
 
 
 @cache
@@ -46,8 +47,8 @@ def small_qmm(
     rows, columns, k = x.shape[0], w.shape[0], x.shape[1]
     if not 1 <= rows <= ROWS or bits not in (4, 8) or group_size not in (32, 64, 128) or k % group_size:
         raise Unfit(
-            f"small_qmm takes 1 to {ROWS} rows, 4 or 8 bits and groups of 32, 64 or 128 that divide K; here are"
-            f" {rows} rows, bits = {bits}, group_size = {group_size}, K = {k}; use mx.quantized_matmul"
+            f"small_qmm takes 1 to {ROWS} rows, 4 or 8 bits and groups of 32, 64 or 128 that divide K; here"
+            f" are {rows} rows, bits = {bits}, group_size = {group_size}, K = {k}; use mx.quantized_matmul"
         )
     if columns < 8:  # MLX gives the kernel arrays of fewer than 8 elements in another address space
         raise Unfit(f"small_qmm takes 8 columns or more, here are {columns}; use mx.quantized_matmul")

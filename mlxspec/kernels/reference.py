@@ -121,6 +121,6 @@ def small_qmm(
 
     x [M, K] float; w uint32 [N, K * bits / 32], scales and biases [N, K / group_size]: affine, as mx.quantize
     makes them. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit."""
-    exact = [a.astype(mx.float32) for a in (scales, biases)]
-    y = mx.quantized_matmul(x.astype(mx.float32), w, *exact, group_size=group_size, bits=bits)
+    s, b = scales.astype(mx.float32), biases.astype(mx.float32)
+    y = mx.quantized_matmul(x.astype(mx.float32), w, s, b, group_size=group_size, bits=bits)
     return y.astype(x.dtype)

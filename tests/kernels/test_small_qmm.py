@@ -1,4 +1,4 @@
-"""small_qmm in the simulator: the reference's values, rows that do not know of each other, weights read once."""
+"""small_qmm in the simulator: the reference's values, rows that do not know of each other."""
 
 import mlx.core as mx
 import numpy as np

@@ -11,7 +11,21 @@ constant constexpr int QMM_RUN = 8;               // values of a column that a l
 constant constexpr int QMM_SPAN = 32 * QMM_RUN;   // values of a column that a SIMD-group holds at once
 constant constexpr int QMM_COLUMNS = 4;           // columns of a SIMD-group: what a loaded x is used for
 
-// What lane `lane` holds of a column's span that starts at k0: QMM_RUN values, 0 past the column's end.
+// QMM_RUN values of a column from its words on.
+template <int BITS>
+void qmm_unpack(const device uint* words, float scale, float bias, thread float* values) {
+  constexpr int PER_WORD = 32 / BITS;
+#pragma unroll
+  for (int i = 0; i < QMM_RUN; i += PER_WORD) {
+    const uint word = words[i / PER_WORD];
+#pragma unroll
+    for (int j = 0; j < PER_WORD; j++) {
+      values[i + j] = fma(scale, float((word >> (BITS * j)) & ((1u << BITS) - 1)), bias);
+    }
+  }
+}
+
+// What lane `lane` holds of a column's span that starts at k0: QMM_RUN values, none past the column's end.
 // All lanes must call this together: a scale is loaded by one of them and handed to those that need it.
 template <int BITS, int GROUP, typename S>
 void qmm_run(
@@ -31,15 +45,9 @@ void qmm_run(
   const ushort owner = ushort(QMM_RUN * lane / GROUP);
   scale = simd_shuffle(scale, owner);
   bias = simd_shuffle(bias, owner);
-  constexpr int PER_WORD = 32 / BITS;
   const int k = k0 + QMM_RUN * int(lane);
-#pragma unroll
-  for (int i = 0; i < QMM_RUN; i += PER_WORD) {
-    const uint word = k < K ? words[(k + i) / PER_WORD] : 0;
-#pragma unroll
-    for (int j = 0; j < PER_WORD; j++) {
-      values[i + j] = fma(scale, float((word >> (BITS * j)) & ((1u << BITS) - 1)), bias);
-    }
+  if (k < K) {
+    qmm_unpack<BITS>(words + k / QMM_RUN * (QMM_RUN * BITS / 32), scale, bias, values);
   }
 }
 
@@ -92,6 +100,123 @@ void small_qmm(
       if (lane == 0 && c < columns) {
         y[m * N + n0 + c] = T(sum);
       }
+    }
+  }
+}
+
+constant constexpr int QMM_TILES = 2;                 // of 8 columns, that a SIMD-group computes
+constant constexpr int QMM_SPLIT = 4;                 // SIMD-groups that share K
+constant constexpr int QMM_BLOCK = 128;               // values of a column that a SIMD-group takes in turn
+constant constexpr int QMM_WIDTH = 8 * QMM_TILES;     // columns of a threadgroup
+
+// The same by simdgroup_matrix. A threadgroup of QMM_SPLIT SIMD-groups computes QMM_WIDTH columns of all rows.
+// In a fragment of the weights, which is [8 of K, 8 columns], a lane holds two columns at `row`; in one of x,
+// [8 rows, 8 of K], two of K. What counts as "of K" is free as long as both agree: step i takes value i of each
+// of 8 runs, so that a lane reads whole runs. `partial` has QMM_SPLIT * ceil(M / 8) * 8 * QMM_WIDTH floats.
+template <int M, int BITS, int GROUP, typename T, typename S>
+void small_qmm_matrix(
+    const device T* x,
+    const device uint* w,
+    const device S* scales,
+    const device S* biases,
+    device T* y,
+    int N,
+    int K,
+    threadgroup float* partial,
+    uint tile,
+    uint simd,
+    uint lane) {
+  constexpr int ROW_TILES = (M + 7) / 8;
+  constexpr int GROUPS = QMM_BLOCK / GROUP;
+  const int row = int((lane & 16) >> 2 | (lane & 6) >> 1);
+  const int pair = int((lane & 8) >> 1 | (lane & 1) << 1);
+  const int n0 = QMM_WIDTH * int(tile);
+  simdgroup_float8x8 sums[ROW_TILES][QMM_TILES];
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+    for (int t = 0; t < QMM_TILES; t++) {
+      sums[r][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+  }
+  for (int k0 = QMM_BLOCK * int(simd); k0 < K; k0 += QMM_BLOCK * QMM_SPLIT) {
+    float scale[QMM_TILES][2] = {}, bias[QMM_TILES][2] = {};  // of group `row` of the block
+#pragma unroll
+    for (int t = 0; t < QMM_TILES; t++) {
+#pragma unroll
+      for (int p = 0; p < 2; p++) {
+        const int n = n0 + 8 * t + pair + p;
+        const int group = k0 / GROUP + row;
+        if (row < GROUPS && group < K / GROUP && n < N) {
+          scale[t][p] = float(scales[size_t(n) * (K / GROUP) + group]);
+          bias[t][p] = float(biases[size_t(n) * (K / GROUP) + group]);
+        }
+      }
+    }
+    for (int k8 = 0; k8 < QMM_BLOCK && k0 + k8 < K; k8 += 8 * QMM_RUN) {
+      float at[ROW_TILES][2][QMM_RUN] = {};
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+          const int m = 8 * r + row;
+          const int k = k0 + k8 + QMM_RUN * (pair + p);
+          if (m < M && k < K) {
+#pragma unroll
+            for (int i = 0; i < QMM_RUN; i++) {
+              at[r][p][i] = float(x[m * K + k + i]);
+            }
+          }
+        }
+      }
+      const int k = k0 + k8 + QMM_RUN * row;
+      const uint group = uint(k8 + QMM_RUN * row) / GROUP;
+      const ushort owner = ushort((group & 4) << 2 | (group & 3) << 1 | (lane & 9));
+#pragma unroll
+      for (int t = 0; t < QMM_TILES; t++) {
+        float values[2][QMM_RUN] = {};
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+          const float s = simd_shuffle(scale[t][p], owner);
+          const float b = simd_shuffle(bias[t][p], owner);
+          const int n = n0 + 8 * t + pair + p;
+          if (k < K && n < N) {
+            qmm_unpack<BITS>(w + size_t(n) * (K / 32 * BITS) + k / QMM_RUN * (QMM_RUN * BITS / 32), s, b, values[p]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < QMM_RUN; i++) {
+          simdgroup_float8x8 b;
+          b.thread_elements()[0] = values[0][i];
+          b.thread_elements()[1] = values[1][i];
+#pragma unroll
+          for (int r = 0; r < ROW_TILES; r++) {
+            simdgroup_float8x8 a;
+            a.thread_elements()[0] = at[r][0][i];
+            a.thread_elements()[1] = at[r][1][i];
+            simdgroup_multiply_accumulate(sums[r][t], a, b, sums[r][t]);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+    for (int t = 0; t < QMM_TILES; t++) {
+      const int at = (int(simd) * ROW_TILES * 8 + 8 * r) * QMM_WIDTH + 8 * t;
+      simdgroup_store(sums[r][t], partial + at, QMM_WIDTH);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = int(32 * simd + lane); i < M * QMM_WIDTH; i += 32 * QMM_SPLIT) {
+    float sum = partial[i];
+#pragma unroll
+    for (int s = 1; s < QMM_SPLIT; s++) {
+      sum += partial[s * ROW_TILES * 8 * QMM_WIDTH + i];
+    }
+    if (n0 + i % QMM_WIDTH < N) {
+      y[i / QMM_WIDTH * N + n0 + i % QMM_WIDTH] = T(sum);
     }
   }
 }

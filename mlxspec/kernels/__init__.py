@@ -1,5 +1,5 @@
 """Attention over pages. Rule: the reference is the specification; a Metal kernel is used only where it has
-matched the reference and won a race on that machine. No Metal kernel exists yet: this is the reference."""
+matched the reference and won a race on that machine. No model uses one yet: this is the reference."""
 
 from mlxspec.kernels.packed import Packing
 from mlxspec.kernels.reference import Group, paged_attention

@@ -13,8 +13,10 @@ import mlx.core as mx
 from mlxspec.types import Unfit
 
 ROWS = 16  # that small_qmm takes
-COLUMNS = 4  # QMM_COLUMNS in small_qmm.metal
-SIMDS = 2  # SIMD-groups of a threadgroup: they share nothing but the cache
+SHAPES = {
+    False: (2, 8),
+    True: (4, 16),
+}  # SIMD-groups and columns of a threadgroup: without matrices, with them
 
 
 @cache
@@ -27,23 +29,33 @@ def source(name: str) -> str:
 
 
 @cache
-def _small_qmm(make: Callable[..., Any]) -> Callable[..., list[mx.array]]:
+def _small_qmm(make: Callable[..., Any], matrix: bool) -> Callable[..., list[mx.array]]:
     """By `make`, so that a kernel made by a simulator is not kept for the device."""
+    tile, simd = "threadgroup_position_in_grid.x", "simdgroup_index_in_threadgroup"
     body = (
-        "small_qmm<M, BITS, GROUP>(x, w, scales, biases, y, w_shape[0], x_shape[1],"
-        f" {SIMDS} * threadgroup_position_in_grid.x + simdgroup_index_in_threadgroup,"
-        " thread_index_in_simdgroup);"
+        "{}<M, BITS, GROUP>(x, w, scales, biases, y, w_shape[0], x_shape[1], {}, thread_index_in_simdgroup);"
     )
+    if matrix:
+        memory = "threadgroup float partial[QMM_SPLIT * ((M + 7) / 8 * 8) * QMM_WIDTH]; "
+        name, body = "small_qmm_matrix", memory + body.format("small_qmm_matrix", f"partial, {tile}, {simd}")
+    else:
+        name, body = "small_qmm", body.format("small_qmm", f"{SHAPES[False][0]} * {tile} + {simd}")
     kernel: Callable[..., list[mx.array]] = make(
-        "small_qmm", ["x", "w", "scales", "biases"], ["y"], body, source("small_qmm")
+        name, ["x", "w", "scales", "biases"], ["y"], body, source("small_qmm")
     )
     return kernel
 
 
 def small_qmm(
-    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    group_size: int,
+    bits: int,
+    matrix: bool = False,
 ) -> mx.array:
-    """As reference.small_qmm; raises Unfit for what the kernel does not do."""
+    """As reference.small_qmm, by simdgroup_matrix or not. Raises Unfit for what the kernel does not do."""
     rows, columns, k = x.shape[0], w.shape[0], x.shape[1]
     if not 1 <= rows <= ROWS or bits not in (4, 8) or group_size not in (32, 64, 128) or k % group_size:
         raise Unfit(
@@ -52,12 +64,12 @@ def small_qmm(
         )
     if columns < 8:  # MLX gives the kernel arrays of fewer than 8 elements in another address space
         raise Unfit(f"small_qmm takes 8 columns or more, here are {columns}; use mx.quantized_matmul")
-    groups = -(-columns // (SIMDS * COLUMNS))
-    return _small_qmm(mx.fast.metal_kernel)(
+    simds, width = SHAPES[matrix]
+    return _small_qmm(mx.fast.metal_kernel, matrix)(
         inputs=[x, w, scales, biases],
         template=[("M", rows), ("BITS", bits), ("GROUP", group_size)],
-        grid=(32 * SIMDS * groups, 1, 1),
-        threadgroup=(32 * SIMDS, 1, 1),
+        grid=(32 * simds * -(-columns // width), 1, 1),
+        threadgroup=(32 * simds, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
     )[0]

@@ -20,9 +20,14 @@ def some(rows: int, columns: int, k: int, group: int, bits: int, dtype: mx.Dtype
     return x, mx.quantize(w, group, bits)
 
 
-def simulated(x: mx.array, weights: Weights, group: int, bits: int, order: int = 0) -> mx.array:
+@pytest.fixture(params=[False, True], ids=["plain", "matrix"])
+def matrix(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def simulated(x: mx.array, weights: Weights, group: int, bits: int, matrix: bool, order: int = 0) -> mx.array:
     with metalsim.patch(order=order):
-        return metal.small_qmm(x, *weights, group, bits)
+        return metal.small_qmm(x, *weights, group, bits, matrix)
 
 
 def check(y: mx.array, x: mx.array, weights: Weights, group: int, bits: int) -> None:
@@ -45,50 +50,65 @@ def test_the_reference_is_the_product_with_dequantized_weights(group: int, bits:
     assert np.allclose(got, rows @ dense.T, rtol=2**-8, atol=1e-5)
 
 
-def rows_of_any_count(group: int, bits: int, dtype: mx.Dtype, counts: range | tuple[int, ...]) -> None:
+def rows_of_any_count(
+    group: int, bits: int, dtype: mx.Dtype, matrix: bool, counts: range | tuple[int, ...]
+) -> None:
     """All of 16 rows against the reference, and fewer of them to the bit."""
     x, weights = some(16, ODD, 5 * group, group, bits, dtype)
-    whole = simulated(x, weights, group, bits)
+    whole = simulated(x, weights, group, bits, matrix)
     check(whole, x, weights, group, bits)
     for count in counts:
-        assert mx.array_equal(simulated(x[:count], weights, group, bits), whole[:count]), count
+        assert mx.array_equal(simulated(x[:count], weights, group, bits, matrix), whole[:count]), count
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_a_row_does_not_depend_on_the_count_of_rows(group: int, bits: int, dtype: mx.Dtype) -> None:
-    rows_of_any_count(group, bits, dtype, (1, 2, 5, 9))
+def test_a_row_does_not_depend_on_the_count_of_rows(
+    group: int, bits: int, dtype: mx.Dtype, matrix: bool
+) -> None:
+    rows_of_any_count(group, bits, dtype, matrix, (1, 2, 9))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_for_every_count_of_rows(group: int, bits: int, dtype: mx.Dtype) -> None:
-    rows_of_any_count(group, bits, dtype, range(1, 16))
+def test_for_every_count_of_rows(group: int, bits: int, dtype: mx.Dtype, matrix: bool) -> None:
+    rows_of_any_count(group, bits, dtype, matrix, range(1, 16))
 
 
 @pytest.mark.parametrize("order", [0, 1, 7])
-@pytest.mark.parametrize("columns", [8, 9, 15, 24])
-@pytest.mark.parametrize("k", [32, 96, 256, 288, 992])
-def test_shapes(k: int, columns: int, order: int) -> None:
+@pytest.mark.parametrize("columns", [8, 15, 33])
+@pytest.mark.parametrize("k", [32, 96, 288, 992])
+def test_shapes(k: int, columns: int, order: int, matrix: bool) -> None:
     x, weights = some(3, columns, k, 32, 4, mx.bfloat16)
-    check(simulated(x, weights, 32, 4, order), x, weights, 32, 4)
+    check(simulated(x, weights, 32, 4, matrix, order), x, weights, 32, 4)
 
 
-def test_scales_of_another_dtype_than_the_rows() -> None:
+@pytest.mark.parametrize("group, bits", [(32, 4), (64, 4), (128, 8)])
+def test_weights_are_read_once_for_any_count_of_rows(group: int, bits: int, matrix: bool) -> None:
+    """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not full."""
+    for rows in range(1, 17):
+        x, weights = some(rows, ODD, 5 * group, group, bits, mx.bfloat16)
+        simulated(x, weights, group, bits, matrix)
+        read = metalsim.last_report.stats["read"]
+        for name, array in zip(("w", "scales", "biases"), weights, strict=True):
+            assert read[name] == array.nbytes, (rows, name)
+
+
+def test_scales_of_another_dtype_than_the_rows(matrix: bool) -> None:
     x, weights = some(3, ODD, 128, 64, 4, mx.bfloat16)
     x = x.astype(mx.float32)
-    check(simulated(x, weights, 64, 4), x, weights, 64, 4)
+    check(simulated(x, weights, 64, 4, matrix), x, weights, 64, 4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_a_row_that_overflows_leaves_its_neighbours(bad: float) -> None:
+def test_a_row_that_overflows_leaves_its_neighbours(bad: float, matrix: bool) -> None:
     x, weights = some(5, ODD, 320, 64, 8, mx.float32)
-    want = simulated(x, weights, 64, 8)
+    want = simulated(x, weights, 64, 8, matrix)
     x[2] = bad
-    got = simulated(x, weights, 64, 8)
+    got = simulated(x, weights, 64, 8, matrix)
     assert not mx.isfinite(got[2]).all()
     assert all(mx.array_equal(got[i], want[i]) for i in (0, 1, 3, 4))
 
@@ -103,8 +123,8 @@ def test_a_row_that_overflows_leaves_its_neighbours(bad: float) -> None:
     ],
 )
 def test_what_it_does_not_do_is_refused(
-    rows: int, columns: int, k: int, group: int, bits: int, why: str
+    rows: int, columns: int, k: int, group: int, bits: int, why: str, matrix: bool
 ) -> None:
     x, weights = some(rows, columns, k, group, bits, mx.float16)
     with pytest.raises(Unfit, match=why):
-        simulated(x, weights, group, bits)
+        simulated(x, weights, group, bits, matrix)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlxspec.engine.runfile import keys_of, label, listing
+from mlxspec.engine.runfile import keys_of, label, listing, open_lock
 from mlxspec.types import Unfit
 
 PATIENCE = 10.0  # seconds to wait for a server that writes just now
@@ -75,11 +75,11 @@ def show(root: Path, console: Console) -> None:
     console.print(table)
 
 
-def totals(root: Path, cache_gb: float, console: Console) -> None:
-    """All models together, and the limit."""
+def totals(root: Path, most: int, console: Console) -> None:
+    """All models together, and the limit of `most` bytes."""
     found = survey(root)
     total = sum(held.bytes for held in found)
-    limit = "off (cache_gb is 0)" if not cache_gb else f"{size(int(cache_gb * (1 << 30)))}"
+    limit = size(most) if most else "off (cache_gb is 0)"
     rows = {
         "directory": str(root),
         "models": f"{len(found)}",
@@ -100,7 +100,7 @@ def clear(root: Path) -> tuple[int, int]:
     if not survey(root):
         return 0, 0
     try:
-        fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_lock(root)
         try:
             _lock(fd)
             os.ftruncate(fd, 0)  # so that every server looks again before it writes

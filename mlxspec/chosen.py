@@ -11,13 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.fleet import Fleet, Member
 from mlxspec.engine.start import Options, start
-from mlxspec.model.catalog import Resolved, default_cache_dir, resolve
+from mlxspec.model.catalog import Resolved, cache_of, prompts_of, resolve
 from mlxspec.model.load import context_of
 from mlxspec.text.prompt import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, Unfit
@@ -75,7 +74,7 @@ def choose(config: Config, share: float = 1.0) -> Chosen:
     options = Options(
         block_size=config.block_size,
         kv_blocks=config.kv_blocks,
-        memory=int(config.memory_gb * 2**30),
+        memory=config.memory_bytes,
         context=config.context,
         layout=config.layout,
         kv_bits=config.kv_bits,
@@ -86,8 +85,8 @@ def choose(config: Config, share: float = 1.0) -> Chosen:
         speculate=config.speculate == "on",
         draft=small.path if small else None,
         cache=cache / "costs",
-        disk=cache / "prompts",
-        disk_bytes=int(config.cache_gb * 2**30),
+        disk=prompts_of(config),
+        disk_bytes=config.disk_bytes,
     )
     chosen = Chosen(found, small, options)
     if small:
@@ -116,7 +115,7 @@ def fleet_of(chosen: Sequence[Chosen], config: Config) -> Fleet:
 
     def lack(name: str, held: int, freed: int) -> str:
         need = max(sizes[name] + memory.headroom() + LEAST, *(m.need for m in members if m.info.name == name))
-        free = (int(config.memory_gb * 2**30) - held if config.memory_gb else memory.available()) + freed
+        free = (config.memory_bytes - held if config.memory_gb else memory.available()) + freed
         if need <= free:
             return ""
         stay = ", ".join(m.info.name for m in members if m.engine and m.pinned)
@@ -129,10 +128,6 @@ def fleet_of(chosen: Sequence[Chosen], config: Config) -> Fleet:
         for one, info in zip(chosen, infos, strict=True)
     ]
     return Fleet(members, lack, config.idle_ttl_s)
-
-
-def cache_of(config: Config) -> Path:
-    return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
 
 
 def _named(model: str) -> tuple[str, str]:

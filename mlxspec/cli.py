@@ -216,13 +216,12 @@ def cache_clear(
     print(f"{size(freed)} freed; files deleted: {files}" if files else f"nothing is cached in {root}")
 
 
-def _prompts(cache_dir: str | None) -> tuple[Path, float]:
-    """Where the prompt cache is, and its limit in GB."""
-    from mlxspec.model.catalog import default_cache_dir
+def _prompts(cache_dir: str | None) -> tuple[Path, int]:
+    """Where the prompt cache is, and its limit in bytes."""
+    from mlxspec.model.catalog import prompts_of
 
     config = load({"cache_dir": cache_dir}, os.environ)
-    root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    return root / "prompts", config.cache_gb
+    return prompts_of(config), config.disk_bytes
 
 
 def log_to_stderr(level: str) -> None:

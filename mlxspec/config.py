@@ -109,6 +109,16 @@ class Config:
     cache_gb: float = option(10.0, "Disk space for the prompt cache; 0: none.", unit="GB", low=0, high=2**20)
     log_level: str = option("info", "What is logged.", choices=("debug", "info", "warning", "error"))
 
+    @property
+    def disk_bytes(self) -> int:
+        """`cache_gb` in bytes."""
+        return int(self.cache_gb * 2**30)
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory_gb` in bytes."""
+        return int(self.memory_gb * 2**30)
+
 
 TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 
@@ -154,6 +164,13 @@ def as_flags(config: Config) -> str:
             else:
                 words.append(",".join(value) if kind(row) is tuple else str(value))
     return shlex.join(words)
+
+
+def data_dir(name: str) -> Path:
+    """`models`, `metal` or `launchd`: in the installed wheel, or else in the checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_data" / name
+    return installed if installed.is_dir() else package.parent / name
 
 
 def url_of(host: str, port: int) -> str:

@@ -1,6 +1,7 @@
 """OpenBLAS before mlx, as in the program itself, and the fixtures that several modules need."""
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def _streams() -> Iterator[None]:
     yield
     gc.collect()
     mx.clear_streams()
+
+
+@pytest.fixture
+def bare_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No file, no variables: the settings of whoever runs the tests stay out of them."""
+    for name in list(os.environ):
+        if name.startswith("MLXSPEC_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="session")

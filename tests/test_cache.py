@@ -19,11 +19,7 @@ MODEL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in list(os.environ):
-        if name.startswith("MLXSPEC_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bare_settings: None) -> None:
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "150")
 

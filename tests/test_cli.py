@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +12,7 @@ from mlxspec.types import Unfit
 
 
 @pytest.fixture(autouse=True)
-def bare_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No file, no variables: the settings of whoever runs the tests stay out of them."""
-    for name in list(os.environ):
-        if name.startswith("MLXSPEC_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def wide(monkeypatch: pytest.MonkeyPatch, bare_settings: None) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 

@@ -108,8 +108,9 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
     """Load the model and run every workload at every number of streams."""
     library = blas.load()
     from mlxspec.bench import measure
-    from mlxspec.chosen import cache_of, choose
+    from mlxspec.chosen import choose
     from mlxspec.engine.start import start
+    from mlxspec.model.catalog import cache_of
 
     cache = cache_of(config)
     chosen = {

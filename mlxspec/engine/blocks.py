@@ -5,9 +5,10 @@ committed blocks carry one. Block 0 is the null block: padding points there, nob
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 
@@ -51,19 +52,18 @@ class BlockPool:
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest known prefix of `tokens`. Looks only; `share` takes the references."""
-        size, parent = self.block_size, self.root
-        blocks: list[int] = []
-        keys: list[bytes] = []
-        for start in range(0, len(tokens) - size + 1, size):
-            key = _key(parent, tokens[start : start + size])
-            if (block := self.index.get(key)) is None:
-                break
-            blocks.append(block)
-            keys.append(key)
-            parent = key
-        start = len(blocks) * size
+        size, keys = self.block_size, tuple(takewhile(self.index.__contains__, self.chain(tokens)))
+        start = len(keys) * size
         rest = tokens[start : min(start + size, len(tokens) - 1)]  # a hit leaves one token to compute
-        return Match(tuple(blocks), tuple(keys), self.part(parent, rest))
+        part = self.part(keys[-1] if keys else self.root, rest)
+        return Match(tuple(self.index[key] for key in keys), keys, part)
+
+    def chain(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        """The keys of the full blocks of `tokens`, known or not."""
+        key = self.root
+        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            key = _key(key, tokens[start : start + self.block_size])
+            yield key
 
     def part(self, parent: bytes, rest: Sequence[int]) -> tuple[int, int] | None:
         """The block behind `parent` that starts most like `rest`, and how many of its tokens do."""
@@ -193,14 +193,6 @@ class BlockPool:
             del self.index[self.key.pop(block)]
         if block in self.parent:
             self._withdraw(block)
-
-
-def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """The keys of the full blocks of `tokens`."""
-    keys: list[bytes] = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        keys.append(_key(keys[-1] if keys else root, tokens[start : start + block_size]))
-    return keys
 
 
 def _key(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlxspec.engine.runfile import FOLDER, Run, encode, keys_of, label, listing, pieces, put, read
+from mlxspec.engine.runfile import FOLDER, Run, encode, keys_of, label, listing, open_lock, pieces, put, read
 from mlxspec.engine.runindex import File, Index, Waiting
 
 log = logging.getLogger("mlxspec")
@@ -292,7 +292,7 @@ class Disk:
         """No other process writes or evicts meanwhile. If another did since, what is there is looked at anew.
         The lock goes with the process, however that ends."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_lock(self._root)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if self._stale or os.pread(fd, 64, 0) != self._token:

@@ -271,9 +271,9 @@ class Engine:
         self.scheduler.check()
 
     def stats(self) -> Stats:
-        """A snapshot. The caller stamps `progress`."""
+        """A snapshot. The caller adds `progress` and `disk_bytes`, which are not of one model."""
         pool, c = self.scheduler.pool, self.counters
-        used, cached, (active, spare) = pool.used, pool.cached, meter.held()
+        used, cached = pool.used, pool.cached
         disk = self.tier.disk.stats() if self.tier is not None else DiskStats()
         states = self.scheduler.groups.states
         return Stats(
@@ -293,15 +293,22 @@ class Engine:
             parked_seconds=self.drafts.parked,
             preemptions=self.scheduler.preemptions,
             step_seconds=self.step_seconds,
-            memory_pressure=self._pressed[0],
-            footprint_bytes=self.guard.footprint if self.guard else 0,
-            mlx_active_bytes=active,
-            mlx_cache_bytes=spare,
-            live_arrays=self.census.live,
+            **of_process(self.guard),
             states=0 if states is None else len(states),
-            disk_bytes=disk.bytes,
             disk_read_bytes=disk.read,
             disk_written_bytes=disk.written,
             disk_runs_found=disk.hits,
             disk_runs_damaged=disk.damaged,
         )
+
+
+def of_process(guard: Guard | None) -> dict[str, Any]:
+    """What of Stats is the process's, whether a model is loaded or not."""
+    active, spare = meter.held()
+    return dict(
+        memory_pressure=guard.level if guard else NORMAL,
+        footprint_bytes=guard.footprint if guard else 0,
+        mlx_active_bytes=active,
+        mlx_cache_bytes=spare,
+        live_arrays=meter.arrays(),
+    )

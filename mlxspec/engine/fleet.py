@@ -19,9 +19,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxspec.engine.engine import Engine
+from mlxspec.engine.engine import Engine, of_process
 from mlxspec.engine.pressure import Guard
-from mlxspec.model import meter
 from mlxspec.types import NOW, PROCESS, ModelInfo, Output, Request, Served, Short, Stats, Unfit, too_long
 
 log = logging.getLogger("mlxspec")
@@ -119,67 +118,54 @@ class Fleet:
     @property
     def rests(self) -> bool:
         """Nothing can be done until the disk has."""
-        active = [member.engine for member in self.members if member.engine and member.active]
+        active = [engine for engine in self._engines() if engine.active]
         return bool(active) and self._goal is None and all(engine.rests for engine in active)
+
+    def _engines(self) -> list[Engine]:
+        return [member.engine for member in self.members if member.engine is not None]
 
     def close(self) -> None:
         """Let go of all models; the thread ends."""
         end = time.monotonic() + CLOSE_S
+        for engine in self._engines():
+            engine.close(max(0.0, end - time.monotonic()))
         for member in self.members:
-            if member.engine is not None:
-                member.engine.close(max(0.0, end - time.monotonic()))
             member.engine = None
 
     def look(self) -> None:
         """See how short memory is; for an idle moment."""
-        for member in self.members:
-            if member.engine is not None:
-                member.engine.look()
+        for engine in self._engines():
+            engine.look()
 
     def check(self) -> None:
-        for member in self.members:
-            if member.engine is not None:
-                member.engine.check()
+        for engine in self._engines():
+            engine.check()
 
     def snapshot(self, progress: float) -> dict[str, Served]:
         """All models by name, the default first."""
         coming = self._goal and (not isinstance(self._goal, Call) or self._goal.load) and self._of(self._goal)
-        found, process = {}, self._process()
+        found = {}
+        sizes = (engine.tier.disk.stats().bytes for engine in self._engines() if engine.tier is not None)
+        self._disk = next(sizes, self._disk)
         for name, m in self.models.items():
             status: Literal["loaded", "loading", "unloaded"] = "loading" if m is coming else "unloaded"
-            stats = replace(m.stats(), progress=progress, **process)
+            stats = replace(m.stats(), progress=progress, disk_bytes=self._disk)
+            if m.engine is None:
+                stats = replace(stats, **of_process(self.guard))
             found[name] = Served(m.info, "loaded" if m.engine else status, stats, m.pinned, m.loads, m.error)
         return found
-
-    def _process(self) -> dict[str, Any]:
-        """What of Stats is the process's, also where no model is loaded."""
-        active, spare = meter.held()
-        sizes = [m.engine.tier.disk.stats().bytes for m in self.members if m.engine and m.engine.tier]
-        self._disk = sizes[0] if sizes else self._disk
-        return dict(
-            memory_pressure=self.guard.level if self.guard else 0,
-            footprint_bytes=self.guard.footprint if self.guard else 0,
-            mlx_active_bytes=active,
-            mlx_cache_bytes=spare,
-            live_arrays=meter.arrays(),
-            disk_bytes=self._disk,
-        )
 
     def rest(self) -> float | None:
         """Seconds until a model has had no work for too long; None: that will not be."""
         if not self.ttl:
             return None
-        left = [
-            self.ttl + m.used - self.clock() for m in self.members if m.engine and not m.pinned and not m.busy
-        ]
-        return max(0.0, min(left)) if left else None
+        idle = [m for m in self._leavers() if not m.busy]
+        return max(0.0, self.ttl + idle[0].used - self.clock()) if idle else None
 
     def expire(self) -> None:
         """Unload what has had no work for too long."""
         while self.rest() == 0:
-            self._unload(
-                min((m for m in self.members if m.engine and not m.pinned and not m.busy), key=_used)
-            )
+            self._unload(self._leavers()[0])
 
     # ---- orders ---------------------------------------------------------------------------------------
 
@@ -232,7 +218,7 @@ class Fleet:
     def _abort(self, id: str, index: int | None) -> list[Output]:
         mine = next((o for o in self._held if not isinstance(o, tuple) and o.id == id), None)
         if mine is None:
-            return [o for m in self.members if m.engine for o in m.engine.abort(id, index)]
+            return [o for engine in self._engines() for o in engine.abort(id, index)]
         if index is not None:  # it is the engine that knows choices, so this waits as well
             self._held += [(id, index)] if (id, index) not in self._held else []
             return []
@@ -318,19 +304,20 @@ class Fleet:
         return self._again()
 
     def _start(self, member: Member) -> None:
-        if self.guard is not None:
-            self.guard.expect(LOADING)
+        self._expect(LOADING)
         try:
             member.engine, info = member.start()
         finally:
-            if self.guard is not None:
-                self.guard.expect(-LOADING)
+            self._expect(-LOADING)
         member.engine.guard = self.guard
         created = member.info.created or info.created
         member.info, member.used = replace(info, created=created), self.clock()
         member.loads, member.error, member.failed = member.loads + 1, "", -math.inf
+        self._expect(member.held)
+
+    def _expect(self, size: int) -> None:
         if self.guard is not None:
-            self.guard.expect(member.held)
+            self.guard.expect(size)
 
     def _fail(self, member: Member, why: str) -> list[Output]:
         why = f"{member.info.name} cannot be loaded: {why}"
@@ -349,17 +336,12 @@ class Fleet:
     def _unload(self, member: Member) -> None:
         nothing: dict[str, Any] = dict.fromkeys(NOW, 0)
         member.past = replace(member.stats(), **nothing)
-        if self.guard is not None:
-            self.guard.expect(-member.held)
+        self._expect(-member.held)
         if member.engine is not None:
             member.engine.close(0.0 if any(m.busy for m in self.members) else UNLOAD_S)
         member.engine = None
         _free()
         log.info("%s: unloaded", member.info.name)
-
-
-def _used(member: Member) -> float:
-    return member.used
 
 
 def _refused(

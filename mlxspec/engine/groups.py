@@ -91,14 +91,13 @@ class Groups:
                 extra = min(part[1] for part in parts if part) if len(sources) == len(parts) else 0
                 return self._hit(found.blocks, found.keys[:n], min(n * size, last), sources, extra, known)
             for tail in self.states.tails(parent):
+                if n * size + len(tail) > last or tuple(rest[: len(tail)]) != tail:
+                    continue
                 parts = [pool.part(parent, tail) for pool in self.pools] if tail else []
                 sources = [part[0] for part in parts if part and part[1] == len(tail)]
-                if n * size + len(tail) <= last and tuple(rest[: len(tail)]) == tail:
-                    if len(sources) == len(parts):
-                        state = self.states.use((parent, tail))
-                        return self._hit(
-                            found.blocks, found.keys[:n], n * size, sources, len(tail), known, state
-                        )
+                if len(sources) == len(parts):
+                    state = self.states.use((parent, tail))
+                    return self._hit(found.blocks, found.keys[:n], n * size, sources, len(tail), known, state)
         return Hit(known=known)
 
     def _hit(
@@ -192,12 +191,9 @@ class Groups:
         """Give back what rows from position `low` on cannot see. What a later hit may want stays known for as
         long as there is room, the rest goes first."""
         for w, table in zip(self.windows, seq.windows, strict=True):
-            gone = []
             for i in range(min(w.first(low), len(table)) - 1, -1, -1):
                 if table[i] == NULL_BLOCK:
                     break
-                gone.append(i)
-            for i in gone:
                 w.pool.drop([table[i]], spent=not self._wanted(seq, w, i))
                 table[i] = NULL_BLOCK
 

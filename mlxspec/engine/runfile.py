@@ -218,6 +218,11 @@ def listing(root: Path) -> Iterator[tuple[str, os.stat_result]]:
                                 yield f"{folder.name}/{entry.name}", entry.stat(follow_symlinks=False)
 
 
+def open_lock(root: Path) -> int:
+    """The file that whoever writes or deletes under `root` locks first; its text is the last writer's."""
+    return os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
 def _open(path: Path) -> int:
     """Nothing that stands in a file's place can lead elsewhere or keep the thread waiting."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

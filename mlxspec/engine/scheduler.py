@@ -22,7 +22,7 @@ class Tier(Protocol):
     """What outlives the process: see `mlxspec.engine.tier`."""
 
     def waits(self, seq: Sequence) -> bool: ...
-    def seeks(self, seq: Sequence) -> bool: ...
+    def seeks(self, seq: Sequence, hit: Hit) -> bool: ...
     def forget(self, seq: Sequence) -> None: ...
     def note(self, seq: Sequence) -> None: ...
 
@@ -200,7 +200,7 @@ class Scheduler:
                 self._stuck = (seq, slack)  # so that its prompt is not hashed again at every step
                 self.waiting.appendleft(seq)
                 break
-            if self.tier and self.tier.seeks(seq):
+            if self.tier and self.tier.seeks(seq, hit):
                 held.append(seq)
                 continue
             self._start(seq, hit)

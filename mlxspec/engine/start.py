@@ -24,7 +24,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.snapshots import Snapshots
 from mlxspec.engine.tier import Tier
 from mlxspec.model import meter, states
-from mlxspec.model.load import Fit, context_of, fit, geometry, growth, load, read, weights
+from mlxspec.model.load import Fit, Kept, context_of, fit, geometry, growth, load, read, weights
 from mlxspec.model.runner import Runner
 from mlxspec.model.transfer import Transfer
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
@@ -76,15 +76,16 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     small = fit_small(options.draft, *models[1], found) if options.draft else None
-    needs = _needs(found, small, context)
+    needs = _needs([found.kept, *([small.fit.kept] if small else [])], context)
     sizes = _sizes(needs, context, options, room)
     meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
     windows = dict(zip((window for window, _ in needs.windows), sizes.window_blocks, strict=True))
     runner = found.runner(model, options.block_size, sizes.blocks, windows)
     known_as = _fingerprint(path, found, windows, options)
+    salt = known_as.encode()
     groups = Groups(
-        BlockPool(sizes.blocks, options.block_size, salt=known_as.encode()),
-        [Window(w, BlockPool(n, options.block_size, salt=known_as.encode())) for w, n in windows.items()],
+        BlockPool(sizes.blocks, options.block_size, salt),
+        [Window(w, BlockPool(n, options.block_size, salt)) for w, n in windows.items()],
         _snapshots(needs, sizes, context, options.block_size),
     )
     scheduler = Scheduler(
@@ -140,12 +141,7 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
     # The weights alone come first: a few models evaluate themselves when they are asked for more.
     memory.room(held, memory.Needs(0), context, options.block_size, _chunk(options), free, options.memory)
     found = [geometry(model, options.kv_bits * (n == 0)) for n, model in enumerate(models)]
-    own = [(w, size) for _, windows, _ in found for w, size in windows if w < context]
-    needs = memory.Needs(
-        sum(token + sum(size for w, size in windows if w >= context) for token, windows, _ in found),
-        tuple(own),
-        sum(state for *_, state in found),
-    )
+    needs = _needs(found, context)
     if not options.kv_blocks:
         rest = (options.block_size, _chunk(options), free, options.memory)
         return memory.room(held, needs, context, *rest)
@@ -158,14 +154,13 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
     return left
 
 
-def _needs(found: Fit, small: Small | None, context: int) -> memory.Needs:
-    """A draft model's K/V lie under the blocks that see everything, whatever its windows; a window that the
-    context never leaves needs no blocks of its own."""
-    own = tuple((w, size) for w, size in sorted(found.windows.items()) if w < context)
-    token = found.token_bytes + sum(size for w, size in found.windows.items() if w >= context)
-    if small:
-        token += small.fit.token_bytes + sum(small.fit.windows.values())
-    return memory.Needs(token, own, found.state_bytes)
+def _needs(kept: Sequence[Kept], context: int) -> memory.Needs:
+    """Of a model and maybe its draft model, whose K/V lie under the blocks that see everything, whatever its
+    windows. A window that the context never leaves needs no blocks of its own."""
+    (token, windows, state), *drafts = kept
+    token += sum(size for w, size in windows if w >= context)
+    token += sum(each + sum(size for _, size in local) for each, local, _ in drafts)
+    return memory.Needs(token, tuple((w, size) for w, size in windows if w < context), state)
 
 
 def _sizes(needs: memory.Needs, context: int, options: Options, room: int) -> memory.Sizes:

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlxspec.engine.blocks import chain
 from mlxspec.engine.disk import Disk, Fetch
-from mlxspec.engine.groups import Groups
+from mlxspec.engine.groups import Groups, Hit
 from mlxspec.engine.runfile import Run
 from mlxspec.types import Sequence as Seq
 
@@ -146,9 +145,9 @@ class Tier:
                     run.append(key)
                     if len(run) < most:
                         continue
-                if held := [pool.index[k] for k in run if k in pool.index]:
-                    if len(held) == len(run):
-                        yield tuple(_name(k, group) for k in run), self.memory.export(group, held)
+                if run:
+                    held = self.memory.export(group, [pool.index[k] for k in run])
+                    yield tuple(_name(k, group) for k in run), held
                 run = []
         states = self.groups.states
         for key in keys:
@@ -171,16 +170,16 @@ class Tier:
             del self._landings[seq]
         return not landing.over
 
-    def seeks(self, seq: Seq) -> bool:
-        """Whether a sequence that could start now should wait, because the disk has what it can reuse. Looks
-        once for each."""
-        return self._safely(self._seek, seq)
+    def seeks(self, seq: Seq, hit: Hit) -> bool:
+        """Whether a sequence that could start now with `hit` should wait, because the disk has more that it
+        can reuse. Looks once for each."""
+        return self._safely(self._seek, seq, hit)
 
-    def _seek(self, seq: Seq) -> bool:
+    def _seek(self, seq: Seq, hit: Hit) -> bool:
         if seq in self._asked:
             return False
         self._asked.add(seq)
-        if (landing := self._plan(seq)) is not None:
+        if (landing := self._plan(seq, hit)) is not None:
             self._landings[seq] = landing
         return landing is not None
 
@@ -189,9 +188,9 @@ class Tier:
         self._landings.pop(seq, None)
         self._asked.discard(seq)
 
-    def _plan(self, seq: Seq) -> Landing | None:
+    def _plan(self, seq: Seq, hit: Hit) -> Landing | None:
         groups, size = self.groups, self.groups.pool.block_size
-        keys = chain(groups.pool.root, seq.tokens, size)
+        keys = list(groups.pool.chain(seq.tokens))
         names = [[_name(key, group) for key in keys] for group in range(len(groups.pools))]
         have = [
             [key in pool.index or name in self.disk for key, name in zip(keys, own, strict=True)]
@@ -199,7 +198,7 @@ class Tier:
         ]
         most = next((i for i, there in enumerate(have[0]) if not there), len(keys))
         most = min(most, (len(seq.tokens) - 1) // size, len(groups.pool.free))
-        least = groups.match(seq.tokens).length // size + GAIN
+        least = hit.length // size + GAIN
         for n in range(most, least - 1, -1):
             if not all(all(own[self._first(g, n) : n]) for g, own in enumerate(have)):
                 continue

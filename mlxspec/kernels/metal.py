@@ -5,11 +5,11 @@ Rule: same signature as the reference; whether a kernel may be used on a machine
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlxspec.config import data_dir
 from mlxspec.types import Unfit
 
 ROWS = 16  # that small_qmm takes
@@ -21,11 +21,8 @@ SHAPES = {
 
 @cache
 def source(name: str) -> str:
-    """The text of metal/<name>.metal: from the installed wheel, or else from the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "_data/metal"
-    path = installed if installed.is_dir() else package.parent / "metal"
-    return (path / f"{name}.metal").read_text("utf-8")
+    """The text of metal/<name>.metal."""
+    return (data_dir("metal") / f"{name}.metal").read_text("utf-8")
 
 
 @cache

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxspec.kernels import Group, Packing
 from mlxspec.kernels.reference import gather
@@ -28,6 +29,11 @@ class View:
     groups: Sequence[Group] = ()
     sampled: Any = None
     kv_bits: int = 0  # of what the pools hold; 0: as the model computes it
+
+    def slots_of(self, blocks: Sequence[int]) -> mx.array:
+        """int32 [len(blocks) * block_size]: the slots of whole blocks."""
+        firsts = np.array(blocks, np.int32)[:, None] * self.block_size
+        return mx.array((firsts + np.arange(self.block_size, dtype=np.int32)).ravel())
 
 
 class Pages:

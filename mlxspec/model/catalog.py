@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mlxspec.config import Config, data_dir
 from mlxspec.model.fetch import Source, embedded
 from mlxspec.types import Unfit
 
@@ -46,18 +47,21 @@ class Resolved:
     draft: str = ""
 
 
-def data_dir(name: str) -> Path:
-    """`models`, `metal` or `launchd`: in the installed wheel, or else in the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "_data" / name
-    return installed if installed.is_dir() else package.parent / name
-
-
 def default_cache_dir() -> Path:
     """The user's cache directory, by the platform's custom."""
     if sys.platform == "darwin":
         return Path.home() / "Library/Caches/mlxspec"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxspec"
+
+
+def cache_of(config: Config) -> Path:
+    """The cache directory that the settings name, or the platform's."""
+    return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+
+
+def prompts_of(config: Config) -> Path:
+    """Where in it the prompt cache lies."""
+    return cache_of(config) / "prompts"
 
 
 def cards() -> dict[str, Card]:

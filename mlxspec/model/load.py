@@ -41,6 +41,8 @@ TELL_S = 2.0
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
+Kept = tuple[int, tuple[tuple[int, int], ...], int]  # bytes: a token's, (window, a token's) each, the state's
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -58,6 +60,11 @@ class Fit:
     state_bytes: int = 0
     rewind: Rewind | None = None
     kv_bits: int = 0
+
+    @property
+    def kept(self) -> Kept:
+        """As `geometry` would have it, found by running the model."""
+        return self.token_bytes, tuple(sorted(self.windows.items())), self.state_bytes
 
     @property
     def sharing(self) -> bool:
@@ -108,7 +115,7 @@ def weights(model: Module) -> int:
     return bytes_of(model.parameters())
 
 
-def geometry(model: Module, kv_bits: int = 0) -> tuple[int, tuple[tuple[int, int], ...], int]:
+def geometry(model: Module, kv_bits: int = 0) -> Kept:
     """What the model's own caches keep, in bytes: of one token in its layers with full attention, as (window,
     bytes of one token) in those with a window, and of one sequence in recurrent ones; quantized to `kv_bits`,
     if not 0. Found by a forward that is never evaluated, so that no weight is read; all 0 where the model's
@@ -189,7 +196,7 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
             refused += [reason] if (reason := f"{way}: {error}") not in refused else []
             continue
         if kv_bits:
-            runner = packed(runner, trunk, kv_bits, refused)
+            runner = packed(runner, kv_bits, refused)
         sizes: dict[int | None, int] = {None: -(-held // KV_STEP) if layout == "solo" else 0}
         for pages in runner.pages():
             kept = sum(pool.nbytes for pool in pages.pools()) // (BLOCK * BLOCKS)

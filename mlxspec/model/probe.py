@@ -123,13 +123,12 @@ def _rounded(cache: Any, bits: int) -> Any:
     return _Rounded(cache, bits) if isinstance(cache, Pages) else cache
 
 
-def packed(plain: Runner, trunk: bool, bits: int, refused: Sequence[str]) -> Runner:
+def packed(plain: Runner, bits: int, refused: Sequence[str]) -> Runner:
     """The runner with quantized pools, which must give what `plain`, found to be right, gives where K/V are
     rounded on their way in. How far the rounding moves the logits says nothing: on probes without a meaning
     a good model's move by more than they vary. Raises Unfit, with what was `refused` before."""
-    how: dict[str, Any] = dict(
-        trunk=trunk, lone=plain.lone, rewind="tape" if plain.states.taped else "refeed"
-    )
+    rewind = "tape" if plain.states.taped else "refeed"
+    how: dict[str, Any] = dict(trunk=plain.trunk, lone=plain.lone, rewind=rewind)
     if not plain.pages() and plain.layout != "solo":
         raise Unfit(f"kv_bits = {bits}: the model keeps no K/V; give 0")
     try:

@@ -130,12 +130,10 @@ class Runner:
         Waits for the step in flight: once per prompt with a partial hit, the loop does not overlap."""
         if not copies:
             return
-        span, size = np.arange(self.view.block_size), self.view.block_size
         moves = {}
         for group, pool in enumerate(self.view.blocks):
-            pairs = np.array([c[1:] for c in copies if c[0] == group], np.int32).reshape(-1, 2)
-            slots = (pairs[:, :, None] * size + span).astype(np.int32)  # [n, 2, size]
-            moves[pool] = mx.array(slots[:, 0].ravel()), mx.array(slots[:, 1].ravel())
+            mine = [(source, target) for of, source, target in copies if of == group]
+            moves[pool] = [self.view.slots_of([pair[i] for pair in mine]) for i in (0, 1)]
         # Read first, then write: a pool with a reader under way is copied whole instead of written in place.
         held = [[pool[:, moves[pages.pool][0]] for pool in pages.pools()] for pages in self.pages()]
         mx.eval(held)

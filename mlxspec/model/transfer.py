@@ -24,7 +24,7 @@ class Transfer:
 
     def export(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
         """Copies [heads, len(blocks) * block_size, D] of the K and V of each of the group's layers, begun."""
-        slots = self._slots(blocks)
+        slots = self.runner.view.slots_of(blocks)
         copies = [pool[:, slots] for pool in self._pools(group)]
         mx.async_eval(copies)
         return copies
@@ -49,9 +49,9 @@ class Transfer:
             for i, ((name, array), pool) in enumerate(zip(found, pools, strict=True))
         ):
             return False
-        source = np.array(self._slots(which))
+        source = np.array(self.runner.view.slots_of(which))
         rows = [_back(array[:, source], pool.dtype) for (_, array), pool in zip(found, pools, strict=True)]
-        slots = self._slots(blocks)
+        slots = self.runner.view.slots_of(blocks)
         for n, pages in enumerate(self._pages(group)):
             pages.put(slots, rows[2 * n], rows[2 * n + 1])
         mx.async_eval(self._pools(group))
@@ -79,11 +79,6 @@ class Transfer:
 
     def _pools(self, group: int) -> list[mx.array]:
         return [pool for pages in self._pages(group) for pool in pages.pools()]
-
-    def _slots(self, blocks: Sequence[int]) -> mx.array:
-        size = self.runner.view.block_size
-        slots = np.array(blocks, np.int32)[:, None] * size + np.arange(size, dtype=np.int32)
-        return mx.array(slots.ravel())
 
 
 def _word(dtype: mx.Dtype) -> str:

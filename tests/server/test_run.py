@@ -178,26 +178,11 @@ def test_a_dead_engine_ends_it_with_1(
     caller.check()
 
 
-def test_a_thread_that_does_not_end_is_left_behind(
-    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s, ended, forever = make(), list[int](), threading.Event()
-    monkeypatch.setattr(run, "STOP_S", 0.01)
-    monkeypatch.setattr(run.os, "_exit", ended.append)
-    monkeypatch.setattr(run.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(s.engine, "stop", forever.wait)
-    caller = Caller(lambda url: stop_me())
-    serve(s.app, s.engine, Config(port=0), caller)
-    caller.check()
-    forever.set()
-    assert ended == [1]
-
-
 @pytest.mark.parametrize(("loads", "status"), [("other", 0), ("", 1)])
-def test_a_load_is_left_behind_without_complaint(
+def test_a_thread_that_does_not_end_is_left_behind(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, loads: str, status: int
 ) -> None:
-    """It may take minutes, and nothing is wrong with it."""
+    """Without complaint where it loads: that may take minutes, and nothing is wrong with it."""
     s, ended, forever = make(loads=loads), list[int](), threading.Event()
     monkeypatch.setattr(run, "STOP_S", 0.01)
     monkeypatch.setattr(run.os, "_exit", ended.append)

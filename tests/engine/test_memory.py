@@ -273,7 +273,10 @@ def test_300_requests_with_cancels_leave_nothing_behind() -> None:
     churn(30)  # makes the pools
     early = churn(30)
     assert early[0] > 20
-    assert churn(300) == early
+    live, active = churn(300)
+    assert live == early[0]
+    # The last step's positions and tables stay, and how many rows it has is up to the pace, which is time.
+    assert abs(active - early[1]) < 1024
     assert not census.told
 
 

@@ -21,6 +21,7 @@ from mlxspec.model.load import context_of
 from mlxspec.text.prompt import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, Unfit
 
+PROOFS = "kernels"  # in the cache directory
 LEAST = 1 << 28  # bytes beside the weights: a small KV pool and a step's activations
 
 
@@ -85,6 +86,8 @@ def choose(config: Config, share: float = 1.0) -> Chosen:
         speculate=config.speculate == "on",
         draft=small.path if small else None,
         cache=cache / "costs",
+        kernels=config.kernels == "auto",
+        proofs=cache / PROOFS,
         disk=prompts_of(config),
         disk_bytes=config.disk_bytes,
     )

@@ -97,6 +97,11 @@ class Config:
         choices=("on", "off"),
     )
     speculate: str = option("on", "Whether to draft, where it pays.", choices=("on", "off"))
+    kernels: str = option(
+        "auto",
+        "Whether own Metal kernels run, each where it was proven on this machine; off: MLX's alone.",
+        choices=("auto", "off"),
+    )
     draft: str = option("", "Small model that drafts for the (first) model; empty: the card's, or none.")
     max_body_mb: int = option(32, "Largest request body.", unit="MB", low=1, high=1024)
     keepalive_s: float = option(

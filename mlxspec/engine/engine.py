@@ -16,6 +16,7 @@ from mlxspec.engine.disk import DiskStats
 from mlxspec.engine.pressure import NORMAL, Guard
 from mlxspec.engine.scheduler import Scheduler, cut
 from mlxspec.engine.tier import Tier
+from mlxspec.kernels.stall import Stalls
 from mlxspec.model import meter
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter
@@ -78,10 +79,13 @@ class Engine:
     rests: bool = False  # nothing can be done until the disk has
     _moved: bool = False  # something went to the disk or came from it, which took time
     guard: Guard | None = None  # None: memory is not watched
+    stalls: Stalls | None = None  # None: no kernel is used
     census: meter.Census = field(default_factory=meter.Census)
     _pressed: tuple[int, float] = (NORMAL, 0.0)  # the guard's level and reading that were heeded last
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
+    _came: float = 0.0  # when `step` was called,
+    _left: float = 0.0  # and when it returned, the last time
     _told: float = field(default_factory=time.monotonic)
     _live: dict[Seq, None] = field(default_factory=dict)
 
@@ -111,6 +115,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
         outputs: list[Output] = []
+        self._came = time.perf_counter()
         self.look()
         running = self.scheduler.running
         if self._flight and (constrain.waits(running) or self._ask(self.drafter.waits, running)):
@@ -137,6 +142,7 @@ class Engine:
         self._tell()
         self._moved = self.tier is not None and self.tier.turn()
         self.rests = not (plan or outputs or self._moved)
+        self._left = time.perf_counter()
         return outputs
 
     def look(self) -> None:
@@ -232,16 +238,29 @@ class Engine:
 
     def _clock(self, step: Step, now: float) -> None:
         """A step lasts from the later of its beginning and the read before it to its own read."""
-        self.step_seconds = now - max(step.began, self._settled)
+        since = max(step.began, self._settled)
+        self.step_seconds = now - since
         self._settled = now
         prefill = sum(e.count for e in step.plan if e.fresh > 1)
         decoding = any(e.fresh == 1 for e in step.plan)
         if self._moved:  # it says nothing about the next
             self.step_seconds = 0.0
             return
+        self._watch(step, prefill, since)
         self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.drafts.parked += self.step_seconds
+
+    def _watch(self, step: Step, prefill: int, since: float) -> None:
+        """Tell of a step whose time is the kernels': none of a prompt, none beside which one was built, none
+        while memory is short; less what other models took in between."""
+        if self.stalls is None or prefill or (self.guard and self.guard.look() > NORMAL):
+            return
+        beside = self._flight[-1][1].plan if self._flight else ()
+        if not any(e.fresh > 1 for e in beside):
+            away = self._came - self._left if since < self._left else 0.0
+            rows = [sum(e.rows for e in plan) for plan in (step.plan, beside)]
+            self.stalls.took(rows[0], self.step_seconds - away, rows[1])
 
     def _enlist(self, seqs: Iterable[Seq]) -> None:
         for seq in seqs:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mlxspec.engine import memory
 from mlxspec.engine.blocks import BlockPool
@@ -23,7 +25,12 @@ from mlxspec.engine.runfile import fingerprint
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.snapshots import Snapshots
 from mlxspec.engine.tier import Tier
+from mlxspec.kernels.kept import Shelf
+from mlxspec.kernels.prove import AT_START, TUNING, Prover, missing
+from mlxspec.kernels.proven import Case
+from mlxspec.kernels.stall import Stalls
 from mlxspec.model import meter, states
+from mlxspec.model.cases import cases_of
 from mlxspec.model.load import Fit, Kept, context_of, fit, geometry, growth, load, read, weights
 from mlxspec.model.runner import Runner
 from mlxspec.model.transfer import Transfer
@@ -34,6 +41,7 @@ from mlxspec.types import ModelInfo, Request, Sampling, Short, Unfit
 
 log = logging.getLogger("mlxspec")
 
+TELL_S = 2.0  # between two lines on what takes long
 WARM_ROWS = 64  # a prompt long enough to tell what a row costs
 DISK_BUFFERS = PENDING + READING  # bytes on their way to the disk and back
 DISK_LEAST = 256 << 20  # bytes, below which a prompt cache is hardly of use
@@ -58,6 +66,9 @@ class Options:
     speculate: bool = True
     draft: Path | None = None  # a draft model's directory
     cache: Path | None = None  # directory for what was measured
+    kernels: bool = True
+    proofs: Path | None = None  # directory for what was found out about kernels
+    again: bool = False  # whatever was measured before is measured again
     disk: Path | None = None  # directory for what outlives the process
     disk_bytes: int = 0  # 0: nothing does
 
@@ -69,6 +80,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     model, config = models[0]
     context = min(context_of(config), options.context or 1 << 31)
     held = sum(weights(m) for m, _ in models)  # before the runner grafts its trunk, which hides them
+    cases = cases_of(model) if options.kernels else []  # likewise
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)
@@ -76,6 +88,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     small = fit_small(options.draft, *models[1], found) if options.draft else None
+    stalls = _prove(cases, options)  # before the pool is there: it takes memory too
     needs = _needs([found.kept, *([small.fit.kept] if small else [])], context)
     sizes = _sizes(needs, context, options, room)
     meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
@@ -98,6 +111,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
     _warm(engine)
+    engine.stalls = stalls
     if options.speculate:
         _speculate(engine, path, small, options)
     if options.disk and options.disk_bytes and found.sharing:
@@ -121,6 +135,36 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"
     log.info("%s: %s, ready in %.1f s", name, how, time.perf_counter() - began)
     return engine, info
+
+
+def _prove(cases: Sequence[Case], options: Options) -> Stalls | None:
+    """Decide which kernels are used. What is to watch the steps, if any is."""
+    began, told = time.perf_counter(), time.perf_counter()
+    shelf = Shelf(options.proofs)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Trying kernels", total=len(cases), name="", visible=False)
+
+        def tell(done: int, of: int, name: str) -> None:
+            nonlocal told
+            bar.update(task, completed=done, total=of, name=name, visible=True)
+            if bar.disable and time.perf_counter() - told > TELL_S:
+                told = time.perf_counter()
+                log.info("%d of %d kernels and shapes tried", done, of)
+
+        seconds = TUNING if options.again else AT_START
+        found = Prover(shelf, seconds, options.again, tell=tell).prove(cases)
+    used = [name for name, verdict in found.items() if verdict.way]
+    if found and not missing():
+        took = time.perf_counter() - began
+        log.info("%d of %d kernels are used; %.1f s to know (mlxspec doctor)", len(used), len(found), took)
+    return Stalls(shelf.save) if used else None
 
 
 def _outlive(engine: Engine, disk: Disk, options: Options) -> None:
@@ -209,7 +253,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
         return
     table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
     try:
-        costs = calibrate(runner, engine.vocab, table, path, options.cache)
+        costs = calibrate(runner, engine.vocab, table, path, options.cache, options.again)
         if costs is None:
             log.warning("no speculation: the KV pool is too small to measure what a draft costs")
             return

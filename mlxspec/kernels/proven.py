@@ -13,7 +13,9 @@ import mlx.core as mx
 class Case:
     """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes; the first of
     that is the float array that a chain of calls is threaded through. The kernel is tried with the counts of
-    `rows`, rising; `tolerance` bounds the largest difference to the reference, as part of its largest value."""
+    `rows`, rising; `tolerance` bounds the largest difference to the reference, as part of its largest value.
+    `nested` promises that `inputs` of fewer rows are a part of those of more with the same seed, so that
+    results must have the same first rows, to the bit."""
 
     kernel: str
     shape: str
@@ -23,6 +25,7 @@ class Case:
     reference: Callable[..., mx.array]
     ways: Mapping[str, Callable[..., mx.array]]  # the kernel's versions
     tolerance: float
+    nested: bool = False
 
     @property
     def name(self) -> str:
@@ -31,8 +34,9 @@ class Case:
 
 @dataclass(slots=True)
 class Verdict:
-    """What came of a case. `way` is the version in use, for `least` to `most` rows; "": none is, and `why`
-    says it. `gains` are stock's seconds over the kernel's, by rows."""
+    """What came of a case. `way` is the version in use, for `least` to `most` rows; "": none is. `why` says
+    it, and what other versions lack. `gains` are stock's seconds over the kernel's, by rows. `parked`: it has
+    stalled or ended a process here, and is not tried again but by `mlxspec tune`."""
 
     way: str = ""
     least: int = 0
@@ -40,6 +44,7 @@ class Verdict:
     error: float = 0.0
     gains: dict[int, float] = field(default_factory=dict)
     why: str = ""
+    parked: bool = False
 
     def takes(self, rows: int) -> bool:
         """Whether the kernel is used for so many rows. Asked at each call: a kernel may be parked."""

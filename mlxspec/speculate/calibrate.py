@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec import __version__
+from mlxspec.kernels.proven import VERDICTS
 from mlxspec.model.runner import Runner
 from mlxspec.model.sample import Row, sample
 from mlxspec.speculate.depth import GRID, Costs
@@ -38,15 +39,18 @@ _ONE = Sampling(temperature=1.0)
 SAMPLINGS = (_ONE, replace(_ONE, top_p=0.9), replace(_ONE, top_k=20), Sampling(temperature=0))
 
 
-def calibrate(runner: Runner, vocab: int, table: list[int], path: Path, cache: Path | None) -> Costs | None:
+def calibrate(
+    runner: Runner, vocab: int, table: list[int], path: Path, cache: Path | None, again: bool = False
+) -> Costs | None:
     """The cost of a step of one sequence with 1 to 32 rows. `table` are blocks that nobody uses, `path` is
-    the model, `cache` a directory for what was measured. None where there are too few blocks to measure."""
+    the model, `cache` a directory for what was measured, `again`: whatever is there. None where there are
+    too few blocks to measure."""
     high = min(CONTEXTS[1], len(table) * runner.view.block_size - max(GRID) - 1)
     if high < 1:
         return None
     contexts = (min(CONTEXTS[0], high), high)
     file = cache / f"{_name(runner, path, contexts)}.json" if cache else None
-    if file and (known := _load(file)):
+    if file and not again and (known := _load(file)):
         return known
     began = time.perf_counter()
     times, whole = _measure(runner, _one(runner, table, high), contexts, began + SECONDS)
@@ -134,7 +138,8 @@ def _name(runner: Runner, path: Path, contexts: Sequence[int]) -> str:
     versions = (version("mlx"), version("mlx-lm"), __version__)
     device = str(mx.default_device()), os.environ.get("OPENBLAS_NUM_THREADS", "")
     how = (runner.layout, runner.states.taped, runner.view.block_size, runner.view.kv_bits)
-    facts = (machine, versions, device, str(path), stamps, how, contexts)
+    used = sorted((name, v.way, v.least, v.most) for name, v in VERDICTS.items() if v.way)
+    facts = (used, machine, versions, device, str(path), stamps, how, contexts)
     return "costs-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 

@@ -2,10 +2,12 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
+from mlxspec.engine.pressure import WARN
 from mlxspec.model.load import growth
 from mlxspec.model.runner import Layout, Step
 from mlxspec.speculate import NoDrafter
@@ -292,3 +294,23 @@ def test_progress_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         "long: 10 of 25 prompt tokens read",
         "long: 20 of 25 prompt tokens read",
     ]
+
+
+def test_the_watch_of_kernels_is_told_of_steps_without_a_prompt(qwen3) -> None:
+    """And only of the time that the engine had: not of another model's between two of its steps."""
+    told: list[tuple[int, float, int]] = []
+    e = tiny.engine(qwen3)
+    e.stalls = SimpleNamespace(took=lambda *what: told.append(what))
+    e.add(tiny.request("a", range(40), 12))
+    whole = []
+    while e.busy:
+        e.step()
+        whole.append(e.step_seconds)
+        time.sleep(0.05)
+    assert 0 < len(told) < e.counters["steps"] and all(rows == 1 for rows, _, _ in told)
+    assert min(whole[-5:-1]) > 0.05 > min(seconds for _, seconds, _ in told) > 0
+    count = len(told)
+    e.guard = SimpleNamespace(look=lambda: WARN, read=0.0, level=WARN, footprint=0)
+    e.add(tiny.request("b", range(5), 4))
+    tiny.run(e)
+    assert len(told) == count, "memory is short"

@@ -11,6 +11,8 @@ import pytest
 
 from mlxspec.engine import memory, start
 from mlxspec.engine.start import Options
+from mlxspec.kernels import prove
+from mlxspec.kernels.proven import VERDICTS, Case
 from mlxspec.model.load import fit, geometry
 from mlxspec.speculate import NoDrafter
 from mlxspec.speculate.chain import Chain
@@ -218,3 +220,41 @@ def test_no_speculation_is_said(
     e, _ = start.start(path, "tiny", options)
     assert isinstance(e.drafter, NoDrafter)
     assert "no speculation: " in caplog.text and why in caplog.text
+
+
+def test_kernels_that_are_proven_are_watched(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One case that wins, by a kernel that is MLX's own and a stock that is slower."""
+    runs = []
+
+    def stock(x: mx.array) -> mx.array:
+        runs.append(len(x))
+        for _ in range(64):
+            x = mx.exp(mx.log(x))
+        return mx.sqrt(x)
+
+    def inputs(rows: int, seed: int) -> tuple[mx.array]:
+        return (mx.arange(1.0, 1.0 + 64 * rows).reshape(rows, 64),)
+
+    case = Case("fake", "1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
+    monkeypatch.setattr(start, "cases_of", lambda model: [case])
+    caplog.set_level(logging.INFO, "mlxspec")
+    options = Options(block_size=16, speculate=False, proofs=path / "kernels")
+    e, _ = start.start(path, "tiny", options)
+    assert e.stalls is None and not runs and VERDICTS["fake 1"].why == "no Metal here"
+    for module in (prove, start):
+        monkeypatch.setattr(module, "missing", lambda: "")
+    try:
+        e, _ = start.start(path, "tiny", options)
+        assert e.stalls is not None and VERDICTS["fake 1"].takes(4) and runs
+        assert "1 of 1 kernels are used" in caplog.text
+        count = len(runs)
+        start.start(path, "tiny", options)
+        assert len(runs) == count, "it is known"
+        start.start(path, "tiny", replace(options, again=True))
+        assert len(runs) > count
+        off, _ = start.start(path, "tiny", replace(options, kernels=False))
+        assert off.stalls is None
+    finally:
+        VERDICTS.clear()

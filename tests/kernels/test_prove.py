@@ -1,0 +1,386 @@
+"""What comes of trying kernels: fakes with a clock of their own, and small_qmm in the simulator."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlxspec.kernels import kept, prove
+from mlxspec.kernels.kept import CRASHED, Shelf
+from mlxspec.kernels.prove import Out, Prover, chain, differ, judge, wins
+from mlxspec.kernels.proven import VERDICTS, Case, Verdict
+from mlxspec.model.cases import cases_of
+from tests import metalsim
+
+FACTS = {"chip": "Apple M9, applegpu_g99s", "system": "99.1", "mlx": "9.9", "code": "abc"}
+
+
+class Time:
+    """A clock that only calls move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def takes(self, seconds: float, what: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
+        def call(x: mx.array, w: mx.array) -> mx.array:
+            self.calls += 1
+            self.now += seconds if not isinstance(seconds, dict) else seconds[len(x)]
+            return what(x @ w)
+
+        return call
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+@pytest.fixture(autouse=True)
+def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(prove, "missing", lambda: "")
+    monkeypatch.setattr(prove, "ROTATED", 1 << 12)
+    yield
+    VERDICTS.clear()
+
+
+def same(y: mx.array) -> mx.array:
+    return y
+
+
+def refuse(y: mx.array) -> mx.array:
+    raise RuntimeError("threadgroup size (1024) is greater than the maximum allowed (448)\nand more")
+
+
+def shifting(y: mx.array) -> mx.array:
+    return y * (1 + 1e-6 * len(y))
+
+
+def case(
+    clock: Time, name: str = "fake", *, stock: float = 1e-3, tolerance: float = 1e-3, **ways: object
+) -> Case:
+    """Each way is (seconds, what it does to the right result)."""
+
+    def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
+        keys = mx.random.split(mx.random.key(seed))
+        return mx.random.normal((16, 8), key=keys[0])[:rows], mx.random.normal((8, 8), key=keys[1])
+
+    made = {way: clock.takes(*how) for way, how in ways.items()}  # type: ignore[misc]
+    return Case(
+        name,
+        "8x8",
+        (1, 2, 4, 8, 16),
+        inputs,
+        clock.takes(stock, same),
+        mx.matmul,
+        made,
+        tolerance,
+        nested=True,
+    )
+
+
+def by_rows(*seconds: float) -> dict[int, float]:
+    return dict(zip((1, 2, 4, 8, 16), seconds, strict=True))
+
+
+def test_right_and_fast_is_used(clock: Time) -> None:
+    found = judge(case(clock, plain=(5e-4, same)), clock=clock)
+    assert (found.way, found.least, found.most, found.why, found.parked) == ("plain", 1, 16, "", False)
+    assert found.gains == pytest.approx(dict.fromkeys((1, 2, 4, 8, 16), 2.0)) and found.error == 0
+
+
+def test_right_and_slow_is_not(clock: Time) -> None:
+    found = judge(case(clock, plain=(9e-4, same)), clock=clock)
+    assert not found.way and not found.takes(4) and not found.parked
+    assert found.why == "plain: right, and 1.11 times as fast as MLX's own at best; 1.15 is asked for"
+    assert found.gains[4] == pytest.approx(10 / 9)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (lambda y: y + 0.1, "off by 0.0"),
+        (lambda y: mx.where(mx.arange(8) == 3, math.nan, y), "not finite where the reference is"),
+        (lambda y: y[:, :4], r"mlx.core.float32 (16, 4) instead of"),
+        (lambda y: y.astype(mx.float16), "mlx.core.float16 (16, 8) instead of"),
+        (lambda y: y if len(y) != 2 else y * 2, "(2 rows)"),
+        (refuse, "RuntimeError: threadgroup size (1024) is greater than the maximum allowed (448) (16 rows)"),
+        (shifting, "a row depends on how many there are (8 rows)"),
+    ],
+)
+def test_wrong_is_out_and_the_other_wins(clock: Time, what: Callable[[mx.array], mx.array], why: str) -> None:
+    found = judge(case(clock, matrix=(1e-5, what), plain=(5e-4, same)), clock=clock)
+    assert found.way == "plain" and found.why.startswith("matrix: ") and why in found.why
+    alone = judge(case(clock, matrix=(1e-5, what)), clock=clock)
+    assert not alone.way and alone.why == found.why and not alone.gains
+
+
+def test_of_two_the_one_that_brings_more(clock: Time) -> None:
+    assert judge(case(clock, a=(5e-4, same), b=(3e-4, same)), clock=clock).way == "b"
+
+
+def test_only_a_range_of_rows(clock: Time) -> None:
+    found = judge(case(clock, plain=(by_rows(1.1e-3, 1e-3, 5e-4, 5e-4, 2e-3), same)), clock=clock)
+    assert (found.least, found.most) == (4, 8)
+    assert [found.takes(n) for n in (1, 3, 4, 5, 8, 9)] == [False, False, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("gains", "rows"),
+    [
+        (by_rows(0.98, 1.2, 1.2, 1.2, 1.2), (1, 16)),  # not slower with one row: it joins
+        (by_rows(0.96, 1.2, 1.2, 1.2, 1.2), (2, 16)),
+        (by_rows(0.98, 1.0, 1.2, 1.2, 1.0), (1, 8)),
+        (by_rows(1.2, 0.9, 1.2, 1.2, 1.0), (4, 8)),  # what lies between must not be slower either
+        (by_rows(1.2, 1.2, 1.0, 1.2, 1.2), (1, 16)),
+        (by_rows(1.14, 1.14, 1.14, 1.14, 1.14), (0, 0)),
+        (by_rows(3, 1, 1, 1, 1), (1, 1)),
+    ],
+)
+def test_which_rows(gains: dict[int, float], rows: tuple[int, int]) -> None:
+    assert wins(gains) == rows
+
+
+def test_values_that_are_no_numbers() -> None:
+    ids = mx.array([1, 2, 3])
+    assert differ(ids, ids, 0.0) == 0
+    with pytest.raises(Out, match="1 of 3 values differ"):
+        differ(ids, mx.array([1, 2, 4]), 1.0)
+    open_end = mx.array([1.0, -math.inf])
+    assert differ(open_end, open_end, 0.0) == 0
+    assert differ(mx.zeros(3), mx.zeros(3), 0.0) == 0
+    with pytest.raises(Out, match="off by inf"):
+        differ(mx.ones(3), mx.zeros(3), 0.5)
+
+
+def test_each_call_of_a_chain_needs_the_one_before() -> None:
+    """A result that is not finite reaches every later one; finite ones change nothing, and inputs rotate."""
+    sets = [(mx.full((2, 3), float(i)), mx.array(float(i))) for i in range(4)]
+    seen: list[float] = []
+
+    def call(x: mx.array, w: mx.array) -> mx.array:
+        seen.append(float(w.item()))
+        return x if len(seen) != 2 else x * math.nan
+
+    assert mx.isnan(chain(call, sets, 6, at=1)).all()
+    assert seen == [1, 2, 3, 0, 1, 2]
+    seen[:] = [0] * 9
+    assert mx.array_equal(chain(call, sets, 3), sets[2][0])
+    ids = chain(lambda x, w: mx.argmax(x, axis=-1), sets, 3)
+    assert ids.shape == (2,)
+
+
+def test_so_many_inputs_that_no_cache_holds_them(clock: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = case(clock)
+    monkeypatch.setattr(prove, "ROTATED", 10_000)
+    assert len(prove._sets(one, 2)) == -(-10_000 // (2 * 8 * 4 + 8 * 8 * 4)) == 32
+    monkeypatch.setattr(prove, "ROTATED", 1 << 30)
+    assert len(prove._sets(one, 2)) == prove.SETS
+    monkeypatch.setattr(prove, "ROTATED", 1)
+    assert len(prove._sets(one, 2)) == 1
+
+
+# ---- kept ------------------------------------------------------------------------------------------
+
+
+def prover(folder: Path | None, clock: Time, again: bool = False, **facts: str) -> Prover:
+    return Prover(Shelf(folder, FACTS | facts), again=again, clock=clock)
+
+
+def test_a_verdict_is_kept_and_read_back(tmp_path: Path, clock: Time) -> None:
+    made = case(clock, plain=(5e-4, same), matrix=(1e-4, refuse))
+    first = prover(tmp_path / "kernels", clock).prove([made, made])
+    calls, found = clock.calls, VERDICTS["fake 8x8"]
+    assert first == {"fake 8x8": found} and found.takes(8) and "matrix" in found.why
+    VERDICTS.clear()
+    assert prover(tmp_path / "kernels", clock).prove([made]) == first and clock.calls == calls
+    assert VERDICTS["fake 8x8"] == found and VERDICTS["fake 8x8"] is not found
+    assert Shelf(tmp_path / "kernels", FACTS).all(True) == first
+    prover(tmp_path / "kernels", clock, again=True).prove([made])
+    assert clock.calls > calls
+
+
+@pytest.mark.parametrize("fact", list(FACTS))
+def test_another_machine_or_version_tries_again(tmp_path: Path, clock: Time, fact: str) -> None:
+    made = case(clock, plain=(5e-4, same))
+    prover(tmp_path, clock).prove([made])
+    calls = clock.calls
+    prover(tmp_path, clock, **{fact: "other"}).prove([made])
+    assert clock.calls > calls and len(list(tmp_path.glob("*.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: text.replace('"chip"', '"chop"'),
+        lambda text: text.replace("M9", "M8"),  # a file under another's name
+        lambda text: text.replace('"way": "plain"', '"way": 7'),
+        lambda text: text.replace('"least"', '"leased"'),
+    ],
+)
+def test_a_file_that_is_torn_or_about_something_else_is_a_miss(
+    tmp_path: Path, clock: Time, spoil: Callable[[str], str]
+) -> None:
+    made = case(clock, plain=(5e-4, same))
+    prover(tmp_path, clock).prove([made])
+    [file] = tmp_path.glob("*.json")
+    whole = file.read_text()
+    assert spoil(whole) != whole
+    file.write_text(spoil(whole))
+    VERDICTS.clear()
+    assert prover(tmp_path, clock).prove([made])["fake 8x8"].way == "plain"
+    assert json.loads(file.read_text())["facts"] == json.loads(whole)["facts"]
+
+
+def test_a_kernel_that_ended_the_process_is_parked(tmp_path: Path, clock: Time) -> None:
+    """In a process of its own, which a kernel kills half way."""
+    code = """
+import os, sys
+from pathlib import Path
+import mlx.core as mx
+from mlxspec.kernels import prove
+from mlxspec.kernels.kept import Shelf
+from mlxspec.kernels.proven import Case
+prove.missing = lambda: ""
+inputs = lambda rows, seed: (mx.ones((rows, 8)), mx.ones((8, 8)))
+case = Case("fake", "8x8", (1, 2), inputs, mx.matmul, mx.matmul, {"plain": lambda *a: os._exit(3)}, 1.0)
+prove.Prover(Shelf(Path(sys.argv[1]), eval(sys.argv[2]))).prove([case])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), repr(FACTS)], timeout=60)
+    assert done.returncode == 3
+    made = case(clock, plain=(5e-4, same))
+    found = prover(tmp_path, clock).prove([made])["fake 8x8"]
+    assert (found.parked, found.why, found.way, clock.calls) == (True, CRASHED, "", 0)
+    again = prover(tmp_path, clock, again=True).prove([made])["fake 8x8"]
+    assert again.way == "plain" and not again.parked
+
+
+def test_another_process_that_tries_is_no_crash(tmp_path: Path, clock: Time) -> None:
+    made, shelf = case(clock, plain=(5e-4, same)), Shelf(tmp_path, FACTS)
+    shelf.mark(made.name)
+    with shelf.alone() as alone:
+        assert alone
+        found = prover(tmp_path, clock).prove([made])[made.name]
+    assert not found.way and not found.parked and found.why == kept.BUSY and clock.calls == 0
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])
+def test_being_stopped_leaves_no_mark(tmp_path: Path, clock: Time, how: type[BaseException]) -> None:
+    def stop(y: mx.array) -> mx.array:
+        raise how
+
+    with pytest.raises(how):
+        prover(tmp_path, clock).prove([case(clock, plain=(0.1, stop))])
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_a_thread_that_ends_the_process_takes_the_mark_along(tmp_path: Path, clock: Time) -> None:
+    left = []
+
+    def give_up(y: mx.array) -> mx.array:
+        prove.TRIAL.give_up()
+        left.append(len(list(tmp_path.glob("*.json"))))
+        assert prove.TRIAL.shelf is not None
+        prove.TRIAL.shelf.mark("fake 8x8")
+        prove.TRIAL.until = 0.0  # from here on it takes much too long
+        return y
+
+    assert prover(tmp_path, clock).prove([case(clock, plain=(1e-4, give_up))])["fake 8x8"].way == "plain"
+    assert left[0] == 0 and set(left[1:]) == {1}
+    prove.TRIAL.give_up()
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_what_cannot_be_marked_is_not_tried(tmp_path: Path, clock: Time) -> None:
+    (tmp_path / "file").write_text("")
+    found = prover(tmp_path / "file", clock).prove([case(clock, plain=(1e-4, same))])["fake 8x8"]
+    assert not found.way and "not tried unmarked" in found.why and clock.calls == 0
+
+
+def test_without_a_folder_nothing_is_kept(clock: Time) -> None:
+    assert prover(None, clock).prove([case(clock, plain=(1e-4, same))])["fake 8x8"].way == "plain"
+
+
+def test_a_case_that_fails_itself_is_a_verdict(tmp_path: Path, clock: Time) -> None:
+    whole = case(clock, plain=(1e-4, same))
+    broken = Case("broken", "1", (1,), whole.inputs, refuse, refuse, whole.ways, 1.0)
+    found = prover(tmp_path, clock).prove([broken, whole])
+    assert found["broken 1"].why.startswith("it cannot be tried: TypeError") and found["fake 8x8"].way
+    odd = Case("odd", "1", (1,), whole.inputs, lambda x, w: refuse(x), whole.reference, whole.ways, 1.0)
+    assert "threadgroup size" in prover(tmp_path, clock).prove([odd])["odd 1"].why
+
+
+def test_time_is_bounded(tmp_path: Path, clock: Time) -> None:
+    slow = [case(clock, f"slow{i}", plain=(1.0, same)) for i in range(9)]
+    told: list[tuple[int, int, str]] = []
+    one = prover(tmp_path, clock)
+    one.tell = lambda *what: told.append(what)
+    found = one.prove(slow)
+    assert clock.now < prove.AT_START[0] + 9 * 2, "one call beyond each share"
+    assert "4.0 s were not enough" in found["slow0 8x8"].why and "no time was left" in found["slow8 8x8"].why
+    assert told[0] == (1, 9, "slow0 8x8") and told[-1][:2] == (9, 9)
+    VERDICTS.clear()
+    names = Shelf(tmp_path, FACTS).all(True)
+    assert "slow0 8x8" in names and "slow8 8x8" not in names, "the next start goes on"
+
+
+def test_a_call_that_hangs_parks_its_kernel(tmp_path: Path, clock: Time) -> None:
+    found = judge(case(clock, matrix=(105.0, same), plain=(5e-4, same)), clock=clock)
+    assert found.way == "plain" and "matrix: a call took 105 s" in found.why
+    assert judge(case(clock, matrix=(105.0, same)), clock=clock).parked
+
+
+def test_without_metal_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Time) -> None:
+    monkeypatch.undo()
+    found = prover(tmp_path / "none", clock).prove([case(clock, plain=(1e-4, same))])
+    assert found == {"fake 8x8": Verdict(why="no Metal here")} == VERDICTS
+    assert clock.calls == 0 and not (tmp_path / "none").exists()
+
+
+def test_the_facts_of_this_machine() -> None:
+    facts = kept.machine()
+    assert set(facts) == set(FACTS) and all(facts.values())
+    assert json.loads(json.dumps(facts)) == facts
+
+
+# ---- the real thing --------------------------------------------------------------------------------
+
+
+def test_small_qmm_matches_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model's own shapes. The simulator says nothing about speed, so it wins no race."""
+    monkeypatch.setattr(prove, "TURNS", 1)
+    monkeypatch.setattr(prove, "CALLS", (1, 1))
+    monkeypatch.setattr(prove, "SETS", 1)
+    monkeypatch.setattr(prove, "SEEDS", 1)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 32, 4)
+    [found] = cases_of(model)
+    assert found.name == "small_qmm 32x64 of 4 bits, group 32, bfloat16"
+    with metalsim.patch(checked=False):
+        verdict = judge(found)
+    assert not verdict.way and verdict.error < 0.02
+    assert verdict.why.count("right, and 0.") == 2 and set(verdict.gains) == set(found.rows)
+
+
+def test_it_fails_where_small_qmm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "SEEDS", 1)
+    model = nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=4)
+    [found] = cases_of(nn.Sequential(model))
+    right = found.ways["plain"]
+    ways = {"plain": lambda x, w, scales, biases: right(x, w, scales, biases * 1.01)}
+    wrong = Case(found.kernel, found.shape, (2,), found.inputs, found.stock, found.reference, ways, 1e-4)
+    with metalsim.patch(checked=False):
+        assert "off by" in judge(wrong).why

@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.fleet import Fleet, Member
 from mlxspec.engine.start import Options, start
-from mlxspec.model.catalog import Resolved, cache_of, prompts_of, resolve
+from mlxspec.model.catalog import Resolved, cache_of, held, prompts_of, resolve
 from mlxspec.model.load import context_of
 from mlxspec.text.prompt import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, Unfit
@@ -62,10 +63,19 @@ class Chosen:
         )
 
 
+def on_disk(config: Config) -> Path | None:
+    """The first model's directory, if nothing has to be fetched for it. Raises Unfit."""
+    return held(_named(config.model)[1], cache_of(config), _metal())
+
+
+def _metal() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
 def choose(config: Config, share: float = 1.0) -> Chosen:
     """The first model. Fetches and converts what is not there yet. Raises ConfigError and Unfit."""
     cache = cache_of(config)
-    metal = sys.platform == "darwin" and platform.machine() == "arm64"
+    metal = _metal()
     name, model = _named(config.model)
     found = resolve(model, cache, metal)
     found = replace(found, name=config.name or name or found.name)

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mlxspec import __version__
+from mlxspec import __version__, blas
 from mlxspec.chat import ChatError
-from mlxspec.config import ARGUMENTS, TABLE, ConfigError, flag, kind, limits, load, url_of
+from mlxspec.config import ARGUMENTS, TABLE, Config, ConfigError, flag, kind, limits, load, url_of
 from mlxspec.launch import AGENTS, LaunchError
 from mlxspec.launch import launch as become
 from mlxspec.types import Unfit
@@ -24,6 +24,7 @@ METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
 Url = Annotated[str | None, typer.Option(help="The server; without it, the one of your settings.")]
 Key = Annotated[str | None, typer.Option(help="The server's API key.")]
 
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)]
 CacheDir = Annotated[str | None, typer.Option(help="As for serve; without it, the one of your settings.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -129,9 +130,7 @@ def _server(url: str | None, key: str | None) -> tuple[str, str]:
 
 @app.command()
 def bench(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)
-    ] = None,
+    model: Model = None,
     draft: Annotated[str, typer.Option(metavar="MODEL", help="A small model that drafts.")] = "",
     workload: Annotated[
         str,
@@ -179,6 +178,45 @@ def bench(
         json=json,
     )
     sys.exit(run.bench(config, wanted))
+
+
+@app.command()
+def doctor(
+    model: Model = None,
+    cache_dir: CacheDir = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Show the machine, the paths, and which kernels were proven and are used here. It measures nothing.
+
+    Exits with 1 if something is broken.
+    """
+    config, wrong = Config(model=model or "", cache_dir=cache_dir or ""), ""
+    try:
+        config = load({"model": model, "cache_dir": cache_dir}, os.environ)
+    except ConfigError as error:
+        wrong = str(error)
+    log_to_stderr("error")
+    from mlxspec.doctor import doctor
+
+    sys.exit(doctor(config, wrong, json))
+
+
+@app.command()
+def tune(
+    model: Model = None,
+    cache_dir: CacheDir = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Where the picture goes; default: tune.png in the cache."),
+    ] = None,
+) -> None:
+    """Try the kernels and measure what a step costs, whatever is known already, for later starts of serve."""
+    config = load({"model": model, "cache_dir": cache_dir}, os.environ)
+    log_to_stderr(config.log_level)
+    blas.load()
+    from mlxspec.bench.tune import tune
+
+    sys.exit(tune(config, out))
 
 
 @cache.command("ls")

@@ -52,8 +52,9 @@ MAY_IMPORT = {
     "launch": PLAIN,
     "cache": PLAIN | {"engine.runfile"},
     "chosen": ENGINE | {"text"},
+    "doctor": ENGINE | {"chosen"},
     "bench": ENGINE | {"text", "bench", "chosen"},
-    "cli": SERVER | {"service", "chat", "launch", "bench", "cache"},
+    "cli": SERVER | {"service", "chat", "launch", "bench", "cache", "doctor"},
     "__main__": {"cli"},
 }
 
@@ -74,7 +75,7 @@ LIBRARIES = {
     "uvicorn": {"server"},
     "prometheus_client": {"metrics", "server"},
     "typer": {"cli"},
-    "matplotlib": {"bench.plot"},
+    "matplotlib": {"bench.plot", "bench.curves"},
 }
 
 

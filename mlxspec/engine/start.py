@@ -5,7 +5,8 @@ Rule: what was derived is reported once, in ModelInfo; nothing is decided again 
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -139,25 +140,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 def _prove(cases: Sequence[Case], options: Options) -> Stalls | None:
     """Decide which kernels are used. What is to watch the steps, if any is."""
-    began, told = time.perf_counter(), time.perf_counter()
-    shelf = Shelf(options.proofs)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[name]}"),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Trying kernels", total=len(cases), name="", visible=False)
-
-        def tell(done: int, of: int, name: str) -> None:
-            nonlocal told
-            bar.update(task, completed=done, total=of, name=name, visible=True)
-            if bar.disable and time.perf_counter() - told > TELL_S:
-                told = time.perf_counter()
-                log.info("%d of %d kernels and shapes tried", done, of)
-
+    began, shelf = time.perf_counter(), Shelf(options.proofs)
+    with _bar("Trying kernels") as tell:
         seconds = TUNING if options.again else AT_START
         found = Prover(shelf, seconds, options.again, tell=tell).prove(cases)
     used = [name for name, verdict in found.items() if verdict.way]
@@ -165,6 +149,24 @@ def _prove(cases: Sequence[Case], options: Options) -> Stalls | None:
         took = time.perf_counter() - began
         log.info("%d of %d kernels are used; %.1f s to know (mlxspec doctor)", len(used), len(found), took)
     return Stalls(shelf.save) if used else None
+
+
+@contextmanager
+def _bar(text: str) -> Iterator[Callable[[int, int], None]]:
+    """What is to be told how many are done out of how many: a bar on stderr, or a line now and then."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task, told = bar.add_task(text, total=None, visible=False), time.perf_counter()
+
+        def tell(done: int, of: int) -> None:
+            nonlocal told
+            bar.update(task, completed=done, total=of, visible=True)
+            if bar.disable and time.perf_counter() - told > TELL_S:
+                told = time.perf_counter()
+                log.info("%s: %d of %d", text, done, of)
+
+        yield tell
 
 
 def _outlive(engine: Engine, disk: Disk, options: Options) -> None:
@@ -253,7 +255,8 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
         return
     table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
     try:
-        costs = calibrate(runner, engine.vocab, table, path, options.cache, options.again)
+        with _bar("Measuring steps") as tell:
+            costs = calibrate(runner, engine.vocab, table, path, options.cache, options.again, tell)
         if costs is None:
             log.warning("no speculation: the KV pool is too small to measure what a draft costs")
             return

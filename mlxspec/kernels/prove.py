@@ -71,14 +71,14 @@ TRIAL = Trial()
 
 @dataclass(slots=True)
 class Prover:
-    """`seconds` are for all cases together and for each; `again`: also for what is known. `tell` gets each
-    case that is done, out of how many, with its verdict."""
+    """`seconds` are for all cases together and for each; `again`: also for what is known. `tell` gets how
+    many are done, out of how many."""
 
     shelf: Shelf
     seconds: tuple[float, float] = AT_START
     again: bool = False
     clock: Clock = time.perf_counter
-    tell: Callable[[int, int, str], None] = lambda done, of, name: None
+    tell: Callable[[int, int], None] = lambda done, of: None
     found: dict[str, Verdict] = field(default_factory=dict)
 
     def prove(self, cases: Iterable[Case]) -> dict[str, Verdict]:
@@ -111,7 +111,7 @@ class Prover:
             else:
                 self.found[case.name] = self._one(case, min(left, self.seconds[1]))
                 mx.clear_cache()
-            self.tell(n + 1, len(todo), case.name)
+            self.tell(n + 1, len(todo))
 
     def _known(self, name: str, alone: bool) -> Verdict | None:
         """A kernel that was parked in this process stays so, whatever could be written."""

@@ -101,6 +101,22 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
     )
 
 
+def held(name: str, cache_dir: Path, metal: bool) -> Path | None:
+    """Where `resolve` would find it, None where it would have to fetch it. Raises Unfit as that does."""
+    if (name or DEFAULT) in cards():
+        path = cache_dir / "models" / f"{name or DEFAULT}-{'4bit' if metal else 'fp32'}"
+        return path if path.is_dir() else None
+    if not os.path.exists(os.path.expanduser(name)) and name.count("/") == 1:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            return None
+    return resolve(name, cache_dir, metal).path
+
+
 def _checked(path: Path) -> Path:
     missing = [] if (path / "config.json").is_file() else ["config.json"]
     if not any(path.glob("model*.safetensors")):

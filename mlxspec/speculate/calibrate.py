@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,22 +29,31 @@ from mlxspec.types import Sequence as Seq
 log = logging.getLogger("mlxspec")
 
 SECONDS = 1.7
+TUNING = 20.0  # seconds, where somebody asked for it
+TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks for a measurement should hold
 FIRST = (1, 32, 8, 16, 4, 2)  # rows in order of what they tell, if time is short
 LEAST = 2  # of them are measured however long it takes
 DRAWN = 2  # rows that are sampled to tell what one takes
 HISTORY = 1024  # tokens that penalties count, in this
+Tell = Callable[[int, int], None]
 _ONE = Sampling(temperature=1.0)
 SAMPLINGS = (_ONE, replace(_ONE, top_p=0.9), replace(_ONE, top_k=20), Sampling(temperature=0))
 
 
 def calibrate(
-    runner: Runner, vocab: int, table: list[int], path: Path, cache: Path | None, again: bool = False
+    runner: Runner,
+    vocab: int,
+    table: list[int],
+    path: Path,
+    cache: Path | None,
+    again: bool = False,
+    tell: Tell = lambda done, of: None,
 ) -> Costs | None:
     """The cost of a step of one sequence with 1 to 32 rows. `table` are blocks that nobody uses, `path` is
-    the model, `cache` a directory for what was measured, `again`: whatever is there. None where there are
-    too few blocks to measure."""
+    the model, `cache` a directory for what was measured, `again`: whatever is there, and
+    longer. `tell` is told how far it is. None where there are too few blocks to measure."""
     high = min(CONTEXTS[1], len(table) * runner.view.block_size - max(GRID) - 1)
     if high < 1:
         return None
@@ -53,7 +62,8 @@ def calibrate(
     if file and not again and (known := _load(file)):
         return known
     began = time.perf_counter()
-    times, whole = _measure(runner, _one(runner, table, high), contexts, began + SECONDS)
+    until, least = (began + TUNING, 2) if again else (began + SECONDS, 0)
+    times, whole = _measure(runner, _one(runner, table, high), contexts, until, least, tell)
     rows = sorted({r for c, r in times if c == contexts[0]})
     low = [times[contexts[0], r] for r in rows]
     longer = max(1.0, times.get((high, 1), low[0]) / low[0])  # where the time was over before both were known
@@ -97,17 +107,18 @@ def sampling(vocab: int) -> dict[str, float]:
 
 
 def _measure(
-    runner: Runner, seq: Seq, contexts: Sequence[int], until: float
+    runner: Runner, seq: Seq, contexts: Sequence[int], until: float, least: int, tell: Tell
 ) -> tuple[dict[tuple[int, int], float], bool]:
-    """Seconds by (context, rows), the best of as many turns as there is time for; and whether there were two
-    at least, so that nothing that a first use costs is left in them. One step goes before them all."""
+    """Seconds by (context, rows), the best of as many turns as there is time for, `least` at least; and
+    whether there were two, so that nothing that a first use costs is left in them. One step goes before them all."""
     order = [(c, r) for r in (*FIRST, *(r for r in GRID if r not in FIRST)) for c in contexts]
     order[1:3] = order[2:0:-1]  # what LEAST promises: one row and many, at the short context
     times: dict[tuple[int, int], float] = {}
     _time(runner, seq, contexts[0], 1)
-    for turn in range(4):
-        for context, rows in order:
-            if time.perf_counter() > until and len(times) >= LEAST:
+    for turn in range(TURNS):
+        for n, (context, rows) in enumerate(order):
+            tell(turn * len(order) + n, TURNS * len(order))
+            if time.perf_counter() > until and len(times) >= LEAST and turn >= least:
                 return times, turn > 1
             took = _time(runner, seq, context, rows)
             times[context, rows] = min(took, times.get((context, rows), took))

@@ -1,0 +1,141 @@
+"""What `mlxspec doctor` shows: the machine, the paths, and what came of every kernel here.
+
+Rule: it looks. Nothing is proven, fetched or written, and no weight is read.
+"""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mlxspec import __version__, blas
+from mlxspec.config import FILE, Config, data_dir
+from mlxspec.types import Unfit
+
+WIDE = 150  # columns of a table that goes to a file
+STYLES = {"used": "green", "parked": "bold yellow", "not used": "", "not tried yet": "dim"}
+
+
+def doctor(config: Config, wrong: str, as_json: bool) -> int:
+    """Look and report; `wrong` is what the settings lack, if they could not be read. Exit status: 0, or 1
+    where something is broken."""
+    report = examine(config)
+    report["broken"] = [wrong] * bool(wrong) + report["broken"]
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        console = Console(markup=False)
+        show(report, console if console.is_terminal else Console(width=WIDE, markup=False))
+    return int(bool(report["broken"]))
+
+
+def examine(config: Config) -> dict[str, Any]:
+    """All that there is to see, as plain data."""
+    broken: list[str] = []
+    library = blas.load()
+    machine = {"mlxspec": __version__, "python": platform.python_version(), "system": _system()}
+    for package in ("mlx", "mlx-lm"):
+        try:
+            machine[package] = version(package)
+        except PackageNotFoundError:
+            broken.append(f"{package} is not installed; run: pip install mlxspec")
+    report: dict[str, Any] = {"machine": machine, "paths": {}, "model": {}, "kernels": [], "broken": broken}
+    if not any(data_dir("metal").glob("*.metal")):
+        broken.append(f"{data_dir('metal')} holds no kernels; install mlxspec again")
+    if sys.platform == "darwin" and platform.machine() != "arm64":
+        broken.append(f"Python runs as {platform.machine()}; install one for arm64")
+    try:
+        from mlxspec.engine import memory
+        from mlxspec.kernels.kept import machine as facts
+        from mlxspec.kernels.prove import missing
+        from mlxspec.model.catalog import cache_of
+    except ImportError as error:
+        broken.append(f"{error}; install mlxspec again")
+        return report
+    machine |= {"chip": facts()["chip"], "memory": memory.gib(memory.total())}
+    machine["metal"] = "no" if missing() else "yes"
+    machine["blas"] = library or (
+        "Accelerate" if sys.platform == "darwin" else "MLX's own, slow; " + blas.MEND
+    )
+    if missing() and sys.platform == "darwin":
+        broken.append("MLX finds no Metal: this Mac's GPU cannot be used; see that no MLX_ variable hides it")
+    cache = cache_of(config)
+    settings = Path(os.environ.get("MLXSPEC_CONFIG") or FILE).expanduser()
+    report["paths"] = {
+        "settings": str(settings) + " (not there)" * (not settings.is_file()),
+        "cache": str(cache),
+    }
+    there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        broken.append(f"{there} cannot be written; name another directory: --cache-dir")
+    report["model"], report["kernels"] = _model(config, broken)
+    return report
+
+
+def _system() -> str:
+    mac = platform.mac_ver()[0]
+    return f"macOS {mac} {platform.machine()}" if mac else platform.platform()
+
+
+def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The model by its files, and the kernels that it could use, besides those that are known of others."""
+    from mlxspec.chosen import PROOFS, on_disk
+    from mlxspec.kernels.kept import Shelf
+    from mlxspec.kernels.prove import missing
+    from mlxspec.kernels.proven import Verdict
+    from mlxspec.model.cases import cases_of
+    from mlxspec.model.catalog import DEFAULT, cache_of
+    from mlxspec.model.load import load
+
+    about, names = {"name": config.model or DEFAULT}, []
+    try:
+        path = on_disk(config)
+        about["path"] = str(path or "not fetched yet: mlxspec serve does it")
+        names = [case.name for case in cases_of(load(path)[0])] if path else []
+    except Unfit as error:
+        broken.append(str(error))
+    shelf = Shelf(cache_of(config) / PROOFS)
+    with shelf.alone() as alone:
+        known = shelf.all(alone)
+    rows = []
+    for name in dict.fromkeys([*names, *known]):
+        verdict = known.get(name) or Verdict(why=missing() and f"{missing()}: it would be proven on a Mac")
+        state = "used" if verdict.way else "parked" if verdict.parked else "not used"
+        state = state if name in known else "not tried yet"
+        rows.append({"name": name, "model": name in names, "state": state, **asdict(verdict)})
+    about["kernels"] = config.kernels
+    return about, rows
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """As tables."""
+    for part in ("machine", "paths", "model"):
+        for name, value in report[part].items():
+            console.print(Text.assemble((f"{name:9} ", "bold"), str(value)), soft_wrap=True)
+        console.print()
+    table = Table(box=None, pad_edge=False)
+    for column in ("kernel and shape", "state", "rows", "times as fast", "error", "why"):
+        table.add_column(column, overflow="fold")
+    for row in report["kernels"]:
+        gains = row["gains"].values()
+        table.add_row(
+            Text(row["name"] + " (another model's)" * (not row["model"])),
+            Text(row["state"], STYLES[row["state"]]),
+            f"{row['least']} to {row['most']}" if row["way"] else "",
+            f"{min(gains):.2f} to {max(gains):.2f}" if gains else "",
+            f"{row['error']:.1e}" if gains else "",
+            Text("; ".join(filter(None, (row["way"], row["why"])))),
+        )
+    console.print(table if report["kernels"] else "no kernel of ours fits this model, or it is not here yet")
+    if report["model"].get("kernels") == "off":
+        console.print("kernels = off: none of them runs, whatever is said above")
+    for wrong in report["broken"]:
+        console.print(Text.assemble(("broken: ", "bold red"), wrong), soft_wrap=True)

@@ -1,0 +1,135 @@
+"""What `mlxspec doctor` says, by its own command: of this machine, of a model on the disk, of broken things."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from typer.testing import CliRunner
+
+from mlxspec import cli
+from mlxspec.chosen import PROOFS
+from mlxspec.kernels import prove
+from mlxspec.kernels.kept import CRASHED, Shelf
+from mlxspec.kernels.proven import Verdict
+from tests import tiny
+from tests.tiny_tokenizer import save_tokenizer
+
+NAMES = [f"small_qmm {n}x64 of 4 bits, group 32, float32" for n in (128, 32, 64)]
+
+
+@pytest.fixture(autouse=True)
+def bare(bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tiny quantized model in a directory."""
+    path = save_tokenizer(tmp_path / "model")
+    made = tiny.model("llama")
+    nn.quantize(
+        made, 32, 4, class_predicate=lambda _, m: isinstance(m, nn.Linear) and m.weight.shape[1] == 64
+    )
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(made.parameters())))
+    how = {"group_size": 32, "bits": 4}
+    (path / "config.json").write_text(json.dumps(tiny.config("llama") | {"quantization": how}))
+    return path
+
+
+def doctor(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["doctor", *words])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
+
+
+def report(*words: str) -> tuple[int, dict[str, Any]]:
+    code, said = doctor(*words, "--json")
+    return code, json.loads(said)
+
+
+def test_a_machine_without_metal(model: Path, tmp_path: Path) -> None:
+    code, said = doctor(str(model), "--cache-dir", str(tmp_path / "cache"))
+    assert code == 0 and "metal     no" in said and str(tmp_path / "cache") in said
+    lines = [line for line in said.splitlines() if line.startswith("small_qmm")]
+    assert [line[: len(name)] for line, name in zip(sorted(lines), NAMES, strict=True)] == NAMES
+    assert all("no Metal here: it would be proven on a Mac" in line for line in lines)
+    assert not (tmp_path / "cache").exists(), "it writes nothing"
+
+
+def test_as_json(model: Path, tmp_path: Path) -> None:
+    code, found = report(str(model))
+    assert code == 0 and found["broken"] == []
+    assert {"mlx", "mlx-lm", "chip", "memory", "system", "python", "metal", "blas"} <= set(found["machine"])
+    assert found["model"] == {"name": str(model), "path": str(model), "kernels": "auto"}
+    assert {row["state"] for row in found["kernels"]} == {"not tried yet"}
+    assert [row["name"] for row in found["kernels"]] == NAMES
+
+
+def test_no_weight_is_read(model: Path) -> None:
+    mx.clear_cache()
+    before, size = mx.get_active_memory(), (model / "model.safetensors").stat().st_size
+    mx.reset_peak_memory()
+    assert report(str(model))[0] == 0
+    assert mx.get_peak_memory() - before < size / 4
+
+
+def test_what_was_proven_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with Metal."""
+    monkeypatch.setattr(prove, "missing", lambda: "")
+    shelf = Shelf(tmp_path / "cache" / PROOFS)
+    shelf.save(NAMES[0], Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower"))
+    shelf.mark(NAMES[1])
+    shelf.save("sample 9", Verdict(why="plain: off by 3"))
+    words = (str(model), "--cache-dir", str(tmp_path / "cache"))
+    code, found = report(*words)
+    rows = {row["name"]: row for row in found["kernels"]}
+    assert code == 0, "what is parked is not broken"
+    assert [rows[name]["state"] for name in (*NAMES[:2], "sample 9")] == ["used", "parked", "not used"]
+    assert rows[NAMES[1]]["why"] == CRASHED and not rows["sample 9"]["model"]
+    said = doctor(*words)[1]
+    for part in ("1 to 16", "0.98 to 2.50", "matrix; plain: slower", "parked", "sample 9 (another model's)"):
+        assert part in said
+    monkeypatch.setenv("MLXSPEC_KERNELS", "off")
+    assert "none of them runs" in doctor(*words)[1]
+
+
+def test_what_is_not_there_yet_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxspec.model.catalog.embedded", lambda *_: pytest.fail("fetched"))
+    for words in ((), ("some/model",)):
+        code, found = report(*words, "--cache-dir", str(tmp_path))
+        assert code == 0 and found["model"]["path"].startswith("not fetched yet")
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "wrong"),
+    [
+        (("--cache-dir", "{file}"), {}, "{file} cannot be written; name another directory"),
+        (("{file}",), {}, "is a file; give the directory"),
+        (("no-such-model",), {}, "no model 'no-such-model'"),
+        ((), {"MLXSPEC_PORT": "x"}, "MLXSPEC_PORT: port = 'x' is not a whole number"),
+    ],
+)
+def test_what_is_broken_is_said(
+    words: tuple[str, ...], env: dict[str, str], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    code, found = report(*(word.format(file=file) for word in words))
+    assert code == 1 and any(wrong.format(file=file) in line for line in found["broken"])
+    assert "broken: " in doctor(*(word.format(file=file) for word in words))[1]
+
+
+def test_a_broken_model_and_a_mac_without_metal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model / "config.json").write_text('{"model_type": "unheard-of"}')
+    monkeypatch.setattr("mlxspec.doctor.sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr("mlxspec.doctor.platform.machine", lambda: "arm64")
+    code, found = report(str(model))
+    assert code == 1 and "mlx-lm cannot load" in found["broken"][1] and "no Metal" in found["broken"][0]

@@ -1,0 +1,82 @@
+"""`mlxspec tune` from its flags to table and picture, on a tiny model; what it kept is what serve reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mlxspec import cli
+from mlxspec.bench import curves, tune
+from mlxspec.kernels.proven import VERDICTS, Verdict
+from mlxspec.speculate import calibrate
+from mlxspec.speculate.depth import Costs
+from tests.model.test_load import save
+from tests.tiny_tokenizer import save_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path, bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    monkeypatch.setattr(calibrate, "TUNING", 0.1)
+    path = save_tokenizer(tmp_path / "model")
+    save(path)
+    return path
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(cli.app, ["tune", *words])
+    assert done.exit_code == 0, done.exception
+    return done.stdout
+
+
+def test_from_flags_to_table_and_picture(model: Path, tmp_path: Path) -> None:
+    words = (str(model), "--cache-dir", str(tmp_path / "cache"))
+    said = run(*words)
+    assert "no Metal here: no kernel was tried" in said and "A step, in ms" in said and "copies" in said
+    picture = tmp_path / "cache" / "tune.png"
+    assert f"picture: {picture}" in said and picture.read_bytes().startswith(b"\x89PNG")
+    [file] = (tmp_path / "cache" / "costs").iterdir()
+    before = file.read_text()
+    assert json.loads(before)["rows"] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    run(*words, "--out", str(tmp_path / "other.png"))
+    assert [file] == list((tmp_path / "cache" / "costs").iterdir()) and file.read_text() != before
+    assert (tmp_path / "other.png").is_file()
+
+
+def test_without_matplotlib_the_table_is_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune.importlib.util, "find_spec", lambda name: None)
+    said = run(str(model), "--cache-dir", str(tmp_path / "cache"))
+    assert "Tokens drafted" in said and tune.NO_PICTURE in said
+    assert not (tmp_path / "cache" / "tune.png").exists()
+
+
+def test_no_directory_for_the_picture(model: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["tune", str(model), "--out", str(tmp_path / "no/a.png")])
+    assert done.exit_code and "cannot be written" in str(done.exception)
+
+
+def test_depth_is_the_controllers() -> None:
+    """Rows that cost nothing are all taken, dear ones never; a draft's own seconds count."""
+    free = Costs((64, 2048), (1, 32), ((1.0, 1.0), (1.0, 1.0)))
+    dear = Costs((64, 2048), (1, 32), ((1.0, 32.0), (1.0, 32.0)))
+    assert tune._depth(free, 0.9, 64, 0.0, 32)[0] == 32
+    assert tune._depth(dear, 0.9, 64, 0.0, 32) == (0, 1.0)
+    depth, gain = tune._depth(free, 0.5, 64, 0.2, 8)
+    assert (depth, gain) == (1, pytest.approx(1.5 / 1.2))
+
+
+def test_the_kernels_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    VERDICTS["small_qmm 8x8"] = Verdict("matrix", 1, 8, 0.0, {1: 0.99, 8: 2.25}, "plain: slower")
+    try:
+        tune._kernels(tune.Console(width=150), "")
+    finally:
+        VERDICTS.clear()
+    said = capsys.readouterr().out
+    assert "1 to 8" in said and "1: 0.99  8: 2.25" in said and "matrix; plain: slower" in said
+    depths = {name: {64: {0.5: (1, 1.2), 0.9: (4, 2.0)}} for name in ("copies", "the draft model")}
+    found = tune.Found("tiny", {64: {1: 0.01, 8: 0.02}}, depths, {"small_qmm 8x8": {1: 0.99, 8: 2.25}})
+    curves.draw(tmp_path / "a.png", found)
+    assert (tmp_path / "a.png").stat().st_size > 10_000

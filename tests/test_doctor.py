@@ -1,4 +1,4 @@
-"""What `mlxspec doctor` says, by its own command: of this machine, of a model on the disk, of broken things."""
+"""What `mlxspec doctor` says, of this machine, of a model on the disk, of what is broken."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ NAMES = [f"small_qmm {n}x64 of 4 bits, group 32, float32" for n in (128, 32, 64)
 @pytest.fixture(autouse=True)
 def bare(bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
 
 
 @pytest.fixture

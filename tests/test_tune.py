@@ -17,7 +17,7 @@ from tests.tiny_tokenizer import save_tokenizer
 
 @pytest.fixture
 def model(tmp_path: Path, bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
     monkeypatch.setattr(calibrate, "TUNING", 0.1)
     path = save_tokenizer(tmp_path / "model")
     save(path)

@@ -131,11 +131,15 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         prefill_budget=scheduler.pace.rows(decoding=True),
         created=int(time.time()),
     )
+    log.info("%s: %s, ready in %.1f s", name, _how(found), time.perf_counter() - began)
+    return engine, info
+
+
+def _how(found: Fit) -> str:
     how = found.layout + " layout" + ", one sequence at a time" * (found.lone and found.layout != "solo")
     if found.rewind:
         how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"
-    log.info("%s: %s, ready in %.1f s", name, how, time.perf_counter() - began)
-    return engine, info
+    return how
 
 
 def _prove(cases: Sequence[Case], options: Options) -> Stalls | None:

@@ -42,7 +42,7 @@ def code() -> str:
 def machine() -> dict[str, str]:
     """What a verdict depends on, besides its kernel and shape."""
     about = mx.device_info()
-    chip = [str(about.get(key, "?")) for key in ("device_name", "architecture", "memory_size")]
+    chip = [str(about[key]) for key in ("device_name", "architecture", "memory_size") if key in about]
     system = platform.mac_ver()[0] or platform.release()
     return {"chip": ", ".join(chip), "system": system, "mlx": version("mlx"), "code": code()}
 

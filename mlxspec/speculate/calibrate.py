@@ -110,7 +110,7 @@ def _measure(
     runner: Runner, seq: Seq, contexts: Sequence[int], until: float, least: int, tell: Tell
 ) -> tuple[dict[tuple[int, int], float], bool]:
     """Seconds by (context, rows), the best of as many turns as there is time for, `least` at least; and
-    whether there were two, so that nothing that a first use costs is left in them. One step goes before them all."""
+    whether there were two, so that nothing that a first use costs is left in them. One step goes first."""
     order = [(c, r) for r in (*FIRST, *(r for r in GRID if r not in FIRST)) for c in contexts]
     order[1:3] = order[2:0:-1]  # what LEAST promises: one row and many, at the short context
     times: dict[tuple[int, int], float] = {}

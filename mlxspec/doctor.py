@@ -82,7 +82,7 @@ def examine(config: Config) -> dict[str, Any]:
 
 def _system() -> str:
     mac = platform.mac_ver()[0]
-    return f"macOS {mac} {platform.machine()}" if mac else platform.platform()
+    return f"macOS {mac} {platform.machine()}" if mac else f"{platform.system()} {platform.machine()}"
 
 
 def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
@@ -119,7 +119,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     """As tables."""
     for part in ("machine", "paths", "model"):
         for name, value in report[part].items():
-            console.print(Text.assemble((f"{name:9} ", "bold"), str(value)), soft_wrap=True)
+            said = str(value).replace(str(Path.home()), "~")  # it may be sent to others
+            console.print(Text.assemble((f"{name:9} ", "bold"), said), soft_wrap=True)
         console.print()
     table = Table(box=None, pad_edge=False)
     for column in ("kernel and shape", "state", "rows", "times as fast", "error", "why"):

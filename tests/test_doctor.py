@@ -55,7 +55,7 @@ def report(*words: str) -> tuple[int, dict[str, Any]]:
 
 def test_a_machine_without_metal(model: Path, tmp_path: Path) -> None:
     code, said = doctor(str(model), "--cache-dir", str(tmp_path / "cache"))
-    assert code == 0 and "metal     no" in said and str(tmp_path / "cache") in said
+    assert code == 0 and "metal     no" in said and "cache     ~/cache" in said
     lines = [line for line in said.splitlines() if line.startswith("small_qmm")]
     assert [line[: len(name)] for line, name in zip(sorted(lines), NAMES, strict=True)] == NAMES
     assert all("no Metal here: it would be proven on a Mac" in line for line in lines)

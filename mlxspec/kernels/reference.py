@@ -6,6 +6,7 @@ gathered block is contiguous within its head.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -35,6 +36,7 @@ class Group:
     late: mx.array | None = None
     spread: int = 0
     _selections: dict[int, Selection] = field(default_factory=dict)
+    seats: dict[tuple[int, int], Any] = field(default_factory=dict)  # of a step, kept by paged.py
 
     def select(self, window: int | None) -> Selection:
         """Blocks to gather, mask over them, and the slots to keep, for a sliding window or None.

@@ -1,7 +1,7 @@
-"""metal/paged_attention.metal as reference.paged_attention: groups of few rows in two launches, others by it.
+"""metal/paged_attention.metal as reference.paged_attention: groups of few rows in two launches.
 
-Rule: a row's bits depend on its own sequence alone. The grid comes from what the host knows, positions from the
-device, so a step may be submitted while its drafts' fate is unknown.
+Rule: a row's bits depend on its own sequence alone. The grid comes from what the host knows, positions from
+the device, so a step may be submitted while its drafts' fate is unknown.
 """
 
 import struct
@@ -17,7 +17,7 @@ import numpy as np
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import source
 from mlxspec.kernels.packed import Packing
-from mlxspec.kernels.proven import Case
+from mlxspec.kernels.proven import VERDICTS, Case
 from mlxspec.kernels.reference import Group
 from mlxspec.types import Unfit
 
@@ -26,6 +26,7 @@ TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # of 8 rows and heads: one version of
 CONTEXT = 4096  # of the sequence that a case is about
 ROUNDING = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}  # of a case's largest value
 PackingPair = tuple[Packing | None, Packing | None]
+ASKED: dict[str, "Shape"] = {}  # that attention was called with, by name: what there is to prove
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +59,26 @@ class Shape:
             if all(d % 8 == 0 and 16 <= d <= 256 for d in dims) and self.bits in (0, 4, 8):
                 return
         raise Unfit(
-            f"paged_attention takes up to 64 heads for each of K and V, of 16 to 256 values by eights, and 4 or 8"
-            f" bits; here are {self.name}; use the reference"
+            f"paged_attention takes up to 64 heads for each of K and V, of 16 to 256 values in eights, and 4"
+            f" or 8 bits; here is {self.name}; use the reference"
         )
 
 
 @cache
-def shape_of(
-    dtype: mx.Dtype, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], size: int, window: int | None,
-    sinks: bool, packings: PackingPair,
-) -> Shape:  # fmt: skip
-    """Of a call's arrays' shapes without their first and, for pools, second axes."""
-    bits = packings[0].bits if packings[0] else 0
-    dim_v = packings[1].dim if packings[1] else v[0]
-    return Shape(dtype, q[0], k[0], q[1], dim_v, size, bits, window or 0, sinks)
+def _shape(
+    dtype: mx.Dtype, heads: int, dim: int, pools: tuple[tuple[mx.Dtype, int, int], ...],
+    packings: PackingPair, size: int, window: int, sinks: bool,
+) -> tuple[Shape | None, str]:  # fmt: skip
+    """Of a call, and its name; None and why it is unfit. Pools are given by dtype, heads and width."""
+    (k, v), (of_k, kv_heads, _), (of_v, _, dim_v) = packings, *pools
+    shape = Shape(dtype, heads, kv_heads, dim, v.dim if v else dim_v, size, k.bits if k else 0, window, sinks)
+    if {k.dtype if k else of_k, v.dtype if v else of_v} != {dtype} or (k is None) != (v is None):
+        return None, f"paged_attention takes K and V of q's dtype; q is {dtype}, K {of_k} and V {of_v}"
+    try:
+        shape.check()
+    except Unfit as e:
+        return None, str(e)
+    return ASKED.setdefault(shape.name, shape), shape.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +98,16 @@ def _part(at: int, even: bool) -> int:
     return at // 256 if even or at < 4096 else 12 + at // 1024
 
 
-def seats(groups: Sequence[Group], window: int | None) -> Seats:
+def _seats(groups: Sequence[Group], window: int | None) -> Seats:
     """Of groups that lie side by side; remembered by the first."""
     key = (len(groups), window or 0)
     found: Seats | None = groups[0].seats.get(key)
     if found is None:
-        found = groups[0].seats[key] = _seats(groups, window)
+        found = groups[0].seats[key] = _seat(groups, window)
     return found
 
 
-def _seats(groups: Sequence[Group], window: int | None) -> Seats:
+def _seat(groups: Sequence[Group], window: int | None) -> Seats:
     size, even = groups[0].block_size, bool(window)
     at: list[tuple[int, ...]] = []
     held, parts = [], 1
@@ -129,11 +136,11 @@ def _kernels(make: Callable[..., Any]) -> tuple[Callable[..., list[mx.array]], C
     body = (
         "threadgroup vec<T, 4> stage[PAGED_KEYS * paged_stride<T>() / 4];"
         " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float shrink[8 * TILES];"
-        " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW, MATRIX>(q, keys, values, seats, tables,"
-        " sums, stats, as_type<float>(SCALE), keys_shape[0], size_t(keys_shape[1]) * keys_shape[2],"
-        " size_t(values_shape[1]) * values_shape[2], tables_shape[1], threadgroups_per_grid.x,"
-        " (threadgroup T*)stage, scores, shrink, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,"
-        " thread_index_in_simdgroup);"
+        " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW, MATRIX>("
+        "q, keys, values, seats, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
+        " size_t(keys_shape[1]) * keys_shape[2], size_t(values_shape[1]) * values_shape[2], tables_shape[1],"
+        " threadgroups_per_grid.x, (threadgroup T*)stage, scores, shrink, threadgroup_position_in_grid,"
+        " simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
     )
     merge = (
         "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, seats, sinks, out, stats_shape[1], stats_shape[2],"
@@ -147,9 +154,9 @@ def _kernels(make: Callable[..., Any]) -> tuple[Callable[..., list[mx.array]], C
 
 
 @cache
-def plan(shape: Shape, rows: int) -> tuple[int, int, int]:
-    """Tiles and SIMD-groups of a threadgroup, and threadgroups that share a sequence's rows: as many of these as
-    the sums of all its rows want registers."""
+def _plan(shape: Shape, rows: int) -> tuple[int, int, int]:
+    """Tiles and SIMD-groups of a threadgroup, and threadgroups that share a sequence's rows: one, unless the
+    sums of all its rows want more registers than there are."""
     gqa = shape.heads // shape.kv_heads
     most = 16 if shape.dim_v <= 128 else 8
     tiles = next(t for t in TILES if t >= min(most, ceil(gqa * rows / 8)))
@@ -164,13 +171,13 @@ def _bits(scale: float) -> int:
     return bits
 
 
-def attend(
+def _attend(
     q: mx.array, keys: mx.array, values: mx.array, groups: Sequence[Group], shape: Shape, scale: float,
     sinks: mx.array | None, matrix: bool,
 ) -> mx.array:  # fmt: skip
     """The two launches: q [T, heads, D], the rows of `groups` alone, of up to ROWS rows each."""
-    of = seats(groups, shape.window or None)
-    tiles, simds, splits = plan(shape, of.length)
+    of = _seats(groups, shape.window or None)
+    tiles, simds, splits = _plan(shape, of.length)
     gqa = shape.heads // shape.kv_heads
     attention, merge = _kernels(mx.fast.metal_kernel)
     common = [("T", q.dtype), ("DV", shape.dim_v), ("WINDOW", shape.window)]
@@ -207,16 +214,11 @@ def paged_attention(
     matrix: bool = True,
     takes: Callable[[int], bool] = lambda rows: True,
 ) -> mx.array:
-    """As reference.paged_attention. Groups whose rows the kernel and `takes` take go through it in one launch
-    each run of them, others through the reference; by simdgroup_matrix or not. Raises Unfit."""
-    size = groups[0].block_size
-    shape = shape_of(
-        q.dtype, q.shape[1:], (keys.shape[0], keys.shape[2]), (values.shape[2],), size, window, sinks is not None, packings
-    )
-    shape.check()
-    for pool, packing in zip((keys, values), packings, strict=True):
-        if (packing.dtype if packing else pool.dtype) != q.dtype:
-            raise Unfit(f"paged_attention takes K and V of q's dtype; q is {q.dtype}, a pool {pool.dtype}")
+    """As reference.paged_attention. Neighbouring groups of as many rows as the kernel and `takes` take go
+    through it together, by simdgroup_matrix or not, each other one through the reference. Raises Unfit."""
+    shape, why = _shape_of(q, keys, values, groups, window, sinks, packings)
+    if shape is None:
+        raise Unfit(why)
     out, n = [], 0
     while n < len(groups):
         end = n
@@ -225,8 +227,76 @@ def paged_attention(
         some = groups[n : max(end, n + 1)]
         rows = q[some[0].lo : some[-1].hi] if len(some) < len(groups) else q
         if end > n:
-            out.append(attend(rows, keys, values, some, shape, scale, sinks, matrix))
+            out.append(_attend(rows, keys, values, some, shape, scale, sinks, matrix))
         else:
             out.append(reference.paged_attention(rows, keys, values, some, scale, window, sinks, packings))
         n += len(some)
     return mx.concatenate(out) if len(out) > 1 else out[0]
+
+
+def proven_attention(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    groups: Sequence[Group],
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    packings: PackingPair = (None, None),
+) -> mx.array:
+    """reference.paged_attention, by the kernel where a verdict says so."""
+    args = q, keys, values, groups, scale, window, sinks, packings
+    verdict = VERDICTS.get(_shape_of(q, keys, values, groups, window, sinks, packings)[1])
+    if verdict is None or not verdict.way:
+        return reference.paged_attention(*args)
+    return paged_attention(*args, matrix=verdict.way == "matrix", takes=verdict.takes)
+
+
+def paged_attention_case(shape: Shape) -> Case:
+    """A lone sequence whose last row is at position CONTEXT, over scattered blocks. Raises Unfit."""
+    shape.check()
+    size = shape.block_size
+    blocks = ceil(CONTEXT / size)
+    table = (np.random.default_rng(0).permutation(blocks) + 1).tolist()
+    kv = [Packing(d, shape.dtype, shape.bits) if shape.bits else None for d in (shape.dim, shape.dim_v)]
+
+    @cache
+    def groups(rows: int) -> list[Group]:
+        return [Group(0, rows, rows, [CONTEXT - rows], {None: [table]}, size)]
+
+    def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
+        keys = mx.random.split(mx.random.key(seed), 4)
+        pool = (shape.kv_heads, (blocks + 1) * size)
+        dims = ((rows, shape.heads, shape.dim), (*pool, shape.dim), (*pool, shape.dim_v))
+        q, k, v = (mx.random.normal(d, shape.dtype, key=at) for d, at in zip(dims, keys, strict=False))
+        k, v = (p.pack(x) if p else x for p, x in zip(kv, (k, v), strict=True))
+        sinks = (mx.random.normal((shape.heads,), shape.dtype, key=keys[3]),) * shape.sinks
+        return q, k, v, *sinks
+
+    def call(run: Callable[..., mx.array], **how: Any) -> Callable[..., mx.array]:
+        def attention(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None = None) -> mx.array:
+            scale, window = shape.dim**-0.5, shape.window or None
+            return run(q, k, v, groups(q.shape[0]), scale, window, sinks, (kv[0], kv[1]), **how)
+
+        return attention
+
+    stock = call(reference.paged_attention)
+    ways = {"matrix": call(paged_attention), "plain": call(paged_attention, matrix=False)}
+    return Case(
+        "paged_attention", shape.name.partition(" ")[2], (1, 2, 3, 5, 8, 16), inputs, stock, stock, ways,
+        ROUNDING[shape.dtype],
+    )  # fmt: skip
+
+
+def _shape_of(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    groups: Sequence[Group],
+    window: int | None,
+    sinks: mx.array | None,
+    packings: PackingPair,
+) -> tuple[Shape | None, str]:
+    pools = tuple((x.dtype, x.shape[0], x.shape[2]) for x in (keys, values))
+    size = groups[0].block_size
+    return _shape(q.dtype, *q.shape[1:], pools, packings, size, window or 0, sinks is not None)

@@ -205,7 +205,7 @@ def test_a_row_does_not_depend_on_what_runs_beside_it(step: Step, matrix: bool) 
     def part(lo: int, hi: int, at: int = 0) -> Group:
         return Group(at, at + hi - lo, hi - lo, [start + lo], group.tables, step.size)
 
-    for lo, hi in ((0, 1), (9, 10), (15, 16), (6, 11)):
+    for lo, hi in ((0, 1), (15, 16), (6, 11)):
         got = simulated((q[lo:hi], k, v, [part(lo, hi)], *rest), matrix)
         assert mx.array_equal(got, whole[lo:hi]), (lo, hi)
     # A neighbour that sees less, and one that sees as much with more rows, in one launch.
@@ -353,8 +353,11 @@ def test_a_case_can_be_proven(bits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not mx.array_equal(case.inputs(1, 3)[0], case.inputs(1, 4)[0])
 
 
-@pytest.mark.parametrize("name", ["plain", "liar"])
-@pytest.mark.parametrize("kind", ["llama", "llama:8", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind, name",
+    [(kind, name) for kind in ("llama", "llama:8", "gpt_oss") for name in ("plain", "liar")]
+    + [("gpt_oss", "model")],  # whose rows come before the host knows where they start
+)
 def test_an_engine_with_the_kernel_says_the_same(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,3 +126,22 @@ def small_qmm(
     s, b = scales.astype(mx.float32), biases.astype(mx.float32)
     y = mx.quantized_matmul(x.astype(mx.float32), w, s, b, group_size=group_size, bits=bits)
     return y.astype(x.dtype)
+
+
+def gather_small_qmm(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    experts: mx.array,
+    group_size: int,
+    bits: int,
+) -> mx.array:
+    """small_qmm with weights w [E, N, ...] of experts: `experts` int [P] are those of P pairs of a token and
+    an expert, and x [R, K] has a row for each P / R of them in turn, where R divides P.
+    Returns [P, N] in x's dtype. A kernel's row is that of small_qmm, to the bit, whatever the other pairs."""
+    s, b = scales.astype(mx.float32), biases.astype(mx.float32)
+    rows = mx.repeat(x.astype(mx.float32), experts.size // x.shape[0], axis=0)[:, None]
+    of = experts.astype(mx.uint32)
+    y = mx.gather_qmm(rows, w, s, b, rhs_indices=of, group_size=group_size, bits=bits)
+    return y[:, 0].astype(x.dtype)

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.kernels import Packing
-from mlxspec.model import states
+from mlxspec.model import few, states
 from mlxspec.model.probe import BLOCK, BLOCKS, PROBES, bytes_of, differ, packed, probe, truth
 from mlxspec.model.runner import Layout, Rewind, Runner
 from mlxspec.types import Unfit
@@ -97,6 +97,7 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
     # Each layer drew weights that are never computed; MLX's random state is the end of a chain of such draws.
     mx.eval(mx.random.state)
     model.eval()
+    few.install(model)
     return model, config
 
 

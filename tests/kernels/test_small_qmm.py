@@ -86,11 +86,39 @@ def test_shapes(k: int, columns: int, order: int, matrix: bool) -> None:
     check(simulated(x, weights, 32, 4, matrix, order), x, weights, 32, 4)
 
 
-@pytest.mark.parametrize("group, bits", [(32, 4), (64, 4), (128, 8)])
-def test_weights_are_read_once_for_any_count_of_rows(group: int, bits: int, matrix: bool) -> None:
+@pytest.mark.parametrize("columns", [1, 5, ODD])
+@pytest.mark.parametrize("k, group, bits, split", [(544, 32, 4, 2), (1152, 128, 8, 4), (2112, 64, 4, 8)])
+def test_simd_groups_that_share_k(k: int, group: int, bits: int, split: int, columns: int) -> None:
+    """Values, rows that do not know of each other, and weights that are read once."""
+    assert metal._split(columns, k) == split
+    for order in (0, 1, 7):
+        x, weights = some(16, columns, k, group, bits, mx.bfloat16)
+        whole = simulated(x, weights, group, bits, False, order)
+        check(whole, x, weights, group, bits)
+        assert metalsim.last().traffic["w"].read == weights[0].nbytes
+    for count in (1, 3):
+        assert mx.array_equal(simulated(x[:count], weights, group, bits, False), whole[:count]), count
+
+
+def test_k_is_shared_where_columns_alone_do_not_fill_a_gpu() -> None:
+    found = {(n, k): metal._split(n, k) for n in (64, 1024, 4096, 8192) for k in (256, 512, 4096)}
+    assert [found[n, 4096] for n in (64, 1024, 4096, 8192)] == [8, 8, 2, 1]
+    assert found[64, 256] == 1 and found[64, 512] == 2 and found[4096, 512] == 2
+
+
+@pytest.mark.parametrize("columns", range(1, 9))
+@pytest.mark.parametrize("k, group, bits", [(32, 32, 4), (64, 32, 8), (256, 64, 4)])
+def test_few_columns(k: int, group: int, bits: int, columns: int, matrix: bool) -> None:
+    """Scales of fewer than 8 elements would lie in constant memory."""
+    x, weights = some(2, columns, k, group, bits, mx.float16)
+    check(simulated(x, weights, group, bits, matrix), x, weights, group, bits)
+
+
+@pytest.mark.parametrize("k, group, bits", [(288, 32, 4), (320, 64, 4), (384, 128, 8)])
+def test_weights_are_read_once_for_any_count_of_rows(k: int, group: int, bits: int, matrix: bool) -> None:
     """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not full."""
     for rows in range(1, 17):
-        x, weights = some(rows, ODD, 5 * group, group, bits, mx.bfloat16)
+        x, weights = some(rows, ODD, k, group, bits, mx.bfloat16)
         simulated(x, weights, group, bits, matrix)
         read = {name: each.read for name, each in metalsim.last().traffic.items()}
         for name, array in zip(("w", "scales", "biases"), weights, strict=True):
@@ -119,7 +147,6 @@ def test_a_row_that_overflows_leaves_its_neighbours(bad: float, matrix: bool) ->
         (17, 8, 64, 64, 4, "17 rows"),
         (2, 8, 64, 64, 2, "bits = 2"),
         (2, 8, 64, 64, 6, "bits = 6"),
-        (2, 7, 64, 64, 4, "8 columns or more, here are 7"),
     ],
 )
 def test_what_it_does_not_do_is_refused(
@@ -128,3 +155,29 @@ def test_what_it_does_not_do_is_refused(
     x, weights = some(rows, columns, k, group, bits, mx.float16)
     with pytest.raises(Unfit, match=why):
         simulated(x, weights, group, bits, matrix)
+
+
+def test_rows_that_are_longer_than_the_weights_are_refused(matrix: bool) -> None:
+    x, weights = some(2, 8, 128, 64, 4, mx.float16)
+    with pytest.raises(Unfit, match="K = 64"):
+        simulated(x[:, :64], weights, 64, 4, matrix)
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_case(bits: int, dtype: mx.Dtype) -> None:
+    """What a proof of it would find here: each way within the tolerance, inputs by the seed, finite."""
+    case = metal.small_qmm_case(24, 128, bits, 64, dtype)
+    assert case.name == f"small_qmm 24x128 of {bits} bits, group 64, {str(dtype).rpartition('.')[2]}"
+    given = case.inputs(9, 1)
+    assert all(mx.array_equal(a, b) for a, b in zip(given, case.inputs(9, 1), strict=True))
+    assert not mx.array_equal(given[1], case.inputs(9, 2)[1])
+    want = case.reference(*given).astype(mx.float32)
+    assert want.shape == (9, 24) and mx.abs(want).max() > 0.1
+    with metalsim.patch(checked=False):
+        found = {way: run(*given) for way, run in case.ways.items()}
+    for y in found.values():
+        assert y.dtype == dtype and mx.abs(y - want).max() <= case.tolerance * mx.abs(want).max()
+    assert set(found) == {"plain", "matrix"}
+    stock = case.stock(*given)  # sums in the rows' own dtype on a CPU
+    assert stock.dtype == dtype and mx.abs(stock - want).max() < 0.05 * mx.abs(want).max()

@@ -1,0 +1,171 @@
+"""gather_small_qmm in the simulator: small_qmm's bits for each pair, the weights of active experts read once."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxspec.kernels import metal, reference
+from mlxspec.types import Unfit
+from tests import metalsim
+
+Weights = tuple[mx.array, mx.array, mx.array]
+E, N = 6, 13
+
+
+def some(rows: int, k: int, group: int, bits: int, dtype: mx.Dtype, n: int = N) -> tuple[mx.array, Weights]:
+    rng = np.random.default_rng(k)
+    x, w = (
+        mx.array(rng.normal(size=size).astype(np.float32)).astype(dtype) for size in ((rows, k), (E, n, k))
+    )
+    return x, mx.quantize(w, group, bits)
+
+
+def experts(*of: int) -> mx.array:
+    return mx.array(of, mx.uint32)
+
+
+def drawn(pairs: int, among: int = E) -> mx.array:
+    return mx.array(np.random.default_rng(pairs).integers(0, among, pairs).astype(np.uint32))
+
+
+def simulated(
+    x: mx.array, weights: Weights, of: mx.array, group: int, bits: int, tokens: int = 16, order: int = 0
+) -> mx.array:
+    with metalsim.patch(order=order):
+        return metal.gather_small_qmm(x, *weights, of, group, bits, tokens)
+
+
+def alone(x: mx.array, weights: Weights, of: mx.array, group: int, bits: int) -> mx.array:
+    """Each pair by small_qmm, one row at a time."""
+    w, scales, biases = weights
+    share = of.size // len(x)
+    with metalsim.patch(checked=False):
+        rows = [
+            metal.small_qmm(x[i // share][None], w[e], scales[e], biases[e], group, bits)
+            for i, e in enumerate(of.tolist())
+        ]
+    return mx.concatenate(rows)
+
+
+@pytest.mark.parametrize("share", [1, 4])
+@pytest.mark.parametrize(
+    "k, group, bits, dtype",
+    [
+        (96, 32, 4, mx.bfloat16),
+        (320, 64, 8, mx.float16),
+        (640, 128, 4, mx.float32),  # K is shared by two SIMD-groups
+        (2112, 64, 4, mx.bfloat16),  # by eight
+    ],
+)
+def test_each_row_is_that_of_small_qmm(k: int, group: int, bits: int, dtype: mx.Dtype, share: int) -> None:
+    """To the bit, whatever the other pairs; and the reference's value."""
+    of = drawn(24)
+    x, weights = some(24 // share, k, group, bits, dtype)
+    y = simulated(x, weights, of, group, bits)
+    assert y.dtype == dtype and mx.array_equal(y, alone(x, weights, of, group, bits))
+    want = reference.gather_small_qmm(x, *weights, of, group, bits)
+    error = mx.abs(y.astype(mx.float32) - want.astype(mx.float32)).max()
+    assert error <= metal.TOLERANCE[dtype] * mx.abs(want.astype(mx.float32)).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(metal.TOLERANCE), ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_for_every_count_of_pairs(group: int, bits: int, dtype: mx.Dtype) -> None:
+    for pairs in (*range(1, 18), 31, 32, 33, 64, 96, 128):
+        of = drawn(pairs)
+        x, weights = some(pairs, 5 * group, group, bits, dtype)
+        assert mx.array_equal(
+            simulated(x, weights, of, group, bits, order=pairs), alone(x, weights, of, group, bits)
+        )
+
+
+def test_the_reference_is_the_product_with_each_experts_weights() -> None:
+    x, weights = some(4, 128, 64, 4, mx.float32)
+    of = experts(3, 0, 5, 5, 0, 2, 1, 3)
+    dense = mx.dequantize(*weights, 64, 4)
+    want = mx.stack([dense[e] @ x[i // 2] for i, e in enumerate(of.tolist())])
+    got = reference.gather_small_qmm(x, *weights, of, 64, 4)
+    assert got.shape == (8, N) and mx.allclose(got, want, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("order", [0, 1, 7])
+@pytest.mark.parametrize(
+    "of",
+    [
+        experts(2),
+        experts(4, 1, 4),  # fewer than 8 lie in constant memory
+        experts(*[3] * 16),
+        experts(*[3] * 9, *[0] * 9),
+        experts(0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0),
+        mx.sort(drawn(64, 5)),
+        drawn(128, 5)[::-1],
+    ],
+    ids=["one", "three", "alike", "two", "apart", "sorted", "most"],
+)
+def test_runs_wherever_they_lie(of: mx.array, order: int) -> None:
+    """Weights that some pair needs are read once, and again for every 16 pairs more; of others, no byte."""
+    x, weights = some(of.size, 288, 32, 4, mx.bfloat16)
+    y = simulated(x, weights, of, 32, 4, order=order)
+    found = metalsim.last().traffic
+    if not order:
+        assert mx.array_equal(y, alone(x, weights, of, 32, 4))
+    counts = np.bincount(np.array(of), minlength=E)
+    for name, array in zip(("w", "scales", "biases"), weights, strict=True):
+        assert found[name].read == array.nbytes // E * int(np.ceil(counts / 16).sum()), name
+        was_read = found[name].was_read.reshape(E, -1)
+        assert (was_read == (counts > 0)[:, None]).all(), name
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+def test_room_for_fewer_rows_reads_weights_again_and_changes_no_bit(tokens: int) -> None:
+    of = experts(1, 1, 4, 1, 1, 0, 1, 4, 1, 1)  # seven of one expert
+    x, weights = some(5, 288, 32, 4, mx.float16)
+    y = simulated(x, weights, of, 32, 4, tokens)
+    heads = {1: 7 + 2 + 1, 2: 4 + 1 + 1, 3: 2 + 1 + 1, 8: 3}[tokens]  # room for 1, 2, 4, 8
+    assert metalsim.last().traffic["w"].read == weights[0].nbytes // E * heads
+    assert mx.array_equal(y, alone(x, weights, of, 32, 4))
+
+
+def test_a_pair_that_overflows_leaves_its_neighbours() -> None:
+    of = experts(2, 2, 2, 1)
+    x, weights = some(4, 320, 64, 8, mx.float32)
+    want = simulated(x, weights, of, 64, 8)
+    x[1] = float("nan")
+    got = simulated(x, weights, of, 64, 8)
+    assert mx.isnan(got[1]).all() and all(mx.array_equal(got[i], want[i]) for i in (0, 2, 3))
+
+
+@pytest.mark.parametrize("n", [1, 8, 33])
+def test_columns(n: int) -> None:
+    of = drawn(9)
+    x, weights = some(9, 96, 32, 4, mx.bfloat16, n)
+    assert mx.array_equal(simulated(x, weights, of, 32, 4), alone(x, weights, of, 32, 4))
+
+
+def test_what_it_does_not_do_is_refused() -> None:
+    x, weights = some(129, 64, 64, 4, mx.float16)
+    for rows, pairs, bits, why in [
+        (129, 129, 4, "takes 1 to 128 rows"),
+        (4, 4, 2, "bits = 2"),
+        (3, 8, 4, "pairs that the rows of x divide; here are 78, 8 and 3"),
+    ]:
+        with pytest.raises(Unfit, match=why):
+            simulated(x[:rows], weights, drawn(pairs), 64, bits)
+    few = [a[:2, :3] for a in weights]
+    with pytest.raises(Unfit, match="8 scales or more"):
+        simulated(x[:2], (few[0], few[1], few[2]), experts(0, 1), 64, 4)
+
+
+@pytest.mark.parametrize("rows", [3, 64])
+def test_a_case(rows: int) -> None:
+    case = metal.gather_small_qmm_case(5, 24, 128, 4, 64, mx.bfloat16)
+    assert case.name == "gather_small_qmm 5x24x128 of 4 bits, group 64, bfloat16"
+    given = case.inputs(rows, 1)
+    want = case.reference(*given).astype(mx.float32)
+    assert want.shape == (rows, 24) and mx.abs(want).max() > 0.1
+    with metalsim.patch(checked=False):
+        found = [run(*given) for run in case.ways.values()]
+    for y, part in ((found[0], case.tolerance), (case.stock(*given), 0.05)):  # a CPU's own sums in bfloat16
+        assert y.dtype == mx.bfloat16 and mx.abs(y - want).max() <= part * mx.abs(want).max()

@@ -1,4 +1,4 @@
-"""gather_small_qmm in the simulator: small_qmm's bits for each pair, the weights of active experts read once."""
+"""gather_small_qmm in the simulator: each pair has the bits of small_qmm, an active expert is read once."""
 
 import mlx.core as mx
 import numpy as np

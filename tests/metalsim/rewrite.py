@@ -4,6 +4,7 @@ Rule: meaning and line numbers stay; a source that needs nothing comes back as i
 """
 
 import re
+from functools import lru_cache
 from itertools import pairwise
 
 TOKEN = re.compile(
@@ -20,6 +21,7 @@ INSTANCE = re.compile(r"(?m)^([ \t]*)template\s*\[\[host_name\([^;]*?;")
 PRAGMA = re.compile(r"(?m)^[ \t]*#\s*pragma\s+METAL\b[^\n]*")
 
 
+@lru_cache(256)
 def rewrite(source: str) -> str:
     """- A literal without a suffix is a float: Metal has no double.
     - `threadgroup T x[n];`, a variable and no pointer, becomes static in the section of threadgroup memory.

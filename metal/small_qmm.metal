@@ -205,10 +205,10 @@ void gather_small_qmm(
   if (before % M != 0) {
     return;
   }
-  int count = 0, mine = 0;  // lane m finds pair m
-  for (int at = pair / 32 * 32; at < pairs && count < M; at += 32) {
+  int count = 0, mine = 0;  // lane m keeps pair m; what is found beyond M is not used
+  for (int at = pair / 32 * 32; at < pairs; at += 32) {
     uint same = qmm_same(experts, expert, at, pair, pairs, lane);
-    for (; same != 0 && count < M; same &= same - 1) {
+    for (; same != 0; same &= same - 1) {
       mine = int(lane) == count ? at + int(ctz(same)) : mine;
       count++;
     }

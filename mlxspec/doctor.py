@@ -99,7 +99,7 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
     try:
         path = on_disk(config)
         about["path"] = str(path or "not fetched yet: mlxspec serve does it")
-        names = [case.name for case in cases_of(load(path)[0])] if path else []
+        names = [c.name for c in cases_of(load(path)[0], config.block_size, config.kv_bits)] if path else []
     except Unfit as error:
         broken.append(str(error))
     shelf = Shelf(cache_of(config) / PROOFS)

@@ -81,7 +81,11 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     model, config = models[0]
     context = min(context_of(config), options.context or 1 << 31)
     held = sum(weights(m) for m, _ in models)  # before the runner grafts its trunk, which hides them
-    cases = cases_of(model) if options.kernels else []  # likewise
+    cases = [
+        case
+        for n, (m, _) in enumerate(models if options.kernels else ())  # likewise
+        for case in cases_of(m, options.block_size, options.kv_bits * (n == 0))
+    ]
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)

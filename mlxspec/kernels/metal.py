@@ -152,7 +152,7 @@ def _random(
     high, low = (mx.random.randint(0, 1 << 16, (*shape, k * bits // 32), mx.uint32, key) for key in keys[:2])
     scales = mx.random.uniform(0.5, 1.5, (*shape, k // group), key=keys[2]) * 2.0**-bits
     biases = scales * -(2.0 ** (bits - 1)) * mx.random.uniform(0.9, 1.1, scales.shape, key=keys[3])
-    x = mx.random.normal((rows, k), key=keys[4])
+    x = mx.random.normal((max(rows, ROWS), k), key=keys[4])[:rows]
     return x.astype(dtype), high << 16 | low, scales.astype(dtype), biases.astype(dtype)
 
 
@@ -176,6 +176,7 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         reference=one_by_one,
         ways={way: partial(small_qmm, **how, matrix=way == "matrix") for way in ("plain", "matrix")},
         tolerance=TOLERANCE[dtype],
+        nested=True,
     )
 
 

@@ -5,7 +5,8 @@ the device, so a step may be submitted while its drafts' fate is unknown.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -26,7 +27,7 @@ TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # of 8 rows and heads: one version of
 CONTEXT = 4096  # of the sequence that a case is about
 ROUNDING = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}  # of a case's largest value
 PackingPair = tuple[Packing | None, Packing | None]
-ASKED: dict[str, "Shape"] = {}  # that attention was called with, by name: what there is to prove
+ASKED: dict[str, "Shape"] = {}  # that attention was called with, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,16 @@ def _shape(
     except Unfit as e:
         return None, str(e)
     return ASKED.setdefault(shape.name, shape), shape.name
+
+
+@contextmanager
+def asked() -> Iterator[list[Shape]]:
+    """At its end, the shapes that attention was called with inside: what there is to prove."""
+    _shape.cache_clear()  # what is remembered is not asked for again
+    ASKED.clear()
+    found: list[Shape] = []
+    yield found
+    found += ASKED.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,25 +264,25 @@ def proven_attention(
 
 
 def paged_attention_case(shape: Shape) -> Case:
-    """A lone sequence whose last row is at position CONTEXT, over scattered blocks. Raises Unfit."""
+    """A lone sequence whose first row is at position CONTEXT, over scattered blocks. Raises Unfit."""
     shape.check()
     size = shape.block_size
-    blocks = ceil(CONTEXT / size)
+    blocks = ceil((CONTEXT + ROWS) / size)
     table = (np.random.default_rng(0).permutation(blocks) + 1).tolist()
     kv = [Packing(d, shape.dtype, shape.bits) if shape.bits else None for d in (shape.dim, shape.dim_v)]
 
     @cache
     def groups(rows: int) -> list[Group]:
-        return [Group(0, rows, rows, [CONTEXT - rows], {None: [table]}, size)]
+        return [Group(0, rows, rows, [CONTEXT], {None: [table]}, size)]
 
     def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
         keys = mx.random.split(mx.random.key(seed), 4)
         pool = (shape.kv_heads, (blocks + 1) * size)
-        dims = ((rows, shape.heads, shape.dim), (*pool, shape.dim), (*pool, shape.dim_v))
+        dims = ((ROWS, shape.heads, shape.dim), (*pool, shape.dim), (*pool, shape.dim_v))
         q, k, v = (mx.random.normal(d, shape.dtype, key=at) for d, at in zip(dims, keys, strict=False))
         k, v = (p.pack(x) if p else x for p, x in zip(kv, (k, v), strict=True))
         sinks = (mx.random.normal((shape.heads,), shape.dtype, key=keys[3]),) * shape.sinks
-        return q, k, v, *sinks
+        return q[:rows], k, v, *sinks
 
     def call(run: Callable[..., mx.array], **how: Any) -> Callable[..., mx.array]:
         def attention(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None = None) -> mx.array:
@@ -283,8 +294,8 @@ def paged_attention_case(shape: Shape) -> Case:
     stock = call(reference.paged_attention)
     ways = {"matrix": call(paged_attention), "plain": call(paged_attention, matrix=False)}
     return Case(
-        "paged_attention", shape.name.partition(" ")[2], (1, 2, 3, 5, 8, 16), inputs, stock, stock, ways,
-        ROUNDING[shape.dtype],
+        "paged_attention", shape.name.partition(" ")[2], (1, 2, 3, 5, 8, ROWS), inputs, stock, stock, ways,
+        ROUNDING[shape.dtype], nested=True,
     )  # fmt: skip
 
 

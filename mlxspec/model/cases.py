@@ -3,53 +3,42 @@
 Rule: shapes and dtypes are asked for, never values, so a model whose weights are still on the disk will do.
 """
 
-from functools import partial
-from typing import Any
+import logging
+from collections.abc import Iterator
 
-import mlx.core as mx
-import mlx.nn as nn
 from mlx.nn.layers.base import Module
 
-from mlxspec.kernels import metal, reference
+from mlxspec.kernels import draw, paged
 from mlxspec.kernels.proven import Case
+from mlxspec.model import few
+from mlxspec.model.runner import Layout, Runner
+from mlxspec.types import Entry, Request, Sequence
+
+log = logging.getLogger("mlxspec")
+
+ROWS = 3  # of a step whose shapes are looked at
+LAYOUTS: tuple[Layout, ...] = ("rows", "rect")  # those whose attention is ours
 
 
-def cases_of(model: Module) -> list[Case]:
-    """Each case once. For a model as it was loaded, before a runner grafts its trunk. Whoever writes a kernel
-    adds its cases here."""
-    found = [*_small_qmm(model)]
+def cases_of(model: Module, block_size: int, kv_bits: int = 0) -> list[Case]:
+    """Each case once. For a model as it was loaded, before a runner grafts its trunk."""
+    found = [*few.cases(model), *_step(model, block_size, kv_bits)]
     return list({case.name: case for case in found}.values())
 
 
-def _small_qmm(model: Module) -> list[Case]:
-    layers = [m for _, m in model.named_modules() if isinstance(m, nn.QuantizedLinear)]
-    shapes = {
-        (m.weight.shape[0], m.scales.shape[1] * m.group_size, m.bits, m.group_size, m.scales.dtype)
-        for m in layers
-        if m.bits in (4, 8) and getattr(m, "mode", "affine") == "affine" and "bias" not in m
-    }
-    return [_case(*shape) for shape in sorted(shapes, key=str)]
-
-
-def _case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Case:
-    def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
-        keys = mx.random.split(mx.random.key(seed), 4)
-        w = mx.random.randint(0, 1 << 31, (n, k * bits // 32), mx.uint32, keys[0])
-        scales = (mx.random.uniform(0.5, 1.5, (n, k // group), key=keys[1]) / (k**0.5 * 2**bits)).astype(
-            dtype
-        )
-        x = mx.random.normal((metal.ROWS, k), key=keys[2])[:rows].astype(dtype)
-        return x, w, scales, -scales * 2 ** (bits - 1)
-
-    how: dict[str, Any] = {"group_size": group, "bits": bits}
-    return Case(
-        kernel="small_qmm",
-        shape=f"{n}x{k} of {bits} bits, group {group}, {str(dtype).rpartition('.')[2]}",
-        rows=(1, 2, 4, 8, 16),
-        inputs=inputs,
-        stock=partial(mx.quantized_matmul, transpose=True, **how),
-        reference=partial(reference.small_qmm, **how),
-        ways={way: partial(metal.small_qmm, **how, matrix=way == "matrix") for way in ("plain", "matrix")},
-        tolerance=0.02 if dtype != mx.float32 else 1e-4,
-        nested=True,
-    )
+def _step(model: Module, block_size: int, kv_bits: int) -> Iterator[Case]:
+    """Of attention and of drawing tokens: what a step asks for that is built and never computed."""
+    table = list(range(1, 1 + -(-ROWS // block_size)))
+    seq = Sequence(Request("shapes", (0,) * ROWS, 1), tokens=[0] * ROWS, table=table)
+    for layout in LAYOUTS:
+        try:
+            runner = Runner(model, layout, block_size, 1 + len(table), trunk=False, kv_bits=kv_bits)
+            with paged.asked() as shapes:
+                logits = runner.logits([Entry(seq, 0, ROWS, True)])
+        except Exception as failed:  # whatever the model's own code raises; `fit` finds another layout
+            log.debug("no shapes of attention in the %s layout: %s", layout, failed)
+            continue
+        for shape in shapes:
+            yield paged.paged_attention_case(shape)
+        yield draw.sample_accept_case(logits.shape[-1], logits.dtype)
+        return

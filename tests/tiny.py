@@ -20,8 +20,9 @@ from mlxspec.engine.groups import Groups, Window
 from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.snapshots import Snapshots
+from mlxspec.kernels.reference import gumbel
 from mlxspec.model.runner import Layout, Rewind, Runner
-from mlxspec.model.sample import gumbel, seed32
+from mlxspec.model.sample import seed32
 from mlxspec.model.states import SHORT
 from mlxspec.model.states import own as own_state
 from mlxspec.speculate import Drafter, NoDrafter

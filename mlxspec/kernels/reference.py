@@ -1,14 +1,15 @@
-"""Paged attention in plain MLX ops: gather a group's blocks, then one fused attention call.
+"""What the kernels do, in plain MLX ops: attention over pages, few rows times weights, tokens out of logits.
 
 Rule: this is what every faster kernel must equal. Pools lie head first, [kv_heads, slots, dim], so that a
 gathered block is contiguous within its head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxspec.kernels.packed import Packing
 from mlxspec.types import NULL_BLOCK
@@ -145,3 +146,89 @@ def gather_small_qmm(
     of = experts.astype(mx.uint32)
     y = mx.gather_qmm(rows, w, s, b, rhs_indices=of, group_size=group_size, bits=bits)
     return y[:, 0].astype(x.dtype)
+
+
+@dataclass(slots=True)
+class Draws:
+    """How each of R rows is drawn. A temperature is 0 (the best token) or at least COLDEST; the noise is
+    keyed by (seed, position), uint32 each."""
+
+    temperatures: list[float]
+    seeds: list[int]
+    positions: list[int]
+    masks: list[bytes]  # the tokens that may be drawn, a bit each; empty: all
+    late: mx.array | None = None  # int32 [R], added to the positions
+    floors: mx.array | None = None  # float32 [R]: logits / T below it do not count
+
+
+def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
+    """Standard Gumbel noise float32 [R, vocab], keyed by (seed, position) uint32 [R] each.
+
+    Threefry is a counter-based generator: the noise of (seed, position, token) is the same wherever and
+    whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T) (Gumbel-max)."""
+    keys = mx.stack([seeds, positions], axis=1).astype(mx.uint32)
+    draw: Callable[[mx.array], mx.array] = mx.vmap(lambda key: mx.random.gumbel((vocab,), key=key))
+    return draw(keys)
+
+
+def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:
+    """x [R, vocab] with nothing but what the rows' masks allow."""
+    chosen = [r for r, mask in enumerate(masks) if mask]
+    if not chosen:
+        return x
+    packed = mx.array(np.frombuffer(b"".join(masks), np.uint8).reshape(len(chosen), -1))
+    bits = (packed[:, :, None] >> mx.arange(8, dtype=mx.uint8)) & 1
+    allowed = bits.reshape(len(chosen), -1)[:, : x.shape[-1]].astype(mx.bool_)
+    if len(chosen) == len(masks):
+        return mx.where(allowed, x, -mx.inf)
+    at = mx.array(chosen)
+    x[at] = mx.where(allowed, x[at], -mx.inf)
+    return x
+
+
+def sample_accept(
+    logits: mx.array, draws: Draws, inputs: mx.array | None = None, drafts: Sequence[tuple[int, int]] = ()
+) -> tuple[mx.array, mx.array | None]:
+    """Tokens int32 [R] of float logits [R, vocab]: the lowest of the best, or Gumbel-max; a NaN is the best.
+
+    With `drafts`, those of each entry in the rows' order as (its first index in `inputs` int32 [T], its
+    length), an entry has a row more than drafted tokens: also how many of these stand, int32 [entries]."""
+    x = allow(logits.astype(mx.float32), draws.masks)
+    tokens = mx.argmax(x, axis=-1).astype(mx.int32)
+    hot = [r for r, t in enumerate(draws.temperatures) if t > 0]
+    if len(hot) == len(draws.temperatures):
+        tokens = _draw(x, draws, hot, None)
+    elif hot:
+        at = mx.array(hot)
+        tokens[at] = _draw(x[at], draws, hot, at)
+    return tokens, accept(tokens, inputs, drafts) if inputs is not None and drafts else None
+
+
+def _draw(x: mx.array, draws: Draws, hot: Sequence[int], at: mx.array | None) -> mx.array:
+    """Gumbel-max over the rows `hot`, which are x [hot, vocab]; `at` are the same, where they are not all."""
+    x = x / mx.array([draws.temperatures[r] for r in hot])[:, None]
+    late, floors = (a if a is None or at is None else a[at] for a in (draws.late, draws.floors))
+    if floors is not None:
+        x = mx.where(x < floors[:, None], -mx.inf, x)
+    seeds = mx.array([draws.seeds[r] for r in hot], mx.uint32)
+    positions = mx.array([draws.positions[r] for r in hot], mx.uint32)
+    if late is not None:
+        positions = positions + late.astype(mx.uint32)
+    return mx.argmax(x + gumbel(seeds, positions, x.shape[-1]), axis=-1).astype(mx.int32)
+
+
+def accept(tokens: mx.array, inputs: mx.array, drafts: Sequence[tuple[int, int]]) -> mx.array:
+    """The second result of sample_accept, out of its first: a drafted token stands while it equals the sample
+    of the row before it.
+
+    Exact by construction at any temperature: only samples are ever emitted."""
+    deepest = max(1, *(count for _, count in drafts))
+    row, where, held = 0, [], []
+    for at, count in drafts:
+        inside = [i < count for i in range(deepest)]
+        where.append([(row + i, at + i) if ok else (0, 0) for i, ok in enumerate(inside)])
+        held.append(inside)
+        row += 1 + count
+    pairs = mx.array(where)  # [S, deepest, 2]
+    same = (tokens[pairs[..., 0]] == inputs[pairs[..., 1]]) & mx.array(held)
+    return mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1)

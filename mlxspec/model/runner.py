@@ -19,7 +19,7 @@ from mlxspec.kernels import Group
 from mlxspec.model import states
 from mlxspec.model.attention import graft, install, ungraft
 from mlxspec.model.caches import DensePages, Pages, View
-from mlxspec.model.sample import Row, Sampled, accept, read, rows_of, sample
+from mlxspec.model.sample import Row, Sampled, drafts_of, read, rows_of, sample
 from mlxspec.model.states import State, States
 from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
 from mlxspec.types import Sequence as Seq
@@ -44,11 +44,10 @@ class Step:
         spans: Sequence[int],
         rows: list[Row],
         sampled: Sampled | None,
-        kept: mx.array | None,
         marker: mx.array,
     ) -> None:
         self.plan, self.ids, self.rows, self.sampled, self.marker = plan, ids, rows, sampled, marker
-        self.kept = kept
+        self.kept = sampled.kept if sampled else None
         self.began, self.overlaps = 0.0, False  # for whoever submits it: when, and whether one was in flight
         self.at: dict[Seq, int] = {}
         for r, row in enumerate(rows):
@@ -146,20 +145,16 @@ class Runner:
         late = before.late(plan) if before is not None and any(e.spread for e in plan) else None
         ids, spans = self._inputs(plan, before, late)
         logits = self._forward(plan, ids, spans, late)
-        sampled = kept = None
+        sampled = None
         if rows:
             firsts = [s for e, s in zip(plan, spans, strict=True) for _ in range(e.sampled)]
             behind = late if late is None else _per_row(late, plan, lambda e: e.sampled)
-            sampled = sample(logits, rows, ids, firsts, behind)
-            if any(len(e.draft) for e in plan):
-                kept = accept(sampled.tokens, ids, plan, spans)
+            sampled = sample(logits, rows, ids, firsts, behind, drafts_of(plan, spans))
         state = self._state(plan)
         # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
         marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
-        mx.async_eval(
-            marker, *(sampled.arrays() if sampled else ()), *(() if kept is None else (kept,)), *state
-        )
-        return Step(plan, ids, spans, rows, sampled, kept, marker)
+        mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
+        return Step(plan, ids, spans, rows, sampled, marker)
 
     def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
         """What a step leaves behind on the device."""

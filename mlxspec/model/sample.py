@@ -11,20 +11,26 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
+from mlxspec.kernels import Draws, sample_accept
+from mlxspec.kernels.reference import allow
 from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Sampling
 
 
 @dataclass(slots=True)
 class Sampled:
-    """Lazy results of a step. `tokens` int32 [R]; the rest only if some row asked for log-probabilities."""
+    """Lazy results of a step. `tokens` int32 [R]; `kept` int32 [sampling entries], how many drafted tokens
+    stand, if something was drafted; the rest only if some row asked for log-probabilities."""
 
     tokens: mx.array
+    kept: mx.array | None = None
     chosen: mx.array | None = None  # [R] float32
     top: mx.array | None = None  # [R, k] int32, unordered
     top_logprobs: mx.array | None = None  # [R, k]
 
     def arrays(self) -> list[mx.array]:
-        return [a for a in (self.tokens, self.chosen, self.top, self.top_logprobs) if a is not None]
+        return [
+            a for a in (self.tokens, self.kept, self.chosen, self.top, self.top_logprobs) if a is not None
+        ]
 
 
 @dataclass(slots=True)
@@ -54,46 +60,23 @@ def seed32(seed: int, index: int) -> int:
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little")
 
 
-def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
-    """Standard Gumbel noise float32 [R, vocab], keyed by (seed, position) uint32 [R] each.
-
-    Threefry is a counter-based generator: the noise of (seed, position, token) is the same wherever and
-    whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T) (Gumbel-max)."""
-    keys = mx.stack([seeds, positions], axis=1).astype(mx.uint32)
-    draw: Callable[[mx.array], mx.array] = mx.vmap(lambda key: mx.random.gumbel((vocab,), key=key))
-    return draw(keys)
-
-
 def sample(
     logits: mx.array,
     rows: Sequence[Row],
     inputs: mx.array,
     spans: Sequence[int],
     late: mx.array | None = None,
+    drafts: Sequence[tuple[int, int]] = (),
 ) -> Sampled:
     """logits [R, vocab] of `rows`; `inputs` [T] are the step's input tokens (maybe lazy) and `spans[r]` the
     index in it of the first sampled row of row r's entry; `late` int32 [R], if given, is added to the rows'
-    positions. Nothing is evaluated here."""
-    x = logits.astype(mx.float32)
+    positions; `drafts` as of drafts_of. Nothing is evaluated here."""
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
+    x = logits.astype(mx.float32) if wanted else logits
     logprobs = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else None
-    x = _bias(x, rows)
-    x = _penalize(x, rows, inputs, spans)
-    x = _allow(x, rows)
-    tokens = mx.argmax(x, axis=-1).astype(mx.int32)
-    hot = [r for r, row in enumerate(rows) if row.sampling.temperature > 0]
-    if hot:
-        some = len(hot) < len(rows)
-        drawn = _draw(
-            x[mx.array(hot)] if some else x,
-            [rows[r] for r in hot],
-            late[mx.array(hot)] if some and late is not None else late,
-        )
-        if some:
-            tokens[mx.array(hot)] = drawn
-        else:
-            tokens = drawn
-    result = Sampled(tokens)
+    x = _penalize(_bias(x, rows), rows, inputs, spans)
+    tokens, kept = sample_accept(x, _draws(x, rows, late), inputs, drafts)
+    result = Sampled(tokens, kept)
     if logprobs is not None:
         result.chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
         if k := min(max(wanted), x.shape[-1] - 1):
@@ -102,23 +85,11 @@ def sample(
     return result
 
 
-def accept(tokens: mx.array, inputs: mx.array, plan: Sequence[Entry], spans: Sequence[int]) -> mx.array:
-    """How many drafted tokens of each sampling entry stand, int32 [entries that sample]: one stands while it
-    equals the sample of the row before it. `tokens` [R] are the samples in plan order, `inputs` and `spans`
-    those of the step; nothing is evaluated.
-
-    Exact by construction at any temperature: only samples are ever emitted."""
-    drafted = [(e, span) for e, span in zip(plan, spans, strict=True) if e.samples]
-    deepest = max(len(e.draft) for e, _ in drafted)
-    row, at, held = 0, [], []
-    for e, span in drafted:
-        inside = [i < len(e.draft) for i in range(deepest)]
-        at.append([(row + i, span + 1 + i) if ok else (0, 0) for i, ok in enumerate(inside)])
-        held.append(inside)
-        row += e.sampled
-    where = mx.array(at)  # [S, deepest, 2]
-    same = (tokens[where[..., 0]] == inputs[where[..., 1]]) & mx.array(held)
-    return mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1)
+def drafts_of(plan: Sequence[Entry], spans: Sequence[int]) -> list[tuple[int, int]]:
+    """Where the drafts of the entries that sample lie in the step's input, as sample_accept takes them; []
+    where nothing was drafted."""
+    drafts = [(span + 1, len(e.draft)) for e, span in zip(plan, spans, strict=True) if e.samples]
+    return drafts if any(count for _, count in drafts) else []
 
 
 def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[list[Logprob]]]:
@@ -145,7 +116,7 @@ def _bias(x: mx.array, rows: Sequence[Row]) -> mx.array:
     if not pairs:
         return x
     at, token, value = (mx.array(list(column)) for column in zip(*pairs, strict=True))
-    return x.at[at, token].add(value.astype(mx.float32))
+    return x.astype(mx.float32).at[at, token].add(value.astype(mx.float32))
 
 
 def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequence[int]) -> mx.array:
@@ -154,7 +125,7 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
     chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
     if not chosen:
         return x
-    some = len(chosen) < len(rows)
+    x, some = x.astype(mx.float32), len(chosen) < len(rows)
     y = x[mx.array(chosen)] if some else x
     vocab = x.shape[-1]
     output, prompt = (
@@ -190,46 +161,32 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
     return x
 
 
-def _allow(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    """Nothing but what the rows' masks allow."""
-    chosen = [r for r, row in enumerate(rows) if row.mask]
-    if not chosen:
-        return x
-    packed = mx.array(
-        np.frombuffer(b"".join(rows[r].mask for r in chosen), np.uint8).reshape(len(chosen), -1)
-    )
-    bits = (packed[:, :, None] >> mx.arange(8, dtype=mx.uint8)) & 1
-    allowed = bits.reshape(len(chosen), -1)[:, : x.shape[-1]].astype(mx.bool_)
-    if len(chosen) == len(rows):
-        return mx.where(allowed, x, -mx.inf)
-    at = mx.array(chosen)
-    x[at] = mx.where(allowed, x[at], -mx.inf)
-    return x
+def _draws(x: mx.array, rows: Sequence[Row], late: mx.array | None) -> Draws:
+    """How the rows of x [R, vocab] are drawn; the rows that filter are ranked here."""
+    temperatures = [max(t, COLDEST) if (t := row.sampling.temperature) > 0 else 0.0 for row in rows]
+    seeds = [seed32(r.sampling.seed, r.entry.seq.index) if r.sampling.temperature > 0 else 0 for r in rows]
+    draws = Draws(temperatures, seeds, [r.position for r in rows], [r.mask for r in rows], late)
+    cut = [r for r, row in enumerate(rows) if temperatures[r] and row.sampling.filtered]
+    if cut:
+        at, some = mx.array(cut), len(cut) < len(rows)
+        y = allow((x[at] if some else x).astype(mx.float32), [rows[r].mask for r in cut])
+        floors = _floors(y / mx.array([temperatures[r] for r in cut])[:, None], [rows[r] for r in cut])[:, 0]
+        draws.floors = floors
+        if some:
+            draws.floors = mx.full((len(rows),), -mx.inf)
+            draws.floors[at] = floors
+    return draws
 
 
-def _draw(x: mx.array, rows: Sequence[Row], late: mx.array | None) -> mx.array:
-    """Filtered Gumbel-max over [R, vocab] of rows with a temperature above 0 -> int32 [R]."""
-    x = x / mx.array([max(row.sampling.temperature, COLDEST) for row in rows])[:, None]
-    cut = [i for i, row in enumerate(rows) if row.sampling.filtered]
-    if len(cut) == len(rows):
-        x = _filter(x, rows)
-    elif cut:
-        x[mx.array(cut)] = _filter(x[mx.array(cut)], [rows[i] for i in cut])
-    seeds = mx.array([seed32(r.sampling.seed, r.entry.seq.index) for r in rows], mx.uint32)
-    positions = mx.array([r.position for r in rows], mx.uint32)
-    if late is not None:
-        positions = positions + late.astype(mx.uint32)
-    return mx.argmax(x + gumbel(seeds, positions, x.shape[-1]), axis=-1).astype(mx.int32)
-
-
-def _filter(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    """top_k, then top_p over what top_k left, and min_p relative to the best; ties at a threshold stay.
+def _floors(x: mx.array, rows: Sequence[Row]) -> mx.array:
+    """float32 [R, 1], the smallest of x [R, vocab] that stay: top_k, then top_p over what top_k left, and
+    min_p relative to the best; ties at a threshold stay.
 
     A row whose top_k is small ranks NARROW tokens alone, whoever is in the batch with it."""
     vocab = x.shape[-1]
     few = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k <= NARROW < vocab]
     if not few:
-        return mx.where(x < _floor(mx.sort(x, axis=-1)[:, ::-1], rows), -mx.inf, x)
+        return _floor(mx.sort(x, axis=-1)[:, ::-1], rows)
     rest = sorted(set(range(len(rows))) - set(few))
     floor = mx.zeros((len(rows), 1), mx.float32)
     at = mx.array(few)
@@ -238,7 +195,7 @@ def _filter(x: mx.array, rows: Sequence[Row]) -> mx.array:
     if rest:
         at = mx.array(rest)
         floor[at] = _floor(mx.sort(x[at], axis=-1)[:, ::-1], [rows[i] for i in rest])
-    return mx.where(x < floor, -mx.inf, x)
+    return floor
 
 
 def _floor(ranked: mx.array, rows: Sequence[Row]) -> mx.array:

@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.engine.engine import Engine
-from mlxspec.model.sample import gumbel, seed32
+from mlxspec.kernels.reference import gumbel
+from mlxspec.model.sample import seed32
 from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import KINDS, attach, like

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlxspec.kernels.proven import VERDICTS, Verdict
 from mlxspec.kernels.reference import Draws
 from mlxspec.types import COLDEST, Unfit
 from tests import metalsim, test_lossless, tiny
+from tests.maze import Maze
 from tests.metalsim.report import Report
 
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]
@@ -164,7 +166,7 @@ def test_ties_go_to_the_lowest_token(order: int) -> None:
     equal(mx.array(np.round(x)), plain([COLDEST] * 12), order=order)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF, 3e38, -3e38])
+@pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF, 3e38, -3e38])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_what_is_not_a_number_or_overflows(temperature: float, bad: float) -> None:
     x = some(6, 1025)
@@ -196,12 +198,27 @@ def test_masks_and_floors(vocab: int) -> None:
     equal(some(rows, vocab), plain(hot, floors=floors))
 
 
+def test_a_floor_keeps_what_equals_it() -> None:
+    x = some(4, 1001)
+    best = mx.argmax(x, axis=-1).tolist()
+    hot = [1.0, 0.7, 1.3, 3.0]
+    floors = (x / mx.array(hot)[:, None]).max(axis=-1)
+    assert equal(x, plain(hot, floors=floors)) == best
+
+
+def test_ties_that_swallow_the_noise_go_to_the_lowest_token() -> None:
+    """A lane meets 513 before 32; the noise of either is less than a step of such values."""
+    x = mx.zeros((2, 1025))
+    x[:, mx.array([32, 513])] = 1e30
+    assert equal(x, plain([0.5, COLDEST])) == [32, 32]
+
+
 # ---- the accept scan ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_ragged_drafts(seed: int) -> None:
-    """Entries of no to many drafted tokens among inputs that nobody drafted, right and wrong at every place."""
+    """Entries of no to many drafted tokens among inputs that nobody drafted, right and wrong anywhere."""
     rng = np.random.default_rng(seed)
     counts = [[5], [0, 3], [16, 0, 1], [0, 0, 2, 7, 1], [40, 1, 0], [1] * 20][seed]
     rows = sum(counts) + len(counts)
@@ -238,12 +255,11 @@ def test_each_logit_is_read_once_and_no_noise_is_written(rows: int, vocab: int, 
     part, merge = (seen[f"sample_accept_{name}"].traffic for name in ("part", "merge"))
     assert part["logits"].read == part["logits"].read_unique == x.nbytes
     parts = max(8, -(-vocab // 1024))
-    assert {n: t.written for n, t in part.items() if t.written} == dict.fromkeys(
-        ("best", "token"), 4 * rows * parts
-    )
-    assert {n: t.written for n, t in merge.items() if t.written} == dict.fromkeys(
-        ("tokens", "kept"), 4 * rows
-    )
+    written = [{name: t.written for name, t in each.items() if t.written} for each in (part, merge)]
+    assert written == [
+        dict.fromkeys(("best", "token"), 4 * rows * parts),
+        dict.fromkeys(("tokens", "kept"), 4 * rows),
+    ]
     assert merge["best"].read == part["best"].written
 
 
@@ -301,7 +317,7 @@ def test_a_verdict_says_for_how_many_rows(proven: Verdict) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", ["plain", "liar", "chain"])
 def test_an_engine_says_the_same_with_the_kernel(drafter: str, temperature: float, proven: Verdict) -> None:
-    """With and without speculation, what plain decoding by mlx-lm says; filters are those without the kernel."""
+    """With and without speculation, what plain decoding by mlx-lm says."""
     asked = test_lossless.requests(temperature)
     with simulated(checked=False) as seen:
         e = tiny.engine(test_lossless.model("llama"), block=test_lossless.BLOCK)
@@ -315,7 +331,8 @@ def test_an_engine_with_filters_and_grammars_says_the_same(proven: Verdict) -> N
         e = tiny.engine(test_lossless.model("llama"), block=test_lossless.BLOCK)
         for i, (name, prompt) in enumerate(test_lossless.prompts().items()):
             more = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1, "presence_penalty": 0.5}, {}][i % 4]
-            e.add(tiny.request(name, prompt, 8, temperature=0.0 if i == 4 else 0.9, seed=i, **more))
+            r = tiny.request(name, prompt, 8, temperature=0.0 if i == 4 else 0.9, seed=i, **more)
+            e.add(replace(r, grammar=Maze if i in (1, 3, 4) else None))
         out = tiny.run(e)
         return [tiny.tokens(out, name) for name in test_lossless.prompts()]
 

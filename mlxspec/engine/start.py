@@ -81,11 +81,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     model, config = models[0]
     context = min(context_of(config), options.context or 1 << 31)
     held = sum(weights(m) for m, _ in models)  # before the runner grafts its trunk, which hides them
-    cases = [
-        case
-        for n, (m, _) in enumerate(models if options.kernels else ())  # likewise
-        for case in cases_of(m, options.block_size, options.kv_bits * (n == 0))
-    ]
+    cases = _cases([m for m, _ in models], options)  # likewise
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)
@@ -144,6 +140,12 @@ def _how(found: Fit) -> str:
     if found.rewind:
         how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"
     return how
+
+
+def _cases(models: Sequence[Module], options: Options) -> list[Case]:
+    """What there is to prove for the model and maybe its draft model, whose K/V are not quantized."""
+    pairs = zip(models if options.kernels else (), (options.kv_bits, 0), strict=False)
+    return [case for model, kv_bits in pairs for case in cases_of(model, options.block_size, kv_bits)]
 
 
 def _prove(cases: Sequence[Case], options: Options) -> Stalls | None:

@@ -17,7 +17,7 @@ from mlxspec.types import Entry, Request, Sequence
 log = logging.getLogger("mlxspec")
 
 ROWS = 3  # of a step whose shapes are looked at
-LAYOUTS: tuple[Layout, ...] = ("rows", "rect")  # those whose attention is ours
+LAYOUTS: tuple[Layout, ...] = ("rows", "rect", "gather", "solo")
 
 
 def cases_of(model: Module, block_size: int, kv_bits: int = 0) -> list[Case]:
@@ -36,7 +36,7 @@ def _step(model: Module, block_size: int, kv_bits: int) -> Iterator[Case]:
             with paged.asked() as shapes:
                 logits = runner.logits([Entry(seq, 0, ROWS, True)])
         except Exception as failed:  # whatever the model's own code raises; `fit` finds another layout
-            log.debug("no shapes of attention in the %s layout: %s", layout, failed)
+            log.debug("no shapes in the %s layout: %s", layout, failed)
             continue
         for shape in shapes:
             yield paged.paged_attention_case(shape)

@@ -15,7 +15,7 @@ from mlxspec.kernels import kept, prove
 from mlxspec.kernels.kept import CRASHED, Shelf
 from mlxspec.kernels.prove import Out, Prover, chain, differ, judge, wins
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
-from mlxspec.model.cases import cases_of
+from mlxspec.model import few
 from tests import metalsim
 
 FACTS = {"chip": "Apple M9, applegpu_g99s", "system": "99.1", "mlx": "9.9", "code": "abc"}
@@ -367,7 +367,7 @@ def test_small_qmm_matches_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> 
     model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, 32, 4)
-    [found] = cases_of(model)
+    [found] = few.cases(model)
     assert found.name == "small_qmm 32x64 of 4 bits, group 32, bfloat16"
     with metalsim.patch(checked=False):
         verdict = judge(found)
@@ -378,7 +378,7 @@ def test_small_qmm_matches_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> 
 def test_it_fails_where_small_qmm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "SEEDS", 1)
     model = nn.QuantizedLinear(64, 32, bias=False, group_size=32, bits=4)
-    [found] = cases_of(nn.Sequential(model))
+    [found] = few.cases(nn.Sequential(model))
     right = found.ways["plain"]
     ways = {"plain": lambda x, w, scales, biases: right(x, w, scales, biases * 1.01)}
     wrong = Case(found.kernel, found.shape, (2,), found.inputs, found.stock, found.reference, ways, 1e-4)

@@ -1,0 +1,60 @@
+"""What kernels could do is known of a model whose weights are still on the disk."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxspec.model.cases import cases_of
+from mlxspec.model.runner import Runner
+from tests import tiny
+
+
+def attention(model: nn.Module, block: int, bits: int = 0) -> list[str]:
+    names = [case.name for case in cases_of(model, block, bits)]
+    assert names[-1] == f"sample_accept {tiny.VOCAB} float32"
+    return names[:-1]
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        ("llama", ["float32 4/2x16 block 8"]),
+        ("gpt_oss", ["float32 4/2x16 block 8 window 12 sinks", "float32 4/2x16 block 8 sinks"]),
+        ("qwen3_next", ["float32 4/2x16 block 8"]),  # rect
+        ("deepseek_v3", []),  # gather: its attention is its own
+        ("llama4", []),  # solo
+    ],
+)
+def test_the_shapes_of_a_step(kind: str, names: list[str]) -> None:
+    assert attention(tiny.model(kind), 8) == [f"paged_attention {name}" for name in names]
+
+
+def test_each_has_its_own() -> None:
+    """Not those of models that were asked before."""
+    first, second = tiny.model("llama"), tiny.model("gpt_oss")
+    assert attention(first, 8) == attention(first, 8) != attention(second, 8)
+    assert attention(first, 16) == ["paged_attention float32 4/2x16 block 16"]
+    assert attention(first, 2), "a step may take several blocks"
+
+
+def test_quantized_weights_and_kv() -> None:
+    model = tiny.model("llama:8")
+    nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, nn.Linear))
+    found = attention(model, 8, 8)
+    assert found[-1].startswith("paged_attention float32 ") and found[-1].endswith("block 8 kv_bits 8")
+    assert len(found) > 2 and all(name.startswith("small_qmm ") for name in found[:-1])
+
+
+def test_no_weight_is_read_and_the_model_stays(tmp_path: Path) -> None:
+    model = tiny.model("llama")
+    mx.eval(model.parameters())
+    file = tmp_path / "weights.safetensors"
+    mx.save_safetensors(str(file), dict(tree_flatten(model.parameters())))
+    model.load_weights(list(mx.load(str(file)).items()))
+    before = mx.get_active_memory()
+    cases_of(model, 8)
+    assert mx.get_active_memory() - before < 4096
+    assert Runner(model, "rows", 8, 4).trunk, "it can still be grafted"

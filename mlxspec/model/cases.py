@@ -6,6 +6,7 @@ Rule: shapes and dtypes are asked for, never values, so a model whose weights ar
 import logging
 from collections.abc import Iterator
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxspec.kernels import draw, paged
@@ -40,5 +41,6 @@ def _step(model: Module, block_size: int, kv_bits: int) -> Iterator[Case]:
             continue
         for shape in shapes:
             yield paged.paged_attention_case(shape)
-        yield draw.sample_accept_case(logits.shape[-1], logits.dtype)
+        for dtype in dict.fromkeys((logits.dtype, mx.float32)):  # a bias or a penalty makes them fp32
+            yield draw.sample_accept_case(logits.shape[-1], dtype)
         return

@@ -40,6 +40,13 @@ def test_each_has_its_own() -> None:
     assert attention(first, 2), "a step may take several blocks"
 
 
+def test_drawing_in_both_dtypes() -> None:
+    model = tiny.model("llama")
+    model.set_dtype(mx.bfloat16)
+    names = [case.name for case in cases_of(model, 8)]
+    assert names[1:] == [f"sample_accept {tiny.VOCAB} {dtype}" for dtype in ("bfloat16", "float32")]
+
+
 def test_quantized_weights_and_kv() -> None:
     model = tiny.model("llama:8")
     nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, nn.Linear))

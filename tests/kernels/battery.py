@@ -1,0 +1,44 @@
+"""Small runs of every kernel that together leave no token of its source without a test.
+
+Rule: a trial makes all its calls first and checks them then, so that scripts/metal can take the sources that are
+asked for without running them; it raises AssertionError, or what the simulator raises.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import mlx.core as mx
+
+from tests import metalsim
+from tests.kernels import test_small_qmm as qmm
+
+Trial = Callable[[], None]
+
+
+def small_qmm_trial(
+    counts: tuple[int, ...], columns: int, k: int, group: int, bits: int, dtype: mx.Dtype, matrix: bool
+) -> None:
+    """The first count of rows against the reference and its traffic, the others to the bit."""
+    x, weights = qmm.some(counts[0], columns, k, group, bits, dtype)
+    fewer = [qmm.simulated(x[:count], weights, group, bits, matrix) for count in counts[1:]]
+    whole = qmm.simulated(x, weights, group, bits, matrix, order=3)
+    read = {name: each.read for name, each in metalsim.last().traffic.items()}
+    qmm.check(whole, x, weights, group, bits)
+    for count, rows in zip(counts[1:], fewer, strict=True):
+        assert mx.array_equal(rows, whole[:count]), f"rows of {count} are not those of {counts[0]}"
+    for name, array in zip(("w", "scales", "biases"), weights, strict=True):
+        assert read[name] == array.nbytes, f"{name}: {read[name]} bytes read of {array.nbytes}"
+
+
+def small_qmm() -> Iterator[Trial]:
+    for matrix in (False, True):
+        for case in (
+            ((9, 3), 13, 640, 128, 4, mx.bfloat16),
+            ((3, 1), 33, 288, 32, 8, mx.float32),
+            ((16, 2), 15, 96, 32, 4, mx.float16),
+            ((5,), 21, 1216, 64, 8, mx.bfloat16),
+        ):
+            yield partial(small_qmm_trial, *case, matrix)
+
+
+BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {"small_qmm": small_qmm}  # by the name in metal/

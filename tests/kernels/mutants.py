@@ -1,0 +1,208 @@
+"""Kernels with one token changed, each run through the battery: what is not noticed there needs a test.
+
+Rule: seeded, so that a figure can be had again. What does not compile says nothing about tests and is not counted.
+`python -m tests.kernels.mutants --count 150 --seed 0` prints the table.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SKIPPED = re.compile(r"//[^\n]*|/\*.*?\*/|^[ \t]*#[^\n]*|^[ \t]*using\b[^;]*;", re.S | re.M)
+SWAPS = {
+    "+": "-*", "-": "+*", "*": "+/", "/": "*%", "%": "/*", "&": "|^", "|": "&^", "^": "&|", "<": "> <= >=",
+    "<=": "< >=", ">": "< >=", ">=": "> <=", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "<<": ">>",
+    ">>": "<<", "+=": "-=", "-=": "+=", "*=": "/=", "/=": "*=", "|=": "&=", "&=": "|=",
+    "min": "max", "max": "min", "fmin": "fmax", "fmax": "fmin", "simd_sum": "simd_max", "simd_max": "simd_sum simd_min",
+    "simd_min": "simd_max", "exp": "exp2", "exp2": "exp", "log": "log2", "log2": "log", "true": "false",
+    "false": "true", "break": "continue", "continue": "break", "mem_threadgroup": "mem_none",
+    "mem_device": "mem_none",
+}  # fmt: skip
+OPERATOR = r"(?<=\s)(?:<<|>>|<=|>=|==|!=|&&|\|\||[-+*/|&]=|[-+*/%&|^<>])(?=\s)"
+BARRIER = r"\b(?:threadgroup|simdgroup)_barrier\([^()]*\)|\batomic_thread_fence\([^()]*\)"
+TOKEN = re.compile(
+    rf"(?P<barrier>{BARRIER})|(?P<swap>{OPERATOR}|(?<![\w.])(?:{'|'.join(k for k in SWAPS if k[0].isalpha())})\b)"
+    r"|(?P<float>(?<![\w.])(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?[fh]?)"
+    r"|(?P<int>(?<![\w.])\d+(?P<suffix>[uUlL]*)(?![\w.]))|(?P<name>(?<![\w.:])[A-Za-z_]\w*(?!\w*\s*::))"
+)
+DECLARED = re.compile(
+    r"((?:(?:const|constexpr|device|thread|threadgroup|constant)\s+)*"
+    r"(?:u?int|u?short|u?long|uint64_t|size_t|float|half|bool|[A-Z])\b\s*\*?)\s+([A-Za-z_]\w*)\s*(?=[=,;)\[>])"
+)
+FUNCTION = re.compile(r"^(?:template\b|[a-zA-Z][\w\s*&<>:]*\().*?^\}", re.S | re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """metal/<file>.metal with the text from `start` on replaced; outcome: "caught", "survived", "refused"."""
+
+    file: str
+    start: int
+    old: str
+    new: str
+    outcome: str = ""
+    why: str = ""
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        before = original(self.file)
+        return before[: self.start] + self.new + before[self.start + len(self.old) :]
+
+    def __str__(self) -> str:
+        text = original(self.file)
+        line = text.count("\n", 0, self.start)
+        said = f"metal/{self.file}.metal:{line + 1}: `{self.old}` -> `{self.new}`: {self.outcome}"
+        return f"{said}, {self.why} [{self.seconds:.1f} s]\n    {text.splitlines()[line].strip()}"
+
+
+def original(file: str) -> str:
+    return (ROOT / f"metal/{file}.metal").read_text("utf-8")
+
+
+def sites(file: str) -> list[list[Mutant]]:
+    """Per token what it can become."""
+    text = original(file)
+    blank = SKIPPED.sub(lambda m: re.sub(r"\S", " ", m.group()), text)
+    known = names(blank)
+    found = []
+    for m in TOKEN.finditer(blank):
+        new = [x for x in changes(m, known) if x != m.group()]
+        found += [[Mutant(file, m.start(), m.group(), x) for x in new]] * bool(new)
+    return found
+
+
+def changes(m: re.Match[str], known: dict[int, list[str]]) -> list[str]:
+    token = m.group()
+    match m.lastgroup:
+        case "barrier":
+            return [""]
+        case "swap":
+            to = SWAPS[token]
+            return to.split() if " " in to or to in SWAPS else list(to)
+        case "float":
+            return ["0.0f", "1.0f", f"(-{token})"]
+        case "name":
+            return known.get(m.start(), [])
+    digits = token.removesuffix(m["suffix"])
+    return [f"{x}{m['suffix']}" for x in dict.fromkeys((int(digits) + 1, int(digits) - 1, 0)) if x >= 0]
+
+
+def names(text: str) -> dict[int, list[str]]:
+    """By the place of a name inside a function, the others of its type that are declared before it."""
+    found = {}
+    for function in FUNCTION.finditer(text):
+        declared: dict[str, list[tuple[str, int]]] = {}
+        for d in DECLARED.finditer(text, function.start(), function.end()):
+            kind = re.sub(r"\b(?:const|constexpr)\s+|\s", "", d[1])
+            declared.setdefault(kind, []).append((d[2], d.start(2)))
+        for group in declared.values():
+            places = {place for _, place in group}
+            for name in {name for name, _ in group}:
+                for m in re.compile(rf"(?<![\w.]){name}\b").finditer(text, function.start(), function.end()):
+                    if m.start() not in places:
+                        found[m.start()] = sorted({n for n, at in group if at < m.start()} - {name})
+    return found
+
+
+def drawn(file: str, seed: int) -> Iterator[Mutant]:
+    """Each token once, in a random order, as one of what it can become."""
+    rng = random.Random(f"{seed} {file}")
+    places = sites(file)
+    rng.shuffle(places)
+    for place in places:
+        yield rng.choice(place)
+
+
+def judged(mutant: Mutant) -> Mutant:
+    """In a process of its own: a kernel gone astray may take its process with it."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "tests.kernels.mutants", "--judge"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, input=json.dumps(asdict(mutant)), capture_output=True, text=True, timeout=300
+        )
+        last = done.stdout.strip().rpartition("\n")[2]
+        said = last.split(" ", 1) if last.split(" ")[0] in ("caught", "survived", "refused") else None
+        outcome, why = said or ("caught", f"the process ended with {done.returncode}: {done.stderr[-300:]}")
+    except subprocess.TimeoutExpired:
+        outcome, why = "caught", "300 s"
+    return Mutant(mutant.file, mutant.start, mutant.old, mutant.new, outcome, why, time.monotonic() - start)
+
+
+def judge(mutant: Mutant) -> str:
+    """The battery of the mutant's file with the mutant in its place: an outcome and why."""
+    from mlxspec import blas
+
+    blas.load()
+    from mlxspec.kernels import metal
+
+    true = metal.source
+    metal.source = lambda name: mutant.text() if name == mutant.file else true(name)  # type: ignore[assignment]
+    from tests import metalsim
+    from tests.kernels.battery import BATTERY
+
+    metalsim.config.timeout = 20.0
+    for i, trial in enumerate(BATTERY[mutant.file]()):
+        try:
+            trial()
+        except metalsim.MetalCompileError as error:
+            return f"refused {str(error).splitlines()[0]}"
+        except metalsim.MetalSimError as error:
+            return f"caught trial {i}: {', '.join(sorted(error.report.kinds))}"
+        except Exception as error:
+            return f"caught trial {i}: {type(error).__name__} {' '.join(str(error).split())[:100]}"
+    return "survived all trials"
+
+
+def sample(count: int, seed: int, files: list[str]) -> list[Mutant]:
+    """`count` mutants that compile, as many of each file as of the others, and those drawn that do not."""
+    out: list[Mutant] = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        os.environ["METALSIM_CACHE"] = folder  # theirs would push out the kernels that are tested each day
+        for i, file in enumerate(files):
+            due = count * (i + 1) // len(files) - count * i // len(files)
+            supply = drawn(file, seed)
+            while due:
+                batch = [next(supply) for _ in range(due)]
+                for mutant in pool.map(judged, batch):
+                    out.append(mutant)
+                    due -= mutant.outcome != "refused"
+                    print(mutant, flush=True)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", nargs="+", default=sorted(p.stem for p in (ROOT / "metal").glob("*.metal")))
+    parser.add_argument("--judge", action="store_true", help="one mutant, as JSON from standard input")
+    args = parser.parse_args()
+    if args.judge:
+        print(judge(Mutant(**json.load(sys.stdin))))
+        return
+    start = time.monotonic()
+    print(summary(sample(args.count, args.seed, args.files)), f"{time.monotonic() - start:.0f} s")
+
+
+def summary(found: list[Mutant]) -> str:
+    by = {kind: [m for m in found if m.outcome == kind] for kind in ("caught", "survived", "refused")}
+    lines = [f"\n{len(by['survived'])} survivors:", *map(str, by["survived"])]
+    counted = len(found) - len(by["refused"])
+    rate = f"{len(by['caught'])} of {counted} caught, {len(by['caught']) / counted:.1%}"
+    return "\n".join([*lines, f"{rate}; {len(by['refused'])} more did not compile"])
+
+
+if __name__ == "__main__":
+    main()

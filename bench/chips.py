@@ -113,13 +113,17 @@ class Published:
     depth: int = 0
     tokens: float = 0.0
     drafted: float = 0.0
-    curve: str = "ideal"
+    curve: str = ""  # where the cost of rows was measured on such a chip with such weights
 
 
 DSPARK = "https://github.com/ARahim3/mlx-dspark"
 MLX_LM = "https://github.com/ml-explore/mlx-lm"
 RAPID = "https://github.com/raullenchai/Rapid-MLX/blob/main/evals/SCORECARD.md"
+MLX_VLM = "https://github.com/Blaizzy/mlx-vlm/pull/2014"
+LM_STUDIO = "https://github.com/lmstudio-ai/mlx-engine/issues/113"
 PUBLISHED = (
+    Published("M1 Ultra", "qwen2.5-32b", 8, 512, 15.1, LM_STUDIO),  # of DeepSeek-R1-Distill-Qwen-32B
+    Published("M3 Pro", "qwen3-4b", 4, 2048, 44.62, f"{MLX_LM}/pull/1569"),
     Published("M4 Max", "qwen3-4b", 16, 2048, 52.5, MLX_LM),
     Published("M4 Max", "qwen3-4b", 8, 2048, 86.9, MLX_LM),
     Published("M4 Max", "qwen3-4b", 4, 2048, 134.5, MLX_LM),
@@ -132,4 +136,7 @@ PUBLISHED = (
     Published("M4 Pro", "qwen3.8-27b", 4, 512, 14.7, DSPARK, 7, 5.09, 40.0, "m4pro-4bit"),
     Published("M4 Pro", "qwen3.8-27b", 4, 16384, 14.1, DSPARK, 7, 3.16, 25.2, "m4pro-4bit"),
     Published("M4 Pro", "qwen3.8-27b", 4, 32768, 12.9, DSPARK, 7, 3.24, 23.9, "m4pro-4bit"),
+    Published("M5", "qwen3-4b", 8, 512, 28.2, f"{DSPARK}/issues/2"),
+    Published("M5 Max", "qwen3.8-27b", 8, 512, 18.1, f"{DSPARK}/issues/8", 2, 2.49, 34.4),
+    Published("M5 Max", "qwen3.8-27b", 4, 512, 33.4, MLX_VLM, 2, 2.43, 58.58, "m5max-4bit"),
 )

@@ -144,13 +144,24 @@ def _quantize(model: nn.Module, config: dict[str, Any]) -> None:
     nn.quantize(model, how["group_size"], how["bits"], mode=mode, class_predicate=chosen)
 
 
+def curve(text: str) -> Curve:
+    """One of CURVES by its name, or what was measured elsewhere, such as 1:1,2:1.03,8:2.7. Raises ValueError."""
+    if text in CURVES:
+        return CURVES[text]
+    rows, costs = zip(*(point.split(":") for point in text.split(",")), strict=True)
+    points = tuple(zip(map(int, rows), map(float, costs), strict=True))
+    if points[0] != (1, 1) or points != tuple(sorted(dict(points).items())) or any(c < 1 for _, c in points):
+        raise ValueError
+    return Curve(points, False, f"given: {text}")
+
+
 def table(model: Model, args: argparse.Namespace) -> Table:
     """A line for each chip and acceptance, a column for each depth."""
     made = _empty(("chip", "GB/s", "kept", *(f"depth {d}" for d in args.depths)), 1)
     for chip, p in product(args.chips, args.acceptance):
         width, cells = CHIPS[chip][0], []
         for d in args.depths:
-            how = (expected(p, d), CURVES[args.rows], args.draft, args.reached)
+            how = (expected(p, d), args.rows, args.draft, args.reached)
             cells.append(f"{speed(model, width, args.context, d, *how):.1f}")
         made.add_row(chip, f"{width:g}", f"{p:.0%}", *cells)
     return made
@@ -167,8 +178,9 @@ def compared() -> Table:
         cells = [f"{p.config}, {p.bits} bits", p.chip, f"{p.context}", f"{plain:.1f}", f"{p.plain:.1f}"]
         cells.append(f"{p.plain / plain:.0%}")
         if p.drafted:
-            rates = [speed(model, width, p.context, p.depth, p.tokens, CURVES[c]) for c in ("ideal", p.curve)]
-            cells += [f"{p.tokens:.2f}", *(f"{x:.1f}" for x in (*rates, p.drafted))]
+            how = (model, width, p.context, p.depth, p.tokens)
+            rates = [f"{speed(*how, CURVES[c]):.1f}" if c else "" for c in ("ideal", p.curve)]
+            cells += [f"{p.tokens:.2f}", *rates, f"{p.drafted:.1f}"]
         made.add_row(*cells)
     return made
 
@@ -182,15 +194,17 @@ def _empty(columns: Sequence[str], words: int) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.roofline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/roofline", description=__doc__)
     parser.add_argument(
         "config", nargs="?", help="a config.json in mlx-lm's format; default: compare published"
     )
     parser.add_argument("--bits", type=int, default=0, choices=(0, 4, 8, 16), help="instead of the config's")
     parser.add_argument(
-        "--chips", nargs="+", choices=CHIPS, default=["M1 Max", "M3 Ultra", "M4 Pro", "M5 Max"]
+        "--chips", nargs="+", choices=CHIPS, default=["M1 Max", "M2 Ultra", "M3 Ultra", "M4 Pro", "M5 Max"]
     )
-    parser.add_argument("--rows", choices=CURVES, default="ideal", help="what a verified row costs")
+    parser.add_argument(
+        "--rows", type=curve, default="ideal", help="cost of rows: one of docs/performance.md, or as 1:1,4:1.3"
+    )
     parser.add_argument("--context", type=int, default=4096, help="tokens before the step")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="drafted tokens")
     parser.add_argument(
@@ -200,13 +214,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--reached", type=float, default=1.0, help="part of the bandwidth that is reached")
     args = parser.parse_args(argv)
     console = Console()
+    console.width = max(console.width, 120)  # a table of ten columns, also where its output is piped
     try:
         if args.config:
             model = sized(json.loads(Path(args.config).read_text("utf-8")), args.bits)
             made = table(model, args)
             plain = model.read(1, args.context, CURVES["ideal"]) / 1e9
             console.print(f"tokens/s at {args.context} tokens of context; a plain step reads {plain:.2f} GB.")
-            console.print(f"Rows: {CURVES[args.rows].source}")
+            console.print(f"Rows: {args.rows.source}")
         else:
             made = compared()
             console.print("tokens/s; * is predicted, published figures are others'.")

@@ -37,7 +37,7 @@ void qmm_run(
     uint lane,
     thread float* values) {
   const int group = k0 / GROUP + int(lane);
-  float scale = 0, bias = 0;
+  float scale = {}, bias = {};  // of a lane that owns no group, nobody asks for them
   if (int(lane) < QMM_SPAN / GROUP && group < K / GROUP) {
     scale = float(scales[group]);
     bias = float(biases[group]);
@@ -253,8 +253,8 @@ void small_qmm_matrix(
     uint lane) {
   constexpr int ROW_TILES = (M + 7) / 8;
   constexpr int GROUPS = QMM_BLOCK / GROUP;
-  const int row = int((lane & 16) >> 2 | (lane & 6) >> 1);
-  const int pair = int((lane & 8) >> 1 | (lane & 1) << 1);
+  const int row = int(((lane & 16) >> 2) + ((lane & 6) >> 1));
+  const int pair = int(((lane & 8) >> 1) + ((lane & 1) << 1));
   const int n0 = QMM_WIDTH * int(tile);
   simdgroup_float8x8 sums[ROW_TILES][QMM_TILES];
 #pragma unroll
@@ -278,7 +278,7 @@ void small_qmm_matrix(
         }
       }
     }
-    for (int k8 = 0; k8 < QMM_BLOCK && k0 + k8 < K; k8 += 8 * QMM_RUN) {
+    for (int k8 = 0; k8 < QMM_BLOCK; k8 += 8 * QMM_RUN) {
       float at[ROW_TILES][2][QMM_RUN] = {};
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++) {
@@ -296,7 +296,7 @@ void small_qmm_matrix(
       }
       const int k = k0 + k8 + QMM_RUN * row;
       const uint group = uint(k8 + QMM_RUN * row) / GROUP;
-      const ushort owner = ushort((group & 4) << 2 | (group & 3) << 1 | (lane & 9));
+      const ushort owner = ushort(((group & 4) << 2) + ((group & 3) << 1) + (lane & 9));
 #pragma unroll
       for (int t = 0; t < QMM_TILES; t++) {
         float values[2][QMM_RUN] = {};

@@ -6,13 +6,41 @@ asked for without running them; it raises AssertionError, or what the simulator 
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
+from mlxspec.kernels import metal
 from tests import metalsim
 from tests.kernels import test_small_qmm as qmm
 
 Trial = Callable[[], None]
+
+
+class Short(metalsim.Kernel):
+    """Runs a kernel on all threadgroups but the last ones of a grid's x."""
+
+    def __call__(self, *, grid: Any, threadgroup: Any, **rest: Any) -> list[mx.array]:
+        fewer = (grid[0] - threadgroup[0], *grid[1:])
+        return super().__call__(grid=fewer, threadgroup=threadgroup, **rest)
+
+
+def all_are_needed(call: Callable[[], mx.array]) -> None:
+    """What a threadgroup does is what the grid was made for, or the last ones would be idle: right and slow."""
+    with metalsim.patch():
+        mx.fast.metal_kernel = Short
+        call()
+    assert "output-not-written" in metalsim.last().kinds, "the last threadgroups do nothing"
+
+
+def nothing_is_past_the_end(matrix: bool) -> None:
+    """A last span or block that is full costs no turn of the loop more than one that is not."""
+    counts = []
+    for k in (480, 512):
+        x, weights = qmm.some(3, 16, k, 32, 4, mx.float16)
+        qmm.simulated(x, weights, 32, 4, matrix)
+        counts.append(metalsim.last().counts["simd"])
+    assert counts[0] == counts[1], f"SIMD functions for K of 480 and 512: {counts}"
 
 
 def small_qmm_trial(
@@ -39,6 +67,9 @@ def small_qmm() -> Iterator[Trial]:
             ((5,), 21, 1216, 64, 8, mx.bfloat16),
         ):
             yield partial(small_qmm_trial, *case, matrix)
+        x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
+        yield partial(all_are_needed, partial(metal.small_qmm, x, *weights, 32, 8, matrix))
+        yield partial(nothing_is_past_the_end, matrix)
 
 
 BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {"small_qmm": small_qmm}  # by the name in metal/

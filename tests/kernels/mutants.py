@@ -103,15 +103,17 @@ def names(text: str) -> dict[int, list[str]]:
     found = {}
     for function in FUNCTION.finditer(text):
         declared: dict[str, list[tuple[str, int]]] = {}
+        places = set()
         for d in DECLARED.finditer(text, function.start(), function.end()):
             kind = re.sub(r"\b(?:const|constexpr)\s+|\s", "", d[1])
-            declared.setdefault(kind, []).append((d[2], d.start(2)))
+            known = re.compile(r"[;,)>]").search(text, d.end())  # not yet in its own initializer
+            declared.setdefault(kind, []).append((d[2], known.start() if known else len(text)))
+            places.add(d.start(2))
         for group in declared.values():
-            places = {place for _, place in group}
             for name in {name for name, _ in group}:
                 for m in re.compile(rf"(?<![\w.]){name}\b").finditer(text, function.start(), function.end()):
                     if m.start() not in places:
-                        found[m.start()] = sorted({n for n, at in group if at < m.start()} - {name})
+                        found[m.start()] = sorted({n for n, at in group if at <= m.start()} - {name})
     return found
 
 
@@ -168,8 +170,7 @@ def judge(mutant: Mutant) -> str:
 def sample(count: int, seed: int, files: list[str]) -> list[Mutant]:
     """`count` mutants that compile, as many of each file as of the others, and those drawn that do not."""
     out: list[Mutant] = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        os.environ["METALSIM_CACHE"] = folder  # theirs would push out the kernels that are tested each day
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         for i, file in enumerate(files):
             due = count * (i + 1) // len(files) - count * i // len(files)
             supply = drawn(file, seed)
@@ -193,7 +194,10 @@ def main() -> None:
         print(judge(Mutant(**json.load(sys.stdin))))
         return
     start = time.monotonic()
-    print(summary(sample(args.count, args.seed, args.files)), f"{time.monotonic() - start:.0f} s")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        os.environ["METALSIM_CACHE"] = folder  # theirs would push out the kernels that are tested each day
+        found = sample(args.count, args.seed, args.files)
+    print(summary(found), f"{time.monotonic() - start:.0f} s")
 
 
 def summary(found: list[Mutant]) -> str:

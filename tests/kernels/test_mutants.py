@@ -1,0 +1,71 @@
+"""What the tests of the kernels are worth: most single-token changes of a kernel must be noticed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import mutants
+from tests.kernels.battery import BATTERY
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the simulator runs on Linux")
+FILES = sorted(path.stem for path in (mutants.ROOT / "metal").glob("*.metal"))
+KERNEL = """#include <metal_stdlib>  // 1 + 1
+using namespace metal;
+/* 2 < 3 */
+template <int N>
+void f(const device float* x, device float* y, int n, uint lane) {
+  const int first = 2 + n;
+  const int last = first;
+  if (first < last && n != 0) {
+    y[last] = max(x[first], 0.5f);  // 7
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+"""
+
+
+def test_every_kernel_has_a_battery() -> None:
+    assert sorted(BATTERY) == FILES
+
+
+def test_one_token_is_another_and_comments_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "original", lambda file: KERNEL)
+    found = [m for site in mutants.sites("k") for m in site]
+    lines = KERNEL.splitlines()
+    changed = {}
+    for m in found:
+        text = m.text().splitlines()
+        (at,) = (i for i, (a, b) in enumerate(zip(lines, text, strict=True)) if a != b)
+        changed.setdefault(at + 1, set()).add((m.old, m.new))
+    assert sorted(changed) == [6, 7, 8, 9, 10]
+    assert {("2", "3"), ("2", "1"), ("2", "0"), ("+", "-"), ("+", "*"), ("n", "N")} <= changed[6]
+    assert changed[7] == {("first", "n"), ("first", "N")}
+    assert {("<", "<="), ("<", ">"), ("<", ">="), ("&&", "||"), ("!=", "=="), ("first", "last")} <= changed[8]
+    assert {("max", "min"), ("0.5f", "0.0f"), ("0.5f", "1.0f"), ("last", "first")} <= changed[9]
+    assert changed[10] == {("threadgroup_barrier(mem_flags::mem_threadgroup)", "")}
+
+
+def test_a_seed_gives_the_same_mutants() -> None:
+    for file in FILES:
+        first, again, other = (list(mutants.drawn(file, seed)) for seed in (0, 0, 1))
+        assert first == again != other
+        assert len({m.start for m in first}) == len(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_the_battery_passes_the_kernel_as_it_is(file: str) -> None:
+    for trial in BATTERY[file]():
+        trial()
+
+
+@pytest.mark.slow
+def test_mutants_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """30 of all files, drawn by a seed that is not chosen: 0."""
+    monkeypatch.setenv("METALSIM_CACHE", str(tmp_path))
+    found = mutants.sample(30, 0, FILES)
+    print(mutants.summary(found))
+    counted = [m for m in found if m.outcome != "refused"]
+    assert len(counted) == 30
+    assert sum(m.outcome == "caught" for m in counted) >= 0.95 * 30, mutants.summary(found)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.chips import CHIPS, CURVES, PUBLISHED, Curve
-from bench.roofline import CONFIGS, NOTE, Model, main, sized, speed
+from bench.roofline import CONFIGS, NOTE, Model, curve, main, sized, speed
 from mlxspec.bench.synthetic import expected
 from tests import architectures
 
@@ -113,6 +113,14 @@ def test_nothing_is_said_beyond_what_was_measured() -> None:
             CURVES["m4pro-4bit"].at(rows)
 
 
+def test_a_curve_of_ones_own() -> None:
+    assert curve("m4pro-4bit") is CURVES["m4pro-4bit"]
+    assert curve("1:1,2:1.1,8:2").at(5) == pytest.approx(1.55)
+    for wrong in ("2:1", "1:1,4:0.9", "1:1,8:2,4:1.5", "1:1,x:2", "1:1,4", "nobody's"):
+        with pytest.raises(ValueError):
+            curve(wrong)
+
+
 def test_speeds_by_hand() -> None:
     made = Model(dense=10 * 10**9, token=10**6)
     assert speed(made, 100, 0, 0, 1, IDEAL) == pytest.approx(10)
@@ -180,7 +188,7 @@ def test_the_page_shows_what_its_commands_print(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     page = PAGE.read_text("utf-8")
-    commands = re.findall(r"^    python -m bench\.roofline(.*)$", page, re.M)
+    commands = re.findall(r"^    scripts/roofline(.*)$", page, re.M)
     assert len(commands) >= 3
     monkeypatch.chdir(PAGE.parents[1])
     for line in commands:
@@ -188,7 +196,7 @@ def test_the_page_shows_what_its_commands_print(
         printed = capsys.readouterr().out
         assert NOTE in printed
         table = "\n".join(x.rstrip() for x in printed.splitlines() if x.startswith("|"))
-        assert table and table in page, f"python -m bench.roofline{line}: the page's table is another"
+        assert table and table in page, f"scripts/roofline{line}: the page's table is another"
 
 
 def test_the_page_has_every_chip_with_its_source() -> None:

@@ -145,7 +145,7 @@ def _quantize(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def curve(text: str) -> Curve:
-    """One of CURVES by its name, or what was measured elsewhere, such as 1:1,2:1.03,8:2.7. Raises ValueError."""
+    """One of CURVES by its name, or points measured elsewhere, as 1:1,2:1.03,8:2.7. Raises ValueError."""
     if text in CURVES:
         return CURVES[text]
     rows, costs = zip(*(point.split(":") for point in text.split(",")), strict=True)
@@ -203,7 +203,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--chips", nargs="+", choices=CHIPS, default=["M1 Max", "M2 Ultra", "M3 Ultra", "M4 Pro", "M5 Max"]
     )
     parser.add_argument(
-        "--rows", type=curve, default="ideal", help="cost of rows: one of docs/performance.md, or as 1:1,4:1.3"
+        "--rows",
+        type=curve,
+        default="ideal",
+        help="one of docs/performance.md, or points as 1:1,4:1.3",
     )
     parser.add_argument("--context", type=int, default=4096, help="tokens before the step")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="drafted tokens")

@@ -253,8 +253,8 @@ void small_qmm_matrix(
     uint lane) {
   constexpr int ROW_TILES = (M + 7) / 8;
   constexpr int GROUPS = QMM_BLOCK / GROUP;
-  const int row = int(((lane & 16) >> 2) + ((lane & 6) >> 1));
-  const int pair = int(((lane & 8) >> 1) + ((lane & 1) << 1));
+  const int row = int(4 * (lane >> 4) + ((lane >> 1) & 3));
+  const int pair = int(4 * ((lane >> 3) & 1) + 2 * (lane & 1));
   const int n0 = QMM_WIDTH * int(tile);
   simdgroup_float8x8 sums[ROW_TILES][QMM_TILES];
 #pragma unroll
@@ -296,7 +296,7 @@ void small_qmm_matrix(
       }
       const int k = k0 + k8 + QMM_RUN * row;
       const uint group = uint(k8 + QMM_RUN * row) / GROUP;
-      const ushort owner = ushort(((group & 4) << 2) + ((group & 3) << 1) + (lane & 9));
+      const ushort owner = ushort(2 * group + (lane & 9));  // a block has 4 groups at most
 #pragma unroll
       for (int t = 0; t < QMM_TILES; t++) {
         float values[2][QMM_RUN] = {};

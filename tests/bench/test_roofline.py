@@ -168,10 +168,10 @@ def test_it_rises_and_falls_as_it_must(
 
 def test_every_chip_and_curve_has_a_source() -> None:
     assert all(width > 0 and source.startswith("https://") for width, source in CHIPS.values())
-    for name, curve in CURVES.items():
-        rows, costs = zip(*curve.points, strict=True)
+    for name, one in CURVES.items():
+        rows, costs = zip(*one.points, strict=True)
         assert rows[0] == costs[0] == 1 and list(rows) == sorted(set(rows)) and list(costs) == sorted(costs)
-        assert ("https://" in curve.source) == (name not in ("ideal", "linear"))
+        assert ("https://" in one.source) == (name not in ("ideal", "linear"))
 
 
 @pytest.mark.parametrize("p", PUBLISHED, ids=lambda p: f"{p.chip}-{p.config}-{p.bits}-{p.context}")

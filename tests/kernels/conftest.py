@@ -11,16 +11,18 @@ import mlx.core as mx
 import pytest
 
 from tests import metalsim
+from tests.kernels.battery import STRICT
 
 
 @pytest.fixture(params=["simulator", pytest.param("gpu", marks=pytest.mark.metal)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `metalsim.patch` brings inside a test; on the GPU nothing, and mx.fast.metal_kernel is MLX's own."""
+    """What `metalsim.patch` brings inside a test: the simulator, or nothing but MLX's own metal_kernel."""
     if request.param == "simulator":
         if sys.platform != "linux":
             pytest.skip("the simulator runs on Linux; here `pytest -m metal` runs this on the GPU")
+        monkeypatch.setattr(metalsim.config, "severity", STRICT)
         return
     if not mx.metal.is_available():
-        say: Any = pytest.fail if sys.platform == "darwin" else pytest.skip  # a run on a Mac must not be empty
+        say: Any = pytest.fail if sys.platform == "darwin" else pytest.skip  # not an empty run
         say("MLX finds no Metal GPU here")
     monkeypatch.setattr(metalsim, "patch", lambda **_: nullcontext())

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import metalsim
 from tests.kernels import mutants
-from tests.kernels.battery import BATTERY
+from tests.kernels.battery import BATTERY, STRICT
+from tests.kernels.mutants import FILES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the simulator runs on Linux")
-FILES = sorted(path.stem for path in (mutants.ROOT / "metal").glob("*.metal"))
 KERNEL = """#include <metal_stdlib>  // 1 + 1
 using namespace metal;
 /* 2 < 3 */
@@ -55,7 +56,8 @@ def test_a_seed_gives_the_same_mutants() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_the_battery_passes_the_kernel_as_it_is(file: str) -> None:
+def test_the_battery_passes_the_kernel_as_it_is(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metalsim.config, "severity", STRICT)
     for trial in BATTERY[file]():
         trial()
 

@@ -132,7 +132,9 @@ def of_compiler(warnings: str) -> Iterator[tuple[str, str, str]]:
     """(kind, where, text) of what the compiler said about the kernel's own lines."""
     for file, line, column, text in re.findall(r"^(\S+\.metal):(\d+):(\d+): warning: (.*)$", warnings, re.M):
         where = f"{file}:{line}:{column}"
-        if "implicit-float-conversion" not in text:
+        if "uninitialized]" in text:
+            yield "uninitialised-variable", where, text
+        elif "implicit-float-conversion" not in text:
             yield "compiler-warning", where, text
         elif BFLOAT.search(text):
             yield "bfloat-implicit-conversion", where, f"Metal converts to bfloat explicitly only: {text}"

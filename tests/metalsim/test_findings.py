@@ -12,6 +12,7 @@ MISTAKES = {
     "oob-write": "o[i + 1] = x[i];",
     "write-to-const": "((device float*)x)[i] = 1; o[i] = 0;",
     "uninitialised-read": f"threadgroup float s[64]; if (l < 63) s[l] = x[i]; {WAIT} o[i] = s[l];",
+    "uninitialised-variable": "float a; if (x[i] > 7) a = 1; o[i] = a;",
     "race": "threadgroup float s[64]; s[l] = x[i]; o[i] = s[63 - l];",
     "barrier-divergence": f"if (l < 32) {WAIT}\n else {WAIT}\n o[i] = 0;",
     "barrier-after-exit": f"o[i] = 0; if (l >= 60) return; {WAIT}",
@@ -32,6 +33,16 @@ def test_a_mistake_is_found(kind: str) -> None:
     with pytest.raises(metalsim.MetalSimError) as error:
         run(MISTAKES[kind], timeout=1.0, severity={"benign-race": "error"})
     assert kind in {finding.kind for finding in error.value.report.errors}, str(error.value)
+
+
+def test_memory_that_nobody_writes_is_not_optimised_away() -> None:
+    with pytest.raises(metalsim.MetalSimError, match="uninitialised-read"):
+        run(f"threadgroup float s[64]; {WAIT} o[i] = s[l];")
+
+
+def test_private_memory_holds_no_number_until_it_is_written() -> None:
+    o = run("float a[4]; if (l != 1) a[l & 3] = 0; o[i] = a[l & 3];", n=2, group=2)
+    assert mx.isnan(o).tolist() == [False, True]
 
 
 def test_a_finding_says_who_what_and_where() -> None:

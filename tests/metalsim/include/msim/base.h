@@ -15,10 +15,10 @@
 #define kernel
 #define MSIM_CAT2(a, b) a##b
 #define MSIM_CAT(a, b) MSIM_CAT2(a, b)
-// inserted before a threadgroup *variable* by the (one) source rewrite
+// inserted before a threadgroup *variable* by the (one) source rewrite; used: or what nobody writes is optimised away
 #define MSIM_TG_STATIC                                                                                 \
   static __attribute__((section("msim_tg"), used)) unsigned char MSIM_CAT(msim_pad_, __COUNTER__)[64]; \
-  static __attribute__((section("msim_tg"), aligned(16)))
+  static __attribute__((used, section("msim_tg"), aligned(16)))
 
 #define __METAL__ 1
 #ifndef __METAL_VERSION__

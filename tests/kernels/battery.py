@@ -6,16 +6,19 @@ are asked for without running them; it raises AssertionError, or what the simula
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 
 from mlxspec.kernels import metal
 from tests import metalsim
+from tests.kernels import test_moe as moe
+from tests.kernels import test_paged as attention
 from tests.kernels import test_small_qmm as qmm
 
 Trial = Callable[[], None]
-STRICT = dict.fromkeys(["shift", "float-to-int-overflow", "benign-race", "output-not-written"], "error")
+STRICT = dict.fromkeys(["shift", "float-to-int-overflow", "benign-race"], "error")
 
 
 class Short(metalsim.Kernel):
@@ -28,7 +31,7 @@ class Short(metalsim.Kernel):
 
 def all_are_needed(call: Callable[[], mx.array]) -> None:
     """The last threadgroups have something to do: a grid that is too large is right, and slow."""
-    with metalsim.patch(severity={}):
+    with metalsim.patch():
         mx.fast.metal_kernel = Short
         call()
     assert "output-not-written" in metalsim.last().kinds, "the last threadgroups do nothing"
@@ -37,11 +40,11 @@ def all_are_needed(call: Callable[[], mx.array]) -> None:
 def nothing_is_past_the_end(matrix: bool) -> None:
     """A last span or block that is full costs no turn of the loop more than one that is not."""
     counts = []
-    for k in (480, 512):
+    for k in (480, 512) if matrix else (736, 768):
         x, weights = qmm.some(3, 16, k, 32, 4, mx.float16)
         qmm.simulated(x, weights, 32, 4, matrix)
         counts.append(metalsim.last().counts["simd"])
-    assert counts[0] == counts[1], f"SIMD functions for K of 480 and 512: {counts}"
+    assert counts[0] == counts[1], f"SIMD functions by K: {counts}"
 
 
 def small_qmm_trial(
@@ -73,4 +76,42 @@ def small_qmm() -> Iterator[Trial]:
         yield partial(nothing_is_past_the_end, matrix)
 
 
-BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {"small_qmm": small_qmm}  # by the name in metal/
+def gather_small_qmm() -> Iterator[Trial]:
+    for k, group, bits, dtype, share in (
+        (96, 32, 4, mx.bfloat16, 4),
+        (640, 128, 8, mx.float32, 1),
+        (2112, 64, 4, mx.float16, 1),
+    ):
+        yield partial(moe.test_each_row_is_that_of_small_qmm, k, group, bits, dtype, share)
+    yield partial(moe.test_room_for_fewer_rows_reads_weights_again_and_changes_no_bit, 3)
+    for of in (moe.experts(4, 1, 4), moe.experts(*[3] * 9, *[0] * 9), moe.drawn(128, 5)[::-1]):
+        yield partial(moe.test_runs_wherever_they_lie, of, 0)
+
+
+def paged_attention() -> Iterator[Trial]:
+    step = attention.Step
+    for matrix in (True, False):
+        yield partial(
+            attention.check, step(window=20, sinks=True, shapes=((1, (0, 37)), (5, (290,)))), matrix=matrix
+        )
+        yield partial(
+            attention.check,
+            step(((1, (3, 270)), (2, (40,))), mx.bfloat16, 7, 1, (96, 96), 260, True, 8),
+            matrix=matrix,
+        )
+        yield partial(
+            attention.check, step(((3, (300,)),), mx.float16, 8, 1, (64, 160), None, False, 4), matrix=matrix
+        )
+        for alone in (attention.ALONE[1], attention.ALONE[3], attention.ALONE[4]):
+            yield partial(attention.test_a_row_does_not_depend_on_what_runs_beside_it, alone, matrix)
+    yield partial(attention.test_k_and_v_are_read_once_for_all_rows_and_heads, mx.bfloat16, 128, 8, 100)
+    yield partial(attention.test_k_and_v_are_read_once_for_all_rows_and_heads, mx.float32, 64, 0, None)
+    yield partial(attention.test_starts_that_only_the_device_knows, 257)
+    yield attention.test_nothing_is_read_of_a_sum_that_nobody_wrote
+
+
+# By the name in metal/.
+BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {
+    "paged_attention": paged_attention,
+    "small_qmm": lambda: chain(small_qmm(), gather_small_qmm()),
+}

@@ -1,8 +1,11 @@
 """What the tests of the kernels are worth: most single-token changes of a kernel must be noticed."""
 
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from tests import metalsim
@@ -55,11 +58,22 @@ def test_a_seed_gives_the_same_mutants() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
-def test_the_battery_passes_the_kernel_as_it_is(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_battery_and_what_a_mac_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels as they are pass, and the sources that a Mac's compiler is to see are those that run here."""
+    ran, call = set(), metalsim.Kernel.__call__
+
+    def recorded(self: metalsim.Kernel, **named: Any) -> list[mx.array]:
+        inputs = [mx.array(x) for x in named["inputs"]]
+        ran.add(self.mlx_source(inputs, named["output_dtypes"], named.get("template")))
+        return call(self, **named)
+
+    monkeypatch.setattr(metalsim.Kernel, "__call__", recorded)
     monkeypatch.setattr(metalsim.config, "severity", STRICT)
-    for trial in BATTERY[file]():
+    for trial in (trial for file in FILES for trial in BATTERY[file]()):
         trial()
+    subprocess.run([sys.executable, mutants.ROOT / "scripts/metal", tmp_path], check=True, timeout=600)
+    written = {path.read_text("utf-8").split("using namespace metal;\n", 1)[1] for path in tmp_path.iterdir()}
+    assert written == ran and len(written) > 2 * len(FILES)
 
 
 @pytest.mark.slow

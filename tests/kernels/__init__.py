@@ -1,4 +1,4 @@
 import pytest
 
-# Of a test that asks the simulator for bytes or findings: it does not run on a GPU.
-counted = pytest.mark.parametrize("device", ["simulator"], indirect=True)
+# Of a test that asks the simulator for bytes, or for a CPU's exact sums: it does not run on a GPU.
+on_simulator = pytest.mark.parametrize("device", ["simulator"], indirect=True)

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlxspec.kernels import metal
 from tests import metalsim
+from tests.kernels import test_draw as draw
 from tests.kernels import test_moe as moe
 from tests.kernels import test_paged as attention
 from tests.kernels import test_small_qmm as qmm
@@ -110,8 +111,24 @@ def paged_attention() -> Iterator[Trial]:
     yield attention.test_nothing_is_read_of_a_sum_that_nobody_wrote
 
 
+def sample_accept() -> Iterator[Trial]:
+    yield partial(draw.test_tokens_of_greedy_and_hot_rows, 1023, mx.bfloat16)
+    yield partial(draw.test_tokens_of_greedy_and_hot_rows, 2500, mx.float32)
+    yield partial(draw.test_ties_go_to_the_lowest_token, 7)
+    yield draw.test_ties_that_swallow_the_noise_go_to_the_lowest_token
+    yield draw.test_a_floor_keeps_what_equals_it
+    yield partial(draw.test_masks_and_floors, 1001)
+    yield partial(draw.test_what_is_not_a_number_or_overflows, 0.5, float("nan"))
+    yield from (partial(draw.test_ragged_drafts, seed) for seed in range(3))
+    yield draw.test_a_row_does_not_depend_on_its_neighbours
+    yield partial(draw.test_the_noise_is_mlx_s_to_the_bit, 1000)
+    yield draw.test_the_ends_of_the_noise
+    yield partial(draw.test_each_logit_is_read_once_and_no_noise_is_written, 16, 4097, mx.float16)
+
+
 # By the name in metal/.
 BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {
     "paged_attention": paged_attention,
+    "sample_accept": sample_accept,
     "small_qmm": lambda: chain(small_qmm(), gather_small_qmm()),
 }

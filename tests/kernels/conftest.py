@@ -4,7 +4,8 @@ Rule: the bodies are the same; a module takes part by `pytestmark = pytest.mark.
 """
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -25,4 +26,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if not mx.metal.is_available():
         say: Any = pytest.fail if sys.platform == "darwin" else pytest.skip  # not an empty run
         say("MLX finds no Metal GPU here")
-    monkeypatch.setattr(metalsim, "patch", lambda **_: nullcontext())
+    real = mx.fast.metal_kernel
+
+    @contextmanager
+    def patch(**_: Any) -> Iterator[None]:
+        yield
+        mx.fast.metal_kernel = real
+
+    monkeypatch.setattr(metalsim, "patch", patch)
+    monkeypatch.setattr(metalsim, "metal_kernel", real)
+    monkeypatch.setattr(metalsim, "last", lambda: metalsim.Report("not simulated"))
+    monkeypatch.setattr(mx.fast, "metal_kernel", real)  # back at the end, whatever a test put there

@@ -16,6 +16,7 @@ from mlxspec.kernels.proven import VERDICTS, Verdict
 from mlxspec.kernels.reference import Draws
 from mlxspec.types import COLDEST, Unfit
 from tests import metalsim, test_lossless, tiny
+from tests.kernels import on_simulator
 from tests.maze import Maze
 from tests.metalsim.report import Report
 
@@ -23,6 +24,7 @@ FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 VOCABS = [8, 9, 31, 64, 1000, 1023, 1025, 32_000, 151_936, 151_937, 262_144]
 NAN, INF = float("nan"), float("inf")
 Seen = dict[str, Report]
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @contextmanager
@@ -35,7 +37,7 @@ def simulated(**changes: Any) -> Iterator[Seen]:
 
         def launch(**call: Any) -> list[mx.array]:
             out = kernel(**call)
-            seen[kernel.name] = metalsim.last()
+            seen[arguments[0]] = metalsim.last()
             return out
 
         return launch
@@ -246,6 +248,7 @@ def test_drafts_that_are_all_empty() -> None:
 # ---- what it costs, and where it is used ------------------------------------------------------------------
 
 
+@on_simulator
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rows, vocab", [(1, 32_001), (5, 32_000), (16, 4097)])
 def test_each_logit_is_read_once_and_no_noise_is_written(rows: int, vocab: int, dtype: mx.Dtype) -> None:
@@ -263,6 +266,7 @@ def test_each_logit_is_read_once_and_no_noise_is_written(rows: int, vocab: int, 
     assert merge["best"].read == part["best"].written
 
 
+@on_simulator
 def test_a_mask_spares_the_logits_that_it_forbids() -> None:
     x = some(1, 4096)
     with simulated() as seen:
@@ -314,6 +318,7 @@ def test_a_verdict_says_for_how_many_rows(proven: Verdict) -> None:
         assert not seen
 
 
+@on_simulator
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", ["plain", "liar", "chain"])
 def test_an_engine_says_the_same_with_the_kernel(drafter: str, temperature: float, proven: Verdict) -> None:
@@ -326,6 +331,7 @@ def test_an_engine_says_the_same_with_the_kernel(drafter: str, temperature: floa
         assert test_lossless.drafted(e, drafter) and len(seen) == 2
 
 
+@on_simulator
 def test_an_engine_with_filters_and_grammars_says_the_same(proven: Verdict) -> None:
     def said() -> list[list[int]]:
         e = tiny.engine(test_lossless.model("llama"), block=test_lossless.BLOCK)

@@ -7,7 +7,7 @@ import pytest
 from mlxspec.kernels import metal, reference
 from mlxspec.types import Unfit
 from tests import metalsim
-from tests.kernels import counted
+from tests.kernels import on_simulator
 
 Weights = tuple[mx.array, mx.array, mx.array]
 E, N = 6, 13
@@ -92,7 +92,7 @@ def test_the_reference_is_the_product_with_each_experts_weights() -> None:
     assert got.shape == (8, N) and mx.allclose(got, want, 1e-4, 1e-4)
 
 
-@counted
+@on_simulator
 @pytest.mark.parametrize("order", [0, 1, 7])
 @pytest.mark.parametrize(
     "of",
@@ -121,7 +121,7 @@ def test_runs_wherever_they_lie(of: mx.array, order: int) -> None:
         assert (was_read == (counts > 0)[:, None]).all(), name
 
 
-@counted
+@on_simulator
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8])
 def test_room_for_fewer_rows_reads_weights_again_and_changes_no_bit(tokens: int) -> None:
     of = experts(1, 1, 4, 1, 1, 0, 1, 4, 1, 1)  # seven of one expert

@@ -13,7 +13,7 @@ from mlxspec.kernels import Group, Packing, paged, reference
 from mlxspec.kernels.proven import VERDICTS, Verdict
 from mlxspec.types import Unfit
 from tests import metalsim, tiny
-from tests.kernels import counted
+from tests.kernels import on_simulator
 from tests.test_lossless import drafted, drive, equip, same
 
 STEP = {mx.float32: 0.0, mx.float16: 2**-10, mx.bfloat16: 2**-7}  # one step of the result
@@ -224,7 +224,7 @@ def test_a_row_does_not_depend_on_what_runs_beside_it(step: Step, matrix: bool) 
     assert rows == 16 and mx.isfinite(got).all()
 
 
-@counted
+@on_simulator
 @pytest.mark.parametrize("window", [None, 20, 257])
 def test_starts_that_only_the_device_knows(window: int | None) -> None:
     """A larger grid and longer tables, and the same bits; what is not needed is not read either."""
@@ -250,7 +250,7 @@ def test_starts_that_only_the_device_knows(window: int | None) -> None:
     assert mx.array_equal(simulated((q, k, v, mixed, *rest)), want)
 
 
-@counted
+@on_simulator
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("bits", [0, 8, 4])
 @pytest.mark.parametrize("dtype, dim", [(mx.bfloat16, 128), (mx.float32, 64), (mx.float16, 256)])
@@ -267,7 +267,7 @@ def test_k_and_v_are_read_once_for_all_rows_and_heads(
         assert traffic[name].read == traffic[name].read_unique == needed
 
 
-@counted
+@on_simulator
 def test_rows_that_fill_more_than_a_threadgroup_share_what_they_can() -> None:
     """128 rows and heads of 256 values are two threadgroups' work: each of them reads K and V."""
     step = Step(((16, (100,)),), mx.bfloat16, 8, 1, (256, 256))
@@ -277,7 +277,7 @@ def test_rows_that_fill_more_than_a_threadgroup_share_what_they_can() -> None:
     assert 1.9 < read <= 2
 
 
-@counted
+@on_simulator
 def test_nothing_is_read_of_a_sum_that_nobody_wrote() -> None:
     step = Step(((1, (3,)), (5, (700,))), window=None)
     with reports() as found:
@@ -320,7 +320,7 @@ def test_pools_of_another_dtype_are_refused() -> None:
         simulated((q.astype(mx.float16), *rest))
 
 
-@counted
+@on_simulator
 def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(((1, (3,)), (2, (9,)), (5, (30, 2))), size=32)
     q, k, v, *rest = step.make()
@@ -360,7 +360,7 @@ def test_a_case_can_be_proven(bits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not mx.array_equal(case.inputs(1, 3)[0], case.inputs(1, 4)[0])
 
 
-@counted
+@on_simulator
 @pytest.mark.parametrize(
     "kind, name",
     [(kind, name) for kind in ("llama", "llama:8", "gpt_oss") for name in ("plain", "liar")]

@@ -7,7 +7,7 @@ import pytest
 from mlxspec.kernels import metal, reference
 from mlxspec.types import Unfit
 from tests import metalsim
-from tests.kernels import counted
+from tests.kernels import on_simulator
 
 ROUNDING = {mx.float32: 0.0, mx.float16: 2**-10, mx.bfloat16: 2**-7}  # one step of the result
 SUMMING = 1e-6  # of the sum of the products' magnitudes, in fp32
@@ -88,7 +88,7 @@ def test_shapes(k: int, columns: int, order: int, matrix: bool) -> None:
     check(simulated(x, weights, 32, 4, matrix, order), x, weights, 32, 4)
 
 
-@counted
+@on_simulator
 @pytest.mark.parametrize("columns", [1, 5, ODD])
 @pytest.mark.parametrize("k, group, bits, split", [(544, 32, 4, 2), (1152, 128, 8, 4), (2112, 64, 4, 8)])
 def test_simd_groups_that_share_k(k: int, group: int, bits: int, split: int, columns: int) -> None:
@@ -117,7 +117,7 @@ def test_few_columns(k: int, group: int, bits: int, columns: int, matrix: bool) 
     check(simulated(x, weights, group, bits, matrix), x, weights, group, bits)
 
 
-@counted
+@on_simulator
 @pytest.mark.parametrize("k, group, bits", [(288, 32, 4), (320, 64, 4), (384, 128, 8)])
 def test_weights_are_read_once_for_any_count_of_rows(k: int, group: int, bits: int, matrix: bool) -> None:
     """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not full."""

@@ -121,7 +121,6 @@ def sample_accept() -> Iterator[Trial]:
     yield partial(draw.test_what_is_not_a_number_or_overflows, 0.5, float("nan"))
     yield from (partial(draw.test_ragged_drafts, seed) for seed in range(3))
     yield draw.test_a_row_does_not_depend_on_its_neighbours
-    yield partial(draw.test_the_noise_is_mlx_s_to_the_bit, 1000)
     yield draw.test_the_ends_of_the_noise
     yield partial(draw.test_each_logit_is_read_once_and_no_noise_is_written, 16, 4097, mx.float16)
 

@@ -108,12 +108,14 @@ def paged_attention() -> Iterator[Trial]:
     yield partial(attention.test_k_and_v_are_read_once_for_all_rows_and_heads, mx.bfloat16, 128, 8, 100)
     yield partial(attention.test_k_and_v_are_read_once_for_all_rows_and_heads, mx.float32, 64, 0, None)
     yield partial(attention.test_starts_that_only_the_device_knows, 257)
+    yield partial(attention.check, step(window=1))
     yield attention.test_nothing_is_read_of_a_sum_that_nobody_wrote
 
 
 def sample_accept() -> Iterator[Trial]:
     yield partial(draw.test_tokens_of_greedy_and_hot_rows, 1023, mx.bfloat16)
     yield partial(draw.test_tokens_of_greedy_and_hot_rows, 2500, mx.float32)
+    yield partial(draw.test_tokens_of_greedy_and_hot_rows, 65_537, mx.float16)  # more parts than lanes
     yield partial(draw.test_ties_go_to_the_lowest_token, 7)
     yield draw.test_ties_that_swallow_the_noise_go_to_the_lowest_token
     yield draw.test_a_floor_keeps_what_equals_it

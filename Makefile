@@ -16,7 +16,7 @@ serve: .venv/installed
 	$(BIN)/mlxspec serve
 
 test: .venv/developed
-	scripts/test
+	scripts/test -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: .venv/developed
 	scripts/test -m slow -o faulthandler_timeout=1800

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mlxspec import blas
 
 blas.load()
 
 import mlx.core as mx  # noqa: E402  after BLAS
+
+settings.register_profile("mlxspec", deadline=None)  # how long an example takes is up to the machine
+settings.load_profile("mlxspec")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

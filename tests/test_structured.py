@@ -26,7 +26,7 @@ RUNS, BATCH, MOST = 200, 20, 400
 def some(n: int) -> list[Any]:
     found: list[Any] = []
 
-    @settings(max_examples=n, derandomize=True, database=None, phases=[Phase.generate], deadline=None)
+    @settings(max_examples=n, derandomize=True, database=None, phases=[Phase.generate])
     @given(schemas(endless=False))
     def take(schema: Any) -> None:
         found.append(schema)

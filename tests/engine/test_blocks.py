@@ -154,5 +154,5 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.used + len(self.pool.free) == self.pool.size - 1
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestMachine = Machine.TestCase

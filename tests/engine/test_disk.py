@@ -645,9 +645,7 @@ def test_any_order_of_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TMPDIR_OF_TEST", str(tmp_path))
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(
-        Model, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
-    )
+    run_state_machine_as_test(Model, settings=settings(max_examples=40, stateful_step_count=25))
 
 
 def test_a_start_reads_one_head_of_each_file_of_its_model(

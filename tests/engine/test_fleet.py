@@ -473,7 +473,7 @@ ORDERS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ORDERS, st.integers(1, 3))
 def test_everyone_is_answered_once_within_the_space(orders: Any, most: int) -> None:
     free, module._free = module._free, lambda: None

@@ -346,7 +346,7 @@ def test_what_can_never_run_is_refused(request_: Request, said: str) -> None:
     assert not m.busy
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(data=st.data())
 def test_random_lives(data: st.DataObject) -> None:
     """Arrivals, cancels, tiny pools, any budget, windows, states, with and without a lying drafter: every

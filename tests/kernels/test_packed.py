@@ -20,7 +20,7 @@ def some(seed: int, *shape: int) -> mx.array:
     return mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(KINDS, st.integers(1, 9), st.integers(0, 99))
 def test_a_row_is_a_function_of_its_token(kind: tuple[int, mx.Dtype, int], n: int, seed: int) -> None:
     p = Packing(*kind)

@@ -127,7 +127,7 @@ convex = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), convex, st.floats(0, 1), st.floats(0.8, 1.3))
 def test_sharing_equals_the_best_of_all_allocations(data, seconds, each: float, plain: float) -> None:
     """Free copies beside drafts of one model, and sequences that have neither."""
@@ -245,14 +245,14 @@ def test_decisions_are_near_the_best_fixed_depth(slope: float, quad: float, draf
     assert of_best >= 0.97 and of_plain >= 0.97
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(st.floats(0, 1.5), st.floats(0, 0.1), st.floats(0, 0.5), st.floats(0, 1))
 def test_any_acceptance_on_any_curve(slope: float, quad: float, draft: float, p: float) -> None:
     assert min(ratios(slope, quad, draft, p)) >= 0.97
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(0, 1.5), st.floats(0, 0.1), st.floats(0, 0.5), st.floats(0, 1))
 def test_any_acceptance_on_many_curves(slope: float, quad: float, draft: float, p: float) -> None:
     assert min(ratios(slope, quad, draft, p)) >= 0.97

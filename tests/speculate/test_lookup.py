@@ -30,7 +30,7 @@ def brute(text: list[int], indexed: int, context: list[int]) -> list[tuple[int, 
     return []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts, st.data())
 def test_find_equals_a_search_through_the_text(text: list[int], data: st.DataObject) -> None:
     if text and data.draw(st.booleans()):
@@ -47,7 +47,7 @@ def test_find_equals_a_search_through_the_text(text: list[int], data: st.DataObj
         assert index.find(context) == brute(text, index.indexed, context)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts)
 def test_the_first_found_is_the_longest_match_there_is(text: list[int]) -> None:
     """Where an n-gram is not more frequent than what is compared, nothing longer exists."""
@@ -62,7 +62,7 @@ def test_the_first_found_is_the_longest_match_there_is(text: list[int]) -> None:
         assert found[0][0] == min(best, REACH)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts, st.lists(st.integers(0, 50), max_size=20))
 def test_slices_give_what_one_call_gives(text: list[int], slices: list[int]) -> None:
     whole, parts = Index(list(text)), Index(list(text))
@@ -190,7 +190,7 @@ def test_what_most_occurrences_go_on_with() -> None:
     assert made.shares == (2 / 3, 1 / 2) and made.score == pytest.approx(2 / 3 + 1 / 3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts, texts, st.integers(1, 40), st.data())
 def test_bounds(prompt: list[int], prediction: list[int], most: int, data: st.DataObject) -> None:
     lookup, out = Lookup(tuple(prediction)), list(prompt)

@@ -73,7 +73,7 @@ def test_the_oldest_goes_first() -> None:
         assert len(kept._index.tokens) <= 200
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(20, 120), st.lists(st.lists(st.integers(0, 5), max_size=80), max_size=25), st.data())
 def test_bounds(capacity: int, outputs: list[list[int]], data: st.DataObject) -> None:
     kept = Corpus(capacity)

@@ -77,14 +77,14 @@ def by(g: Grammars, schema: Any, thinking: bool | None = False) -> Any:
 # ---- JSON -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schemas(), st.integers(0, 1 << 30))
 def test_what_is_drawn_keeps_to_its_schema(plain: Grammars, schema: Any, seed: int) -> None:
     matcher = by(plain, schema)()
     jsonschema.validate(json.loads(text(plain, walk(plain, matcher, random.Random(seed), 60))), schema)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schemas(), st.integers(0, 1 << 30), st.data())
 def test_masks_of_a_draft_are_those_of_its_tokens(agent: Grammars, schema: Any, seed: int, data: Any) -> None:
     """One after the other, and asking changes nothing; a draft that does not fit is cut where it stops to."""
@@ -109,7 +109,7 @@ def test_masks_of_a_draft_are_those_of_its_tokens(agent: Grammars, schema: Any, 
         assert refused not in ids(masks[-1]) or refused in agent.tokenizer.eos_token_ids
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(schemas(), st.integers(0, 1 << 30))
 def test_what_is_forced_is_allowed(agent: Grammars, schema: Any, seed: int) -> None:
     matcher, rng = by(agent, schema)(), random.Random(seed)
@@ -202,7 +202,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(junk)
 def test_any_junk_is_a_schema_or_refused(agent: Grammars, schema: Any) -> None:
     try:
@@ -367,7 +367,7 @@ class Out:
             self.inner.take(self.close)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tools(), st.integers(0, 1 << 30), st.booleans())
 def test_a_call_that_is_asked_for(
     agent: Grammars, plain: Grammars, some: Any, seed: int, single: bool

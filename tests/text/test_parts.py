@@ -143,7 +143,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(PIECES), max_size=9), st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_any_text_in_any_pieces(
     hermes: Any, coder: Any, some: Any, thinking: bool, xml: bool, calls: bool, data: Any

@@ -74,7 +74,7 @@ numbers = st.one_of(
 bound = st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(["integer", "number"]),
     st.dictionaries(bound, numbers, max_size=3),
@@ -90,7 +90,7 @@ def test_bounds_hold_or_are_refused(made: dict[str, Grammars], kind: str, bounds
         jsonschema.validate(json.loads(walk(made["plain"], make, seed + i, 12)), schema)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.one_of(numbers, st.lists(numbers, max_size=2)), st.integers(0, 1 << 30))
 def test_constants_hold_or_are_refused(made: dict[str, Grammars], value: Any, seed: int) -> None:
     try:
@@ -164,7 +164,7 @@ def grown(inner: Any) -> Any:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.recursive(leaf, grown, max_leaves=8), st.integers(0, 1 << 30))
 def test_every_schema_holds_or_is_refused(made: dict[str, Grammars], schema: Any, seed: int) -> None:
     schema = {**schema, "$defs": DEFS} if isinstance(schema, dict) else schema
@@ -195,7 +195,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(junk)
 def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schema: Any) -> None:
     try:
@@ -319,7 +319,7 @@ kinds = st.sampled_from(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.dictionaries(st.sampled_from(["p", "q-1", "r.s", "t"]), kinds, max_size=4),
     st.data(),

@@ -121,8 +121,8 @@ def choose_all(config: Config) -> list[Chosen]:
     return chosen
 
 
-def fleet_of(chosen: Sequence[Chosen], config: Config) -> Fleet:
-    """The models for the engine's thread."""
+def fleet_of(chosen: Sequence[Chosen], config: Config, asleep: bool = False) -> Fleet:
+    """The models for the engine's thread; `asleep`: none is loaded before it is asked for."""
     infos = [one.info for one in chosen]
     sizes = {info.name: info.weight_bytes for info in infos}
 
@@ -140,7 +140,7 @@ def fleet_of(chosen: Sequence[Chosen], config: Config) -> Fleet:
         Member(partial(start, one.found.path, one.found.name, one.options), info, info.name in config.pin)
         for one, info in zip(chosen, infos, strict=True)
     ]
-    return Fleet(members, lack, config.idle_ttl_s)
+    return Fleet(members, lack, config.idle_ttl_s, asleep=asleep)
 
 
 def _named(model: str) -> tuple[str, str]:

@@ -25,11 +25,14 @@ Url = Annotated[str | None, typer.Option(help="The server; without it, the one o
 Key = Annotated[str | None, typer.Option(help="The server's API key.")]
 
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)]
+Dry = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
 CacheDir = Annotated[str | None, typer.Option(help="As for serve; without it, the one of your settings.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 cache = typer.Typer(no_args_is_help=True, help="Look at the prompt cache on disk, or empty it.")
 app.add_typer(cache, name="cache")
+service = typer.Typer(no_args_is_help=True, help="Run the server after each login: launchd or systemd.")
+app.add_typer(service, name="service")
 
 
 def main() -> None:
@@ -61,6 +64,7 @@ def about(
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the models as its arguments and a flag for each other row of the settings' table."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
     parameters = []
     for name, row in TABLE.items():
         notes = [row.metadata["help"]]
@@ -75,6 +79,7 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
         parameters.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=given)
         )
+    parameters += own
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
@@ -86,6 +91,12 @@ def serve(**flags: str | list[str] | None) -> None:
     """Serve models: directories in mlx-lm's format, hub ids, or, without MODEL, the embedded one."""
     config = load(flags, os.environ)
     log_to_stderr(config.log_level)
+    from mlxspec.service.socket import inherited
+
+    if listener := inherited():
+        from mlxspec.service import daemon
+
+        sys.exit(daemon.serve(config, listener))
     from mlxspec.server.run import serve_model
 
     sys.exit(serve_model(config))
@@ -252,6 +263,89 @@ def cache_clear(
         typer.confirm(f"Delete {size(held)} of prompt cache in {root}?", abort=True)
     files, freed = clear(root)
     print(f"{size(freed)} freed; files deleted: {files}" if files else f"nothing is cached in {root}")
+
+
+@service.command("install")
+@_with_flags
+def service_install(*, dry_run: Dry = False, **flags: str | list[str] | None) -> None:
+    """Install the service with the settings that serve would heed here, or change one that is installed."""
+    from mlxspec.service import Hands, here, verbs
+    from mlxspec.service.job import job_of
+
+    print(verbs.install(here(), job_of(flags, os.environ), Hands(dry_run)))
+
+
+@service.command("uninstall")
+def service_uninstall(dry_run: Dry = False) -> None:
+    """End the service, and remove all of it. Settings, models and caches stay."""
+    _service("uninstall", dry_run)
+
+
+@service.command("start")
+def service_start(dry_run: Dry = False) -> None:
+    """Start the service, also one that stays down after crashes or a kernel panic."""
+    _service("start", dry_run)
+
+
+@service.command("stop")
+def service_stop(dry_run: Dry = False) -> None:
+    """Stop the service, until it is started or the next login."""
+    _service("stop", dry_run)
+
+
+@service.command("restart")
+def service_restart(dry_run: Dry = False) -> None:
+    """Stop the service, once running answers have ended, and start it anew."""
+    _service("restart", dry_run)
+
+
+def _service(verb: str, dry: bool) -> None:
+    from mlxspec.service import Hands, here, verbs
+
+    print(getattr(verbs, verb)(here(), Hands(dry)))
+
+
+@service.command("status")
+def service_status() -> None:
+    """How the service is. Exits with 3 if it is down, with 4 if it is not installed."""
+    from mlxspec.service import Hands, here, verbs
+
+    text, status = verbs.status(here(), Hands())
+    print(text)
+    sys.exit(status)
+
+
+@service.command("logs")
+def service_logs(
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many of the last.")] = 100,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what comes.")] = False,
+) -> None:
+    """Show the service's log."""
+    from mlxspec.service import here
+
+    command = here().logs(lines, follow)
+    os.execvp(command[0], command)
+
+
+@service.command("print")
+@_with_flags
+def service_print(
+    *,
+    launchd: Annotated[bool, typer.Option("--launchd", help="The launch agent.")] = False,
+    systemd: Annotated[bool, typer.Option("--systemd", help="The units.")] = False,
+    **flags: str | list[str] | None,
+) -> None:
+    """Show the service's definition with these settings, on any platform; without a choice, this one's."""
+    from mlxspec.service import System, here
+    from mlxspec.service import launchd as agent
+    from mlxspec.service import systemd as units
+    from mlxspec.service.job import job_of
+
+    wanted: list[System] = [agent] if launchd else []
+    wanted += [units] if systemd else []
+    for system in wanted or [here()]:
+        for path, data in system.files(job_of(flags, os.environ)).items():
+            print("" if path.suffix == ".plist" else f"# {path.name}\n", data.decode(), sep="", end="")
 
 
 def _prompts(cache_dir: str | None) -> tuple[Path, int]:

@@ -157,12 +157,14 @@ def kind(row: Field[Any]) -> type:
     return type(row.default)
 
 
-def as_flags(config: Config) -> str:
-    """The settings that differ from the defaults, as the flags that would set them. Secrets are left out."""
+def as_flags(config: Config, base: Config | None = None) -> str:
+    """The settings that differ from those of `base`, the defaults, as the flags that would set them. Secrets
+    are left out."""
+    base = base or Config()
     words = []
     for name, row in TABLE.items():
         value = getattr(config, name)
-        if value != row.default and not row.metadata["secret"]:
+        if value != getattr(base, name) and not row.metadata["secret"]:
             words += [] if name in ARGUMENTS else [flag(name)]
             if name == "others":
                 words += value

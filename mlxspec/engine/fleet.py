@@ -88,13 +88,15 @@ class Member:
 @dataclass(slots=True, eq=False)
 class Fleet:
     """To the worker, one engine for all `members`; the first is the default. `ttl` is the time in seconds
-    without work after which a model that is not pinned is unloaded, 0: never."""
+    without work after which a model that is not pinned is unloaded, 0: never; `asleep`: not even the first is
+    loaded before it is asked for, so each must have its `info`."""
 
     members: Sequence[Member]
     lack: Lack = lambda name, held, freed: ""
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
     guard: Guard | None = None
+    asleep: bool = False
     models: dict[str, Member] = field(default_factory=dict)
     loading: str = ""  # the model that keeps the thread now; any thread may look
     answered: list[tuple[str, str]] = field(default_factory=list)  # calls that ended: id, what was wrong
@@ -106,8 +108,9 @@ class Fleet:
     _turns: deque[Member] = field(default_factory=deque)
 
     def launch(self) -> None:
-        """Load the first. Raises what loading raises."""
-        self._start(self.members[0])
+        """Load the first, unless `asleep`. Raises what loading raises."""
+        if not self.asleep:
+            self._start(self.members[0])
         self.models = {member.info.name: member for member in self.members}
         self._turns = deque(self.members)
 

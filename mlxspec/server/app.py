@@ -108,7 +108,8 @@ async def health(http: HttpRequest) -> Response:
     now = engine.stats()
     loaded = [name for name, served in engine.models().items() if served.status == "loaded"]
     found = {"status": "ok", "running": now.running, "waiting": now.waiting, "loaded": loaded}
-    return JSONResponse(found)
+    note = getattr(http.app.state, "note", "")
+    return JSONResponse(found | {"note": note} if note else found)
 
 
 async def prometheus(http: HttpRequest) -> Response:

@@ -33,23 +33,36 @@ KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
 Announce = Callable[[str], None]
+Ended = Callable[[int], None]
 say: Announce = functools.partial(print, flush=True)
 
 
-def serve_model(config: Config) -> int:
-    """Load the configured model and serve it; the process's exit status. Raises ConfigError and Unfit."""
+def serve_model(
+    config: Config, listener: socket.socket | None = None, note: str = "", ended: Ended = lambda status: None
+) -> int:
+    """Load the configured model and serve it; the process's exit status. Raises ConfigError and Unfit.
+
+    With a `listener` that somebody listened on before, clients are there already: it serves at once, and the
+    first request loads the model. `note` is for /health; `ended` is told the status where the process ends
+    here.
+    """
+    asleep = listener is not None
+    if listener:
+        host, port = listener.getsockname()[:2]
+        config = replace(config, host=host, port=port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)  # until the event loop takes them over
-    with bind(config) as listener:  # a taken port shows before minutes of loading
+    with listener or bind(config) as listener:  # a taken port shows before minutes of loading
         try:
-            app, worker = _load(config)
+            app, worker = _load(config, asleep, note)
         except Stopped:
             log.info("stopped while loading")
             if (prove := sys.modules.get("mlxspec.kernels.prove")) is not None:
                 prove.TRIAL.give_up()
+            ended(0)
             logging.shutdown()
             os._exit(0)  # the thread that loads would keep the process for minutes
-        return serve(app, worker, config, listener=listener)
+        return serve(app, worker, config, listener=listener, ended=ended)
 
 
 class Stopped(SystemExit):
@@ -60,8 +73,9 @@ def _stop(*_: object) -> None:
     raise Stopped(0)
 
 
-def _load(config: Config) -> tuple[ASGIApp, Engine]:
-    """The application and its engine, warm. What was derived is printed as the flags that would set it."""
+def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp, Engine]:
+    """The application and its engine, warm, or `asleep`: no model is loaded before a request asks for it.
+    What was derived is printed as the flags that would set it."""
     blas.load()
     from mlxspec.chosen import choose_all, fleet_of
     from mlxspec.engine.pressure import Guard
@@ -71,7 +85,7 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
     chosen, *others = choose_all(config)
     found, small = chosen.found, chosen.small
     worker = Worker(
-        fleet_of([chosen, *others], config),
+        fleet_of([chosen, *others], config, asleep),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
         guard=Guard(),
@@ -79,16 +93,19 @@ def _load(config: Config) -> tuple[ASGIApp, Engine]:
     info = worker.launch()
     derived = replace(config, model=config.model or found.name, name=info.name)
     derived = replace(derived, draft=config.draft or (small.name if small else ""))
-    if not others:  # whose own would differ
+    if not others and not asleep:  # whose own would differ, or is not known
         derived = replace(derived, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout)
     # The prefill budget follows the clock: its flag would fix it, the gap that it aims at does not.
     flags = as_flags(derived)
     if not config.prefill_budget and "--decode-gap-ms" not in flags:
         flags += f" --decode-gap-ms {config.decode_gap_ms}"
     say(f"mlxspec serve {flags}")
-    log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
+    if not asleep:
+        log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
     paths = {one.found.name: one.found.path for one in others}
-    return create_app(worker, chosen.tokenizer, found.path, config, paths), worker
+    app = create_app(worker, chosen.tokenizer, found.path, config, paths)
+    app.state.note = note
+    return app, worker
 
 
 def bind(config: Config) -> socket.socket:
@@ -117,6 +134,7 @@ def serve(
     config: Config,
     announce: Announce = say,
     listener: socket.socket | None = None,
+    ended: Ended = lambda status: None,
 ) -> int:
     """Serve until a signal or the engine's death; the process's exit status. Main thread only.
 
@@ -132,8 +150,10 @@ def serve(
             log.info("leaving the engine's thread, which loads %s", loading)
         else:
             log.critical("the engine's thread does not end; leaving it")
+        status = 0 if loading else 1
+        ended(status)
         logging.shutdown()
-        os._exit(0 if loading else 1)
+        os._exit(status)
     return status
 
 

@@ -1,0 +1,108 @@
+"""A service of the user's own: launchd or systemd listens, and hands `mlxspec serve` the socket.
+
+Rule: whatever changes the machine goes through `Hands`, so that --dry-run shows all of it and a failure
+takes all of it back.
+"""
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mlxspec.service.job import Job
+from mlxspec.types import Unfit
+
+
+@dataclass(slots=True)
+class Hands:
+    """Runs and writes; `dry`: only says what it would do. `made` are the folders that it made."""
+
+    dry: bool = False
+    say: Callable[[str], None] = print
+    made: list[Path] = field(default_factory=list)
+
+    def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """For commands that change nothing."""
+        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    def do(self, *command: str, fine: Collection[int] = ()) -> None:
+        """Raises Unfit at a status that is neither 0 nor `fine`."""
+        if self.dry:
+            return self.say(f"would run: {shlex.join(command)}")
+        done = self.ask(*command)
+        if done.returncode and done.returncode not in fine:
+            said = (done.stderr or done.stdout).strip() or "no message"
+            raise Unfit(f"{shlex.join(command)} ended with status {done.returncode}: {said}")
+
+    def folder(self, path: Path) -> None:
+        missing = [one for one in (path, *path.parents) if not one.exists()]
+        for one in reversed([] if self.dry else missing):
+            one.mkdir(0o700 if one == path else 0o755)
+            self.made.append(one)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """All of it or nothing."""
+        if self.dry:
+            return self.say(f"would write: {path}\n{data.decode()}")
+        self.folder(path.parent)
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def remove(self, path: Path) -> None:
+        """A file, or a folder if it is empty; what is not there is fine."""
+        if path.is_dir():
+            if not any(path.iterdir()):
+                self.say(f"would remove: {path}") if self.dry else path.rmdir()
+        elif path.exists():
+            self.say(f"would remove: {path}") if self.dry else path.unlink()
+
+
+class System(Protocol):
+    """What launchd.py and systemd.py are."""
+
+    def files(self, job: Job) -> dict[Path, bytes]:
+        """The service's definition; its paths do not depend on `job`."""
+
+    def paths(self) -> list[Path]: ...
+
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of the definition that is installed."""
+
+    def loaded(self, hands: Hands) -> bool:
+        """Whether it listens."""
+
+    def load(self, hands: Hands) -> None:
+        """Listen, now and after each login."""
+
+    def unload(self, hands: Hands) -> None:
+        """End the process and listen no more; the next login listens again. Returns when it is over."""
+
+    def settle(self, hands: Hands, there: bool) -> None:
+        """The files changed while nothing was loaded; whether they are `there`."""
+
+    def wake(self, hands: Hands) -> None:
+        """Start the process without a connection, unless it runs."""
+
+    def logs(self, lines: int, follow: bool) -> list[str]:
+        """The command that shows the log."""
+
+    def leftovers(self) -> list[Path]:
+        """What the service has written that is nobody else's."""
+
+
+def here() -> System:
+    """Raises Unfit where there is neither."""
+    from mlxspec.service import launchd, systemd
+
+    if shutil.which("launchctl"):
+        return launchd
+    if shutil.which("systemctl"):
+        return systemd
+    raise Unfit("neither launchd nor systemd is here; let what starts programs here run `mlxspec serve`")

@@ -1,0 +1,123 @@
+"""What the service remembers between its lives, and what follows: serve, serve in safe mode, or stay down.
+
+Rule: a life that did not say that it ends was a crash. The file is small, replaced whole, and a damaged one
+counts as none.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+log = logging.getLogger("mlxspec")
+
+WINDOW_S = 600.0
+SAFE, DOWN = 3, 6  # crashes in the window, from which on it serves in safe mode, or not at all
+PANICS = ("/Library/Logs/DiagnosticReports", "~/Library/Logs/DiagnosticReports")
+START = "`mlxspec service start` starts it"
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Times are unix time. `pid`: who runs, 0: nobody; `open`: it serves, and has not said that it ends;
+    `point`: nothing was wrong until then; `panic`: why it stays down until the user starts it."""
+
+    pid: int = 0
+    open: bool = False
+    point: float = 0.0
+    crashes: list[float] = field(default_factory=list)  # when they were noticed
+    safe: bool = False
+    held: str = ""
+    panic: str = ""
+
+    @property
+    def running(self) -> bool:
+        try:
+            os.kill(self.pid, 0) if self.pid else None
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # a number that another user's process has by now
+            return False
+        return self.pid > 0
+
+
+def file() -> Path:
+    """Where it is; no setting moves it, for the command and the service must agree."""
+    mac = sys.platform == "darwin"
+    state = "~/Library/Application Support/mlxspec" if mac else "~/.local/state/mlxspec"
+    return Path(state).expanduser() / "service.json"
+
+
+def read(path: Path) -> Ledger:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        known = {name: found[name] for name in Ledger.__slots__ if name in found}
+        right = all(type(value) is type(getattr(Ledger(), name)) for name, value in known.items())
+        if right and all(type(at) is float for at in known.get("crashes", [])):
+            return Ledger(**known)
+    except FileNotFoundError:
+        return Ledger()
+    except (OSError, ValueError, TypeError):
+        pass
+    log.warning("%s is damaged; starting a new one", path)
+    return Ledger()
+
+
+def write(path: Path, ledger: Ledger) -> None:
+    """A disk that is full is no reason not to serve."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        part.write_text(json.dumps(asdict(ledger)), "utf-8")
+        part.replace(path)
+    except OSError as error:
+        log.warning("%s: %s; crashes are not counted", path, error.strerror)
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
+
+
+def begin(past: Ledger, now: float, pid: int, panics: list[tuple[float, str]]) -> Ledger:
+    """The ledger of a life that begins; `held` says why it must not serve. `panics` are the kernel's, with
+    their times: one since `point` holds it, if it served when the machine went down."""
+    crashes = [at for at in past.crashes if now - WINDOW_S < at <= now]
+    if past.open:
+        crashes = [*crashes, now][-DOWN:]
+    panic = past.panic
+    if past.open and (fresh := [name for at, name in panics if at > past.point]):
+        panic = f"the machine panicked while it ran ({fresh[0]}); {START}"
+    held = panic
+    if not held and len(crashes) >= DOWN:
+        held = f"it crashed {len(crashes)} times in {WINDOW_S / 60:.0f} minutes, also in safe mode; {START}"
+    return Ledger(
+        pid=pid,
+        open=not held,
+        point=past.point if past.open or panic else now,
+        crashes=crashes,
+        safe=not held and len(crashes) >= SAFE,
+        held=held,
+        panic=panic,
+    )
+
+
+def forgive(path: Path) -> None:
+    """The user has been told, and starts it."""
+    write(path, Ledger(point=time.time()))
+
+
+def panics() -> list[tuple[float, str]]:
+    """The kernel's reports on this machine, the newest first; empty where they may not be read."""
+    return sorted(((at, name) for folder in PANICS for at, name in _reports(folder)), reverse=True)
+
+
+def _reports(folder: str) -> Iterator[tuple[float, str]]:
+    try:
+        for entry in os.scandir(Path(folder).expanduser()):
+            if entry.name.endswith(".panic"):
+                yield entry.stat().st_mtime, entry.name
+    except OSError as error:
+        log.debug("%s: %s", folder, error.strerror)

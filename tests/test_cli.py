@@ -1,8 +1,11 @@
 """The command line: what it prints, and that a user's mistake ends in one line and status 2."""
 
 import os
+import plistlib
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +128,47 @@ def test_chat_finds_its_server(
         monkeypatch.setenv(name, value)
     assert command(monkeypatch, "chat", "--system", "Be brief.", "--temperature", "0.5", *words) == 0
     assert given == [(url, key, "Be brief.", 0.5)]
+
+
+def test_a_service_is_printed_on_any_platform() -> None:
+    done = run("service", "print", "--launchd", "--systemd", "some/model", "--port", "81", MLXSPEC_PIN="a")
+    assert done.returncode == 0 and done.stderr == ""
+    head, _, units = done.stdout.partition("# mlxspec.socket\n")
+    agent = plistlib.loads(head.encode())
+    assert agent["ProgramArguments"][3:] == ["serve", "some/model", "--port", "81", "--pin", "a"]
+    assert agent["Sockets"]["http"]["SockServiceName"] == "81"
+    assert (
+        "ListenStream=127.0.0.1:81\n" in units and '"serve" "some/model" "--port" "81" "--pin" "a"\n' in units
+    )
+
+
+def test_a_service_needs_launchd_or_systemd(tmp_path: Path) -> None:
+    for verb in ("install", "stop", "logs"):
+        done = run("service", verb, PATH=str(tmp_path))
+        assert done.returncode == 2 and "neither launchd nor systemd is here" in done.stderr
+
+
+def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:
+    """The whole chain but the tool: settings, definition, a dry run, an exit status."""
+    tool = tmp_path / "launchctl"
+    tool.write_text('#!/bin/sh\n[ "$1" != print ] || exit 113\n')
+    tool.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    port = str(unused_port())
+    done = run("service", "install", "--dry-run", "--port", port, **env)
+    assert done.returncode == 0, done.stderr
+    assert "would run: launchctl bootstrap gui/" in done.stdout and "<string>--port</string>" in done.stdout
+    assert not (tmp_path / "Library").exists()
+    done = run("service", "install", "--port", port, **env)
+    assert done.stdout == f"http://127.0.0.1:{port}/v1 is there now, and after each login\n", done.stderr
+    assert (tmp_path / "Library/LaunchAgents/dev.mlxspec.plist").exists()
+    done = run("service", "status", **env)
+    assert (done.returncode, done.stdout) == (3, "stopped; `mlxspec service start` starts it\n")
+    assert run("service", "uninstall", **env).returncode == 0
+    assert not any(p.is_file() for p in (tmp_path / "Library").rglob("*"))
+    assert run("service", "status", **env).returncode == 4
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -60,7 +60,7 @@ class Hands:
         if path.is_dir():
             if not any(path.iterdir()):
                 self.say(f"would remove: {path}") if self.dry else path.rmdir()
-        elif path.exists():
+        elif path.exists() or path.is_symlink():
             self.say(f"would remove: {path}") if self.dry else path.unlink()
 
 

@@ -86,14 +86,15 @@ async def _hold(listener: socket.socket, reason: str, seconds: float | None) -> 
     answer = f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with crowd:
-            with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
-                async with asyncio.timeout(READ_S):
+        try:
+            with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
+                async with crowd, asyncio.timeout(READ_S):
                     await reader.readuntil(b"\r\n\r\n")
                     writer.write(answer)
                     writer.write_eof()
                     while await reader.read(1 << 16):  # a close on unread bytes would cut the answer off
                         pass
+        finally:
             writer.close()
 
     async with await asyncio.start_server(on_client, sock=listener):

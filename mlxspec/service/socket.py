@@ -35,6 +35,7 @@ def inherited(env: MutableMapping[str, str] = os.environ) -> socket.socket | Non
     taken = socket.socket(fileno=found[0])
     tcp = taken.type == socket.SOCK_STREAM and taken.family in (socket.AF_INET, socket.AF_INET6)
     if not tcp or not taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        taken.close()
         raise Unfit("the socket that was handed over does not listen for TCP; mend the service's definition")
     return taken
 

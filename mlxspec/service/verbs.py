@@ -35,6 +35,7 @@ def install(system: System, job: Job, hands: Hands) -> str:
         for path, data in files.items():
             hands.write(path, data)
         if not hands.dry:
+            hands.folder(ledger.file().parent)
             ledger.forgive(ledger.file())
         system.load(hands)
     except BaseException as error:

@@ -116,6 +116,16 @@ def test_models_that_fit_share_the_thread(launched: Any) -> None:
     assert [s.generated_tokens for s in each] == [60] * 3 and worker.stats().generated_tokens == 180
 
 
+def test_asleep_nothing_is_loaded_before_it_is_asked_for(launched: Any) -> None:
+    async def main() -> None:
+        worker = launched(asleep=True)
+        assert states(worker) == {"a": "unloaded", "b": "unloaded"} and worker.info.name == "a"
+        assert right(await collect(ask(worker, "", "one")), "a", "one")
+        assert states(worker) == {"a": "loaded", "b": "unloaded"}
+
+    asyncio.run(main())
+
+
 def test_what_comes_after_the_load_was_asked_for_waits_behind_it(launched: Any) -> None:
     worker = launched()
 

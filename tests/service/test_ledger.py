@@ -1,0 +1,111 @@
+"""What follows from how the lives before ended."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mlxspec.service import ledger
+from mlxspec.service.ledger import DOWN, SAFE, WINDOW_S, Ledger, begin
+
+
+def life(past: Ledger, now: float, clean: bool, panics: list[tuple[float, str]] | None = None) -> Ledger:
+    found = begin(past, float(now), 7, panics or [])
+    if clean:
+        found.pid, found.open = 0, False
+    return found
+
+
+def crash(times: list[float]) -> Ledger:
+    """Lives that began at `times`, each but the last ended by a crash."""
+    found = Ledger()
+    for at in times:
+        found = life(found, at, clean=False)
+    return found
+
+
+def test_crashes_bring_safe_mode_and_then_it_stays_down() -> None:
+    seen = [crash([1000.0 + 10 * n for n in range(lives)]) for lives in range(1, DOWN + 2)]
+    assert [len(one.crashes) for one in seen] == list(range(DOWN + 1))
+    assert [one.safe for one in seen] == [SAFE <= n < DOWN for n in range(DOWN + 1)]
+    assert [bool(one.held) for one in seen] == [n >= DOWN for n in range(DOWN + 1)]
+    assert "crashed 6 times in 10 minutes, also in safe mode; `mlxspec service start`" in seen[-1].held
+    assert not seen[-1].open  # to end is no crash of what does not serve
+    again = life(seen[-1], 1000 + 60 + 2 * WINDOW_S, clean=True)
+    assert not again.held and not again.safe and again.crashes == []
+
+
+def test_crashes_that_are_far_apart_are_forgotten() -> None:
+    found = crash([1000 + n * WINDOW_S * 0.6 for n in range(50)])
+    assert not found.safe and len(found.crashes) <= 2
+
+
+def test_clean_ends_are_no_crashes() -> None:
+    found = Ledger()
+    for n in range(20):
+        found = life(found, 1000.0 + n, clean=True)
+    assert found.crashes == [] and not found.safe and found.point == 1019
+
+
+def test_a_clock_that_was_set_back_forgets() -> None:
+    found = crash([5000, 5010, 5020, 5030])
+    assert found.safe and not life(found, 100, clean=True).safe
+
+
+def test_a_panic_holds_until_it_is_forgiven(tmp_path: Path) -> None:
+    running = life(Ledger(), 1000, clean=False)
+    report = [(1500.0, "panic-full-2026.panic")]
+    held = life(running, 1600, False, report)
+    assert "panicked while it ran (panic-full-2026.panic); `mlxspec service start` starts it" in held.held
+    for later in (1700.0, 1e6):  # however often it is started by a connection, and without the report too
+        held = life(held, later, True, [])
+        assert held.held and not held.open
+    file = tmp_path / "service.json"
+    ledger.forgive(file)
+    assert not life(ledger.read(file), 2e9, False, report).held
+
+
+@pytest.mark.parametrize("panic", [900.0, 1000.0])
+def test_a_panic_of_before_does_not(panic: float) -> None:
+    assert not life(life(Ledger(), 1000, clean=False), 1600, False, [(panic, "x.panic")]).held
+
+
+def test_a_panic_while_it_did_not_run_does_not() -> None:
+    ended = life(Ledger(), 1000, clean=True)
+    assert not life(ended, 1600, False, [(1500.0, "x.panic")]).held
+
+
+def test_reports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "PANICS", (str(tmp_path), str(tmp_path / "gone")))
+    for n, name in enumerate(["a.panic", "b.panic", "python.crash", "c.ips"]):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (100 + n, 100 + n))
+    assert ledger.panics() == [(101.0, "b.panic"), (100.0, "a.panic")]
+
+
+def test_the_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "service.json"
+    found = crash([1000, 1010, 1020])
+    ledger.write(file, found)
+    assert ledger.read(file) == found and os.listdir(file.parent) == ["service.json"]
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700 and file.stat().st_size < 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"pid": "7"}', '{"crashes": ["x"]}', '{"open": 1}', "\0", '{"held": null}'],
+)
+def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x").write_text(text)
+    assert ledger.read(tmp_path / "x") == Ledger()
+
+
+def test_a_file_that_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x").write_text("")
+    ledger.write(tmp_path / "x" / "service.json", Ledger())
+    assert "crashes are not counted" in caplog.text
+
+
+def test_who_runs() -> None:
+    assert Ledger(pid=os.getpid()).running and not Ledger().running and not Ledger(pid=2**22 + 1).running

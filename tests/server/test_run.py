@@ -275,7 +275,7 @@ def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> N
     code = (
         "import logging, threading, mlxspec.server.run as run; from mlxspec.config import Config\n"
         "logging.basicConfig(level='INFO')\n"
-        "def load(config):\n"
+        "def load(config, *_):\n"
         "    threading.Thread(target=threading.Event().wait).start()  # never ends by itself\n"
         "    print('loading', flush=True); threading.Event().wait()\n"
         "run._load = load; run.serve_model(Config(port=0))"
@@ -295,7 +295,7 @@ def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> N
 
 
 def test_an_exit_that_nobody_asked_for_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(config: Config) -> Any:
+    def load(config: Config, *_: Any) -> Any:
         sys.exit(3)
 
     monkeypatch.setattr(run, "_load", load)

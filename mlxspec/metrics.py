@@ -100,6 +100,11 @@ class Metrics:
         for _ in range(tokens):
             self.between_tokens.labels(model).observe(seconds / tokens)
 
+    def refusals(self) -> dict[str, int]:
+        """Requests answered with an error, by status."""
+        [family] = self.refused.collect()
+        return {s.labels["status"]: int(s.value) for s in family.samples if s.name.endswith("_total")}
+
     def collect(self) -> Iterator[Metric]:
         """The engine's part; called by the registry."""
         now = self.models()

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlxspec.server import stream
 from mlxspec.server.errors import busy, dead
 from mlxspec.server.front import Front, Gone, Model, while_connected
+from mlxspec.server.journal import Row
 from mlxspec.server.stream import Choice, Dialect, Failed, Piece
 from mlxspec.types import Busy, Dead, Output, Request
 
@@ -61,6 +62,7 @@ def answer(model: Model, job: Job) -> ASGIApp:
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         outputs = _submit(front, job)
+        front.journal.live[job.dialect.id] = lambda: _row(model, job)
         try:
             deliver = _stream(model, job, outputs, send) if job.streamed else _whole(model, job, outputs)
             response = await while_connected(receive, deliver)
@@ -186,27 +188,44 @@ async def _merged(outputs: Outputs, pause: float | None) -> AsyncGenerator[tuple
             task.cancel()
 
 
-def _book(model: Model, job: Job) -> None:
-    """The counters and the one line of a finished answer."""
+def _row(model: Model, job: Job, outcome: str = "") -> Row:
     now = time.monotonic()
     counts = stream.usage(job.requests, job.choices)
-    finishes = ",".join(dict.fromkeys(c.finish or "cut" for c in job.choices))
-    ended = model.front.metrics.duration.labels(model.name, job.outcome or finishes.partition(",")[0])
-    ended.observe(now - job.arrived)
-    generated = counts.generated
     seconds = max(job.last.values(), default=0.0) - job.first
-    rate = (generated - len(job.last)) / seconds if seconds > 0 else 0.0
+    return Row(
+        id=job.dialect.id,
+        model=model.name,
+        prompt=counts.prompt,
+        cached=counts.cached,
+        generated=counts.generated,
+        rounds=sum(choice.rounds for choice in job.choices),
+        drafted=counts.drafted,
+        kept=counts.kept,
+        first=job.first and job.first - job.arrived,
+        seconds=now - job.arrived,
+        rate=(counts.generated - len(job.last)) / seconds if seconds > 0 else 0.0,
+        outcome=outcome,
+    )
+
+
+def _book(model: Model, job: Job) -> None:
+    """The counters, the row and the one line of a finished answer."""
+    finishes = ",".join(dict.fromkeys(c.finish or "cut" for c in job.choices))
+    row = _row(model, job, job.outcome or finishes)
+    model.front.journal.end(row)
+    ended = model.front.metrics.duration.labels(model.name, row.outcome.partition(",")[0])
+    ended.observe(row.seconds)
     drafts = stream.speculation(job.choices)
     log.info(
         "%s: %d in, %d cached, %d out, %s after %.2f s, %.1f tokens/s, %d rounds, %s%s",
-        job.dialect.id,
-        counts.prompt,
-        counts.cached,
-        generated,
+        row.id,
+        row.prompt,
+        row.cached,
+        row.generated,
         "first" if job.first else "none",
-        (job.first or now) - job.arrived,
-        rate,
-        sum(choice.rounds for choice in job.choices),
+        row.first or row.seconds,
+        row.rate,
+        row.rounds,
         drafts and f"{drafts}, ",
-        job.outcome or finishes,
+        row.outcome,
     )

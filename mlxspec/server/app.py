@@ -19,12 +19,12 @@ from starlette.routing import Route
 from mlxspec import __version__, metrics
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
-from mlxspec.server import Engine, anthropic, openai, responses
+from mlxspec.server import Engine, anthropic, openai, page, responses
 from mlxspec.server.ask import template_options
 from mlxspec.server.errors import ApiError, dead, on_api_error, on_crash, on_http_error, unavailable, unfit
 from mlxspec.server.front import Front, Gone, Model, on_gone, read_body, while_connected
 from mlxspec.server.schema_openai import Detokenize, Load, Tokenize, Unload, parse
-from mlxspec.server.security import guard
+from mlxspec.server.security import for_browser, guard
 from mlxspec.text.prompt import Tokenizer, encode, render, talk_of
 from mlxspec.types import Dead, Served, Unfit
 
@@ -34,10 +34,15 @@ LOADING_S = 600.0  # the same while a model is loaded, which is one step for all
 
 
 def create_app(
-    engine: Engine, tokenizer: Tokenizer, path: Path, config: Config, others: Mapping[str, Path] | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    path: Path,
+    config: Config,
+    others: Mapping[str, Path] | None = None,
+    verdicts: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """The server's application. `tokenizer` and the directory `path` are the default model's, `others` the
-    directories of the other models by name."""
+    directories of the other models by name, `verdicts` those of the machine's kernels."""
     app = Starlette(
         routes=_routes(),
         middleware=[Middleware(guard, config=config)],
@@ -49,7 +54,8 @@ def create_app(
         },
     )
     name = engine.info.name
-    app.state.front = Front(engine, config, Metrics(engine.models), {name: path, **(others or {})})
+    paths = {name: path, **(others or {})}
+    app.state.front = Front(engine, config, Metrics(engine.models), paths, verdicts or {})
     app.state.front.open(name, tokenizer)
     app.state.responses = responses.Store()
     return app
@@ -74,18 +80,19 @@ def _routes() -> list[Route]:
         ("/detokenize", detokenize, "POST"),
     ]
     routes = [Route(f"{at}{path}", do, methods=[how]) for path, do, how in both for at in ("/v1", "")]
-    for path, do in (("/", index), ("/health", health), ("/metrics", prometheus), ("/api/hello", hello)):
-        routes.append(Route(path, do, methods=["GET"]))
-    return routes
+    once = [("/", index), ("/health", health), ("/metrics", prometheus), ("/api/hello", hello)]
+    once += [("/page/events", page.events), ("/page/{name}", page.file)]
+    return routes + [Route(path, do, methods=["GET"]) for path, do in once]
 
 
 async def index(http: HttpRequest) -> Response:
-    """What this is, for whoever opens it."""
+    """What this is, for whoever opens it: the page in a browser."""
+    if for_browser(http.headers.raw):
+        return await page.file(http)
     front: Front = http.app.state.front
     paths = [f"{min(r.methods - {'HEAD'})} {r.path_format}" for r in http.app.routes]
-    return JSONResponse(
-        {"name": "mlxspec", "version": __version__, "model": front.engine.info.name, "endpoints": paths}
-    )
+    told = {"name": "mlxspec", "version": __version__, "model": front.engine.info.name, "endpoints": paths}
+    return JSONResponse(told, headers={"vary": "accept"})
 
 
 async def hello(http: HttpRequest) -> Response:

@@ -21,6 +21,7 @@ from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server import Engine
 from mlxspec.server.errors import ApiError, busy, unavailable, unfit
+from mlxspec.server.journal import Journal
 from mlxspec.text.grammar import Grammars
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -67,12 +68,16 @@ class Model:
 
 @dataclass(slots=True)
 class Front:
-    """One server's state. `paths` are the directories of the models by name."""
+    """One server's state. `paths` are the directories of the models by name, `verdicts` those of
+    `mlxspec.kernels.proven` by kernel and shape."""
 
     engine: Engine
     config: Config
     metrics: Metrics
     paths: Mapping[str, Path]
+    verdicts: Mapping[str, Any] = field(default_factory=dict)
+    journal: Journal = field(default_factory=Journal)
+    listeners: int = 0  # to the page's snapshots
     models: dict[str, Model] = field(default_factory=dict)  # those that somebody has asked for
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
     _opening: dict[str, asyncio.Future[None]] = field(default_factory=dict)

@@ -80,6 +80,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     from mlxspec.chosen import choose_all, fleet_of
     from mlxspec.engine.pressure import Guard
     from mlxspec.engine.worker import Worker
+    from mlxspec.kernels.proven import VERDICTS
     from mlxspec.server.app import create_app
 
     chosen, *others = choose_all(config)
@@ -103,7 +104,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     if not asleep:
         log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
     paths = {one.found.name: one.found.path for one in others}
-    app = create_app(worker, chosen.tokenizer, found.path, config, paths)
+    app = create_app(worker, chosen.tokenizer, found.path, config, paths, VERDICTS)
     app.state.note = note
     return app, worker
 
@@ -223,6 +224,7 @@ def greeting(config: Config, models: Sequence[str], port: int) -> str:
     return (
         f"{models[0]} is served at {url}/v1\n"
         + (f"{', '.join(models[1:])}: loaded when first asked for\n" if models[1:] else "")
+        + f"{url}/ in a browser shows what it is doing\n"
         + "\n"
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'\n"
     )

@@ -13,11 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxspec.config import Config
 from mlxspec.server.errors import ApiError
+from mlxspec.server.page import FILES
 from mlxspec.server.protocol import CROWDED
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
 OPEN = frozenset({"/health"})  # without a key: what watches a service has none
+PAGE = frozenset(f"/page/{name}" for name in FILES)  # nor has a browser that has yet to ask for one
 
 
 def guard(app: ASGIApp, config: Config) -> ASGIApp:
@@ -36,13 +38,22 @@ def guard(app: ASGIApp, config: Config) -> ASGIApp:
             if CROWDED in scope["state"] and scope["path"] not in OPEN:
                 raise _crowded()
             _check_names(headers, names, addresses)
-            _check_key(headers, config.api_key if scope["path"] not in OPEN else "")
+            _check_key(headers, "" if _open(scope["path"], headers) else config.api_key)
             _check_size(headers, most)
         except ApiError as error:
             return await error.response()(scope, receive, send)
         await app(scope, _counted(receive, most), send)
 
     return guarded
+
+
+def for_browser(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether / means the page, which holds no data, and not the index, which does."""
+    return any("text/html" in value for value in _values(headers, b"accept"))
+
+
+def _open(path: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    return path in OPEN | PAGE or (path == "/" and for_browser(headers))
 
 
 def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:

@@ -1,0 +1,47 @@
+"""The answers that run and the last that ended, in numbers, for whoever watches.
+
+Rule: no text of a prompt or an answer is kept here, and no more than KEPT rows of what has ended.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+KEPT = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One answer: tokens, and seconds since it arrived. `first` is 0 before its first token, `outcome` empty
+    while it runs; `rate` is in tokens/s behind the first."""
+
+    id: str
+    model: str
+    prompt: int
+    cached: int
+    generated: int
+    rounds: int
+    drafted: int
+    kept: int
+    first: float
+    seconds: float
+    rate: float
+    outcome: str = ""
+
+
+@dataclass(slots=True)
+class Journal:
+    """`live` makes the rows of what runs, by id: no more than the server has connections."""
+
+    live: dict[str, Callable[[], Row]] = field(default_factory=dict)
+    ended: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def end(self, row: Row) -> None:
+        self.live.pop(row.id, None)
+        self.ended.appendleft(row)
+
+    def rows(self) -> list[Row]:
+        """KEPT at most, newest first: what runs, then what ended."""
+        made = [make() for make in islice(reversed(self.live.values()), KEPT)]
+        return [*made, *self.ended][:KEPT]

@@ -1,0 +1,149 @@
+// A chat with one of the served models, streamed from /v1/chat/completions.
+// Rule: what a model says becomes text, never markup. The conversation lives in this tab and nowhere else.
+
+import { element } from "./charts.js";
+
+const $ = (id) => document.getElementById(id);
+const talk = []; // messages, as the API takes them
+let running = null; // the AbortController of the answer under way
+
+// Server-sent events of a response, each event's data as it comes.
+export async function* dataOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (let rest = ""; ; ) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks)
+        for (const line of block.split("\n")) if (line.startsWith("data: ")) yield line.slice(6);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+// What a refusal says, in its own words.
+export async function complaint(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
+
+function turn(role, text) {
+  const made = element($("log"), "div", `turn ${role}`);
+  element(made, "span", "who", { user: "You", assistant: "Model", error: "Error" }[role]);
+  const body = element(made, "div", "body", text);
+  follow(true);
+  return { made, body };
+}
+
+// Keep to the end of the log, unless the reader has scrolled up.
+function follow(always) {
+  const log = $("log");
+  if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 60) log.scrollTop = log.scrollHeight;
+}
+
+function busy(on) {
+  $("send").hidden = on;
+  $("stop").hidden = !on;
+  $("log").setAttribute("aria-busy", on);
+}
+
+// `headers()` are those of a request, `onLocked()` is told that the API key was refused.
+export function setUp(headers, onLocked) {
+  $("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask(headers, onLocked);
+  });
+  $("say").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    $("ask").requestSubmit();
+  });
+  $("chat").addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+  $("stop").addEventListener("click", () => running?.abort());
+  $("clear").addEventListener("click", () => {
+    running?.abort();
+    talk.length = 0;
+    $("log").replaceChildren();
+    $("say").focus();
+  });
+}
+
+async function ask(headers, onLocked) {
+  const text = $("say").value.trim();
+  if (!text || running) return;
+  $("say").value = "";
+  const mine = turn("user", text), answer = turn("assistant", "");
+  answer.made.classList.add("coming");
+  const control = (running = new AbortController());
+  const messages = [...talk, { role: "user", content: text }];
+  const found = { text: "", thought: null, usage: null, began: performance.now(), first: 0 };
+  let wrong = "";
+  busy(true);
+  try {
+    const body = { model: $("model").value || undefined, messages, stream: true };
+    body.stream_options = { include_usage: true };
+    const options = { method: "POST", headers: headers(), body: JSON.stringify(body), signal: control.signal };
+    const response = await fetch("/v1/chat/completions", options);
+    if (response.status === 401) onLocked();
+    wrong = response.ok ? await read(response, answer, found) : await complaint(response);
+  } catch (error) {
+    if (!control.signal.aborted) wrong = `the connection broke: ${error.message}`;
+  }
+  running = null;
+  busy(false);
+  if (document.activeElement === document.body) $("say").focus(); // the button that had it is hidden
+  if (!answer.made.isConnected) return; // cleared meanwhile
+  answer.made.classList.remove("coming");
+  if (found.text) talk.push(messages.at(-1), { role: "assistant", content: found.text });
+  if (found.text || found.thought) {
+    element(answer.made, "div", "sub", summary(found, control.signal.aborted));
+  } else {
+    answer.made.remove();
+    if (wrong || control.signal.aborted) {
+      mine.made.remove();
+      if (!$("say").value) $("say").value = text;
+    } else wrong = "the model said nothing";
+  }
+  if (wrong) turn("error", wrong);
+  follow();
+}
+
+// Reads an answer into `found` and the page; what went wrong, or "".
+async function read(response, answer, found) {
+  for await (const data of dataOf(response)) {
+    if (data === "[DONE]") break;
+    const said = JSON.parse(data);
+    if (said.error) return said.error.message;
+    if (said.usage) found.usage = said.usage;
+    const { content, reasoning_content: thought } = said.choices?.[0]?.delta ?? {};
+    if (content || thought) found.first ||= performance.now();
+    if (thought) {
+      if (!found.thought) answer.body.before((found.thought = element(answer.made, "div", "thought")));
+      found.thought.append(thought);
+    }
+    if (content) {
+      found.text += content;
+      answer.body.append(content);
+    }
+    follow();
+  }
+  return "";
+}
+
+function summary({ usage, began, first }, stopped) {
+  if (!usage) return stopped ? "stopped" : "";
+  const seconds = (performance.now() - first) / 1000, tokens = usage.completion_tokens;
+  const rate = tokens > 1 && seconds > 0.05 ? `, ${((tokens - 1) / seconds).toFixed(1)}/s` : "";
+  const kept = usage.completion_tokens_details?.accepted_prediction_tokens ?? 0;
+  const hit = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  return (
+    `${tokens} tokens${rate}, first after ${((first - began) / 1000).toFixed(2)} s; ` +
+    `${hit} of ${usage.prompt_tokens} prompt tokens cached` + (kept ? `, ${kept} drafted ahead` : "")
+  );
+}

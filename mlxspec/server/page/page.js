@@ -1,0 +1,346 @@
+// The page: one stream of snapshots in, gauges, charts and tables out.
+// Rule: what the server sends becomes text, never markup. Counters only grow; the page shows their differences.
+
+import { SPAN, chart, element, stack, table } from "./charts.js";
+import { complaint, dataOf, setUp } from "./chat.js";
+
+const $ = (id) => document.getElementById(id);
+const KEY = "mlxspec-key"; // in sessionStorage: gone with the tab
+const RECENT = 10, ACCEPT = 60; // seconds that the gauges and the table of drafts look back
+const BANDS = [[1, 1], [2, 2], [3, 3], [4, 4], [5, 6], [7, 8], [9, 12], [13, 16], [17, 99]];
+const PRESSURE = ["normal", "short", "very short"];
+
+let history = []; // totals by second, SPAN + 1 at most; null where the stream was cut
+let points = []; // what the charts draw, SPAN at most
+
+// ---- numbers ---------------------------------------------------------------------------------------------
+
+const count = (n) => Math.round(n).toLocaleString("en");
+const fixed = (n) => (n >= 100 ? count(n) : n.toFixed(n >= 10 ? 1 : 2));
+const rate = (n) => (n >= 100 ? count(n) : n.toFixed(1));
+const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–");
+const seconds = (s) => (s < 10 ? `${s.toFixed(2)} s` : s < 100 ? `${s.toFixed(1)} s` : `${Math.round(s)} s`);
+
+function bytes(n) {
+  const units = ["B", "KB", "MB", "GB", "TB"];
+  let unit = 0;
+  for (; n >= 1000 && unit < 4; unit++) n /= 1024;
+  return `${n >= 100 || unit === 0 ? Math.round(n) : n.toFixed(n >= 10 ? 1 : 2)} ${units[unit]}`;
+}
+
+const sum = (list, of) => list.reduce((total, one) => total + of(one), 0);
+
+// What a snapshot counts, over all models.
+function totals(now) {
+  const all = (name) => sum(now.models, (m) => m.stats[name]);
+  const drafts = new Map();
+  for (const m of now.models)
+    for (const [source, position, tried, kept] of m.stats.drafts) {
+      const key = `${source} ${position}`, at = drafts.get(key) ?? { source, position, tried: 0, kept: 0 };
+      drafts.set(key, { source, position, tried: at.tried + tried, kept: at.kept + kept });
+    }
+  const depths = sum(now.models, (m) => sum(m.stats.depths, ([depth, rounds]) => depth * rounds));
+  const names = ["generated_tokens", "prompt_tokens", "cached_tokens", "rounds", "running", "waiting", "prompt_left"];
+  return { time: now.time, drafts, depths, ...Object.fromEntries(names.map((name) => [name, all(name)])) };
+}
+
+// What was counted in the last `span` seconds, or as far back as the stream goes; null before there is any.
+function since(span) {
+  const last = history.at(-1);
+  let first = null;
+  for (let i = history.length - 2; i >= 0 && history[i] && last.time - history[i].time <= span + 0.5; i--)
+    first = history[i];
+  return first && difference(last, first);
+}
+
+function difference(last, first) {
+  const made = { time: last.time - first.time, drafts: [] };
+  for (const name of ["generated_tokens", "prompt_tokens", "cached_tokens", "rounds", "depths"])
+    made[name] = last[name] - first[name];
+  for (const [key, { source, position, tried, kept }] of last.drafts) {
+    const old = first.drafts.get(key) ?? { tried: 0, kept: 0 };
+    made.drafts.push({ source, position, tried: tried - old.tried, kept: kept - old.kept });
+  }
+  return made;
+}
+
+const EMPTY = { time: 0, drafts: new Map(), generated_tokens: 0, prompt_tokens: 0, cached_tokens: 0, rounds: 0, depths: 0 };
+
+// ---- drawing ---------------------------------------------------------------------------------------------
+
+const draw = {
+  generated: chart($("charts"), "Tokens/s", [""], rate),
+  prompt: chart($("charts"), "Prompt tokens/s", ["read", "cached"], rate),
+  round: chart($("charts"), "Tokens/round", [""], fixed),
+  depth: chart($("charts"), "Draft depth", [""], fixed),
+  queue: chart($("charts"), "Requests", ["running", "waiting"], count),
+  footprint: chart($("charts"), "Memory, GB", [""], fixed),
+};
+
+function show(now) {
+  const last = totals(now), before = history.at(-1);
+  if (before && (last.time <= before.time || last.rounds < before.rounds)) history = []; // another process
+  history.push(last);
+  history = history.slice(-SPAN - 1);
+  const step = history.length > 1 ? since(1.4) : null;
+  points.push({
+    generated: step && step.generated_tokens / step.time,
+    prompt: step && step.prompt_tokens / step.time,
+    cached: step && step.cached_tokens / step.time,
+    round: step && step.rounds > 0 ? step.generated_tokens / step.rounds : null,
+    depth: step && step.rounds > 0 ? step.depths / step.rounds : null,
+    running: last.running,
+    waiting: last.waiting,
+    footprint: now.process.footprint_bytes / 2 ** 30,
+  });
+  points = points.slice(-SPAN);
+  requestAnimationFrame(() => render(now, last)); // not called while nobody looks
+}
+
+function render(now, last) {
+  if (last !== history.at(-1)) return;
+  gauges(now, last);
+  lines();
+  accepted(last);
+  blocks(now);
+  memory(now);
+  models(now);
+  requests(now);
+  kernels(now);
+  $("version").textContent = now.version;
+  const trouble = troubleOf(now);
+  link(trouble ? "trouble" : "live", trouble || "live");
+  const loaded = now.models.filter((m) => m.status === "loaded").map((m) => m.name);
+  $("serving").textContent = loaded.join(", ") || "no model loaded";
+  document.title = last.running ? `${$("g-rate").textContent} tokens/s · mlxspec` : "mlxspec";
+}
+
+function troubleOf(now) {
+  if (!now.alive) return "the engine has stopped";
+  if (now.stopping) return "the server is stopping";
+  if (now.loading) return `loading ${now.loading}`;
+  return now.stalled > 60 ? `no progress for ${Math.round(now.stalled)} s` : "";
+}
+
+function gauge(name, value, sub) {
+  $(`g-${name}`).textContent = value;
+  $(`g-${name}-sub`).textContent = sub;
+}
+
+function gauges(now, last) {
+  const brief = since(3), recent = since(RECENT), ever = difference(last, EMPTY);
+  const [over, of] = recent?.rounds > 0 ? [recent, `last ${RECENT} s`] : [ever, "since the start"];
+  const tried = sum(over.drafts, (d) => d.tried), kept = sum(over.drafts, (d) => d.kept);
+  const used = over.rounds > 0;
+  gauge("rate", brief ? rate(brief.generated_tokens / brief.time) : "–", `${count(last.generated_tokens)} in all`);
+  gauge("round", used ? fixed(over.generated_tokens / over.rounds) : "–", used ? of : "none yet");
+  gauge("kept", percent(kept, tried), tried ? of : "nothing drafted");
+  gauge("depth", used ? fixed(over.depths / over.rounds) : "–", used ? of : "none yet");
+  const left = last.prompt_left ? `, ${count(last.prompt_left)} tokens to read` : "";
+  gauge("running", count(last.running), `${count(last.waiting)} waiting${left}`);
+  const seen = last.cached_tokens + last.prompt_tokens;
+  gauge("hits", percent(last.cached_tokens, seen), `${count(last.cached_tokens)} of ${count(seen)}`);
+}
+
+function lines() {
+  const of = (name) => points.map((p) => p && p[name]);
+  const at = (name) => points.at(-1)[name];
+  const one = (name) => draw[name]([of(name)], [at(name)]);
+  one("generated");
+  draw.prompt([of("prompt"), of("cached")], [at("prompt"), at("cached")]);
+  one("round");
+  one("depth");
+  draw.queue([of("running"), of("waiting")], [at("running"), at("waiting")]);
+  one("footprint");
+}
+
+function accepted(last) {
+  const recent = since(ACCEPT), used = recent && recent.drafts.some((d) => d.tried > 0);
+  const drafts = (used ? recent : difference(last, EMPTY)).drafts.filter((d) => d.tried > 0);
+  $("accept-span").textContent = used ? `last ${ACCEPT} s` : "since the start";
+  const sources = [...new Set(drafts.map((d) => d.source))].sort();
+  const bands = BANDS.filter(([from]) => drafts.some((d) => d.position >= from));
+  const head = [["Source", "name"], ...bands.map(([a, b]) => [a === b ? `${a}` : b > 90 ? `${a}+` : `${a}–${b}`, "cell"])];
+  const rows = sources.map((source) => [
+    source || "other",
+    ...bands.map(([from, to]) => {
+      const some = drafts.filter((d) => d.source === source && d.position >= from && d.position <= to);
+      const tried = sum(some, (d) => d.tried), kept = sum(some, (d) => d.kept);
+      return (cell) => {
+        if (!tried) return;
+        cell.textContent = Math.round((100 * kept) / tried);
+        cell.title = `${count(kept)} of ${count(tried)} kept`;
+        cell.style.setProperty("--heat", (kept / tried).toFixed(2));
+        cell.classList.add("heat");
+      };
+    }),
+  ]);
+  table($("accept"), head, rows, "Nothing was drafted yet. Text that repeats itself is.");
+}
+
+function blocks(now) {
+  $("blocks").replaceChildren();
+  const pools = now.models.filter((m) => m.status === "loaded");
+  for (const m of pools) {
+    const s = m.stats, all = s.blocks_used + s.blocks_cached + s.blocks_free;
+    if (now.models.length > 1) element($("blocks"), "h3", "", m.name);
+    const parts = ["used", "cached", "free"].map((name) => [name, s[`blocks_${name}`], count(s[`blocks_${name}`])]);
+    const said = parts.map(([name, , text]) => `${text} ${name}`).join(", ");
+    stack($("blocks"), parts, all, `KV blocks of ${m.name}: ${said}`);
+    const more = s.preemptions ? `; ${count(s.preemptions)} preemptions` : "";
+    const size = `${count(all)} blocks of ${m.block_size} tokens, ${bytes(m.kv_bytes)}${more}`;
+    element($("blocks"), "p", "sub", size);
+  }
+  if (!pools.length) element($("blocks"), "p", "empty", "No model is loaded.");
+}
+
+function memory(now) {
+  const p = now.process, box = $("memory");
+  $("pressure").textContent = PRESSURE[p.memory_pressure] ?? "";
+  $("pressure").className = `badge level${p.memory_pressure}`;
+  box.replaceChildren();
+  const rest = Math.max(0, p.footprint_bytes - p.mlx_active_bytes - p.mlx_cache_bytes);
+  const parts = [["MLX arrays", p.mlx_active_bytes], ["MLX spare", p.mlx_cache_bytes], ["other", rest]];
+  const named = parts.map(([name, n]) => [name, n, bytes(n)]);
+  const said = named.map(([name, , text]) => `${name} ${text}`).join(", ");
+  stack(box, named, sum(parts, ([, n]) => n), `Memory: ${said}`);
+  const disk = p.disk_bytes ? `; ${bytes(p.disk_bytes)} of prompts on disk` : "";
+  element(box, "p", "sub", `The process holds ${bytes(p.footprint_bytes)}${disk}`);
+}
+
+function models(now) {
+  const box = $("models"), pick = $("model");
+  box.replaceChildren();
+  const list = element(box, "ul", "models");
+  for (const m of now.models) {
+    const entry = element(list, "li");
+    element(entry, "span", `status ${m.status}`, m.status + (m.pinned ? ", pinned" : ""));
+    element(entry, "b", "", m.name);
+    const facts = `${count(m.context)} tokens of context, ${bytes(m.weight_bytes)} of weights, layout ${m.layout}`;
+    element(entry, "span", "sub", m.error || facts);
+  }
+  const names = now.models.map((m) => m.name);
+  if (names.join("\n") === [...pick.options].map((o) => o.value).join("\n")) return;
+  const chosen = pick.value;
+  pick.replaceChildren();
+  for (const name of names) element(pick, "option", "", name).value = name;
+  if (names.includes(chosen)) pick.value = chosen;
+}
+
+function requests(now) {
+  const many = now.models.length > 1;
+  const refused = Object.entries(now.refused).map(([status, n]) => `${count(n)} × ${status}`);
+  $("refused").textContent = refused.length ? `refused: ${refused.join(", ")}` : "";
+  const head = [["Request", "name"], ...(many ? [["Model", "model"]] : [])];
+  head.push(["Prompt", "n"], ["Cached", "n hit"], ["Out", "n"], ["Tokens/s", "n"]);
+  head.push(["Per round", "n far"], ["Kept", "n far"], ["First", "n far"], ["Time", "n"], ["End", "end"]);
+  const rows = now.requests.map((r) => [
+    (cell) => {
+      const api = r.id.split(/[-_]/)[0];
+      element(cell, "span", "far sub", `${api} `);
+      element(cell, "span", "", r.id.slice(-6));
+      cell.title = r.id;
+    },
+    ...(many ? [r.model] : []),
+    count(r.prompt),
+    (cell) => {
+      if (!r.first && !r.outcome) return void (cell.textContent = "–");
+      const bar = element(element(cell, "span", "meter"), "span");
+      bar.style.width = `${r.prompt ? (100 * r.cached) / r.prompt : 0}%`;
+      element(cell, "span", "", percent(r.cached, r.prompt));
+      cell.title = `${count(r.cached)} of ${count(r.prompt)} tokens`;
+    },
+    count(r.generated),
+    r.rate ? rate(r.rate) : "–",
+    r.rounds ? fixed(r.generated / r.rounds) : "–",
+    percent(r.kept, r.drafted),
+    r.first ? seconds(r.first) : "–",
+    seconds(r.seconds),
+    (cell) => element(cell, "span", `end-${r.outcome || "live"}`, r.outcome || (r.first ? "writing" : "waiting")),
+  ]);
+  table($("requests"), head, rows, "No request came yet.");
+}
+
+function kernels(now) {
+  const head = [["Kernel and shape", "name"], ["Version", "end"], ["Rows", "n"], ["Gain by rows", "gain"], ["", "why"]];
+  const rows = now.kernels.map((k) => [
+    k.name,
+    (cell) => element(cell, "span", k.way ? "end-live" : "sub", k.way || "not used"),
+    k.way ? `${k.least}–${k.most}` : "–",
+    k.gains.map(([n, gain]) => `${n}: ${gain.toFixed(2)}×`).join("  "),
+    k.why,
+  ]);
+  table($("kernels"), head, rows, "None proven on this machine: what MLX brings runs.");
+}
+
+// ---- the stream ------------------------------------------------------------------------------------------
+
+function link(state, text) {
+  document.body.dataset.link = state;
+  if ($("link-text").textContent !== text) $("link-text").textContent = text;
+}
+
+function headers() {
+  const key = sessionStorage.getItem(KEY);
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+let unlocked = () => {};
+
+function lock() {
+  const had = sessionStorage.getItem(KEY);
+  sessionStorage.removeItem(KEY);
+  $("key-note").textContent = had ? "The server refused this key." : "";
+  if ($("key").hidden) {
+    $("key").hidden = false;
+    $("key-field").focus();
+  }
+  link("locked", "needs a key");
+}
+
+$("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, $("key-field").value.trim());
+  $("key-field").value = "";
+  $("key").hidden = true;
+  unlocked();
+});
+
+// Why the stream ended, for the reader.
+async function listen() {
+  const response = await fetch("/page/events", { headers: headers(), cache: "no-store" });
+  if (response.status === 401) {
+    const wait = new Promise((resolve) => (unlocked = resolve));
+    lock();
+    await wait;
+    return "connecting";
+  }
+  if (!response.ok) return complaint(response);
+  let last = null;
+  for await (const data of dataOf(response)) show((last = JSON.parse(data)));
+  return last ? troubleOf(last) || "the stream ended" : "the stream ended";
+}
+
+async function keep() {
+  for (let pause = 1; ; ) {
+    const began = performance.now();
+    let why;
+    try {
+      why = await listen();
+    } catch {
+      why = "no connection to the server";
+    }
+    if (history.length && history.at(-1)) {
+      points.push(null);
+      history = [];
+    }
+    if (why === "connecting") continue;
+    pause = performance.now() - began > 5000 ? 1 : Math.min(10, pause * 2);
+    link("off", `${why}; trying again`);
+    await new Promise((resolve) => setTimeout(resolve, 1000 * pause));
+  }
+}
+
+setUp(headers, lock);
+window.addEventListener("resize", () => points.at(-1) && lines());
+keep();

@@ -1,0 +1,289 @@
+"""The page: what is served to a browser, who gets it, and what its stream of snapshots says."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.kernels.proven import Verdict
+from mlxspec.server import journal, page
+from mlxspec.server.app import create_app
+from mlxspec.types import PROCESS, Served, Stats
+from tests.server.live import live
+from tests.server.scripted import INFO, Connection, Scripted, Server, server
+
+pytestmark = pytest.mark.anyio
+
+Make = Callable[..., Server]
+BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+KEY = Config(api_key="sesame")
+
+
+@pytest.fixture
+def make(tokenizer: Any, model_dir: Path) -> Make:
+    return lambda config=None, **kw: server(tokenizer, model_dir, config, **kw)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "TICK_S", 0.005)
+
+
+def watch(s: Server, **kw: Any) -> Connection:
+    return Connection(s.app, "/page/events", method="GET", **kw)
+
+
+async def snapshot(s: Server) -> Any:
+    """The first of a stream, which is left then."""
+    connection = watch(s)
+    await connection.until(b"\n\n")
+    connection.leave()
+    return (await left(connection))[0]
+
+
+async def left(connection: Connection) -> list[Any]:
+    """The snapshots of a stream whose client has left."""
+    async with asyncio.timeout(10):
+        await connection.task
+    return [json.loads(block[6:]) for block in connection.body.decode().split("\n\n")[:-1]]
+
+
+# ---- files --------------------------------------------------------------------------------------------
+
+
+async def test_a_browser_gets_the_page_others_the_index(make: Make) -> None:
+    s = make()
+    answer = await s.get("/", headers=BROWSER)
+    assert answer.status == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.body.startswith(b"<!doctype html>") and answer.headers["vary"] == "accept"
+    for accept in ("*/*", "application/json"):
+        answer = await s.get("/", headers={"accept": accept})
+        assert "GET /page/events" in answer.json["endpoints"] and answer.headers["vary"] == "accept"
+
+
+async def test_every_file_and_its_headers(make: Make) -> None:
+    s = make()
+    for name, kind in page.FILES.items():
+        answer = await s.get(f"/page/{name}")
+        assert (answer.status, answer.headers["content-type"]) == (200, kind), name
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        policy = dict(
+            rule.strip().split(" ", 1) for rule in answer.headers["content-security-policy"].split(";")
+        )
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+        assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {"'self'"}
+        assert "unsafe" not in str(policy) and "http" not in str(policy) and "*" not in str(policy)
+    for name in ("other.js", "__init__.py", "../app.py", "%2e%2e/app.py"):
+        assert (await s.get(f"/page/{name}")).status == 404, name
+
+
+def test_the_files_go_nowhere_else_and_hold_no_inline_code() -> None:
+    """Nothing is loaded from elsewhere, and nothing could run that a policy would have to allow."""
+    here = Path(page.__file__).parent
+    assert {p.name for p in here.iterdir() if p.suffix not in (".py", "") and p.is_file()} == {*page.FILES}
+    for name in page.FILES:
+        text = (here / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|url\(|@import|['\"(]//\w", text), name
+        if name.endswith(".js"):
+            assert not re.search(
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", text
+            )
+            assert {m for m in re.findall(r'from "(.*?)"', text)} <= {"./charts.js", "./chat.js"}
+    html = (here / "index.html").read_text("utf-8")
+    assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", html)
+    assert {*re.findall(r'(?:src|href)="(.*?)"', html)} <= {f"/page/{name}" for name in page.FILES} | {"#say"}
+
+
+def test_what_the_script_looks_up_is_there() -> None:
+    """Every id that a script asks for stands in the page once."""
+    here = Path(page.__file__).parent
+    html = (here / "index.html").read_text("utf-8")
+    ids = re.findall(r'\sid="([\w-]+)"', html)
+    assert len(ids) == len(set(ids))
+    scripts = "".join((here / name).read_text("utf-8") for name in page.FILES if name.endswith(".js"))
+    assert {*re.findall(r'\$\("([\w-]+)"\)', scripts)} <= {*ids}
+    assert {f"g-{name}" for name in re.findall(r'gauge\("(\w+)"', scripts)} <= {*ids}
+
+
+# ---- who gets through ---------------------------------------------------------------------------------
+
+
+async def test_the_page_needs_no_key_its_data_do(make: Make) -> None:
+    s = make(KEY)
+    assert (await s.get("/", headers=BROWSER)).status == 200
+    for name in page.FILES:
+        assert (await s.get(f"/page/{name}")).status == 200
+    for path in ("/", "/page/events", "/page/other", "/page/", "/page/events/", "/v1/models"):
+        assert (await s.get(path)).status == 401, path
+    assert (await s.get("/v1/models", headers=BROWSER)).status == 401
+    assert (await s.get("/page/events", headers=BROWSER)).status == 401
+    assert (await s.get("/page/events?key=sesame")).status in (401, 404)
+    connection = watch(s, headers={"authorization": "Bearer sesame"})
+    await connection.until(b"\n\n")
+    connection.leave()
+    assert len(await left(connection)) >= 1
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}])
+async def test_another_site_gets_neither(make: Make, headers: dict[str, str]) -> None:
+    for path in ("/", "/page/page.js", "/page/events"):
+        assert (await make().get(path, headers=BROWSER | headers)).status == 403
+
+
+# ---- the stream ---------------------------------------------------------------------------------------
+
+
+async def test_a_snapshot(make: Make) -> None:
+    bad = '<img src=x onerror="alert(1)">'
+    other = Served(replace(INFO, name=bad), "unloaded", pinned=True, error="it does not fit")
+    s = make(others=(other,))
+    assert (await s.chat()).status == 200
+    assert (await s.post("/v1/chat/completions", {"messages": 3})).status == 400
+    now = await snapshot(s)
+    names = "version time alive stopping stalled loading models process refused requests kernels"
+    assert set(now) == {*names.split()}
+    assert (now["alive"], now["stopping"], now["refused"], now["kernels"]) == (True, False, {"400": 1}, [])
+    assert set(now["process"]) == PROCESS
+    tiny, odd = now["models"]
+    assert (odd["name"], odd["status"], odd["pinned"], odd["error"]) == (
+        bad,
+        "unloaded",
+        True,
+        "it does not fit",
+    )
+    assert set(tiny["stats"]) == {f.name for f in fields(Stats)} - PROCESS - {"progress"}
+    assert {name: tiny["stats"][name] for name in ("running", "waiting", "blocks_free")} == {
+        "running": 1,
+        "waiting": 2,
+        "blocks_free": 5,
+    }
+    [row] = now["requests"]
+    assert set(row) == {f.name for f in fields(journal.Row)}
+    assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row["prompt"] > 0
+
+
+async def test_snapshots_keep_coming_and_end_when_the_client_leaves(make: Make) -> None:
+    s = make()
+    connection = watch(s)
+    await connection.until(b'"running"')
+    s.engine.loads = "two"
+    await connection.until(b'"loading":"two"')
+    assert s.app.state.front.listeners == 1
+    connection.leave()
+    found = await left(connection)
+    assert found[0]["loading"] == "" and found[-1]["loading"] == "two" and s.app.state.front.listeners == 0
+    times = [one["time"] for one in found]
+    assert times == sorted(times)
+    assert dict(connection.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
+
+
+async def test_listeners_are_bounded(make: Make) -> None:
+    s = make()
+    some = [watch(s) for _ in range(page.LISTENERS)]
+    for connection in some:
+        await connection.until(b"\n\n")
+    answer = await s.get("/page/events")
+    assert answer.status == 429 and "8 pages are open" in answer.error["message"]
+    assert answer.headers["retry-after"] == "5"
+    some[0].leave()
+    await left(some[0])
+    again = watch(s)
+    await again.until(b"\n\n")
+    for connection in (*some[1:], again):
+        connection.leave()
+        await left(connection)
+    assert s.app.state.front.listeners == 0
+
+
+@pytest.mark.parametrize("change", [{"ending": True}, {"lives": False}])
+async def test_the_stream_ends_with_the_server(make: Make, change: dict[str, bool]) -> None:
+    """The last snapshot says why."""
+    s = make()
+    connection = watch(s)
+    await connection.until(b"\n\n")
+    for name, value in change.items():
+        setattr(s.engine, name, value)
+    found = await left(connection)
+    assert (found[-1]["stopping"], found[-1]["alive"]) == (s.engine.ending, s.engine.lives)
+    assert not connection.sent[-1]["more_body"] and len(found) >= 2
+
+
+async def test_head_is_answered_at_once(make: Make) -> None:
+    s = make()
+    answer = await Connection(s.app, "/page/events", method="HEAD").answer()
+    assert answer.status == 200 and s.app.state.front.listeners == 0
+
+
+async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
+    s = make(holds=True, cached=3)
+    asked = {"messages": [{"role": "user", "content": "the user hello"}], "stream": True}
+    chat = Connection(s.app, "/v1/chat/completions", asked)
+    await s.engine.until(lambda: s.engine.submitted)
+    [row] = (await snapshot(s))["requests"]
+    assert (row["outcome"], row["first"], row["generated"]) == ("", 0.0, 0)
+    s.engine.push("world")
+    await chat.until(b"world")
+    now = await snapshot(s)
+    [row] = now["requests"]
+    assert row["outcome"] == "" and row["first"] > 0 and row["cached"] == 3 and row["generated"] > 0
+    assert "hello" not in json.dumps(now) and "world" not in json.dumps(now)
+    chat.leave()
+    async with asyncio.timeout(10):
+        await chat.task
+    [row] = (await snapshot(s))["requests"]
+    assert row["outcome"] == "gone" and not s.app.state.front.journal.live
+
+
+async def test_what_has_ended_is_bounded(make: Make) -> None:
+    s = make()
+    ids = [(await s.chat()).json["id"] for _ in range(journal.KEPT + 3)]
+    rows = (await snapshot(s))["requests"]
+    assert [row["id"] for row in rows] == ids[: -journal.KEPT - 1 : -1]
+
+
+def test_what_runs_comes_first() -> None:
+    row = journal.Row("a", "m", 1, 0, 1, 1, 0, 0, 0.1, 0.2, 3.0)
+    book = journal.Journal({str(i): (lambda i=i: replace(row, id=str(i))) for i in range(journal.KEPT + 9)})
+    assert [r.id for r in book.rows()] == [str(i) for i in range(journal.KEPT + 8, 8, -1)]
+    book = journal.Journal({"b": lambda: replace(row, id="b")})
+    book.end(row)
+    assert [r.id for r in book.rows()] == ["b", "a"]
+    book.end(replace(row, id="b"))
+    assert [r.id for r in book.rows()] == ["b", "a"] and not book.live
+
+
+async def test_verdicts_of_kernels(tokenizer: Any, model_dir: Path) -> None:
+    table = {
+        "small_qmm 64x64": Verdict("tall", 2, 8, 1e-3, {8: 1.5, 2: 1.2}),
+        "accept 320": Verdict(why="slower"),
+    }
+    engine = Scripted(tokenizer)
+    s = Server(engine, create_app(engine, tokenizer, model_dir, Config(), verdicts=table))
+    one, two = (await snapshot(s))["kernels"]
+    assert one["name"] == "small_qmm 64x64" and one["gains"] == [[2, 1.2], [8, 1.5]]
+    assert (one["way"], one["least"], one["most"], one["error"], one["why"]) == ("tall", 2, 8, 1e-3, "")
+    assert (two["name"], two["way"], two["why"]) == ("accept 320", "", "slower")
+    table["late"] = Verdict(why="no Metal here")
+    assert len((await snapshot(s))["kernels"]) == 3  # the live table
+
+
+def test_over_a_socket(make: Make) -> None:
+    """uvicorn's side of it: the stream comes line by line, and ends with the server."""
+    s = make()
+    with live(s.app) as base, httpx.Client(base_url=base, timeout=10) as client:
+        assert client.get("/", headers=BROWSER).headers["content-security-policy"] == page.POLICY
+        with client.stream("GET", "/page/events") as r:
+            found = []
+            for line in filter(None, r.iter_lines()):
+                found.append(json.loads(line[6:]))
+                s.engine.ending = len(found) == 2  # until then the stream is open
+        assert [one["stopping"] for one in found] == [False, False, True]
+    assert s.app.state.front.listeners == 0

@@ -1,0 +1,287 @@
+"""The page in a real browser, on the real engine with a tiny model: headless Chromium through Playwright."""
+
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.engine.worker import Worker
+from mlxspec.server import page as served_page
+from mlxspec.server.app import create_app
+from mlxspec.text.prompt import load_tokenizer
+from mlxspec.types import ModelInfo
+from tests import tiny
+from tests.drafters import attach
+from tests.server.live import live
+from tests.tiny_tokenizer import save_tokenizer
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+NAME = '<b onclick="alert(1)">tiny</b>'  # a model's name is text, whatever it looks like
+LONG = {"max_tokens": 300, "ignore_eos": True}
+
+
+def no_browser(reason: str) -> None:
+    """Skips, and says so where a quiet run would hide it."""
+    print(f"the page was not tried in a browser: {reason}", file=sys.__stderr__)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        no_browser("playwright is not installed")
+    named = os.environ.get("CHROMIUM", "")
+    found = named or next(filter(None, map(shutil.which, NAMES)), "") or (MAC if Path(MAC).exists() else "")
+    if not found:
+        no_browser(f"no Chromium: $CHROMIUM is empty, and PATH has none of {', '.join(NAMES)}")
+    with sync_playwright() as started:
+        # No sandbox: root in a container has none, and the page comes from this test.
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Slow:
+    """What a step takes besides its work, in seconds, so that a test sees an answer under way."""
+
+    pause: float = 0.0
+
+    def __call__(self, event: str, step: int) -> None:
+        time.sleep(self.pause * (event == "submit"))
+
+
+SLOW = Slow()
+
+
+@contextmanager
+def serving(path: Path, config: Config) -> Iterator[str]:
+    """A tiny model with copied drafts, greedy where a request says nothing: a run is like the next."""
+    save_tokenizer(path)
+    (path / "generation_config.json").write_text('{"do_sample": false}')
+
+    def start() -> Any:
+        engine = tiny.engine(
+            tiny.model("llama"), blocks=256, budget=64, context=512, vocab=tiny.VOCAB, trace=SLOW
+        )
+        attach(engine, "lookup")
+        return engine, ModelInfo(NAME, 512, tiny.VOCAB, "rows", 8, 256, 1 << 20, 1 << 20, 1_700_000_000)
+
+    worker = Worker(start, max_sequences=4, max_queue=16)
+    worker.launch()
+    try:
+        with live(create_app(worker, load_tokenizer(path), path, config)) as base:
+            yield base
+    finally:
+        worker.stop()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("model"), Config()) as url:
+        yield url
+
+
+@contextmanager
+def opened(chromium: Any, url: str, width: int = 1280, scheme: str = "light", **kw: Any) -> Iterator[Any]:
+    """A page that complains of nothing and asks nobody but the server. `allowed`: parts of complaints that
+    are looked for."""
+    allowed = kw.pop("allowed", ())
+    height = 900 if width > 500 else 812
+    context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **kw)
+    said, asked = list[str](), list[str]()
+    page = context.new_page()
+    page.on("console", lambda m: said.append(f"{m.type}: {m.text}"))
+    page.on("pageerror", lambda e: said.append(f"uncaught: {e}"))
+    page.on("dialog", lambda d: said.append(f"dialog: {d.message}"))
+    page.on("request", lambda r: asked.append(r.url))
+    try:
+        page.goto(url)
+        yield page
+        assert [line for line in said if not any(part in line for part in allowed)] == []
+        assert asked and all(one.startswith(f"{url}/") for one in asked), asked
+    finally:
+        context.close()
+
+
+def until(page: Any, what: str, seconds: float = 30) -> None:
+    """Waits until an expression is true. Playwright's own way needs eval, which the page's policy forbids."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(what):
+        assert time.monotonic() < end, f"{what}\n{page.inner_text('body')}"
+        page.wait_for_timeout(50)
+
+
+def until_live(page: Any) -> None:
+    until(page, "document.body.dataset.link === 'live'")
+
+
+@contextmanager
+def load(base: str) -> Iterator[None]:
+    """Two clients that ask for long answers until the block ends."""
+    ends = threading.Event()
+
+    def ask(n: int) -> None:
+        for turn in range(1000):
+            content = "the user sent the world a system " * 3 + str(n + turn % 3)
+            body = {"messages": [{"role": "user", "content": content}], **LONG}
+            sent = urllib.request.Request(
+                f"{base}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(sent, timeout=60) as answer:
+                answer.read()
+            if ends.is_set():
+                return
+
+    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join(60)
+
+
+LINES = "[...document.querySelectorAll('.chart .line.s0')].map(line => line.getAttribute('d'))"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_it_moves_under_load(chromium: Any, base: str, tmp_path: Path, width: int, scheme: str) -> None:
+    with opened(chromium, base, width, scheme) as page, load(base):
+        until_live(page)
+        until(page, "parseFloat(document.getElementById('g-rate').textContent) > 0")
+        until(page, "document.querySelectorAll('#requests tbody tr').length > 2")
+        until(page, "document.querySelectorAll('#requests .meter').length > 2")
+        until(page, "document.querySelectorAll('#accept .heat').length > 0")
+        before = page.evaluate(LINES)
+        until(page, f"{LINES}.every((line, n) => line && line !== {json.dumps(before)}[n])")
+        assert page.locator("#serving").inner_text() == NAME  # as text: no element came of it
+        assert page.locator("main b[onclick], header b").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0] < 80")
+        assert dark == (scheme == "dark")
+        assert page.locator("#kernels").inner_text().startswith("None proven on this machine")
+        shot = tmp_path / f"{width}-{scheme}.png"
+        page.screenshot(path=shot, full_page=True)
+        assert shot.stat().st_size > 20_000
+
+
+def test_the_chat_by_keyboard(chromium: Any, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tab goes through the page as it is read; Enter sends, Escape and Stop end an answer."""
+    monkeypatch.setattr(SLOW, "pause", 0.1)
+    with opened(chromium, base) as page:
+        until_live(page)
+        order = []
+        for _ in range(6):
+            page.keyboard.press("Tab")
+            order.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+        assert order == ["skip", "model", "clear", "log", "say", "send"]
+        ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert ring == "solid"
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.type("hello")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("<b>the world</b>")
+        page.keyboard.press("Enter")
+        assert page.locator("#say").input_value() == ""
+        until(page, "document.querySelector('.turn.assistant .body')?.textContent.length > 5")
+        first = page.evaluate("document.querySelector('.turn.assistant .body').textContent")
+        until(page, f"document.querySelector('.assistant .body').textContent.length > {len(first)}")
+        page.keyboard.press("Escape")
+        until(page, "!document.querySelector('.coming')")
+        assert page.locator(".turn.user .body").inner_text() == "hello\n<b>the world</b>"
+        assert "stopped" in page.locator(".turn.assistant .sub").inner_text()
+        assert page.evaluate("document.activeElement.id") == "say"
+        page.keyboard.type("again")
+        page.keyboard.press("Enter")
+        page.locator("#stop").click()
+        until(page, "document.getElementById('stop').hidden")
+        until(page, "document.querySelectorAll('#requests .end-gone').length >= 1")
+        page.locator("#clear").click()
+        assert page.locator(".turn").count() == 0
+
+
+def test_an_answer_that_ends_tells_its_figures(chromium: Any, base: str) -> None:
+    with opened(chromium, base) as page:
+        until_live(page)
+        page.locator("#say").fill("hello")
+        page.locator("#say").press("Enter")
+        until(page, "!document.getElementById('send').hidden", 60)
+        last = page.locator(".turn").last.inner_text()
+        assert re.search(r"\d+ tokens.*, first after \d+\.\d\d s; \d+ of \d+ prompt tokens cached", last), (
+            last
+        )
+
+
+def test_a_refusal_is_told_and_the_text_comes_back(chromium: Any, base: str) -> None:
+    with opened(chromium, base, allowed=["status of 400"]) as page:
+        until_live(page)
+        page.locator("#say").fill("hello " * 900)  # the window is 512
+        page.locator("#say").press("Enter")
+        page.wait_for_selector(".turn.error")
+        assert "prompt is too long" in page.locator(".turn.error").inner_text()
+        assert page.locator("#say").input_value().startswith("hello hello")
+        assert page.locator(".turn").count() == 1
+
+
+def test_the_key_is_asked_for_once_per_tab(chromium: Any, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        base = stack.enter_context(serving(tmp_path, Config(api_key="sesame")))
+        page = stack.enter_context(opened(chromium, base, 375, allowed=["status of 401"]))
+        page.wait_for_selector("#key:not([hidden])")
+        assert page.evaluate("document.activeElement.id") == "key-field"
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        until(page, "document.getElementById('key-note').textContent.includes('refused')")
+        page.keyboard.type("sesame")
+        page.keyboard.press("Enter")
+        until_live(page)
+        page.locator("#say").fill("hello")
+        page.locator("#say").press("Enter")
+        page.wait_for_selector(".turn.assistant")
+        page.reload()
+        until_live(page)
+        assert page.locator("#key").is_hidden()
+        assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
+
+
+def test_a_server_that_goes_is_told(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_page, "TICK_S", 0.05)
+    with ExitStack() as stack:
+        server = stack.enter_context(ExitStack())
+        base = server.enter_context(serving(tmp_path, Config()))
+        page = stack.enter_context(opened(chromium, base, allowed=["ERR_CONNECTION", "ERR_INCOMPLETE"]))
+        until_live(page)
+        began = time.monotonic()
+        server.close()
+        until(page, "document.body.dataset.link === 'off'")
+        assert "trying again" in page.locator("#link").inner_text()
+        assert time.monotonic() - began < 15
+
+
+def test_no_motion_where_none_is_wanted(chromium: Any, base: str) -> None:
+    with opened(chromium, base, reduced_motion="reduce") as page:
+        until_live(page)
+        page.wait_for_selector(".part", state="attached")
+        of = "getComputedStyle(document.querySelector('.part')).transitionProperty"
+        assert page.evaluate(f"{of}") == "none" or page.evaluate(of.replace("Property", "Duration")) == "0s"

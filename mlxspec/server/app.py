@@ -80,8 +80,14 @@ def _routes() -> list[Route]:
         ("/detokenize", detokenize, "POST"),
     ]
     routes = [Route(f"{at}{path}", do, methods=[how]) for path, do, how in both for at in ("/v1", "")]
-    once = [("/", index), ("/health", health), ("/metrics", prometheus), ("/api/hello", hello)]
-    once += [("/page/events", page.events), ("/page/{name}", page.file)]
+    once = [
+        ("/", index),
+        ("/health", health),
+        ("/metrics", prometheus),
+        ("/api/hello", hello),
+        ("/page/events", page.events),
+        ("/page/{name}", page.file),
+    ]
     return routes + [Route(path, do, methods=["GET"]) for path, do in once]
 
 

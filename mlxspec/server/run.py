@@ -224,7 +224,7 @@ def greeting(config: Config, models: Sequence[str], port: int) -> str:
     return (
         f"{models[0]} is served at {url}/v1\n"
         + (f"{', '.join(models[1:])}: loaded when first asked for\n" if models[1:] else "")
-        + f"{url}/ in a browser shows what it is doing\n"
         + "\n"
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'\n"
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'\n\n"
+        f"or open {url}/ in a browser\n"
     )

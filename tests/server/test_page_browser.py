@@ -4,11 +4,10 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +34,20 @@ NAME = '<b onclick="alert(1)">tiny</b>'  # a model's name is text, whatever it l
 LONG = {"max_tokens": 300, "ignore_eos": True}
 
 
-def no_browser(reason: str) -> None:
-    """Skips, and says so where a quiet run would hide it."""
-    print(f"the page was not tried in a browser: {reason}", file=sys.__stderr__)
-    pytest.skip(reason)
+@pytest.fixture(scope="module")
+def no_browser(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Skips, and says so past pytest's capture: a quiet run would hide it."""
+
+    def skip(reason: str) -> None:
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\nthe page was not tried in a browser: {reason}", flush=True)
+        pytest.skip(reason)
+
+    return skip
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+def chromium(no_browser: Callable[[str], None]) -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:

@@ -217,7 +217,7 @@ def test_a_taken_port_is_named() -> None:
 def test_the_greeting_has_a_curl_line(config: Config, url: str) -> None:
     text = greeting(config, ["tiny"], 81)
     assert text.startswith(f"tiny is served at {url}\n") and f"curl {url}/chat/completions -H" in text
-    assert "Authorization" not in text
+    assert "Authorization" not in text and text.endswith(f"or open {url.removesuffix('v1')} in a browser\n")
 
 
 def test_the_curl_line_works(make: Callable[..., Server]) -> None:

@@ -140,7 +140,7 @@ def fleet_of(chosen: Sequence[Chosen], config: Config, asleep: bool = False) -> 
         Member(partial(start, one.found.path, one.found.name, one.options), info, info.name in config.pin)
         for one, info in zip(chosen, infos, strict=True)
     ]
-    return Fleet(members, lack, config.idle_ttl_s, asleep=asleep)
+    return Fleet(members, lack, config.idle_ttl, asleep=asleep)
 
 
 def _named(model: str) -> tuple[str, str]:

@@ -58,8 +58,8 @@ class Config:
         (), "Names that a `Host` or `Origin` header may carry, besides those of this machine's loopback."
     )
     pin: tuple[str, ...] = option((), "Names of models that, once loaded, make room for no other.")
-    idle_ttl_s: float = option(
-        0.0,
+    idle_ttl: float = option(
+        1800.0,
         "Idle time after which a model that is not pinned is unloaded; 0: never.",
         unit="s",
         low=0,

@@ -74,7 +74,7 @@ def test_what_the_files_promise(dirs: tuple[str, str]) -> None:
 
 
 def test_what_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(model=dirs[0], others=(f"b={dirs[1]}",), pin=("b",), idle_ttl_s=9)
+    config = Config(model=dirs[0], others=(f"b={dirs[1]}",), pin=("b",), idle_ttl=9)
     fleet = fleet_of(choose_all(config), config)
     assert [m.pinned for m in fleet.members] == [False, True] and fleet.ttl == 9
     size = fleet.members[1].info.weight_bytes

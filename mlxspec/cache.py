@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mlxspec.config import size
 from mlxspec.engine.runfile import keys_of, label, listing, open_lock
 from mlxspec.types import Unfit
 
@@ -125,13 +126,3 @@ def _lock(fd: int) -> None:
             if time.monotonic() > end:
                 raise OSError(0, f"a server has been writing for {PATIENCE:.0f} s; stop it first") from None
             time.sleep(0.02)
-
-
-def size(count: int) -> str:
-    """Bytes for people, in the units of `cache_gb`."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1024 or unit == "GB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -25,6 +25,10 @@ class ChatError(Exception):
     """The answer cannot be had. The message says what to do."""
 
 
+class Absent(ChatError):
+    """Nobody listens there."""
+
+
 @dataclass(slots=True)
 class Chat:
     """One conversation with the server at `url`. `temperature` None leaves it to the model's own setting."""
@@ -38,11 +42,9 @@ class Chat:
 
 def run(url: str, api_key: str = "", system: str = "", temperature: float | None = None) -> None:
     """Chats until stdin ends or /exit. Raises ChatError; at a terminal only if the server is not there."""
-    if not _is_url(url):
-        raise ChatError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
     opening = [{"role": "system", "content": system}] if system else []
     chat = Chat(url, api_key, temperature)
-    with _open(chat, "GET", "/v1/models") as response:
+    with call(chat.url, chat.api_key, "GET", "/v1/models") as response:
         chat.model = json.load(response)["data"][0]["id"]
     chat.messages = list(opening)
     interactive = sys.stdin.isatty()
@@ -72,7 +74,7 @@ def answer(chat: Chat, text: str) -> None:
         body["temperature"] = chat.temperature
     said, tokens, started, first, stopped = "", 0, time.perf_counter(), 0.0, False
     try:
-        with _open(chat, "POST", "/v1/chat/completions", body) as response:
+        with call(chat.url, chat.api_key, "POST", "/v1/chat/completions", body) as response:
             for event in _events(response):
                 tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in event["choices"]:
@@ -96,13 +98,19 @@ def answer(chat: Chat, text: str) -> None:
 
 
 @contextmanager
-def _open(chat: Chat, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-    url = urlsplit(chat.url)
+def call(
+    at: str, api_key: str, method: str, path: str, body: Any = None, patience: float = TIMEOUT_S
+) -> Iterator[http.client.HTTPResponse]:
+    """The response of the server at the URL `at` with status 200; `patience` is in seconds of silence. Raises
+    ChatError, also for what goes wrong while it is read."""
+    if not _is_url(at):
+        raise ChatError(f"--url = {at!r} is not a URL; give one like http://127.0.0.1:8080")
+    url = urlsplit(at)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json"}
-    if chat.api_key:
-        headers["Authorization"] = f"Bearer {chat.api_key}"
-    connection = kind(url.hostname or "", url.port, timeout=TIMEOUT_S)
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    connection = kind(url.hostname or "", url.port, timeout=patience)
     try:
         connection.request(method, url.path.rstrip("/") + path, json.dumps(body) if body else None, headers)
         response = connection.getresponse()
@@ -110,12 +118,12 @@ def _open(chat: Chat, method: str, path: str, body: Any = None) -> Iterator[http
             raise ChatError(_refused(response))
         yield response
     except ConnectionRefusedError as error:
-        raise ChatError(f"no server at {chat.url}; start one with: mlxspec serve") from error
+        raise Absent(f"no server at {at}; start one with: mlxspec serve") from error
     except (OSError, http.client.HTTPException) as error:
-        raise ChatError(f"{chat.url}: {str(error) or type(error).__name__}; see the server's log") from error
+        raise ChatError(f"{at}: {str(error) or type(error).__name__}; see the server's log") from error
     except (ValueError, LookupError, TypeError) as error:
         raise ChatError(
-            f"{chat.url} does not answer as OpenAI's API does ({error!r}); give another --url"
+            f"{at} does not answer as OpenAI's API does ({error!r}); give another --url"
         ) from error
     finally:
         connection.close()

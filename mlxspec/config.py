@@ -186,6 +186,16 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def size(count: int) -> str:
+    """Bytes for people, in the units of `cache_gb`."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024 or unit == "GB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
 def limits(row: Field[Any]) -> str:
     """What a row admits beyond its type: its choices or its range, in its unit. Empty where anything goes."""
     meta = row.metadata

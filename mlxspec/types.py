@@ -202,7 +202,7 @@ NOW = PROCESS | frozenset(
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model that can be asked for, as the engine's thread last saw it. `error` is why it could not be
-    loaded the last time; empty where it could."""
+    loaded the last time; empty where it could. `used` is time.monotonic() of its last work, 0: never."""
 
     info: ModelInfo
     status: Literal["loaded", "loading", "unloaded"] = "loaded"
@@ -210,6 +210,7 @@ class Served:
     pinned: bool = False
     loads: int = 0
     error: str = ""
+    used: float = 0.0
 
 
 class Busy(Exception):

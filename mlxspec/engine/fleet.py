@@ -155,7 +155,8 @@ class Fleet:
             stats = replace(m.stats(), progress=progress, disk_bytes=self._disk)
             if m.engine is None:
                 stats = replace(stats, **of_process(self.guard))
-            found[name] = Served(m.info, "loaded" if m.engine else status, stats, m.pinned, m.loads, m.error)
+            status = "loaded" if m.engine else status
+            found[name] = Served(m.info, status, stats, m.pinned, m.loads, m.error, m.used)
         return found
 
     def rest(self) -> float | None:

@@ -4,6 +4,7 @@ Rule: an endpoint is a function of a request; what they share is the `Front`.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -85,6 +86,7 @@ def _routes() -> list[Route]:
         ("/health", health),
         ("/metrics", prometheus),
         ("/api/hello", hello),
+        ("/page/now", now),
         ("/page/events", page.events),
         ("/page/{name}", page.file),
     ]
@@ -106,21 +108,36 @@ async def hello(http: HttpRequest) -> Response:
     return Response()
 
 
+def _unwell(engine: Engine) -> str:
+    if not engine.alive():
+        return "the engine has stopped"
+    if engine.draining():
+        return "the server is stopping"
+    if (seconds := engine.stalled()) > (LOADING_S if engine.loading() else STALLED_S):
+        return f"the engine has made no progress for {seconds:.0f} s"
+    return ""
+
+
+async def now(http: HttpRequest) -> Response:
+    """The page's snapshot, once, and what else `mlxspec status` and the menu bar show."""
+    front: Front = http.app.state.front
+    more = {
+        "pid": os.getpid(),
+        "note": getattr(http.app.state, "note", ""),
+        "unwell": _unwell(front.engine),
+        "idle_ttl_s": front.config.idle_ttl_s,
+    }
+    return JSONResponse(page.snapshot(front) | more, headers={"cache-control": "no-store"})
+
+
 async def health(http: HttpRequest) -> Response:
     """200 while the engine takes requests and gets on with its work, else 503 with the reason."""
     engine = http.app.state.front.engine
-    reason = ""
-    if not engine.alive():
-        reason = "the engine has stopped"
-    elif engine.draining():
-        reason = "the server is stopping"
-    elif (seconds := engine.stalled()) > (LOADING_S if engine.loading() else STALLED_S):
-        reason = f"the engine has made no progress for {seconds:.0f} s"
-    if reason:
+    if reason := _unwell(engine):
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    now = engine.stats()
+    stats = engine.stats()
     loaded = [name for name, served in engine.models().items() if served.status == "loaded"]
-    found = {"status": "ok", "running": now.running, "waiting": now.waiting, "loaded": loaded}
+    found = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
     note = getattr(http.app.state, "note", "")
     return JSONResponse(found | {"note": note} if note else found)
 

@@ -135,6 +135,7 @@ def _model(served: Served) -> Json:
         "status": served.status,
         "pinned": served.pinned,
         "loads": served.loads,
+        "idle": round(max(0.0, time.monotonic() - served.used), 1) if served.used else None,
         "error": served.error,
         "stats": {name: getattr(served.stats, name) for name in SHOWN},
     }

@@ -15,24 +15,23 @@ import typer
 
 from mlxspec import __version__, blas
 from mlxspec.chat import ChatError
-from mlxspec.config import ARGUMENTS, TABLE, Config, ConfigError, flag, kind, limits, load, url_of
+from mlxspec.config import ARGUMENTS, TABLE, Config, ConfigError, flag, kind, limits, load, size
 from mlxspec.launch import AGENTS, LaunchError
 from mlxspec.launch import launch as become
 from mlxspec.types import Unfit
+from mlxspec.verbs import LOOK, MEASURE, RUN, USE, Dry, Key, Url, menubar, server_of, verbs, working
 
 METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
-Url = Annotated[str | None, typer.Option(help="The server; without it, the one of your settings.")]
-Key = Annotated[str | None, typer.Option(help="The server's API key.")]
-
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)]
-Dry = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
 CacheDir = Annotated[str | None, typer.Option(help="As for serve; without it, the one of your settings.")]
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 cache = typer.Typer(no_args_is_help=True, help="Look at the prompt cache on disk, or empty it.")
-app.add_typer(cache, name="cache")
+app.add_typer(cache, name="cache", rich_help_panel=LOOK)
 service = typer.Typer(no_args_is_help=True, help="Run the server after each login: launchd or systemd.")
-app.add_typer(service, name="service")
+app.add_typer(service, name="service", rich_help_panel=RUN)
+app.add_typer(menubar, name="menubar", rich_help_panel=RUN)
+app.add_typer(verbs)
 
 
 def main() -> None:
@@ -85,7 +84,7 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 @_with_flags
 def serve(**flags: str | list[str] | None) -> None:
     """Serve models: directories in mlx-lm's format, hub ids, or, without MODEL, the embedded one."""
@@ -102,7 +101,7 @@ def serve(**flags: str | list[str] | None) -> None:
     sys.exit(serve_model(config))
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def chat(
     url: Url = None,
     api_key: Key = None,
@@ -114,10 +113,10 @@ def chat(
     """Chat with the running server. /reset starts anew, /exit ends, Ctrl-C stops an answer."""
     from mlxspec.chat import run
 
-    run(*_server(url, api_key), system, temperature)
+    run(*server_of(url, api_key), system, temperature)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(rich_help_panel=USE, context_settings={"allow_interspersed_args": False})
 def launch(
     agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
     args: Annotated[
@@ -128,18 +127,10 @@ def launch(
     api_key: Key = None,
 ) -> None:
     """Start a coding agent on the running server. None of its files are changed."""
-    become(agent, args or [], *_server(url, api_key), show)
+    become(agent, args or [], *server_of(url, api_key), show)
 
 
-def _server(url: str | None, key: str | None) -> tuple[str, str]:
-    """The URL and key of the server that is meant. The settings' key is for the settings' server only."""
-    if url is not None:
-        return url, key or ""
-    config = load({}, os.environ)
-    return url_of(config.host, config.port), key or config.api_key
-
-
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def bench(
     model: Model = None,
     draft: Annotated[str, typer.Option(metavar="MODEL", help="A small model that drafts.")] = "",
@@ -191,7 +182,7 @@ def bench(
     sys.exit(run.bench(config, wanted))
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def doctor(
     model: Model = None,
     cache_dir: CacheDir = None,
@@ -212,7 +203,7 @@ def doctor(
     sys.exit(doctor(config, wrong, json))
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def tune(
     model: Model = None,
     cache_dir: CacheDir = None,
@@ -255,7 +246,7 @@ def cache_clear(
     cache_dir: CacheDir = None, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
 ) -> None:
     """Delete all of it. A running server goes on, and fills it anew."""
-    from mlxspec.cache import clear, size, survey
+    from mlxspec.cache import clear, survey
 
     root = _prompts(cache_dir)[0]
     held = sum(model.bytes for model in survey(root))
@@ -272,7 +263,9 @@ def service_install(*, dry_run: Dry = False, **flags: str | list[str] | None) ->
     from mlxspec.service import Hands, here, verbs
     from mlxspec.service.job import job_of
 
-    print(verbs.install(here(), job_of(flags, os.environ), Hands(dry_run)))
+    with working("service install", shown=not dry_run):
+        said = verbs.install(here(), job_of(flags, os.environ), Hands(dry_run))
+    print(said)
 
 
 @service.command("uninstall")
@@ -302,7 +295,9 @@ def service_restart(dry_run: Dry = False) -> None:
 def _service(verb: str, dry: bool) -> None:
     from mlxspec.service import Hands, here, verbs
 
-    print(getattr(verbs, verb)(here(), Hands(dry)))
+    with working(f"service {verb}", shown=not dry):
+        said = getattr(verbs, verb)(here(), Hands(dry))
+    print(said)
 
 
 @service.command("status")
@@ -315,6 +310,7 @@ def service_status() -> None:
     sys.exit(status)
 
 
+@app.command("logs", rich_help_panel=LOOK)
 @service.command("logs")
 def service_logs(
     lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many of the last.")] = 100,
@@ -322,8 +318,12 @@ def service_logs(
 ) -> None:
     """Show the service's log."""
     from mlxspec.service import here
+    from mlxspec.service.status import installed
 
-    command = here().logs(lines, follow)
+    system = here()
+    if not installed(system):
+        raise Unfit("the service is not installed; a server that you started says all in its terminal")
+    command = system.logs(lines, follow)
     os.execvp(command[0], command)
 
 

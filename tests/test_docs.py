@@ -43,7 +43,7 @@ def code(page: Path) -> str:
 
 
 RUNTIME = set(names(PROJECT["dependencies"]))
-OPTIONAL = set(names(PROJECT["optional-dependencies"]["bench"]))
+OPTIONAL = {name for extra in ("bench", "menubar") for name in names(PROJECT["optional-dependencies"][extra])}
 DEVELOPMENT = set(names(PROJECT["optional-dependencies"]["dev"]))
 
 

@@ -47,14 +47,16 @@ MAY_IMPORT = {
     "engine.fleet": STEP | {"engine.engine", "engine.pressure"},
     "engine.worker": ENGINE,
     "server": SERVER | {"chosen"},
-    "service": SERVER | {"service"},
+    "service": SERVER | {"service", "chat"},
+    "stock": MODEL | {"chosen", "service.status"},
+    "verbs": PLAIN | {"chat", "service", "stock"},
     "chat": PLAIN,
     "launch": PLAIN,
     "cache": PLAIN | {"engine.runfile"},
     "chosen": ENGINE | {"text"},
-    "doctor": ENGINE | {"chosen"},
+    "doctor": ENGINE | {"chosen", "server.run", "service", "stock"},
     "bench": ENGINE | {"text", "bench", "chosen"},
-    "cli": SERVER | {"service", "chat", "launch", "bench", "cache", "doctor"},
+    "cli": SERVER | {"service", "chat", "launch", "bench", "cache", "doctor", "verbs"},
     "__main__": {"cli"},
 }
 
@@ -74,7 +76,7 @@ LIBRARIES = {
     "starlette": {"server"},
     "uvicorn": {"server"},
     "prometheus_client": {"metrics", "server"},
-    "typer": {"cli"},
+    "typer": {"cli", "verbs"},
     "matplotlib": {"bench.plot", "bench.curves"},
 }
 

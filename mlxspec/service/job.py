@@ -53,15 +53,20 @@ def job_of(flags: Mapping[str, str | list[str] | None], env: Mapping[str, str]) 
     if config.others != base.others:  # they stand behind the model
         base = replace(base, model="")
     words = shlex.split(as_flags(config, base))
-    checkout = data_dir("launchd").parent
     return Job(
         (sys.executable, "-m", "mlxspec", "serve", *words),
         {"PATH": PATH, **kept},
         config.host,
         config.port,
         round(config.drain_s) + GRACE_S,
-        "" if checkout.name == "_data" else str(checkout),
+        checkout(),
     )
+
+
+def checkout() -> str:
+    """The folder in which Python finds a package that is not installed; else ""."""
+    folder = data_dir("launchd").parent
+    return "" if folder.name == "_data" else str(folder)
 
 
 def _rooted(model: str) -> str:

@@ -29,8 +29,12 @@ def log_file() -> Path:
     return Path.home() / "Library/Logs/mlxspec/mlxspec.log"
 
 
+def agent(label: str) -> Path:
+    return Path.home() / f"Library/LaunchAgents/{label}.plist"
+
+
 def paths() -> list[Path]:
-    return [Path.home() / f"Library/LaunchAgents/{LABEL}.plist"]
+    return [agent(LABEL)]
 
 
 def leftovers() -> list[Path]:
@@ -68,29 +72,30 @@ def address() -> tuple[str, int] | None:
         return None
 
 
-def loaded(hands: Hands) -> bool:
-    return hands.ask("launchctl", "print", _target()).returncode == 0
+def loaded(hands: Hands, label: str = LABEL) -> bool:
+    return hands.ask("launchctl", "print", _target(label)).returncode == 0
 
 
-def load(hands: Hands) -> None:
-    if not hands.dry:  # launchd starts nothing whose log has no folder
+def load(hands: Hands, label: str = LABEL) -> None:
+    if not hands.dry and label == LABEL:  # launchd starts nothing whose log has no folder
         hands.folder(log_file().parent)
-    hands.do("launchctl", "enable", _target())
-    hands.do("launchctl", "bootstrap", f"gui/{os.getuid()}", str(paths()[0]))
+    hands.do("launchctl", "enable", _target(label))
+    hands.do("launchctl", "bootstrap", f"gui/{os.getuid()}", str(agent(label)))
 
 
-def unload(hands: Hands) -> None:
-    hands.do("launchctl", "bootout", _target(), fine=(*ABSENT, UNDER_WAY))
-    end = time.monotonic() + _patience()
-    while not hands.dry and (status := hands.ask("launchctl", "print", _target()).returncode) not in ABSENT:
+def unload(hands: Hands, label: str = LABEL) -> None:
+    target = _target(label)
+    hands.do("launchctl", "bootout", target, fine=(*ABSENT, UNDER_WAY))
+    end = time.monotonic() + _patience(label)
+    while not hands.dry and (status := hands.ask("launchctl", "print", target).returncode) not in ABSENT:
         if time.monotonic() > end:
-            raise Unfit(f"launchd has not let go of {LABEL} (launchctl print: {status}); try again later")
+            raise Unfit(f"launchd has not let go of {label} (launchctl print: {status}); try again later")
         time.sleep(LOOK_S)
 
 
-def _patience() -> float:
+def _patience(label: str) -> float:
     try:
-        return float(plistlib.loads(paths()[0].read_bytes())["ExitTimeOut"]) + SLACK_S
+        return float(plistlib.loads(agent(label).read_bytes())["ExitTimeOut"]) + SLACK_S
     except (OSError, ValueError, KeyError, TypeError):
         return 60.0
 
@@ -100,12 +105,12 @@ def settle(hands: Hands, there: bool) -> None:
 
 
 def wake(hands: Hands) -> None:
-    hands.do("launchctl", "kickstart", _target())
+    hands.do("launchctl", "kickstart", _target(LABEL))
 
 
 def logs(lines: int, follow: bool) -> list[str]:
     return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(log_file())]
 
 
-def _target() -> str:
-    return f"gui/{os.getuid()}/{LABEL}"
+def _target(label: str) -> str:
+    return f"gui/{os.getuid()}/{label}"

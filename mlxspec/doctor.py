@@ -1,8 +1,9 @@
-"""What `mlxspec doctor` shows: the machine, the paths, and what came of every kernel here.
+"""What `mlxspec doctor` shows: the machine, the paths, the server, and what came of every kernel here.
 
-Rule: it looks. Nothing is proven, fetched or written, and no weight is read.
+Rule: it looks. Nothing is started, proven, fetched or written, and no weight is read beyond its header.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -17,9 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxspec import __version__, blas
-from mlxspec.config import FILE, Config, data_dir
+from mlxspec.config import FILE, Config, ConfigError, data_dir, size, url_of
+from mlxspec.service import here
+from mlxspec.service.status import Status, headline, installed, look
+from mlxspec.stock import flaws, weight
 from mlxspec.types import Unfit
 
+MACOS = 14  # the first that MLX's wheels run on
 WIDE = 150  # columns of a table that goes to a file
 STYLES = {"used": "green", "parked": "bold yellow", "not used": "", "not tried yet": "dim"}
 
@@ -47,11 +52,15 @@ def examine(config: Config) -> dict[str, Any]:
             machine[package] = version(package)
         except PackageNotFoundError:
             broken.append(f"{package} is not installed; run: pip install mlxspec")
-    report: dict[str, Any] = {"machine": machine, "paths": {}, "model": {}, "kernels": [], "broken": broken}
+    report: dict[str, Any] = {"machine": machine, "paths": {}, "server": _server(config, broken)}
+    report |= {"model": {}, "kernels": [], "broken": broken}
     if not any(data_dir("metal").glob("*.metal")):
         broken.append(f"{data_dir('metal')} holds no kernels; install mlxspec again")
     if sys.platform == "darwin" and platform.machine() != "arm64":
         broken.append(f"Python runs as {platform.machine()}; install one for arm64")
+    mac = platform.mac_ver()[0]
+    if mac and int(mac.partition(".")[0]) < MACOS:
+        broken.append(f"macOS {mac} is older than {MACOS}, which MLX needs; update macOS")
     try:
         from mlxspec.engine import memory
         from mlxspec.kernels.kept import machine as facts
@@ -71,7 +80,7 @@ def examine(config: Config) -> dict[str, Any]:
     settings = Path(os.environ.get("MLXSPEC_CONFIG") or FILE).expanduser()
     report["paths"] = {
         "settings": str(settings) + " (not there)" * (not settings.is_file()),
-        "cache": str(cache),
+        "cache": f"{cache}, {size(_bytes(cache))}",
     }
     there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
@@ -83,6 +92,51 @@ def examine(config: Config) -> dict[str, Any]:
 def _system() -> str:
     mac = platform.mac_ver()[0]
     return f"macOS {mac} {platform.machine()}" if mac else f"{platform.system()} {platform.machine()}"
+
+
+def _bytes(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # gone meanwhile
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total
+
+
+def _server(config: Config, broken: list[str]) -> dict[str, str]:
+    """Who is at the settings' port, and how the service is, whatever port that has."""
+    url = url_of(config.host, config.port)
+    now = look(url, config.api_key) if config.port else None
+    try:
+        at, service = installed(here()), "not installed; mlxspec service install does that"
+    except Unfit as error:
+        at, service = "", str(error)
+    if at:
+        about = now if now and at == url else look(at, config.api_key)
+        service = f"{about.service} at {at}: {about.note or headline(about)}"
+        if about.note:
+            broken.append(f"the service: {about.note}; mlxspec service logs may say why, restart ends it")
+        elif about.service == "held" or (about.state == "unwell" and at != url):
+            broken.append(f"the service: {about.why}")
+    return {"port": _port(config, now, broken) if now else "any free one", "service": service}
+
+
+def _port(config: Config, now: Status, broken: list[str]) -> str:
+    if now.version or now.service in ("waiting", "held"):
+        if now.state == "unwell" and now.service != "held":
+            broken.append(f"the server at {now.url}: {now.why}; start it anew")
+        return f"{now.url} is ours: {headline(now)}"
+    if now.state in ("stopped", "not installed"):  # nobody answers; there may still be somebody
+        from mlxspec.server.run import bind
+
+        try:
+            bind(config).close()
+            return f"{now.url} is free"
+        except ConfigError as error:
+            broken.append(f"{error}; or end what has it: lsof -i :{config.port}")
+    else:
+        broken.append(f"{now.url} is somebody else's ({now.why}); end it, or give another --port")
+    return f"{now.url} is taken"
 
 
 def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
@@ -98,8 +152,13 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
     about, names = {"name": config.model or DEFAULT}, []
     try:
         path = on_disk(config)
-        about["path"] = str(path or "not fetched yet: mlxspec serve does it")
-        names = [c.name for c in cases_of(load(path)[0], config.block_size, config.kv_bits)] if path else []
+        about["path"] = str(path or "not fetched yet: mlxspec pull does it")
+        if path:
+            about["weights"] = size(weight(path))
+            cut = flaws(path)
+            broken += [f"{flaw}; remove {path} and run: mlxspec pull" for flaw in cut]
+            found = [] if cut else cases_of(load(path)[0], config.block_size, config.kv_bits)
+            names = [case.name for case in found]
     except Unfit as error:
         broken.append(str(error))
     shelf = Shelf(cache_of(config) / PROOFS)
@@ -117,7 +176,7 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
 
 def show(report: dict[str, Any], console: Console) -> None:
     """As tables."""
-    for part in ("machine", "paths", "model"):
+    for part in ("machine", "paths", "server", "model"):
         for name, value in report[part].items():
             said = str(value).replace(str(Path.home()), "~")  # it may be sent to others
             console.print(Text.assemble((f"{name:9} ", "bold"), said), soft_wrap=True)

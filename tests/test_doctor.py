@@ -1,6 +1,7 @@
 """What `mlxspec doctor` says, of this machine, of a model on the disk, of what is broken."""
 
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from mlxspec.chosen import PROOFS
 from mlxspec.kernels import prove
 from mlxspec.kernels.kept import CRASHED, Shelf
 from mlxspec.kernels.proven import Verdict
+from mlxspec.service.status import Status
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -25,6 +27,7 @@ NAMES = [f"small_qmm {n}x64 of 4 bits, group 32, float32" for n in (128, 32, 64)
 @pytest.fixture(autouse=True)
 def bare(bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("MLXSPEC_PORT", "0")
     monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
 
 
@@ -66,7 +69,9 @@ def test_as_json(model: Path, tmp_path: Path) -> None:
     code, found = report(str(model))
     assert code == 0 and found["broken"] == []
     assert {"mlx", "mlx-lm", "chip", "memory", "system", "python", "metal", "blas"} <= set(found["machine"])
-    assert found["model"] == {"name": str(model), "path": str(model), "kernels": "auto"}
+    size = (model / "model.safetensors").stat().st_size / 1024
+    about = {"name": str(model), "path": str(model), "weights": f"{size:.1f} KB", "kernels": "auto"}
+    assert found["model"] == about
     assert {row["state"] for row in found["kernels"]} == {"not tried yet"}
     names = [row["name"] for row in found["kernels"]]
     assert sorted(name for name in names if name.startswith("small_qmm")) == NAMES
@@ -135,3 +140,59 @@ def test_a_broken_model_and_a_mac_without_metal(model: Path, monkeypatch: pytest
     monkeypatch.setattr("mlxspec.doctor.platform.machine", lambda: "arm64")
     code, found = report(str(model))
     assert code == 1 and "mlx-lm cannot load" in found["broken"][1] and "no Metal" in found["broken"][0]
+
+
+def test_weights_that_were_cut_off(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    code, found = report(str(model))
+    assert code == 1 and f"{file} has " in found["broken"][0] and "mlxspec pull" in found["broken"][0]
+
+
+def test_an_old_macos(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, code in (("13.6.1", 1), ("14.0", 0), ("26.1", 0)):
+        monkeypatch.setattr("mlxspec.doctor.platform.mac_ver", lambda version=version: (version, (), ""))
+        assert report(str(model))[0] == code
+
+
+def test_the_port(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MLXSPEC_PORT", str(port))
+        monkeypatch.setattr("mlxspec.service.status.PATIENCE_S", 0.05)
+        code, found = report(str(model))
+        assert code == 1 and found["server"]["port"].endswith("is taken")
+        assert "somebody else's (" in found["broken"][0] and "give another --port" in found["broken"][0]
+    code, found = report(str(model))
+    assert code == 0 and found["server"]["port"] == f"http://127.0.0.1:{port} is free"
+    with socket.socket() as other:  # has the port, and does not listen
+        other.bind(("127.0.0.1", port))
+        code, found = report(str(model))
+        assert code == 1 and f"lsof -i :{port}" in found["broken"][0]
+    url = f"http://127.0.0.1:{port}"
+    monkeypatch.setattr("mlxspec.doctor.look", lambda url, key: Status(url, "idle", version="0.1.0"))
+    assert report(str(model))[1]["server"]["port"].startswith(f"{url} is ours")
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({"state": "asleep", "service": "waiting"}, ""),
+        ({"state": "idle", "service": "running", "version": "1"}, ""),
+        ({"state": "unwell", "service": "held", "why": "it panicked"}, "the service: it panicked"),
+        (
+            {"state": "idle", "service": "running", "version": "1", "note": "safe mode"},
+            "safe mode; mlxspec serv",
+        ),
+        ({"state": "unwell", "service": "running", "version": "1", "why": "no progress"}, "no progress"),
+    ],
+)
+def test_the_service(now: dict[str, Any], said: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxspec.doctor.here", lambda: None)
+    monkeypatch.setattr("mlxspec.doctor.installed", lambda system: "http://127.0.0.1:9")
+    monkeypatch.setattr("mlxspec.doctor.look", lambda url, key: Status(url, **now))
+    for port in ("0", "9"):
+        monkeypatch.setenv("MLXSPEC_PORT", port)
+        code, found = report(str(model))
+        assert found["server"]["service"].startswith(f"{now['service']} at http://127.0.0.1:9: ")
+        assert code == bool(said) and len(found["broken"]) == code and said in "".join(found["broken"])

@@ -125,7 +125,7 @@ async def now(http: HttpRequest) -> Response:
         "pid": os.getpid(),
         "note": getattr(http.app.state, "note", ""),
         "unwell": _unwell(front.engine),
-        "idle_ttl_s": front.config.idle_ttl_s,
+        "idle_ttl": front.config.idle_ttl,
     }
     return JSONResponse(page.snapshot(front) | more, headers={"cache-control": "no-store"})
 

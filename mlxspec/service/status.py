@@ -137,7 +137,7 @@ def read(url: str, service: Service, found: Mapping[str, Any]) -> Status:
         kept=sum(row["kept"] for row in rows) / drafted if drafted else 0.0,
         footprint=int(found["process"]["footprint_bytes"]),
         pressure=pressure,
-        ttl=found["idle_ttl_s"],
+        ttl=found["idle_ttl"],
         requests=live,
     )
 

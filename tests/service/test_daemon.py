@@ -231,7 +231,7 @@ def test_it_sleeps_and_wakes(tmp_path: Path) -> None:
     """Idle, the memory is back; the next request has the same answer, with keep-alives until it comes."""
     save(tmp_path, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
     weights = (tmp_path / "model.safetensors").stat().st_size
-    with activator(tmp_path, tmp_path, "--idle-ttl-s", "2", "--keepalive-s", "0.1") as service:
+    with activator(tmp_path, tmp_path, "--idle-ttl", "2", "--keepalive-s", "0.1") as service:
         assert read(service.url)["loaded"] == []
         asleep = rss(service.pid)
         first = said(service.url)

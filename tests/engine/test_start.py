@@ -1,5 +1,6 @@
 """From a directory to a warm engine, and what is refused on the way."""
 
+import gc
 import json
 import logging
 import math
@@ -93,10 +94,12 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
         file.write(len(head).to_bytes(8, "little") + head)
         file.truncate(8 + len(head) + at)
     start.load(tmp_path)  # imports what it needs
+    gc.collect()  # of what other tests left, which would be held already
+    mx.clear_cache()
     before, free = memory.footprint(), memory.free()
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    with pytest.raises(Unfit, match=r"48 GiB of weights .* but 40 GiB are left of --memory-gb") as said:
+    with pytest.raises(Unfit, match=r"48 GiB of weights .* but (40|39.9) GiB are left of --memory-gb") as said:
         start.start(tmp_path, "wide", Options(memory=40 << 30))
     assert "billion parameters fits" in str(said.value)
     assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20

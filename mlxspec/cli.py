@@ -38,12 +38,29 @@ def main() -> None:
     """Runs the command of `sys.argv`."""
     try:
         app(prog_name="mlxspec")
+    except SystemExit as end:
+        if end.code == 2 and sys.argv[1:2] == ["serve"]:
+            _refuse_words()
+        raise
     except (ConfigError, ChatError, LaunchError, Unfit) as error:
         from rich.console import Console
         from rich.text import Text
 
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
+
+
+def _refuse_words() -> None:
+    """A service's definition may have a flag that this version no longer knows."""
+    from mlxspec.service.socket import inherited
+
+    if listeners := inherited():
+        from mlxspec.service import daemon
+
+        def settings() -> Config:
+            raise Unfit("its command line is not understood, see the log: `mlxspec service install` anew")
+
+        sys.exit(daemon.serve(settings, listeners))
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,14 +105,20 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
 @_with_flags
 def serve(**flags: str | list[str] | None) -> None:
     """Serve models: directories in mlx-lm's format, hub ids, or, without MODEL, the embedded one."""
-    config = load(flags, os.environ)
-    log_to_stderr(config.log_level)
+    log_to_stderr("info")
+
+    def settings() -> Config:
+        config = load(flags, os.environ)
+        log_to_stderr(config.log_level)
+        return config
+
     from mlxspec.service.socket import inherited
 
-    if listener := inherited():
+    if listeners := inherited():
         from mlxspec.service import daemon
 
-        sys.exit(daemon.serve(config, listener))
+        sys.exit(daemon.serve(settings, listeners))
+    config = settings()
     from mlxspec.server.run import serve_model
 
     sys.exit(serve_model(config))
@@ -270,7 +293,7 @@ def service_install(*, dry_run: Dry = False, **flags: str | list[str] | None) ->
 
 @service.command("uninstall")
 def service_uninstall(dry_run: Dry = False) -> None:
-    """End the service, and remove all of it. Settings, models and caches stay."""
+    """End the service, and remove all of it and the menu bar's. Settings, models and caches stay."""
     _service("uninstall", dry_run)
 
 
@@ -302,12 +325,16 @@ def _service(verb: str, dry: bool) -> None:
 
 @service.command("status")
 def service_status() -> None:
-    """How the service is. Exits with 3 if it is down, with 4 if it is not installed."""
-    from mlxspec.service import Hands, here, verbs
+    """How the service is, which is not woken. Exits with 3 if it is down, with 4 if it is not installed."""
+    from mlxspec.service import here
+    from mlxspec.service.status import UP, installed, look, show
 
-    text, status = verbs.status(here(), Hands())
-    print(text)
-    sys.exit(status)
+    if not (at := installed(here())):
+        print("not installed; `mlxspec service install` does that")
+        sys.exit(4)
+    now = look(at, load({}, os.environ).api_key)
+    show(now, as_json=False)
+    sys.exit(0 if now.state in UP else 3)
 
 
 @app.command("logs", rich_help_panel=LOOK)
@@ -317,14 +344,15 @@ def service_logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what comes.")] = False,
 ) -> None:
     """Show the service's log."""
-    from mlxspec.service import here
+    from mlxspec.service import here, named
     from mlxspec.service.status import installed
 
     system = here()
     if not installed(system):
         raise Unfit("the service is not installed; a server that you started says all in its terminal")
     command = system.logs(lines, follow)
-    os.execvp(command[0], command)
+    with named(command[0]):
+        os.execvp(command[0], command)
 
 
 @service.command("print")

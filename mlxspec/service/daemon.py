@@ -1,6 +1,7 @@
 """`mlxspec serve` as launchd or systemd runs it: with the ledger, with its log kept small.
 
-Rule: what would fail again at once is answered with 503 and the reason, by a process that loads nothing: to
+Rule: what would fail again at once, a setting too, is answered with 503 and the reason, by a process that
+loads nothing: to
 exit with an error would be a loop of restarts, and to exit well is no end either, since the connection that
 still waits starts it anew.
 """
@@ -14,13 +15,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from mlxspec.config import TABLE, Config, ConfigError
-from mlxspec.server.run import serve_model
+from mlxspec.config import Config, ConfigError
 from mlxspec.service import launchd, ledger
+from mlxspec.service.socket import one_of
 from mlxspec.types import Unfit
 
 log = logging.getLogger("mlxspec")
@@ -30,53 +31,50 @@ LOOK_S = 15.0  # between two looks at the log, and for a report of a panic
 RETRY_S = 60.0  # after which what the user may have mended is tried again
 READ_S = 5.0  # that a client has to send its request to the one that is held
 CROWD = 64  # of them at once
-SAFE = {"speculate": "off", "kernels": "off"}
 
 
-def serve(config: Config, listener: socket.socket) -> int:
-    """Serve on `listener`, or say there why not; the process's exit status."""
+def serve(settings: Callable[[], Config], listeners: Sequence[socket.socket]) -> int:
+    """Serve on the one of `listeners`, or say on each why not; the process's exit status."""
     path = ledger.file()
     past = ledger.read(path)
-    now = ledger.begin(past, time.time(), os.getpid(), ledger.panics())
+    now = ledger.begin(past, time.time(), ledger.panics())
     ledger.write(path, now)
+    ledger.occupy()
 
     def end(status: int = 0) -> None:
         if status == 0:  # it may be held by now, if a panic was found late
-            ledger.write(path, replace(ledger.read(path), pid=0, open=False))
+            ledger.write(path, replace(ledger.read(path), open=False))
 
     late = past.point if past.open and not now.held else 0.0
     threading.Thread(target=_look, args=(path, late), name="look", daemon=True).start()
     note = ""
-    with listener:
-        if now.held:
-            status = hold(listener, now.held, None if now.panic else ledger.WINDOW_S)
-        else:
+    if now.held:
+        status = hold(listeners, now.held, None if now.panic else ledger.WINDOW_S)
+    else:
+        try:
+            config, listener = settings(), one_of(listeners)
             if now.safe:
                 note = f"safe mode, without speculation: {len(now.crashes)} crashes in 10 minutes"
                 log.warning("%s; `mlxspec service restart` ends it", note)
-                config = replace(config, **safe())
-            try:
-                status = serve_model(config, listener.dup(), note=note, ended=end)
-            except (ConfigError, Unfit) as error:
-                reason = f"{error}; then `mlxspec service restart`"
-                ledger.write(path, replace(now, open=False, held=reason))
-                status = hold(listener, reason, RETRY_S)
+                config = replace(config, speculate="off", kernels="off")
+            from mlxspec.server.run import serve_model  # what may be missing in an installation
+
+            status = serve_model(config, listener.dup(), note=note, ended=end)
+        except (ConfigError, Unfit, ImportError) as error:
+            reason = f"{error}; then `mlxspec service restart`"
+            ledger.write(path, replace(now, open=False, held=reason))
+            status = hold(listeners, reason, RETRY_S)
     end(status)
     return status
 
 
-def safe() -> dict[str, Any]:
-    """The settings of safe mode: the least of what is ours on the GPU. Answers are the same."""
-    return {name: value for name, value in SAFE.items() if name in TABLE}
-
-
-def hold(listener: socket.socket, reason: str, seconds: float | None) -> int:
+def hold(listeners: Sequence[socket.socket], reason: str, seconds: float | None) -> int:
     """Answer every request with 503 and the reason, until a signal comes, or for `seconds`; then 0."""
     log.error("staying down: %s", reason)
-    return asyncio.run(_hold(listener, reason, seconds))
+    return asyncio.run(_hold(listeners, reason, seconds))
 
 
-async def _hold(listener: socket.socket, reason: str, seconds: float | None) -> int:
+async def _hold(listeners: Sequence[socket.socket], reason: str, seconds: float | None) -> int:
     stop, crowd = asyncio.Event(), asyncio.Semaphore(CROWD)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -97,10 +95,12 @@ async def _hold(listener: socket.socket, reason: str, seconds: float | None) -> 
         finally:
             writer.close()
 
-    async with await asyncio.start_server(on_client, sock=listener):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await stop.wait()
+    for listener in listeners:
+        with contextlib.suppress(OSError, ValueError):  # what is no TCP has no clients of ours
+            await asyncio.start_server(on_client, sock=listener)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()
     return 0
 
 

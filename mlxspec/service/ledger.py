@@ -5,6 +5,7 @@ counts as none.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -18,32 +19,22 @@ log = logging.getLogger("mlxspec")
 
 WINDOW_S = 600.0
 SAFE, DOWN = 3, 6  # crashes in the window, from which on it serves in safe mode, or not at all
+PATIENCE = 50  # looks at the lock
 PANICS = ("/Library/Logs/DiagnosticReports", "~/Library/Logs/DiagnosticReports")
 START = "`mlxspec service start` starts it"
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Times are unix time. `pid`: who runs, 0: nobody; `open`: it serves, and has not said that it ends;
+    """Times are unix time. `open`: it serves, and has not said that it ends;
     `point`: nothing was wrong until then; `panic`: why it stays down until the user starts it."""
 
-    pid: int = 0
     open: bool = False
     point: float = 0.0
     crashes: list[float] = field(default_factory=list)  # when they were noticed
     safe: bool = False
     held: str = ""
     panic: str = ""
-
-    @property
-    def running(self) -> bool:
-        try:
-            os.kill(self.pid, 0) if self.pid else None
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # a number that another user's process has by now
-            return False
-        return self.pid > 0
 
 
 def file() -> Path:
@@ -53,16 +44,47 @@ def file() -> Path:
     return Path(state).expanduser() / "service.json"
 
 
+def traces() -> list[Path]:
+    """All that is written here, and the folder."""
+    return [*file().parent.glob("service.*"), file().parent]
+
+
+def occupy() -> None:
+    """For the rest of this process, `running`. A lock ends with its process however that ends; a number of a
+    process would be another's some day."""
+    try:
+        file().parent.mkdir(0o700, parents=True, exist_ok=True)
+        lock = os.open(file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        for _ in range(PATIENCE):  # who asks has it for a moment
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(0.02)
+    except OSError as error:
+        log.warning("%s: %s; `mlxspec service status` cannot tell that it runs", file(), error.strerror)
+
+
+def running() -> bool:
+    """Whether the service's process is there."""
+    try:
+        with file().with_suffix(".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def read(path: Path) -> Ledger:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = {**json.loads(path.read_text("utf-8"))}
         known = {name: found[name] for name in Ledger.__slots__ if name in found}
         right = all(type(value) is type(getattr(Ledger(), name)) for name, value in known.items())
         if right and all(type(at) is float for at in known.get("crashes", [])):
             return Ledger(**known)
     except FileNotFoundError:
         return Ledger()
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         pass
     log.warning("%s is damaged; starting a new one", path)
     return Ledger()
@@ -81,7 +103,7 @@ def write(path: Path, ledger: Ledger) -> None:
         part.unlink(missing_ok=True)
 
 
-def begin(past: Ledger, now: float, pid: int, panics: list[tuple[float, str]]) -> Ledger:
+def begin(past: Ledger, now: float, panics: list[tuple[float, str]]) -> Ledger:
     """The ledger of a life that begins; `held` says why it must not serve. `panics` are the kernel's, with
     their times: one since `point` holds it, if it served when the machine went down."""
     crashes = [at for at in past.crashes if now - WINDOW_S < at <= now]
@@ -94,7 +116,6 @@ def begin(past: Ledger, now: float, pid: int, panics: list[tuple[float, str]]) -
     if not held and len(crashes) >= DOWN:
         held = f"it crashed {len(crashes)} times in {WINDOW_S / 60:.0f} minutes, also in safe mode; {START}"
     return Ledger(
-        pid=pid,
         open=not held,
         point=past.point if past.open or panic else now,
         crashes=crashes,
@@ -117,7 +138,7 @@ def panics() -> list[tuple[float, str]]:
 def _reports(folder: str) -> Iterator[tuple[float, str]]:
     try:
         for entry in os.scandir(Path(folder).expanduser()):
-            if entry.name.endswith(".panic"):
+            if entry.name.endswith(".panic") or entry.name.startswith(("panic-full-", "Kernel")):
                 yield entry.stat().st_mtime, entry.name
     except OSError as error:
         log.debug("%s: %s", folder, error.strerror)

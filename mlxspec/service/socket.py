@@ -1,6 +1,6 @@
 """The socket that launchd or systemd listens on and hands over.
 
-Rule: it is taken once; whoever was started by hand gets none, and binds its own.
+Rule: it is taken once, before anything can fail; whoever was started by hand gets none, and binds its own.
 """
 
 import ctypes
@@ -8,7 +8,7 @@ import errno
 import os
 import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from mlxspec.types import Unfit
@@ -17,8 +17,8 @@ NAME = "http"  # of the socket, in the property list
 FIRST = 3  # descriptor that systemd passes
 
 
-def inherited(env: MutableMapping[str, str] = os.environ) -> socket.socket | None:
-    """The listening TCP socket, if this process was given one. Raises Unfit for anything else than one."""
+def inherited(env: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
+    """The sockets that this process was given. Raises Unfit where launchd refuses."""
     found: list[int] = []
     if env.get("LISTEN_PID") == str(os.getpid()):
         found = [FIRST + n for n in range(int(env.get("LISTEN_FDS", "0")))]
@@ -28,14 +28,16 @@ def inherited(env: MutableMapping[str, str] = os.environ) -> socket.socket | Non
         found = activated(NAME, ctypes.CDLL(None))
     for number in found:
         os.set_inheritable(number, False)
-    if not found:
-        return None
-    if len(found) > 1:
-        raise Unfit(f"{len(found)} sockets were handed over; the service takes one: give one address")
-    taken = socket.socket(fileno=found[0])
+    return [socket.socket(fileno=number) for number in found]
+
+
+def one_of(given: Sequence[socket.socket]) -> socket.socket:
+    """The listening TCP socket. Raises Unfit for anything else than one."""
+    if len(given) > 1:
+        raise Unfit(f"{len(given)} sockets were handed over; the service takes one: give one address")
+    taken = given[0]
     tcp = taken.type == socket.SOCK_STREAM and taken.family in (socket.AF_INET, socket.AF_INET6)
     if not tcp or not taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        taken.close()
         raise Unfit("the socket that was handed over does not listen for TCP; mend the service's definition")
     return taken
 

@@ -70,12 +70,14 @@ def look(url: str, api_key: str = "") -> Status:
     service, why = service_at(url)
     if service == "waiting":
         return Status(url, "asleep", service)
+    if service == "held":  # its process may be between two tries, and must not be woken for one
+        return Status(url, "unwell", service, why)
     try:
         with call(url, api_key, "GET", "/page/now", patience=PATIENCE_S) as response:
             return read(url, service, json.load(response))
     except Absent as error:
         absent: State = "not installed" if service == "not installed" else "stopped"
-        return Status(url, "unwell" if service == "held" else absent, service, why or str(error))
+        return Status(url, absent, service, why or str(error))
     except ChatError as error:
         return Status(url, "unwell", service, why or str(error))
 
@@ -96,7 +98,7 @@ def service_at(url: str) -> tuple[Service, str]:
     now = ledger.read(ledger.file())
     if now.held:
         return "held", now.held
-    return ("running" if now.running else "waiting"), ""
+    return ("running" if ledger.running() else "waiting"), ""
 
 
 def installed(system: System) -> str:
@@ -226,7 +228,7 @@ def show(now: Status, as_json: bool) -> None:
         up |= {"note": now.note} if now.note else {}
         up |= {"models": "; ".join(names), "load": load_of(now), "memory": memory_of(now)}
         up |= {"drafts": speculation_of(now), "version": f"{now.version}, process {now.pid}"}
-    elif now.state not in UP:
+    elif now.state not in (*UP, "unwell"):  # whose headline has it
         up["mend"] = now.why
     for name, value in up.items():
         print(f"{name:9} {value}")

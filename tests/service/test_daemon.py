@@ -89,7 +89,7 @@ def test_a_request_starts_it_and_a_kill_does_not_end_it(model: Path) -> None:
         assert found["loaded"] == [] and "note" not in found  # it serves before any model is there
         first = said(service.url)
         assert read(service.url)["loaded"] == [model.name]
-        assert ledger.read(file).open and ledger.read(file).pid == service.pid
+        assert ledger.read(file).open
         service.signal()
         wait_for(lambda: service.statuses)
         assert said(service.url) == first
@@ -98,8 +98,7 @@ def test_a_request_starts_it_and_a_kill_does_not_end_it(model: Path) -> None:
         service.signal(signal.SIGTERM)
         wait_for(lambda: len(service.statuses) == 2)
     assert service.statuses == [-signal.SIGKILL, 0]
-    now = ledger.read(file)
-    assert (now.pid, now.open) == (0, False)
+    assert not ledger.read(file).open
     log = (model / "log").read_text()
     assert log.count("--speculate off") == 1 and "`mlxspec service restart` ends it" in log
     assert f"is served at {service.url}/v1" in log and f"curl {service.url}/v1/chat" in log
@@ -123,6 +122,31 @@ def test_a_mistake_is_answered_and_no_loop(model: Path) -> None:
     assert service.statuses == [0] and ledger.read(model / STATE).crashes == []
 
 
+@pytest.mark.parametrize(
+    ("words", "text", "said"),
+    [
+        ((), "port = 8080\nprot = 9000", "config.toml:2: there is no setting 'prot'; did you mean port?"),
+        (("--no-such-flag",), "", "its command line is not understood"),
+        ((), "broken import", "import of uvicorn halted"),
+    ],
+)
+def test_a_bad_setting_is_answered_and_no_loop(
+    tmp_path: Path, bare_settings: None, words: tuple[str, ...], text: str, said: str
+) -> None:
+    """Nor is a client left to wait: the socket is taken before anything is read."""
+    file = tmp_path / ".config/mlxspec/config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("" if text == "broken import" else text)
+    code = "import sys, mlxspec.cli as cli; sys.argv = ['mlxspec', 'serve', *sys.argv[1:]]; "
+    code += "sys.modules['uvicorn'] = None; " * (text == "broken import") + "cli.main()"
+    env = {**os.environ, "HOME": str(tmp_path)}
+    with Activator([sys.executable, "-c", code, *words], env, tmp_path / "log") as service:
+        for _ in range(2):
+            assert said in refused(service.url)[1]["reason"]
+        assert service.statuses == [] and said in ledger.read(tmp_path / STATE).held
+    assert service.statuses == [0] and ledger.read(tmp_path / STATE).crashes == []
+
+
 def held(home: Path, reason: str) -> Activator:
     """In a process of its own, which tells what it has loaded."""
     code = (
@@ -140,7 +164,7 @@ def test_after_a_panic_it_stays_down(tmp_path: Path, bare_settings: None) -> Non
     """Across restarts, whoever connects, without loading anything."""
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports/a.panic").write_text("")
-    ledger.write(tmp_path / STATE, Ledger(pid=1, open=True, point=time.time() - 100))
+    ledger.write(tmp_path / STATE, Ledger(open=True, point=time.time() - 100))
     with held(tmp_path, "a.panic") as service:
         for lives in (1, 2):
             for _ in range(3):
@@ -159,7 +183,7 @@ def test_after_a_panic_it_stays_down(tmp_path: Path, bare_settings: None) -> Non
 def test_a_report_that_comes_late_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS writes it after the restart, when the service may be there before it."""
     file, sent = tmp_path / "service.json", list[tuple[int, int]]()
-    ledger.write(file, Ledger(pid=5, open=True, point=50.0))
+    ledger.write(file, Ledger(open=True, point=50.0))
     reports: list[list[tuple[float, str]]] = [[], [(20.0, "old.panic")], [(60.0, "new.panic")]]
     monkeypatch.setattr(ledger, "panics", lambda: reports.pop(0))
     monkeypatch.setattr(daemon.time, "sleep", lambda s: None)
@@ -167,8 +191,8 @@ def test_a_report_that_comes_late_ends_it(tmp_path: Path, monkeypatch: pytest.Mo
     daemon._look(file, 50.0)
     assert sent == [(os.getpid(), signal.SIGTERM)] and reports == []
     found = ledger.read(file)
-    found.pid, found.open = 0, False  # how it ends by that signal
-    assert "new.panic" in ledger.begin(found, 100.0, 6, []).held
+    found.open = False  # how it ends by that signal
+    assert "new.panic" in ledger.begin(found, 100.0, []).held
 
 
 def test_held_it_bears_with_clients_that_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +209,7 @@ def test_held_it_bears_with_clients_that_send_nothing(monkeypatch: pytest.Monkey
 
         caller = threading.Thread(target=call, daemon=True)
         caller.start()
-        assert daemon.hold(listener, "a reason", None) == 0
+        assert daemon.hold([listener], "a reason", None) == 0
         caller.join(10)
         for one in idle:
             one.close()
@@ -193,7 +217,7 @@ def test_held_it_bears_with_clients_that_send_nothing(monkeypatch: pytest.Monkey
 
 def test_held_for_a_while_it_ends_well(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert daemon.hold(listener, "a reason", 0.05) == 0
+        assert daemon.hold([listener], "a reason", 0.05) == 0
     assert "staying down: a reason" in caplog.text
 
 
@@ -215,10 +239,6 @@ def test_the_log_is_rotated(tmp_path: Path) -> None:
     with (tmp_path / "other").open("ab") as out:  # a terminal, a journal: not ours to rotate
         subprocess.run([sys.executable, "-c", code], stdout=out, stderr=out, check=True, timeout=60)
     assert (tmp_path / "other").read_text().split() == [str(n) for n in range(30)]
-
-
-def test_safe_mode_is_settings_that_there_are() -> None:
-    assert daemon.safe()["speculate"] == "off" and set(daemon.safe()) <= set(daemon.SAFE)
 
 
 def rss(pid: int) -> int:

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,9 @@ from mlxspec.service.ledger import DOWN, SAFE, WINDOW_S, Ledger, begin
 
 
 def life(past: Ledger, now: float, clean: bool, panics: list[tuple[float, str]] | None = None) -> Ledger:
-    found = begin(past, float(now), 7, panics or [])
+    found = begin(past, float(now), panics or [])
     if clean:
-        found.pid, found.open = 0, False
+        found.open = False
     return found
 
 
@@ -78,10 +80,10 @@ def test_a_panic_while_it_did_not_run_does_not() -> None:
 
 def test_reports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "PANICS", (str(tmp_path), str(tmp_path / "gone")))
-    for n, name in enumerate(["a.panic", "b.panic", "python.crash", "c.ips"]):
+    for n, name in enumerate(["a.panic", "Kernel_b.ips", "panic-full-c.ips", "python.crash", "d.ips"]):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (100 + n, 100 + n))
-    assert ledger.panics() == [(101.0, "b.panic"), (100.0, "a.panic")]
+    assert ledger.panics() == [(102.0, "panic-full-c.ips"), (101.0, "Kernel_b.ips"), (100.0, "a.panic")]
 
 
 def test_the_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
@@ -94,11 +96,25 @@ def test_the_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"pid": "7"}', '{"crashes": ["x"]}', '{"open": 1}', "\0", '{"held": null}'],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "[" * 10**6,
+        '{"safe": 1}',
+        "9" * 10**4,
+        '{"point": 1}',
+        '{"crashes": ["x"]}',
+        '{"open": 1}',
+        "\0",
+        '{"held": null}',
+    ],
 )
-def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x").write_text(text)
     assert ledger.read(tmp_path / "x") == Ledger()
+    assert "x is damaged" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,5 +123,14 @@ def test_a_file_that_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.
     assert "crashes are not counted" in caplog.text
 
 
-def test_who_runs() -> None:
-    assert Ledger(pid=os.getpid()).running and not Ledger().running and not Ledger(pid=2**22 + 1).running
+def test_who_runs(bare_settings: None) -> None:
+    """Until the process has ended, however it does; looking takes the lock from nobody."""
+    code = "from mlxspec.service import ledger; ledger.occupy(); print(1, flush=True); input()"
+    assert not ledger.running()
+    for _ in range(2):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:  # type: ignore[call-overload]
+            assert child.stdout.readline() and ledger.running() and ledger.running()
+            child.kill()
+        assert not ledger.running()
+    assert set(ledger.traces()) == {ledger.file().with_suffix(".lock"), ledger.file().parent}

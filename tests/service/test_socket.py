@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlxspec.service import socket as ours
-from mlxspec.service.socket import activated, inherited
+from mlxspec.service.socket import activated, inherited, one_of
 from mlxspec.types import Unfit
 from tests.metalsim.toolchain import find
 
@@ -73,8 +73,8 @@ def test_launchd_hands_over_a_socket(
     monkeypatch.setattr(ours.sys, "platform", "darwin")
     monkeypatch.setattr(ours.ctypes, "CDLL", lambda name: library)
     with socket.create_connection(listener.getsockname()) as client:  # it waits, as for a real launchd
-        taken = inherited({})
-        assert taken is not None and not taken.get_inheritable() and library.count_freed() == 1
+        taken = one_of(inherited({}))
+        assert not taken.get_inheritable() and library.count_freed() == 1
         with taken, taken.accept()[0] as mine:
             mine.sendall(b"hello")
             assert client.recv(5) == b"hello"
@@ -94,25 +94,26 @@ def test_two_sockets_are_refused(
 ) -> None:
     monkeypatch.setattr(ours.sys, "platform", "darwin")
     monkeypatch.setattr(ours.ctypes, "CDLL", lambda name: library)
-    library.give(listener.fileno())
-    library.give(listener.fileno())
-    with pytest.raises(Unfit, match="2 sockets were handed over; the service takes one"):
-        inherited({})
+    library.give(os.dup(listener.fileno()))
+    library.give(os.dup(listener.fileno()))
+    first, second = inherited({})
+    with first, second, pytest.raises(Unfit, match="2 sockets were handed over; the service takes one"):
+        one_of([first, second])
 
 
 def test_systemd_hands_over_a_socket(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "FIRST", os.dup(listener.fileno()))
     env = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1", "LISTEN_FDNAMES": "mlxspec.socket", "X": "y"}
-    taken = inherited(env)
-    assert taken is not None and env == {"X": "y"}
+    taken = one_of(inherited(env))
+    assert env == {"X": "y"}
     with taken:
         assert taken.getsockname() == listener.getsockname()
 
 
 def test_variables_for_another_process_are_not_for_us() -> None:
     env = {"LISTEN_PID": str(os.getppid()), "LISTEN_FDS": "1"}
-    assert sys.platform == "darwin" or inherited(env) is None
-    assert sys.platform == "darwin" or inherited({}) is None
+    assert sys.platform == "darwin" or inherited(env) == []
+    assert sys.platform == "darwin" or inherited({}) == []
 
 
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
@@ -124,5 +125,6 @@ def test_what_does_not_listen_for_tcp_is_refused(
             wrong.bind("\0mlxspec test")
             wrong.listen()
         monkeypatch.setattr(ours, "FIRST", os.dup(wrong.fileno()))
-        with pytest.raises(Unfit, match="does not listen for TCP"):
-            inherited({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"})
+        (given,) = inherited({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"})
+        with given, pytest.raises(Unfit, match="does not listen for TCP"):
+            one_of([given])

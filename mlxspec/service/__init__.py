@@ -7,13 +7,27 @@ takes all of it back.
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from mlxspec.service.job import Job
 from mlxspec.types import Unfit
+
+AGAIN_S, LOOK_S = 5.0, 0.2
+
+
+@contextmanager
+def named(path: Path | str) -> Iterator[None]:
+    """Raises Unfit for what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        at = error.filename or path
+        raise Unfit(f"{at}: {error.strerror}; see that it is what it should be, and yours") from error
 
 
 @dataclass(slots=True)
@@ -26,13 +40,16 @@ class Hands:
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
         """For commands that change nothing."""
-        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        with named(command[0]):
+            return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
-    def do(self, *command: str, fine: Collection[int] = ()) -> None:
-        """Raises Unfit at a status that is neither 0 nor `fine`."""
+    def do(self, *command: str, fine: Collection[int] = (), again: Collection[int] = ()) -> None:
+        """Raises Unfit at a status that is neither 0 nor `fine`; one of `again` may pass in a while."""
         if self.dry:
             return self.say(f"would run: {shlex.join(command)}")
-        done = self.ask(*command)
+        end = time.monotonic() + AGAIN_S
+        while (done := self.ask(*command)).returncode in again and time.monotonic() < end:
+            time.sleep(LOOK_S)
         if done.returncode and done.returncode not in fine:
             said = (done.stderr or done.stdout).strip() or "no message"
             raise Unfit(f"{shlex.join(command)} ended with status {done.returncode}: {said}")
@@ -40,7 +57,8 @@ class Hands:
     def folder(self, path: Path) -> None:
         missing = [one for one in (path, *path.parents) if not one.exists()]
         for one in reversed([] if self.dry else missing):
-            one.mkdir(0o700 if one == path else 0o755)
+            with named(one):
+                one.mkdir(0o700 if one == path else 0o755)
             self.made.append(one)
 
     def write(self, path: Path, data: bytes) -> None:
@@ -49,19 +67,28 @@ class Hands:
             return self.say(f"would write: {path}\n{data.decode()}")
         self.folder(path.parent)
         part = path.with_name(path.name + ".part")
-        try:
-            part.write_bytes(data)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with named(path):
+            try:
+                part.write_bytes(data)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
 
     def remove(self, path: Path) -> None:
         """A file, or a folder if it is empty; what is not there is fine."""
-        if path.is_dir():
-            if not any(path.iterdir()):
-                self.say(f"would remove: {path}") if self.dry else path.rmdir()
-        elif path.exists() or path.is_symlink():
-            self.say(f"would remove: {path}") if self.dry else path.unlink()
+        with named(path):
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    self.say(f"would remove: {path}") if self.dry else path.rmdir()
+            elif path.exists() or path.is_symlink():
+                self.say(f"would remove: {path}") if self.dry else path.unlink()
+
+    def sweep(self, path: Path) -> None:
+        """`path`, and the folders of the user's that it leaves empty."""
+        self.remove(path)
+        while not self.dry and path.parent.is_relative_to(Path.home()) and path.parent != Path.home():
+            path = path.parent
+            self.remove(path)
 
 
 class System(Protocol):
@@ -74,6 +101,9 @@ class System(Protocol):
 
     def address(self) -> tuple[str, int] | None:
         """Host and port of the definition that is installed."""
+
+    def session(self, hands: Hands) -> None:
+        """Raises Unfit where nothing can be loaded, since the user has no session."""
 
     def loaded(self, hands: Hands) -> bool:
         """Whether it listens."""

@@ -1,13 +1,14 @@
 """The service on macOS: a launch agent in the user's domain, driven by launchctl.
 
 Rule: `bootout` ends it, never `stop`, which KeepAlive answers with a restart; what follows waits until
-launchd no longer knows the label, or `bootstrap` fails with 5. launchctl's statuses count, its output does
-not: launchctl(1) says that it is no interface.
+launchd no longer knows the label, or `bootstrap` fails with 5. launchctl's statuses count, its output only
+to spare an `enable`, which leaves a trace: launchctl(1) says that it is no interface.
 """
 
 import ipaddress
 import os
 import plistlib
+import re
 import socket
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlxspec.types import Unfit
 LABEL = "dev.mlxspec"
 ABSENT = (3, 113)  # launchctl's statuses for a label that launchd does not know
 UNDER_WAY = 36  # of a bootout: it goes on
+PASSING = (5, 37)  # of a bootstrap: what was there is not quite gone
 LOOK_S = 0.1
 SLACK_S = 10  # beyond ExitTimeOut
 
@@ -72,6 +74,14 @@ def address() -> tuple[str, int] | None:
         return None
 
 
+def session(hands: Hands) -> None:
+    if hands.ask("launchctl", "print", _domain()).returncode:
+        raise Unfit(
+            "nobody is logged in at this Mac's screen, so it has no launch agents; log in there, or run"
+            " `mlxspec serve` here"
+        )
+
+
 def loaded(hands: Hands, label: str = LABEL) -> bool:
     return hands.ask("launchctl", "print", _target(label)).returncode == 0
 
@@ -79,8 +89,13 @@ def loaded(hands: Hands, label: str = LABEL) -> bool:
 def load(hands: Hands, label: str = LABEL) -> None:
     if not hands.dry and label == LABEL:  # launchd starts nothing whose log has no folder
         hands.folder(log_file().parent)
-    hands.do("launchctl", "enable", _target(label))
-    hands.do("launchctl", "bootstrap", f"gui/{os.getuid()}", str(agent(label)))
+    said = hands.ask("launchctl", "print-disabled", _domain()).stdout
+    if re.search(rf'"{re.escape(label)}" => (disabled|true)', said):
+        hands.do("launchctl", "enable", _target(label))
+    try:
+        hands.do("launchctl", "bootstrap", _domain(), str(agent(label)), again=PASSING)
+    except Unfit as error:
+        raise Unfit(f"{error}; try again in a minute, or after the next login") from error
 
 
 def unload(hands: Hands, label: str = LABEL) -> None:
@@ -112,5 +127,9 @@ def logs(lines: int, follow: bool) -> list[str]:
     return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(log_file())]
 
 
+def _domain() -> str:
+    return f"gui/{os.getuid()}"
+
+
 def _target(label: str) -> str:
-    return f"gui/{os.getuid()}/{label}"
+    return f"{_domain()}/{label}"

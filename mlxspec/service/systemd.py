@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mlxspec.service import Hands
 from mlxspec.service.job import Job
+from mlxspec.types import Unfit
 
 SOCKET, SERVICE = "mlxspec.socket", "mlxspec.service"
 CONTROL = ("systemctl", "--user")
@@ -68,6 +69,15 @@ def address() -> tuple[str, int] | None:
     return (found[1].strip("[]"), int(found[2])) if found else None
 
 
+def session(hands: Hands) -> None:
+    done = hands.ask(*CONTROL, "show-environment")
+    if done.returncode:
+        raise Unfit(
+            f"systemd has no session of yours here ({done.stderr.strip()}); log in on this machine, or"
+            " run `loginctl enable-linger` as root for you, or `mlxspec serve`"
+        )
+
+
 def loaded(hands: Hands) -> bool:
     return hands.ask(*CONTROL, "is-active", "--quiet", SOCKET).returncode == 0
 
@@ -83,8 +93,9 @@ def unload(hands: Hands) -> None:
 
 def settle(hands: Hands, there: bool) -> None:
     if not there:  # the link that `enable` made does not go with its unit
-        hands.remove(paths()[0].parent / "sockets.target.wants" / SOCKET)
-        hands.remove(paths()[0].parent / "sockets.target.wants")
+        hands.sweep(paths()[0].parent / "sockets.target.wants" / SOCKET)
+        if hands.ask(*CONTROL, "show-environment").returncode:
+            return  # nobody has it loaded
     hands.do(*CONTROL, "daemon-reload")
     if there:
         hands.do(*CONTROL, "enable", SOCKET)

@@ -1,33 +1,28 @@
-"""install, uninstall, start, stop, restart, status: the same for launchd and systemd.
+"""install, uninstall, start, stop, restart: the same for launchd and systemd.
 
 Rule: doing one twice is fine, and one that fails leaves things as they were.
 """
 
-import contextlib
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from mlxspec.config import Config, url_of
-from mlxspec.service import Hands, System, ledger
+from mlxspec.service import Hands, System, launchd, ledger, menubar, named
 from mlxspec.service.job import PATH, Job
 from mlxspec.types import Unfit
-
-HEALTH_S = 5.0
 
 
 def install(system: System, job: Job, hands: Hands) -> str:
     """Raises Unfit and ConfigError, with all taken back."""
     files, url = system.files(job), url_of(job.host, job.port)
-    before = _now(files)
     was = system.loaded(hands)
-    if was and before == files:
+    if was and _now(files) == files:
         return f"the service is installed already, and listens at {url}/v1"
+    system.session(hands)
     _runnable(job, hands)
-    try:
+    with _taken_back(system, hands, was):
         if was:
             system.unload(hands)
         if not (was and hands.dry):  # which leaves the port to the one that is there
@@ -38,15 +33,26 @@ def install(system: System, job: Job, hands: Hands) -> str:
             hands.folder(ledger.file().parent)
             ledger.forgive(ledger.file())
         system.load(hands)
-    except BaseException as error:
-        if left := _undo(system, hands, before, was):
-            raise Unfit(f"{error}; and to take it back failed too: {left}") from error
-        raise
     return f"{url}/v1 is there now, and after each login" if not hands.dry else "nothing was changed"
 
 
 def _now(files: Iterable[Path]) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.exists() else None for path in files}
+    found: dict[Path, bytes | None] = {}
+    for path in files:
+        with named(path):
+            found[path] = path.read_bytes() if path.exists() else None
+    return found
+
+
+@contextmanager
+def _taken_back(system: System, hands: Hands, was: bool) -> Iterator[None]:
+    before = _now(system.paths())
+    try:
+        yield
+    except BaseException as error:
+        if left := _undo(system, hands, before, was):
+            raise Unfit(f"{error}; and to take it back failed too: {left}") from error
+        raise
 
 
 def _runnable(job: Job, hands: Hands) -> None:
@@ -83,12 +89,14 @@ def _undo(system: System, hands: Hands, before: Mapping[Path, bytes | None], was
     if was:
         attempt(partial(system.load, hands))
     if not old:
-        for path in (ledger.file(), ledger.file().parent, *reversed(hands.made)):
+        for path in (*ledger.traces(), *reversed(hands.made)):
             attempt(partial(hands.remove, path))
     return "; ".join(wrong)
 
 
 def uninstall(system: System, hands: Hands) -> str:
+    if system is launchd:
+        menubar.uninstall(hands)
     there = [path for path in system.paths() if path.exists()]
     loaded = system.loaded(hands)
     if loaded:
@@ -97,28 +105,34 @@ def uninstall(system: System, hands: Hands) -> str:
         hands.remove(path)
     if there:
         system.settle(hands, False)
-    for path in (*system.leftovers(), ledger.file(), ledger.file().parent):
-        hands.remove(path)
+    for path in (*system.paths(), *system.leftovers(), *ledger.traces()):
+        hands.sweep(path)
     return "nothing of the service is left" if there or loaded else "the service is not installed"
 
 
 def start(system: System, hands: Hands) -> str:
     """Also what stays down after a panic or crashes."""
     _installed(system)
-    now = ledger.read(ledger.file())
-    if system.loaded(hands) and now.running and not now.held:
+    if system.loaded(hands) and ledger.running() and not ledger.read(ledger.file()).held:
         return "the service runs already"
     return restart(system, hands)
 
 
 def restart(system: System, hands: Hands) -> str:
     _installed(system)
-    if system.loaded(hands):
-        system.unload(hands)
-    if not hands.dry:
-        ledger.forgive(ledger.file())
-    system.load(hands)
-    system.wake(hands)
+    system.session(hands)
+    was, past = system.loaded(hands), ledger.read(ledger.file())
+    with _taken_back(system, hands, was):
+        if was:
+            system.unload(hands)
+        if not hands.dry:
+            ledger.forgive(ledger.file())
+        try:
+            system.load(hands)
+            system.wake(hands)
+        except BaseException:
+            ledger.write(ledger.file(), past)
+            raise
     return "started"
 
 
@@ -133,33 +147,3 @@ def stop(system: System, hands: Hands) -> str:
 def _installed(system: System) -> None:
     if not all(path.exists() for path in system.paths()):
         raise Unfit("the service is not installed; `mlxspec service install` does that")
-
-
-def status(system: System, hands: Hands) -> tuple[str, int]:
-    """What there is to say, and an exit status: 0 it runs or waits, 3 it does not, 4 it is not installed.
-    Nothing is started by asking."""
-    if not all(path.exists() for path in system.paths()):
-        return "not installed; `mlxspec service install` does that", 4
-    if not system.loaded(hands):
-        return "stopped; `mlxspec service start` starts it", 3
-    now, (host, port) = ledger.read(ledger.file()), system.address() or ("?", 0)
-    at = url_of(host, port)
-    if now.held:
-        return f"stays down at {at}: {now.held}", 3
-    if not now.running:
-        return f"waits for a connection at {at}", 0
-    return f"runs at {at}, process {now.pid}: {_health(at)}", 0
-
-
-def _health(at: str) -> str:
-    try:
-        with urllib.request.urlopen(f"{at}/health", timeout=HEALTH_S) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error, contextlib.suppress(ValueError):
-            return str(json.load(error).get("reason", error))
-        return str(error)
-    except (OSError, ValueError) as error:
-        return f"it does not answer ({error})"
-    loaded = ", ".join(found.get("loaded", [])) or "asleep, no model is loaded"
-    return "; ".join([loaded, *([found["note"]] if found.get("note") else [])])

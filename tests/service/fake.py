@@ -7,21 +7,30 @@ from pathlib import Path
 import pytest
 
 # As observed of the real one: 113 from print for a label that is not there, 3 from bootout, 5 from a
-# bootstrap of what is still there. `linger` has a line for each print after a bootout that still finds it.
-LAUNCHCTL = """
-case $1 in
-  print) if [ -s linger ] && [ ! -e loaded ]; then sed -i 1d linger; exit 0; fi
-         [ -e loaded ] || exit 113;;
-  bootstrap) [ -s linger ] || [ -e loaded ] || [ ! -e "$3" ] && { echo "Bootstrap failed: 5" >&2; exit 5; }
-         touch loaded;;
-  bootout) [ -e loaded ] || exit 3; rm loaded;;
-  kickstart) [ -e loaded ] || exit 113;;
+# bootstrap of what is still there. `linger` has a line for each print after a bootout that still finds it;
+# `busy` has a status for each bootstrap to fail with; `alone`: nobody is logged in; `disabled`: the label is.
+LAUNCHCTL = r"""
+loaded=loaded; case $* in *menubar*) loaded=loaded.menubar;; esac
+[ -e alone ] && { echo "Could not find domain for user gui" >&2; exit 125; }
+case "$1 $2" in
+  print\ gui/*/*) if [ -s linger ] && [ ! -e $loaded ]; then sed -i 1d linger; exit 0; fi
+         [ -e $loaded ] || exit 113;;
+  print-disabled*) [ -e disabled ] && printf '\t"dev.mlxspec" => disabled\n';;
+  enable*) rm -f disabled;;
+  bootstrap*) if [ -s busy ]; then read -r status < busy; sed -i 1d busy
+           echo "Bootstrap failed: $status: Input/output error" >&2; exit $status; fi
+         [ -s linger ] || [ -e $loaded ] || [ -e disabled ] || [ ! -e "$3" ] && {
+           echo "Bootstrap failed: 5" >&2; exit 5; }
+         touch $loaded;;
+  bootout*) [ -e $loaded ] || exit 3; rm $loaded;;
+  kickstart*) [ -e $loaded ] || exit 113;;
 esac
 exit 0
 """
 
 SYSTEMCTL = """
 shift
+[ -e alone ] && { echo "Failed to connect to bus: No medium found" >&2; exit 1; }
 units=$HOME/.config/systemd/user
 case $1 in
   is-active) [ -e loaded ] || exit 3;;
@@ -32,6 +41,9 @@ case $1 in
 esac
 exit 0
 """
+
+
+LOOKS = ("print", "print-disabled", "is-active", "show-environment")
 
 
 class Fake:
@@ -56,14 +68,14 @@ class Fake:
 
     @property
     def loaded(self) -> bool:
-        return (self.root / "loaded").exists()
+        return any(self.root.glob("loaded*"))
 
     def calls(self) -> list[str]:
         """What changed something, since the last look."""
         file = self.root / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
-        return [line for line in lines if line.split()[self.verb - 1] not in ("print", "is-active")]
+        return [line for line in lines if line.split()[self.verb - 1] not in LOOKS]
 
 
 def install(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:

@@ -141,6 +141,8 @@ def test_a_host_becomes_one_address(job: Job) -> None:
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None) -> fake.Fake:
     monkeypatch.setattr(launchd, "LOOK_S", 0.001)
+    monkeypatch.setattr("mlxspec.service.AGAIN_S", 0.2)
+    monkeypatch.setattr("mlxspec.service.LOOK_S", 0.001)
     return fake.install("launchctl", tmp_path / "fake", monkeypatch)
 
 
@@ -155,6 +157,35 @@ def test_a_bootstrap_waits_until_the_label_is_gone(tool: fake.Fake, small: Job) 
     tool.linger(5)
     verbs.restart(launchd, Hands())
     assert tool.loaded and not (tool.root / "linger").read_text()
+
+
+@pytest.mark.parametrize("status", [5, 37])
+def test_a_bootstrap_is_tried_again(tool: fake.Fake, small: Job, status: int) -> None:
+    (tool.root / "busy").write_text(f"{status}\n" * 2)
+    verbs.install(launchd, small, Hands())
+    assert tool.loaded and [call.split()[0] for call in tool.calls()] == ["bootstrap"] * 3
+
+
+def test_a_bootstrap_that_fails_for_ever_is_said(tool: fake.Fake, small: Job) -> None:
+    (tool.root / "busy").write_text("5\n" * 10_000)
+    with pytest.raises(Unfit, match=r"ended with status 5: .*; try again in a minute"):
+        verbs.install(launchd, small, Hands())
+    assert not tool.loaded and not launchd.paths()[0].exists()
+
+
+def test_what_is_disabled_is_enabled(tool: fake.Fake, small: Job) -> None:
+    (tool.root / "disabled").touch()
+    verbs.install(launchd, small, Hands())
+    assert [call.split()[0] for call in tool.calls()] == ["enable", "bootstrap"]
+
+
+def test_the_menu_bar_goes_too(tool: fake.Fake, small: Job) -> None:
+    verbs.install(launchd, small, Hands())
+    other = launchd.agent("dev.mlxspec.menubar")
+    other.write_bytes(b"")
+    (tool.root / "loaded.menubar").touch()
+    verbs.uninstall(launchd, Hands())
+    assert not tool.loaded and not other.exists()
 
 
 def test_what_never_goes_is_said(tool: fake.Fake, small: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +204,9 @@ def test_it_is_ended_by_bootout_alone(tool: fake.Fake, small: Job) -> None:
     verbs.restart(launchd, Hands())
     verbs.uninstall(launchd, Hands())
     verbs_used = [call.split()[0] for call in tool.calls()]
-    assert set(verbs_used) == {"enable", "bootstrap", "bootout", "kickstart"}
+    assert set(verbs_used) == {"bootstrap", "bootout", "kickstart"}
     assert verbs_used.count("bootout") == 3
-    assert os.listdir(launchd.paths()[0].parent) == []
+    assert os.listdir(Path.home()) == ["fake"]
 
 
 def test_the_log() -> None:

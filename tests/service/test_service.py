@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from mlxspec import cli
 from mlxspec.config import ConfigError
 from mlxspec.service import Hands, System, here, launchd, ledger, systemd, verbs
 from mlxspec.service.job import Job
@@ -48,12 +50,16 @@ def at(
     tool = fake.install(request.param, tmp_path / "fake", monkeypatch)
     # this machine's own systemctl must not be found beside the fake launchctl, nor the other way round
     system: System = launchd if request.param == "launchctl" else systemd
+    monkeypatch.setattr("mlxspec.service.here", lambda: system)
+    monkeypatch.setattr("mlxspec.service.status.here", lambda: system)
+    monkeypatch.setattr("mlxspec.service.AGAIN_S", 0.05)
+    monkeypatch.setattr("mlxspec.service.LOOK_S", 0.001)
     return Setup(system, tool, home)
 
 
 DOMAIN = f"gui/{os.getuid()}"
 ADDS = {
-    launchd: [f"enable {DOMAIN}/dev.mlxspec", f"bootstrap {DOMAIN} "],
+    launchd: [f"bootstrap {DOMAIN} "],
     systemd: ["--user daemon-reload", "--user enable mlxspec.socket", "--user start mlxspec.socket"],
 }
 ENDS = {
@@ -63,6 +69,11 @@ ENDS = {
 WAKES = {launchd: f"kickstart {DOMAIN}/dev.mlxspec", systemd: "--user start mlxspec.service"}
 
 
+def status() -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["service", "status"])
+    return done.exit_code, done.output
+
+
 def alike(calls: list[str], wanted: list[str]) -> bool:
     return len(calls) == len(wanted) and all(a.startswith(b) for a, b in zip(calls, wanted, strict=True))
 
@@ -70,12 +81,13 @@ def alike(calls: list[str], wanted: list[str]) -> bool:
 def test_a_whole_life(at: Setup, job: Job) -> None:
     bare = at.state()
     adds, ends = ADDS[at.system], ENDS[at.system]
-    assert verbs.status(at.system, at.hands)[1] == 4
+    assert status()[0] == 4
     assert f"http://127.0.0.1:{job.port}/v1" in verbs.install(at.system, job, at.hands)
     assert at.tool.loaded and alike(at.tool.calls(), adds)
     assert {path: path.read_bytes() for path in at.system.paths()} == at.system.files(job)
     assert at.system.address() == ("127.0.0.1", job.port)
-    assert verbs.status(at.system, at.hands) == (f"waits for a connection at http://127.0.0.1:{job.port}", 0)
+    code, said = status()
+    assert code == 0 and f"http://127.0.0.1:{job.port}\n" in said and "waiting" in said
     installed = at.state()
 
     assert "installed already" in verbs.install(at.system, job, at.hands) and at.tool.calls() == []
@@ -88,7 +100,7 @@ def test_a_whole_life(at: Setup, job: Job) -> None:
 
     verbs.stop(at.system, at.hands)
     assert not at.tool.loaded and alike(at.tool.calls(), ends)
-    assert verbs.status(at.system, at.hands)[1] == 3
+    assert status()[0] == 3
     assert "already" in verbs.stop(at.system, at.hands) and at.tool.calls() == []
     verbs.start(at.system, at.hands)
     assert at.tool.loaded and alike(at.tool.calls(), [*adds, WAKES[at.system]])
@@ -99,22 +111,23 @@ def test_a_whole_life(at: Setup, job: Job) -> None:
     for path in at.system.leftovers():
         if path.suffix:
             path.write_text("a log")
+    ledger.file().with_name("service.json.123").write_text("of a process that was killed")
+    ledger.occupy()
     assert verbs.uninstall(at.system, at.hands) == "nothing of the service is left"
-    files, loaded = at.state()
-    assert not loaded and {n for n in files if not n.endswith("/")} == {n for n in bare[0] if n[-1] != "/"}
+    assert at.state() == bare
     assert verbs.uninstall(at.system, at.hands) == "the service is not installed"
-    assert not ledger.file().exists()
+    assert not ledger.file().parent.exists()
 
 
 @pytest.mark.parametrize("step", range(3))
 def test_a_first_install_that_fails_leaves_nothing(at: Setup, job: Job, step: int) -> None:
     steps = ADDS[at.system]
     if step >= len(steps):
-        pytest.skip("launchctl is asked twice")
+        pytest.skip("launchctl is asked once")
     verb = steps[step].split()[at.tool.verb - 1]
     before = at.state()
     at.tool.fail(verb)
-    with pytest.raises(Unfit, match=rf"{verb}.* ended with status 9: {verb} failed: made up$"):
+    with pytest.raises(Unfit, match=rf"{verb}.* ended with status 9: {verb} failed: made up(; try.*)?$"):
         verbs.install(at.system, job, at.hands)
     assert at.state() == before and not ledger.file().exists()
 
@@ -125,10 +138,10 @@ def test_a_change_that_fails_leaves_the_old_one(at: Setup, job: Job, step: int) 
     before = at.state()
     steps = ENDS[at.system] + ADDS[at.system]
     if step >= len(steps):
-        pytest.skip("launchctl is asked three times")
+        pytest.skip("launchctl is asked twice")
     verb = steps[step].split()[at.tool.verb - 1]
     at.tool.fail(verb)
-    with pytest.raises(Unfit, match=r"made up$"):
+    with pytest.raises(Unfit, match=r"made up(; try.*)?$"):
         verbs.install(at.system, replace(job, port=free_port()), at.hands)
     assert at.state() == before
 
@@ -137,7 +150,7 @@ def test_what_cannot_be_taken_back_is_said(at: Setup, job: Job) -> None:
     verbs.install(at.system, job, at.hands)
     files = at.state()[0]
     at.tool.fail(ADDS[at.system][-1].split()[at.tool.verb - 1], times=2)
-    with pytest.raises(Unfit, match=r"made up; and to take it back failed too: .* made up$"):
+    with pytest.raises(Unfit, match=r"made up.*; and to take it back failed too: .* made up(; try.*)?$"):
         verbs.install(at.system, replace(job, port=free_port()), at.hands)
     assert at.state() == (files, False)
 
@@ -147,9 +160,63 @@ def test_what_does_not_end_stays(at: Setup, job: Job, verb: str) -> None:
     verbs.install(at.system, job, at.hands)
     before = at.state()
     at.tool.fail(ENDS[at.system][0].split()[at.tool.verb - 1])
-    with pytest.raises(Unfit, match=r"made up$"):
+    with pytest.raises(Unfit, match=r"made up(; try.*)?$"):
         getattr(verbs, verb)(at.system, at.hands)
     assert at.state() == before
+
+
+@pytest.mark.parametrize("verb", ["start", "restart"])
+@pytest.mark.parametrize("step", range(4))
+def test_a_restart_that_fails_leaves_the_old_one(at: Setup, job: Job, verb: str, step: int) -> None:
+    verbs.install(at.system, job, at.hands)
+    if verb == "start":
+        verbs.stop(at.system, at.hands)
+    past = ledger.Ledger(held="it crashed", crashes=[1.0])
+    ledger.write(ledger.file(), past)
+    before, steps = at.state(), [*ADDS[at.system], WAKES[at.system]]
+    if step >= len(steps):
+        pytest.skip("fewer steps than systemctl's")
+    at.tool.fail(steps[step].split()[at.tool.verb - 1])
+    with pytest.raises(Unfit, match="made up"):
+        getattr(verbs, verb)(at.system, at.hands)
+    assert at.state() == before and ledger.read(ledger.file()) == past
+
+
+def test_without_a_session_it_is_said_once(at: Setup, job: Job) -> None:
+    """Also by a dry run; and what was installed can be removed."""
+    verbs.install(at.system, job, at.hands)
+    (at.tool.root / "alone").touch()
+    for hands in (at.hands, Hands(dry=True)):
+        do: list[Callable[[], str]] = [
+            lambda: verbs.start(at.system, hands),  # noqa: B023
+            lambda: verbs.restart(at.system, hands),  # noqa: B023
+            lambda: verbs.install(at.system, replace(job, exit_s=51), hands),  # noqa: B023
+        ]
+        at.tool.calls()
+        for verb in do:
+            with pytest.raises(
+                Unfit, match=r"log in (there|on this machine), or .*`mlxspec serve`"
+            ) as caught:
+                verb()
+            assert str(caught.value).count("Failed to connect") <= 1 and at.tool.calls() == []
+    verbs.uninstall(at.system, at.hands)
+    assert at.state()[0] == {}
+
+
+def test_what_is_in_the_way_is_named(at: Setup, job: Job) -> None:
+    file = at.system.paths()[0].parent.parent
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("")
+    with pytest.raises(Unfit, match=f"{file}.*; see that it is what it should be"):
+        verbs.install(at.system, job, at.hands)
+    assert at.tool.calls() == [] and not at.tool.loaded
+
+
+def test_a_log_that_cannot_be_shown(at: Setup, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    verbs.install(at.system, job, at.hands)
+    monkeypatch.setenv("PATH", str(at.home))
+    done = CliRunner().invoke(cli.app, ["service", "logs"])
+    assert isinstance(done.exception, Unfit) and str(done.exception).startswith(at.system.logs(1, False)[0])
 
 
 def test_a_taken_port_is_named(at: Setup, job: Job) -> None:
@@ -189,11 +256,12 @@ def test_start_is_for_what_stays_down(at: Setup, job: Job, monkeypatch: pytest.M
     """One that runs is left alone; one that is held starts anew, forgiven."""
     verbs.install(at.system, job, at.hands)
     at.tool.calls()
-    ledger.write(ledger.file(), ledger.Ledger(pid=os.getpid(), open=True))
+    monkeypatch.setattr(ledger, "running", lambda: True)
     assert verbs.start(at.system, at.hands) == "the service runs already" and at.tool.calls() == []
-    held = ledger.Ledger(pid=os.getpid(), held="a panic", panic="a panic", crashes=[1.0])
+    held = ledger.Ledger(held="a panic", panic="a panic", crashes=[1.0])
     ledger.write(ledger.file(), held)
-    assert verbs.status(at.system, at.hands) == (f"stays down at http://127.0.0.1:{job.port}: a panic", 3)
+    code, said = status()
+    assert code == 3 and "Unwell: a panic" in said
     verbs.start(at.system, at.hands)
     now = ledger.read(ledger.file())
     assert (now.held, now.panic, now.crashes) == ("", "", []) and now.point > 0

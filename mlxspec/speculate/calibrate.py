@@ -37,6 +37,8 @@ FIRST = (1, 32, 8, 16, 4, 2)  # rows in order of what they tell, if time is shor
 LEAST = 2  # of them are measured however long it takes
 DRAWN = 2  # rows that are sampled to tell what one takes
 HISTORY = 1024  # tokens that penalties count, in this
+MOST = 16
+KNOWN: dict[str, Costs] = {}  # what this process measured in too little time to be kept on the disk
 Tell = Callable[[int, int], None]
 _ONE = Sampling(temperature=1.0)
 SAMPLINGS = (_ONE, replace(_ONE, top_p=0.9), replace(_ONE, top_k=20), Sampling(temperature=0))
@@ -58,8 +60,9 @@ def calibrate(
     if high < 1:
         return None
     contexts = (min(CONTEXTS[0], high), high)
-    file = cache / f"{_name(runner, path, contexts)}.json" if cache else None
-    if file and not again and (known := _load(file)):
+    name = _name(runner, path, contexts)
+    file = cache / f"{name}.json" if cache else None
+    if not again and (known := (file and _load(file)) or KNOWN.get(name)):
         return known
     began = time.perf_counter()
     until, least = (began + TUNING, 2) if again else (began + SECONDS, 0)
@@ -79,6 +82,10 @@ def calibrate(
     costs = Costs(contexts, rows, (low, top), sampling(vocab))
     if file and whole:
         _save(file, costs)
+    else:  # good enough for this process, where a model that slept must not measure again
+        KNOWN[name] = costs
+        if len(KNOWN) > MOST:
+            KNOWN.pop(next(iter(KNOWN)))
     return costs
 
 

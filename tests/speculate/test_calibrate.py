@@ -52,6 +52,18 @@ def test_it_is_measured_once(runner: Runner, tmp_path: Path, monkeypatch: pytest
     assert list(again.rows) == list(first.rows) and again.contexts == first.contexts
 
 
+def test_one_that_is_not_worth_a_file_is_not_repeated(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that slept would measure at each waking."""
+    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(module, "KNOWN", {str(n): None for n in range(module.MOST)})
+    first = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
+    assert not (tmp_path / "costs").exists() and len(module.KNOWN) == module.MOST
+    monkeypatch.setattr(module, "_time", None)  # measuring again would fail
+    assert first is not None and calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is first
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"seconds": [[1], [0]], "contexts": [1, 2], "rows": [1]}', '{"seconds": 5}']
 )

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import uvicorn
@@ -29,6 +29,7 @@ log = logging.getLogger("mlxspec")
 POLL_S = 0.5  # between looks at the engine's thread
 GRACE_S = 5  # for the last bytes of answers that have ended
 STOP_S = 10.0  # for the engine's thread to end its step
+BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
 KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
@@ -62,6 +63,7 @@ def serve_model(
             ended(0)
             logging.shutdown()
             os._exit(0)  # the thread that loads would keep the process for minutes
+        _open(listener, config)
         return serve(app, worker, config, listener=listener, ended=ended)
 
 
@@ -110,8 +112,9 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
 
 
 def bind(config: Config) -> socket.socket:
-    """The server's socket, not listening yet. Raises ConfigError where it cannot be had."""
-    try:
+    """The server's socket, not listening yet: while a model loads, clients are refused instead of hanging.
+    Raises ConfigError where it cannot be had."""
+    with _named(config):
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -122,7 +125,22 @@ def bind(config: Config) -> socket.socket:
         except OSError:
             bound.close()
             raise
+        # Or Linux would give the port to a second server too, until one listens.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         return bound
+
+
+def _open(bound: socket.socket, config: Config) -> None:
+    """Listen. Raises ConfigError where somebody else does by now."""
+    with _named(config):
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.listen(BACKLOG)
+
+
+@contextlib.contextmanager
+def _named(config: Config) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"host = {config.host!r}, port = {config.port}: {error.strerror}; give another --port (0: any)"
@@ -142,7 +160,9 @@ def serve(
     `announce` is told once, when requests are answered. A thread of the engine that does not end is left
     behind by ending the process on the spot.
     """
-    status = asyncio.run(_serve(app, engine, config, announce, listener or bind(config)))
+    if not listener:
+        _open(listener := bind(config), config)
+    status = asyncio.run(_serve(app, engine, config, announce, listener))
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
     stopper.start()
     stopper.join(0.0 if engine.loading() else STOP_S)  # nothing ends a load
@@ -205,9 +225,15 @@ def _server(app: ASGIApp, most: int) -> uvicorn.Server:
             timeout_graceful_shutdown=GRACE_S,
         )
     )
+    logging.getLogger("uvicorn.error").addFilter(_wanted)
     # Its own handlers would stop listening at the signal and end the process by it afterwards.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     return server
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    """Not what was cut off by a second signal: that was asked for."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 async def _death(engine: Engine) -> None:

@@ -123,7 +123,7 @@ def test_running_answers_end_first(make: Callable[..., Server], monkeypatch: pyt
 
 
 def test_a_second_signal_ends_it_at_once(
-    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     s = make(holds=True)
 
@@ -145,6 +145,7 @@ def test_a_second_signal_ends_it_at_once(
     caller = Caller(call)
     assert serve(s.app, s.engine, Config(port=0, drain_s=3600), caller) == 0
     caller.check()
+    assert "Exception in ASGI application" not in caplog.text
 
 
 def test_uvicorn_leaves_the_signals_alone(make: Callable[..., Server]) -> None:
@@ -200,6 +201,21 @@ def test_a_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port = {port}: Address already in use; give another --port"):
             bind(Config(port=port))
+    with socket.create_server(("127.0.0.1", 0)) as used:  # and was left, with connections that linger
+        port = used.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), used.accept()[0] as accepted:
+            accepted.close()
+    for way in (Config(port=0), Config(port=port)):
+        with bind(way) as first:
+            config = Config(port=first.getsockname()[1])
+            with pytest.raises(ConfigError, match="Address already in use"):  # before the first one listens
+                bind(config)
+            run._open(first, config)
+            with (
+                socket.create_connection(first.getsockname()),
+                pytest.raises(ConfigError, match="in use; give"),
+            ):
+                bind(config)
     with pytest.raises(ConfigError, match=r"host = 'no\.such\.host\.invalid'"):
         bind(Config(host="no.such.host.invalid"))
 

@@ -19,11 +19,12 @@ from rich.text import Text
 
 from mlxspec import __version__, blas
 from mlxspec.config import FILE, Config, ConfigError, data_dir, size, url_of
-from mlxspec.service import here
+from mlxspec.service import here, ledger
 from mlxspec.service.status import Status, headline, installed, look
 from mlxspec.stock import flaws, weight
 from mlxspec.types import Unfit
 
+PYTHON = (3, 11)  # requires-python
 MACOS = 14  # the first that MLX's wheels run on
 WIDE = 150  # columns of a table that goes to a file
 STYLES = {"used": "green", "parked": "bold yellow", "not used": "", "not tried yet": "dim"}
@@ -58,6 +59,8 @@ def examine(config: Config) -> dict[str, Any]:
         broken.append(f"{data_dir('metal')} holds no kernels; install mlxspec again")
     if sys.platform == "darwin" and platform.machine() != "arm64":
         broken.append(f"Python runs as {platform.machine()}; install one for arm64")
+    if tuple(map(int, platform.python_version_tuple()[:2])) < PYTHON:
+        broken.append(f"Python {platform.python_version()} is too old; install {'.'.join(map(str, PYTHON))}")
     mac = platform.mac_ver()[0]
     if mac and int(mac.partition(".")[0]) < MACOS:
         broken.append(f"macOS {mac} is older than {MACOS}, which MLX needs; update macOS")
@@ -82,6 +85,8 @@ def examine(config: Config) -> dict[str, Any]:
         "settings": str(settings) + " (not there)" * (not settings.is_file()),
         "cache": f"{cache}, {size(_bytes(cache))}",
     }
+    if closed := ledger.closed():
+        report["server"]["panics"] = f"not seen: {', '.join(closed)} cannot be read"
     there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         broken.append(f"{there} cannot be written; name another directory: --cache-dir")
@@ -133,15 +138,20 @@ def _port(config: Config, now: Status, broken: list[str]) -> str:
             bind(config).close()
             return f"{now.url} is free"
         except ConfigError as error:
-            broken.append(f"{error}; or end what has it: lsof -i :{config.port}")
+            broken.append(f"{str(error).partition(';')[0]}; {_other(config.port)}")
     else:
-        broken.append(f"{now.url} is somebody else's ({now.why}); end it, or give another --port")
+        broken.append(f"{now.url} is somebody else's ({now.why.partition(';')[0]}); {_other(config.port)}")
     return f"{now.url} is taken"
+
+
+def _other(port: int) -> str:
+    return f"end what has it (lsof -i :{port}), or set another port, by MLXSPEC_PORT or in the settings"
 
 
 def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The model by its files, and the kernels that it could use, besides those that are known of others."""
     from mlxspec.chosen import PROOFS, on_disk
+    from mlxspec.engine import memory
     from mlxspec.kernels.kept import Shelf
     from mlxspec.kernels.prove import missing
     from mlxspec.kernels.proven import Verdict
@@ -157,10 +167,18 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
             about["weights"] = size(weight(path))
             cut = flaws(path)
             broken += [f"{flaw}; remove {path} and run: mlxspec pull" for flaw in cut]
+            room, need = config.memory_bytes or memory.total(), weight(path) + memory.headroom()
+            if need > room:
+                broken.append(
+                    f"{path}: weights and headroom take {memory.gib(need)} of {memory.gib(room)} of memory;"
+                    " give a smaller one: mlxspec models"
+                )
             found = [] if cut else cases_of(load(path)[0], config.block_size, config.kv_bits)
             names = [case.name for case in found]
     except Unfit as error:
         broken.append(str(error))
+    except (RuntimeError, ValueError) as error:  # what MLX says of weights that it cannot take
+        broken.append(f"{path}: {error}; remove it and run: mlxspec pull")
     shelf = Shelf(cache_of(config) / PROOFS)
     with shelf.alone() as alone:
         known = shelf.all(alone)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
+import mlxspec.doctor
 from mlxspec import cli
 from mlxspec.chosen import PROOFS
 from mlxspec.kernels import prove
@@ -149,6 +151,34 @@ def test_weights_that_were_cut_off(model: Path) -> None:
     assert code == 1 and f"{file} has " in found["broken"][0] and "mlxspec pull" in found["broken"][0]
 
 
+def test_weights_that_mlx_refuses(model: Path) -> None:
+    """Whole by their own header, of a type that there is none of."""
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"U32"', b'"X32"'))
+    code, found = report(str(model))
+    assert code == 1 and len(found["broken"]) == 1
+    assert str(model) in found["broken"][0] and "run: mlxspec pull" in found["broken"][0]
+
+
+def test_what_does_not_fit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxspec.engine.memory.total", lambda: 1 << 20)
+    code, found = report(str(model))
+    assert code == 1 and "weights and headroom take" in found["broken"][0]
+
+
+def test_an_old_python(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert wanted["requires-python"] == ">={}.{}".format(*mlxspec.doctor.PYTHON)
+    monkeypatch.setattr("mlxspec.doctor.platform.python_version_tuple", lambda: ("3", "10", "1"))
+    assert "is too old; install 3.11" in report(str(model))[1]["broken"][0]
+
+
+def test_reports_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxspec.service.ledger.os.access", lambda path, how: path != model)
+    monkeypatch.setattr("mlxspec.service.ledger.PANICS", (str(model), "/no/such"))
+    assert report(str(model))[1]["server"]["panics"] == f"not seen: {model} cannot be read"
+
+
 def test_an_old_macos(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version, code in (("13.6.1", 1), ("14.0", 0), ("26.1", 0)):
         monkeypatch.setattr("mlxspec.doctor.platform.mac_ver", lambda version=version: (version, (), ""))
@@ -162,7 +192,8 @@ def test_the_port(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mlxspec.service.status.PATIENCE_S", 0.05)
         code, found = report(str(model))
         assert code == 1 and found["server"]["port"].endswith("is taken")
-        assert "somebody else's (" in found["broken"][0] and "give another --port" in found["broken"][0]
+        assert "somebody else's (" in found["broken"][0] and "--port" not in found["broken"][0]
+        assert "or set another port, by MLXSPEC_PORT" in found["broken"][0]
     code, found = report(str(model))
     assert code == 0 and found["server"]["port"] == f"http://127.0.0.1:{port} is free"
     with socket.socket() as other:  # has the port, and does not listen

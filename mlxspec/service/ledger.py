@@ -135,6 +135,13 @@ def panics() -> list[tuple[float, str]]:
     return sorted(((at, name) for folder in PANICS for at, name in _reports(folder)), reverse=True)
 
 
+def closed() -> list[str]:
+    """The folders of reports that are there and may not be read."""
+    return [
+        each for each in PANICS if (at := Path(each).expanduser()).exists() and not os.access(at, os.R_OK)
+    ]
+
+
 def _reports(folder: str) -> Iterator[tuple[float, str]]:
     try:
         for entry in os.scandir(Path(folder).expanduser()):

@@ -35,6 +35,11 @@ def job_of(flags: Mapping[str, str | list[str] | None], env: Mapping[str, str]) 
     kept = {name: env[name] for name in KEPT if env.get(name)}
     if file := kept.get("MLXSPEC_CONFIG"):
         kept["MLXSPEC_CONFIG"] = str(Path(file).expanduser().absolute())
+    if "@" in kept.get("HF_ENDPOINT", ""):
+        raise ConfigError(
+            "HF_ENDPOINT: it names a user, and a definition is no place for a secret; fetch the model by"
+            " mlxspec pull, and install without the variable"
+        )
     config, base = load(flags, env), load({}, kept)
     if config.api_key != base.api_key:
         raise ConfigError(

@@ -50,6 +50,13 @@ def test_no_secret_is_written_down() -> None:
     assert "sesame" not in repr(job)
 
 
+def test_an_endpoint_with_a_password_is_refused() -> None:
+    assert "HF_ENDPOINT" in job_of({}, {"HF_ENDPOINT": "https://hub.example"}).variables
+    with pytest.raises(ConfigError, match="HF_ENDPOINT: it names a user") as caught:
+        job_of({}, {"HF_ENDPOINT": "https://me:sesame@hub.example"})
+    assert "sesame" not in str(caught.value)
+
+
 def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("model", "small", "draft"):

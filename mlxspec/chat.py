@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 TIMEOUT_S = 120  # of silence: more than any keep-alive pause that a server may be set to
 LINE = 1 << 20  # bytes of one event
+ELSE = "give another --url, or end it"
 END = "/exit or Ctrl-D ends the chat, /reset starts it anew"
 
 
@@ -115,16 +116,14 @@ def call(
         connection.request(method, url.path.rstrip("/") + path, json.dumps(body) if body else None, headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ChatError(_refused(response))
+            raise ChatError(_refused(response, at))
         yield response
     except ConnectionRefusedError as error:
         raise Absent(f"no server at {at}; start one with: mlxspec serve") from error
     except (OSError, http.client.HTTPException) as error:
         raise ChatError(f"{at}: {str(error) or type(error).__name__}; see the server's log") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise ChatError(
-            f"{at} does not answer as OpenAI's API does ({error!r}); give another --url"
-        ) from error
+        raise ChatError(f"something else answers at {at} ({error!r}); {ELSE}") from error
     finally:
         connection.close()
 
@@ -137,12 +136,20 @@ def _is_url(text: str) -> bool:
         return False
 
 
-def _refused(response: http.client.HTTPResponse) -> str:
-    text = response.read(LINE).decode(errors="replace")
+def clean(found: Any) -> Any:
+    """What a server sent, without characters that could steer the terminal."""
+    if isinstance(found, dict):
+        return {clean(key): clean(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [clean(one) for one in found]
+    return "".join(c if c.isprintable() else "?" for c in found) if isinstance(found, str) else found
+
+
+def _refused(response: http.client.HTTPResponse, at: str) -> str:
     try:
-        message = str(json.loads(text)["error"]["message"])
+        message = clean(str(json.loads(response.read(LINE))["error"]["message"]))
     except (ValueError, KeyError, TypeError):
-        message = text.strip()[:200]
+        return f"something else answers at {at} ({response.status}); {ELSE}"
     mend = "; give --api-key" if response.status == 401 else ""
     return f"the server answered {response.status}: {message}{mend}"
 
@@ -156,7 +163,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
                 return
             event = json.loads(data)
             if "error" in event:
-                raise ChatError(event["error"]["message"])
+                raise ChatError(clean(event["error"]["message"]))
             yield event
     raise ChatError("the answer was cut off; see the server's log")
 

@@ -31,7 +31,7 @@ def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     """The URL and key of the server that is meant: the one that is given, the settings', or, where they name
     no address, the service's. The settings' key is for the latter two only."""
     if url is not None:
-        return url, key or ""
+        return url.rstrip("/").removesuffix("/v1"), key or ""
     found, bare = config.load({}, os.environ), config.Config()
     at = _service_url() if (found.host, found.port) == (bare.host, bare.port) else ""
     return at or config.url_of(found.host, found.port), key or found.api_key
@@ -118,7 +118,7 @@ def stop(
 
 def _order(url: str, key: str, verb: str, body: dict[str, Any]) -> Any:
     with chat.call(url, key, "POST", f"/v1/models/{verb}", body, patience=3600) as response:
-        return json.load(response)
+        return chat.clean(json.load(response))
 
 
 @verbs.command(rich_help_panel=RUN)

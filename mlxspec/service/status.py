@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from mlxspec.chat import Absent, ChatError, call
+from mlxspec.chat import Absent, ChatError, call, clean
 from mlxspec.config import size, url_of
 from mlxspec.service import Hands, System, here, ledger
 from mlxspec.types import Unfit
@@ -74,7 +74,7 @@ def look(url: str, api_key: str = "") -> Status:
         return Status(url, "unwell", service, why)
     try:
         with call(url, api_key, "GET", "/page/now", patience=PATIENCE_S) as response:
-            return read(url, service, json.load(response))
+            return read(url, service, clean(json.load(response)))
     except Absent as error:
         absent: State = "not installed" if service == "not installed" else "stopped"
         return Status(url, absent, service, why or str(error))
@@ -179,6 +179,8 @@ def headline(now: Status) -> str:
 def load_of(now: Status) -> str:
     """What is being done, and how fast."""
     speed = f"{now.speed:.1f} tokens/s" if now.speed else ""
+    if now.loading:
+        return f"loading {now.loading}"
     if not now.running and not now.waiting:
         return f"idle, {speed} last" if speed else "idle"
     waits = f"{now.waiting} waiting" if now.waiting else ""

@@ -1,6 +1,7 @@
 """status, ps, load, stop and models: against a server on a real socket, and where there is none."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +83,7 @@ def test_a_server_by_hand(at: At, model_dir: Path) -> None:
         done = run("status", "--url", url)
         assert done.exit_code == 0 and "1 running, 2 waiting" in done.output
         assert "tiny; small, not loaded" in done.output
+        assert run("status", "--url", f"{url}/v1/").output == done.output
         lines = run("ps", "--url", url).output.splitlines()
         assert [line.split()[0] for line in lines] == ["NAME", "tiny"] and lines[1].endswith("busy")
         assert run("load", "small", "--url", url).output.startswith("small is loaded, after ")
@@ -105,15 +108,19 @@ def test_the_key(at: At) -> None:
         assert "give --api-key" in mended("load", "small", "--url", url)
 
 
+ANSWERS = [(b"200 OK", b"<html>"), (b"200 OK", b"[]"), *[(b"404 Not Found", b"<html>\x1b[31m")] * 4]
+ANSWERS += [(b"418 Teapot", b'{"error": {"message": "a\\u001b[31mteapot"}}')]
+
+
 def test_somebody_elses_server(at: At) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         import threading
 
         def answer() -> None:
-            for body in (b"<html>", b"[]"):
+            for code, body in ANSWERS:
                 client, _ = other.accept()
                 client.recv(1 << 16)
-                head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+                head = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (code, len(body))
                 client.sendall(head + body)
                 client.close()
 
@@ -122,6 +129,12 @@ def test_somebody_elses_server(at: At) -> None:
         for _ in range(2):
             now = status.look(url)
             assert now.state == "unwell" and "give another --url" in now.why
+        done = run("status", "--url", url)
+        assert done.output.count("something else answers") == 1
+        for words in (("ps",), ("stop",), ("load", "x")):
+            wanted = f"something else answers at {url} (404); give another --url, or end it"
+            assert mended(*words, "--url", url) == wanted
+        assert mended("ps", "--url", url) == "the server answered 418: a?[31mteapot"
 
 
 ROW = Row("chatcmpl-1", "tiny", 100, 64, 30, 10, 20, 15, 0.2, 2.0, 15.0)
@@ -149,6 +162,7 @@ def test_the_states(state: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None
         found = status.look(url)
         assert found.state == state and found.service == "none"
         assert (run("status", "--url", url).exit_code == 0) == (state != "unwell")
+        assert ("loading small" in run("status", "--url", url).output) == (state == "loading")
         assert menu_of(found).items[0].title == status.headline(found)
 
 
@@ -239,24 +253,83 @@ def stood(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "look", lambda url, key: status.Status(url, "idle", pid=pid, version="1"))
 
 
-def test_stop_ends_a_server_that_was_started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)", "mlxspec", "serve"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as child:
-        assert child.stdout and child.stdout.readline()
+LISTENER = """
+import socket, sys, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Iterator[Any]:
+    """A process with a port, and the server's answer that names it."""
+    (tmp_path / "mlxspec").mkdir(exist_ok=True)
+    (tmp_path / "mlxspec/__main__.py").write_text(LISTENER)
+    (tmp_path / "mlxspec/mlxspec").write_text(LISTENER)
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, cwd=tmp_path) as child:
+        assert child.stdout
+        port = int(child.stdout.readline())
         stood(child.pid, monkeypatch)
-        with pytest.raises(Unfit, match="stop it there"):
-            stop.stop_server("http://192.168.1.5:8080", "")
+        yield child, port
+        child.kill()
+
+
+@pytest.mark.parametrize("words", [("-m", "mlxspec", "serve"), ("-u", "mlxspec/mlxspec", "serve", "a")])
+def test_stop_ends_a_server_that_was_started_by_hand(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening(tmp_path, monkeypatch, *words) as (child, port):
+        for url in (f"http://192.168.1.5:{port}", absent()):  # elsewhere; a port that it does not have
+            with pytest.raises(Unfit, match="stop it there"):
+                stop.stop_server(url, "")
         assert child.poll() is None
-        assert (
-            stop.stop_server("http://127.0.0.1:8080", "") == "the server at http://127.0.0.1:8080 has ended"
-        )
+        url = f"http://127.0.0.1:{port}"
+        assert stop.stop_server(url, "") == f"the server at {url} has ended"
         assert child.wait(5) == -15
 
 
-def test_stop_signals_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
-        stood(child.pid, monkeypatch)
+@pytest.mark.parametrize(
+    "words", [("-c", LISTENER, "mlxspec", "serve"), ("-m", "mlxspec", "bench", " serve")]
+)
+def test_stop_signals_nobody_else(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening(tmp_path, monkeypatch, *words) as (child, port):
         with pytest.raises(Unfit, match="stop it there"):
-            stop.stop_server("http://127.0.0.1:8080", "")
+            stop.stop_server(f"http://127.0.0.1:{port}", "")
         assert child.poll() is None
-        child.kill()
+
+
+def test_stop_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    stood(7, monkeypatch)
+    for name, found in (
+        ("_argv", ["mlxspec", "serve"]),
+        ("_listens", True),
+        ("os", SimpleNamespace(kill=print)),
+    ):
+        monkeypatch.setattr(stop, name, found if name == "os" else lambda *_, found=found: found)
+    monkeypatch.setattr(stop, "_serves", lambda argv: True)
+    monkeypatch.setattr(stop, "PATIENCE_S", 0.01)
+    with pytest.raises(Unfit, match="at once: kill 7"):
+        stop.stop_server("http://127.0.0.1:8080", "")
+
+
+def test_stop_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ps and lsof; a path may have blanks."""
+    monkeypatch.setattr(stop, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unfit, match=r"^ps: No such file"):
+        stop._argv(1)
+    command = "/Users/a/Application Support/bin/Python -m mlxspec serve x"
+    for uid, state, found in (
+        (os.getuid(), "S", True),
+        (os.getuid(), "Z", False),
+        (os.getuid() + 1, "S", False),
+    ):
+        (tmp_path / "ps").write_text(f"#!/bin/sh\necho '  {uid} {state}+   {command}'")
+        (tmp_path / "ps").chmod(0o755)
+        assert stop._serves(stop._argv(1)) == found
+    (tmp_path / "lsof").write_text("#!/bin/sh\n[ $2 = -iTCP:81 ] && echo 1 && echo 17")
+    (tmp_path / "lsof").chmod(0o755)
+    assert stop._listens(17, 81) and not stop._listens(7, 81) and not stop._listens(17, 82)

@@ -52,13 +52,19 @@ def main() -> None:
 
 def _refuse_words() -> None:
     """A service's definition may have a flag that this version no longer knows."""
+
+    def settings() -> Config:
+        raise Unfit("its command line is not understood, see the log: `mlxspec service install` anew")
+
+    _serve_given(settings)
+
+
+def _serve_given(settings: Callable[[], Config]) -> None:
+    """Serve where launchd or systemd handed a socket over, and end; else return."""
     from mlxspec.service.socket import inherited
 
     if listeners := inherited():
         from mlxspec.service import daemon
-
-        def settings() -> Config:
-            raise Unfit("its command line is not understood, see the log: `mlxspec service install` anew")
 
         sys.exit(daemon.serve(settings, listeners))
 
@@ -112,12 +118,7 @@ def serve(**flags: str | list[str] | None) -> None:
         log_to_stderr(config.log_level)
         return config
 
-    from mlxspec.service.socket import inherited
-
-    if listeners := inherited():
-        from mlxspec.service import daemon
-
-        sys.exit(daemon.serve(settings, listeners))
+    _serve_given(settings)
     config = settings()
     from mlxspec.server.run import serve_model
 
@@ -291,36 +292,26 @@ def service_install(*, dry_run: Dry = False, **flags: str | list[str] | None) ->
     print(said)
 
 
-@service.command("uninstall")
-def service_uninstall(dry_run: Dry = False) -> None:
-    """End the service, and remove all of it and the menu bar's. Settings, models and caches stay."""
-    _service("uninstall", dry_run)
+VERBS = {
+    "uninstall": "End the service, and remove it and its menu bar. Settings, models and caches stay.",
+    "start": "Start the service, also one that stays down after crashes or a kernel panic.",
+    "stop": "Stop the service, until it is started or the next login.",
+    "restart": "Stop the service, once running answers have ended, and start it anew.",
+}
 
 
-@service.command("start")
-def service_start(dry_run: Dry = False) -> None:
-    """Start the service, also one that stays down after crashes or a kernel panic."""
-    _service("start", dry_run)
+def _add(verb: str) -> None:
+    @service.command(verb, help=VERBS[verb])
+    def act(dry_run: Dry = False) -> None:
+        from mlxspec.service import Hands, here, verbs
+
+        with working(f"service {verb}", shown=not dry_run):
+            said = getattr(verbs, verb)(here(), Hands(dry_run))
+        print(said)
 
 
-@service.command("stop")
-def service_stop(dry_run: Dry = False) -> None:
-    """Stop the service, until it is started or the next login."""
-    _service("stop", dry_run)
-
-
-@service.command("restart")
-def service_restart(dry_run: Dry = False) -> None:
-    """Stop the service, once running answers have ended, and start it anew."""
-    _service("restart", dry_run)
-
-
-def _service(verb: str, dry: bool) -> None:
-    from mlxspec.service import Hands, here, verbs
-
-    with working(f"service {verb}", shown=not dry):
-        said = getattr(verbs, verb)(here(), Hands(dry))
-    print(said)
+for each in VERBS:
+    _add(each)
 
 
 @service.command("status")

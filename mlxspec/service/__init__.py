@@ -26,8 +26,9 @@ def named(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        at = error.filename or path
-        raise Unfit(f"{at}: {error.strerror}; see that it is what it should be, and yours") from error
+        missing = isinstance(error, FileNotFoundError)
+        mend = "it is needed for this" if missing else "make it one that you may write, or move it away"
+        raise Unfit(f"{error.filename or path}: {error.strerror}; {mend}") from error
 
 
 @dataclass(slots=True)

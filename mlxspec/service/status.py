@@ -179,10 +179,9 @@ def headline(now: Status) -> str:
 def load_of(now: Status) -> str:
     """What is being done, and how fast."""
     speed = f"{now.speed:.1f} tokens/s" if now.speed else ""
-    if now.loading:
-        return f"loading {now.loading}"
     if not now.running and not now.waiting:
-        return f"idle, {speed} last" if speed else "idle"
+        rests = "loading" if now.loading else "idle"
+        return f"{rests}, {speed} last" if speed else rests
     waits = f"{now.waiting} waiting" if now.waiting else ""
     return ", ".join(filter(None, (speed, f"{now.running} running", waits)))
 

@@ -29,7 +29,7 @@ def stop_server(url: str, api_key: str) -> str:
     """The service, if it is the one at `url`, else the server that was started by hand. Returns when it is
     over. Raises Unfit with what to do instead."""
     now = look(url, api_key)
-    if now.service not in ("none", "not installed"):
+    if now.service in ("running", "waiting", "held") or (now.service == "stopped" and not now.pid):
         return verbs.stop(here(), Hands())
     if now.state in ("stopped", "not installed"):
         return f"no server runs at {url}"

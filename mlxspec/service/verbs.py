@@ -16,6 +16,8 @@ from mlxspec.types import Unfit
 
 def install(system: System, job: Job, hands: Hands) -> str:
     """Raises Unfit and ConfigError, with all taken back."""
+    from mlxspec.server.run import bind
+
     files, url = system.files(job), url_of(job.host, job.port)
     was = system.loaded(hands)
     if was and _now(files) == files:
@@ -26,7 +28,7 @@ def install(system: System, job: Job, hands: Hands) -> str:
         if was:
             system.unload(hands)
         if not (was and hands.dry):  # which leaves the port to the one that is there
-            _bindable(job)
+            bind(Config(host=job.host, port=job.port)).close()
         for path, data in files.items():
             hands.write(path, data)
         if not hands.dry:
@@ -37,11 +39,8 @@ def install(system: System, job: Job, hands: Hands) -> str:
 
 
 def _now(files: Iterable[Path]) -> dict[Path, bytes | None]:
-    found: dict[Path, bytes | None] = {}
-    for path in files:
-        with named(path):
-            found[path] = path.read_bytes() if path.exists() else None
-    return found
+    with named("its definition"):
+        return {path: path.read_bytes() if path.exists() else None for path in files}
 
 
 @contextmanager
@@ -61,12 +60,6 @@ def _runnable(job: Job, hands: Hands) -> None:
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2]
         raise Unfit(f"{job.command[0]} cannot run mlxspec outside this shell: {why}; install mlxspec for it")
-
-
-def _bindable(job: Job) -> None:
-    from mlxspec.server.run import bind
-
-    bind(Config(host=job.host, port=job.port)).close()
 
 
 def _undo(system: System, hands: Hands, before: Mapping[Path, bytes | None], was: bool) -> str:

@@ -162,7 +162,8 @@ def test_the_states(state: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None
         found = status.look(url)
         assert found.state == state and found.service == "none"
         assert (run("status", "--url", url).exit_code == 0) == (state != "unwell")
-        assert ("loading small" in run("status", "--url", url).output) == (state == "loading")
+        rests = status.load_of(replace(found, running=0, waiting=0))
+        assert rests == ("loading" if state == "loading" else "idle")
         assert menu_of(found).items[0].title == status.headline(found)
 
 
@@ -299,6 +300,20 @@ def test_stop_signals_nobody_else(
         with pytest.raises(Unfit, match="stop it there"):
             stop.stop_server(f"http://127.0.0.1:{port}", "")
         assert child.poll() is None
+
+
+def test_stop_ends_what_has_the_port_of_a_stopped_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pid, said in ((0, "the service's"), (7, "stop it there")):
+        now = status.Status("http://127.0.0.1:1", "idle", "stopped", pid=pid)
+        monkeypatch.setattr(stop, "look", lambda url, key, now=now: now)
+        monkeypatch.setattr(stop, "here", lambda: None)
+        monkeypatch.setattr(stop.verbs, "stop", lambda *_: "the service's")
+        monkeypatch.setattr(stop, "_argv", lambda pid: [])
+        try:
+            found = stop.stop_server(now.url, "")
+        except Unfit as error:
+            found = str(error)
+        assert said in found
 
 
 def test_stop_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_what_is_in_the_way_is_named(at: Setup, job: Job) -> None:
     file = at.system.paths()[0].parent.parent
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("")
-    with pytest.raises(Unfit, match=f"{file}.*; see that it is what it should be"):
+    with pytest.raises(Unfit, match=f"{file}.*; make it one that you may write"):
         verbs.install(at.system, job, at.hands)
     assert at.tool.calls() == [] and not at.tool.loaded
 

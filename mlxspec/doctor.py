@@ -180,7 +180,7 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
     except (RuntimeError, ValueError) as error:  # what MLX says of weights that it cannot take
         broken.append(f"{path}: {error}; remove it and run: mlxspec pull")
     shelf = Shelf(cache_of(config) / PROOFS)
-    with shelf.alone() as alone:
+    with shelf.alone() as alone:  # it only looks, and a server that starts now waits
         known = shelf.all(alone)
     rows = []
     for name in dict.fromkeys([*names, *known]):

@@ -84,8 +84,6 @@ class Engine:
     _pressed: tuple[int, float] = (NORMAL, 0.0)  # the guard's level and reading that were heeded last
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
-    _came: float = 0.0  # when `step` was called,
-    _left: float = 0.0  # and when it returned, the last time
     _told: float = field(default_factory=time.monotonic)
     _live: dict[Seq, None] = field(default_factory=dict)
 
@@ -115,7 +113,6 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit one step and book the one before it."""
         outputs: list[Output] = []
-        self._came = time.perf_counter()
         self.look()
         running = self.scheduler.running
         if self._flight and (constrain.waits(running) or self._ask(self.drafter.waits, running)):
@@ -142,7 +139,6 @@ class Engine:
         self._tell()
         self._moved = self.tier is not None and self.tier.turn()
         self.rests = not (plan or outputs or self._moved)
-        self._left = time.perf_counter()
         return outputs
 
     def look(self) -> None:
@@ -246,21 +242,21 @@ class Engine:
         if self._moved:  # it says nothing about the next
             self.step_seconds = 0.0
             return
-        self._watch(step, prefill, since)
+        self._watch(step, prefill)
         self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.drafts.parked += self.step_seconds
 
-    def _watch(self, step: Step, prefill: int, since: float) -> None:
+    def _watch(self, step: Step, prefill: int) -> None:
         """Tell of a step whose time is the kernels': none of a prompt, none beside which one was built, none
-        while memory is short; less what other models took in between."""
+        while memory is short. What the host does itself and what other models take is no waiting."""
         if self.stalls is None or prefill or (self.guard and self.guard.look() > NORMAL):
             return
-        beside = self._flight[-1][1].plan if self._flight else ()
-        if not any(e.fresh > 1 for e in beside):
-            away = self._came - self._left if since < self._left else 0.0
-            rows = [sum(e.rows for e in plan) for plan in (step.plan, beside)]
-            self.stalls.took(rows[0], self.step_seconds - away, rows[1])
+        beside = self._flight[-1][1] if self._flight else None
+        if not any(e.fresh > 1 for e in (beside.plan if beside else ())):
+            held = (0.0 if step.overlaps else step.held) + (beside.held if beside else 0.0)
+            rows = [sum(e.rows for e in s.plan) if s else 0 for s in (step, beside)]
+            self.stalls.took(rows[0], self.step_seconds, self.timing.wait + held, rows[1])
 
     def _enlist(self, seqs: Iterable[Seq]) -> None:
         for seq in seqs:

@@ -111,8 +111,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         drafts=found.drafts,
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
-    _warm(engine)
     engine.stalls = stalls
+    _warm(engine)
     if options.speculate:
         _speculate(engine, path, small, options)
     if options.disk and options.disk_bytes and found.sharing:
@@ -158,7 +158,7 @@ def _prove(cases: Sequence[Case], options: Options) -> Stalls | None:
     if found and not missing():
         took = time.perf_counter() - began
         log.info("%d of %d kernels are used; %.1f s to know (mlxspec doctor)", len(used), len(found), took)
-    return Stalls(shelf.save) if used else None
+    return Stalls(shelf.stalled) if used else None
 
 
 @contextmanager

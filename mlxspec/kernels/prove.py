@@ -6,8 +6,9 @@ used. What may end the process leaves a mark on the disk first, so that it happe
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,7 +16,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from mlxspec.kernels.kept import BUSY, Shelf
+from mlxspec.kernels.kept import BUSY, Shelf, orderly
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
 
 log = logging.getLogger("mlxspec")
@@ -32,6 +33,8 @@ STALLED = "took"
 STALL_S = 10.0  # that one call may take; it compiles in a part of a second
 AT_START = (20.0, 4.0)  # seconds of all cases, and of each
 TUNING = (600.0, 60.0)
+POLL_S = 0.1  # between two looks whether another process is done
+SHORT = ("malloc", "Insufficient Memory")  # how MLX and Metal say that memory is short
 
 Call = Callable[..., mx.array]
 Clock = Callable[[], float]
@@ -58,10 +61,12 @@ class Trial:
     shelf: Shelf | None = None
     name: str = ""
     until: float = 0.0
+    lock: threading.RLock = field(default_factory=threading.RLock)  # held while a mark is made
 
     def give_up(self) -> None:
-        """The process ends because somebody wants it to. What takes much longer than it may keeps its mark:
-        most likely they wait for nothing else."""
+        """The process ends now, because somebody wants it to: no other mark is made. What takes much longer
+        than it may keeps its own: most likely they wait for nothing else."""
+        self.lock.acquire(timeout=1.0)  # for good
         if self.shelf and time.perf_counter() < self.until:
             self.shelf.unmark(self.name)
 
@@ -78,6 +83,7 @@ class Prover:
     seconds: tuple[float, float] = AT_START
     again: bool = False
     clock: Clock = time.perf_counter
+    rest: Callable[[float], None] = time.sleep
     tell: Callable[[int, int], None] = lambda done, of: None
     found: dict[str, Verdict] = field(default_factory=dict)
 
@@ -90,17 +96,29 @@ class Prover:
             with suppress(OSError):  # the first mark says it
                 if self.shelf.folder:
                     self.shelf.folder.mkdir(parents=True, exist_ok=True)
-            with self.shelf.alone() as alone:
-                self._all(todo, alone)
+            end = self.clock() + self.seconds[0]
+            if self._unknown(todo, False):
+                looks = iter(range(int(self.seconds[0] / POLL_S)))
+                with orderly(), self.shelf.alone(lambda: self._waits(looks)) as alone:
+                    self._all(self._unknown(todo, alone), alone, end)
         VERDICTS.update(self.found)
         return self.found
 
-    def _all(self, cases: Sequence[Case], alone: bool) -> None:
+    def _waits(self, looks: Iterator[int]) -> bool:
+        """Another process tries kernels, maybe the same: wait for what it finds, as long as it may take."""
+        if (look := next(looks, None)) == 0:
+            log.info("another process is trying kernels; waiting %.0f s at most", self.seconds[0])
+        self.rest(POLL_S)
+        return look is not None
+
+    def _unknown(self, cases: Sequence[Case], alone: bool) -> list[Case]:
+        """What is to be tried; the rest is found."""
         for case in cases:
             if not self.again and (known := self._known(case.name, alone)):
                 self.found[case.name] = known
-        todo = [case for case in cases if case.name not in self.found]
-        end = self.clock() + self.seconds[0]
+        return [case for case in cases if case.name not in self.found]
+
+    def _all(self, todo: Sequence[Case], alone: bool, end: float) -> None:
         for n, case in enumerate(todo):
             left = end - self.clock()
             if not alone:
@@ -120,29 +138,35 @@ class Prover:
 
     def _one(self, case: Case, seconds: float) -> Verdict:
         """Try one case, between a mark and what replaces it."""
-        try:
-            self.shelf.mark(case.name)
-        except OSError as error:
-            return Verdict(why=f"{self.shelf.folder}: {error.strerror}; what may crash is not tried unmarked")
         TRIAL.name, TRIAL.until = case.name, time.perf_counter() + seconds + 2 * STALL_S
-        TRIAL.shelf = self.shelf
-        verdict = None
+        TRIAL.shelf, over = self.shelf, False
+        try:
+            with TRIAL.lock:
+                self.shelf.mark(case.name)
+            verdict, passing = self._tried(case, seconds)
+            if passing is not None:
+                self.shelf.save(case.name, verdict, passing)
+                over = True
+            return verdict
+        except OSError as error:  # of the mark
+            over = True
+            return Verdict(why=f"{self.shelf.folder}: {error.strerror}; what may crash is not tried unmarked")
+        finally:
+            TRIAL.shelf = None
+            if not over:
+                self.shelf.unmark(case.name)
+
+    def _tried(self, case: Case, seconds: float) -> tuple[Verdict, bool | None]:
+        """And whether what was in the way may pass; None: it had less time than its share."""
         try:
             verdict = judge(case, self.clock() + seconds, self.clock)
         except Late:
-            verdict = Verdict(why=f"{seconds:.1f} s were not enough; `mlxspec tune` takes more")
-            if seconds < self.seconds[1]:  # it had less than its share
-                self.shelf.unmark(case.name)
-                return verdict
+            late = Verdict(why=f"{seconds:.1f} s were not enough; `mlxspec tune` takes more")
+            return late, True if seconds >= self.seconds[1] else None
         except Exception as error:  # of inputs, reference or stock: nothing can be said of the kernel
             log.debug("%s cannot be tried", case.name, exc_info=True)
-            verdict = Verdict(why=f"it cannot be tried: {_said(error)}")
-        finally:
-            TRIAL.shelf = None
-            if verdict is None:
-                self.shelf.unmark(case.name)
-        self.shelf.save(case.name, verdict)
-        return verdict
+            return Verdict(why=f"it cannot be tried: {_said(error)}"), True
+        return verdict, not verdict.way and any(word in verdict.why for word in SHORT)
 
 
 def judge(case: Case, until: float = math.inf, clock: Clock = time.perf_counter) -> Verdict:

@@ -1,12 +1,13 @@
 """Notices a step that hangs while kernels are in use, and parks them all: which one hung cannot be told.
 
-Rule: being parked wrongly costs speed only, and `mlxspec tune` tries again; going on may cost minutes a step.
+Rule: being parked wrongly costs speed, and the last bits of an answer that is being written, as another count
+of rows does; going on may cost minutes a step. So it is for this process only, the second time for good.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from mlxspec.kernels.proven import VERDICTS, Verdict
@@ -15,42 +16,49 @@ log = logging.getLogger("mlxspec")
 
 TIMES = 10  # the median of steps with as many rows
 LEAST_S = 1.0  # other programs on the GPU hold a step up for tenths of a second, a stall for many seconds
-ROUNDS = 16  # that are known before one is judged; the first few compile
+ROUNDS = 16  # that are known before one is compared
+ABSURD_S = 10.0  # needs no comparison: a token every ten seconds is of no use, whatever the usual is
+FIRST_S = 60.0  # that the first step with so many rows may take: it compiles, in seconds, not in a minute
 WINDOW = 64
 MOST_ROWS = 64  # from here on all count as alike, so that this is bounded
 
 
 @dataclass(slots=True)
 class Stalls:
-    """What an engine's steps took. `keep` puts a verdict where the next start finds it."""
+    """What an engine's steps took. `keep` is told of a verdict as it was and as parked, and returns whether
+    the latter is what the next start will find."""
 
-    keep: Callable[[str, Verdict], None]
+    keep: Callable[[str, Verdict, Verdict], bool]
     _past: dict[int, deque[float]] = field(default_factory=dict)  # seconds, by rows
 
-    def took(self, rows: int, seconds: float, meanwhile: int = 0) -> None:
-        """A step of `rows` rows took so long; while it ran, one of `meanwhile` rows was built, 0: none. To be
-        told of steps without a prompt, while memory is not short."""
-        past = self._past.setdefault(min(rows, MOST_ROWS), deque(maxlen=WINDOW))
-        if seconds >= LEAST_S and self._knows(rows) and (not meanwhile or self._knows(meanwhile)):
-            usual = median(past)
-            if seconds >= TIMES * usual:
-                longer = f"{seconds:.1f} s, {seconds / usual:.0f} times as long as usual"
-                self._park(f"a step of {rows} rows took {longer}")
-                return
-        past.append(seconds)
-
-    def _knows(self, rows: int) -> bool:
-        return len(self._past.get(min(rows, MOST_ROWS), ())) >= ROUNDS
+    def took(self, rows: int, seconds: float, waited: float, meanwhile: int = 0) -> None:
+        """A step of `rows` rows lasted `seconds`, `waited` of which the host only waited for the device;
+        while it ran, one of `meanwhile` rows was built, 0: none. To be told of steps without a prompt, while
+        memory is not short."""
+        counts = [min(count, MOST_ROWS) for count in (rows, meanwhile) if count]
+        known = min(len(self._past.get(count, ())) for count in counts)
+        past = self._past.setdefault(counts[0], deque(maxlen=WINDOW))
+        why = f"a step of {rows} rows waited {waited:.1f} s for the GPU"
+        if waited >= (ABSURD_S if known else FIRST_S):
+            self._park(why)
+        elif known >= ROUNDS and waited >= max(LEAST_S, TIMES * median(past)):
+            self._park(f"{why}, {waited / median(past):.0f} times as long as one usually takes")
+        else:
+            past.append(seconds)
 
     def _park(self, why: str) -> None:
         used = {name: verdict for name, verdict in VERDICTS.items() if verdict.way}
+        good = 0
         for name, verdict in used.items():
-            verdict.why = f"{why}, while {verdict.way} was in use; `mlxspec tune` tries it again"
-            verdict.way, verdict.parked = "", True
-            self.keep(name, verdict)
+            before = replace(verdict, why="; ".join(filter(None, (verdict.why, f"once, {why}"))))
+            verdict.why, verdict.way, verdict.parked = f"{why}, while {verdict.way} was in use", "", True
+            why_again = f"{verdict.why}, not for the first time; `mlxspec tune` tries it again"
+            good += self.keep(name, before, replace(verdict, why=why_again))
         if used:
             log.warning(
-                "%s: %d kernels are parked from now on, MLX's own run; `mlxspec tune` tries them again",
+                "%s: %d kernels are parked, and MLX's own run, until this process ends; for %d of them it is"
+                " not the first time: they wait for `mlxspec tune`",
                 why,
                 len(used),
+                good,
             )

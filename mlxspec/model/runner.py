@@ -5,6 +5,7 @@ prefill chunks, decodes and drafts are one forward; `rect` runs entries of equal
 that need the time axis; `gather` too, with K/V handed back dense; `solo` keeps mlx-lm's caches.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Literal
@@ -34,7 +35,7 @@ class Step:
     `kept` int32 [sampling entries] is how many drafted tokens stand; None where nothing was drafted."""
 
     __slots__ = (
-        "at", "began", "ids", "kept", "marker", "nth", "overlaps", "plan", "rows", "sampled", "spans",
+        "at", "began", "held", "ids", "kept", "marker", "nth", "overlaps", "plan", "rows", "sampled", "spans",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class Step:
         self.plan, self.ids, self.rows, self.sampled, self.marker = plan, ids, rows, sampled, marker
         self.kept = sampled.kept if sampled else None
         self.began, self.overlaps = 0.0, False  # for whoever submits it: when, and whether one was in flight
+        self.held = 0.0  # seconds that its submission took; it waits where the device lags far behind
         self.at: dict[Seq, int] = {}
         for r, row in enumerate(rows):
             self.at.setdefault(row.entry.seq, r)
@@ -153,8 +155,11 @@ class Runner:
         state = self._state(plan)
         # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
         marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
+        began = time.perf_counter()
         mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
-        return Step(plan, ids, spans, rows, sampled, marker)
+        step = Step(plan, ids, spans, rows, sampled, marker)
+        step.held = time.perf_counter() - began
+        return step
 
     def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
         """What a step leaves behind on the device."""

@@ -1,7 +1,7 @@
 """The process: bind, load, serve, drain, exit.
 
-Rule: SIGTERM and SIGINT let running answers end and exit 0; a dead engine exits 1, so that whoever watches
-the process starts it again. Nothing heavy is imported before BLAS is loaded.
+Rule: SIGTERM, SIGINT and SIGHUP let running answers end and exit 0; a dead engine exits 1, so that whoever
+watches the process starts it again. Nothing heavy is imported before BLAS is loaded.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -51,18 +52,15 @@ def serve_model(
     if listener:
         host, port = listener.getsockname()[:2]
         config = replace(config, host=host, port=port)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ends():
         signal.signal(number, _stop)  # until the event loop takes them over
     with listener or bind(config) as listener:  # a taken port shows before minutes of loading
         try:
             app, worker = _load(config, asleep, note)
         except Stopped:
             log.info("stopped while loading")
-            if (prove := sys.modules.get("mlxspec.kernels.prove")) is not None:
-                prove.TRIAL.give_up()
             ended(0)
-            logging.shutdown()
-            os._exit(0)  # the thread that loads would keep the process for minutes
+            _leave(0)  # the thread that loads would keep the process for minutes
         _open(listener, config)
         return serve(app, worker, config, listener=listener, ended=ended)
 
@@ -71,8 +69,24 @@ class Stopped(SystemExit):
     """A signal came before the event loop was there to take it: exit status 0."""
 
 
+def _ends() -> list[int]:
+    """The signals that end a server; not SIGHUP where nohup has it ignored."""
+    hup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
+    return [signal.SIGTERM, signal.SIGINT, *hup]
+
+
 def _stop(*_: object) -> None:
+    for number in _ends():
+        signal.signal(number, signal.SIG_IGN)  # a terminal that is closed sends two
     raise Stopped(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process on the spot, whatever its threads do; a kernel that is being tried has not crashed."""
+    logging.shutdown()
+    if (prove := sys.modules.get("mlxspec.kernels.prove")) is not None:
+        prove.TRIAL.give_up()
+    os._exit(status)
 
 
 def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp, Engine]:
@@ -173,8 +187,7 @@ def serve(
             log.critical("the engine's thread does not end; leaving it")
         status = 0 if loading else 1
         ended(status)
-        logging.shutdown()
-        os._exit(status)
+        _leave(status)
     return status
 
 
@@ -189,7 +202,7 @@ async def _serve(
             server.should_exit = server.force_exit = True
         asked.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ends():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():

@@ -243,6 +243,8 @@ def test_kernels_that_are_proven_are_watched(
     case = Case("fake", "1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
     monkeypatch.setattr(start, "cases_of", lambda *of: [case])
     caplog.set_level(logging.INFO, "mlxspec")
+    warm, watched = start._warm, []
+    monkeypatch.setattr(start, "_warm", lambda engine: (watched.append(bool(engine.stalls)), warm(engine)))
     options = Options(block_size=16, speculate=False, proofs=path / "kernels")
     e, _ = start.start(path, "tiny", options)
     assert e.stalls is None and not runs and VERDICTS["fake 1"].why == "no Metal here"
@@ -258,6 +260,6 @@ def test_kernels_that_are_proven_are_watched(
         start.start(path, "tiny", replace(options, again=True))
         assert len(runs) > count
         off, _ = start.start(path, "tiny", replace(options, kernels=False))
-        assert off.stalls is None
+        assert off.stalls is None and watched == [False, True, True, True, False], "the warm-up too"
     finally:
         VERDICTS.clear()

@@ -1,9 +1,14 @@
 """What comes of trying kernels: fakes with a clock of their own, and small_qmm in the simulator."""
 
+import errno
 import json
+import logging
 import math
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -193,7 +198,7 @@ def test_so_many_inputs_that_no_cache_holds_them(clock: Time, monkeypatch: pytes
 
 
 def prover(folder: Path | None, clock: Time, again: bool = False, **facts: str) -> Prover:
-    return Prover(Shelf(folder, FACTS | facts), again=again, clock=clock)
+    return Prover(Shelf(folder, FACTS | facts), again=again, clock=clock, rest=lambda seconds: None)
 
 
 def test_a_verdict_is_kept_and_read_back(tmp_path: Path, clock: Time) -> None:
@@ -244,10 +249,8 @@ def test_a_file_that_is_torn_or_about_something_else_is_a_miss(
     assert json.loads(file.read_text())["facts"] == json.loads(whole)["facts"]
 
 
-def test_a_kernel_that_ended_the_process_is_parked(tmp_path: Path, clock: Time) -> None:
-    """In a process of its own, which a kernel kills half way."""
-    code = """
-import os, sys
+CHILD = """
+import os, sys, time
 from pathlib import Path
 import mlx.core as mx
 from mlxspec.kernels import prove
@@ -255,11 +258,25 @@ from mlxspec.kernels.kept import Shelf
 from mlxspec.kernels.proven import Case
 prove.missing = lambda: ""
 inputs = lambda rows, seed: (mx.ones((rows, 8)), mx.ones((8, 8)))
-case = Case("fake", "8x8", (1, 2), inputs, mx.matmul, mx.matmul, {"plain": lambda *a: os._exit(3)}, 1.0)
+def slow(*args):
+    print("in", flush=True)
+    time.sleep(60)
+ways = {"dies": lambda *a: os._exit(3), "slow": slow}
+case = Case("fake", "8x8", (1, 2), inputs, mx.matmul, mx.matmul, {"plain": ways[sys.argv[3]]}, 1.0)
 prove.Prover(Shelf(Path(sys.argv[1]), eval(sys.argv[2]))).prove([case])
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), repr(FACTS)], timeout=60)
-    assert done.returncode == 3
+
+
+def child(folder: Path, way: str, *before: str) -> "subprocess.Popen[str]":
+    """A process that tries a kernel, which ends it or takes long."""
+    words = [*before, sys.executable, "-c", CHILD, str(folder), repr(FACTS), way]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_kernel_that_ended_the_process_is_parked(tmp_path: Path, clock: Time) -> None:
+    """In a process of its own, which a kernel kills half way."""
+    with child(tmp_path, "dies") as process:
+        assert process.wait(60) == 3
     made = case(clock, plain=(5e-4, same))
     found = prover(tmp_path, clock).prove([made])["fake 8x8"]
     assert (found.parked, found.why, found.way, clock.calls) == (True, CRASHED, "", 0)
@@ -270,10 +287,169 @@ prove.Prover(Shelf(Path(sys.argv[1]), eval(sys.argv[2]))).prove([case])
 def test_another_process_that_tries_is_no_crash(tmp_path: Path, clock: Time) -> None:
     made, shelf = case(clock, plain=(5e-4, same)), Shelf(tmp_path, FACTS)
     shelf.mark(made.name)
-    with shelf.alone() as alone:
+    waited: list[float] = []
+    one = prover(tmp_path, clock)
+    one.rest = waited.append
+    with shelf.alone(lambda: False) as alone:
         assert alone
-        found = prover(tmp_path, clock).prove([made])[made.name]
+        found = one.prove([made])[made.name]
+        assert shelf.all(False)[made.name].why == kept.BUSY, "as mlxspec doctor shows it"
     assert not found.way and not found.parked and found.why == kept.BUSY and clock.calls == 0
+    assert prove.AT_START[0] <= sum(waited) < prove.AT_START[0] + 1
+
+
+def test_what_another_process_finds_meanwhile_is_used(
+    tmp_path: Path, clock: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    made, more = (case(clock, name, plain=(5e-4, same)) for name in ("fake", "more"))
+    shelf, one = Shelf(tmp_path, FACTS), prover(tmp_path, clock)
+    shelf.mark(made.name)
+    other = shelf.alone(lambda: False)
+    assert other.__enter__()
+
+    def rest(seconds: float) -> None:
+        shelf.save(made.name, Verdict("matrix", 1, 16))
+        other.__exit__(None, None, None)
+
+    one.rest = rest
+    found = one.prove([made, more])
+    assert found[made.name] == Verdict("matrix", 1, 16) and found[more.name].way == "plain"
+    assert "waiting 20 s at most" in caplog.text
+
+
+def test_who_knows_all_does_not_wait(tmp_path: Path, clock: Time) -> None:
+    made, shelf = case(clock, plain=(5e-4, same)), Shelf(tmp_path, FACTS)
+    shelf.save(made.name, Verdict("matrix", 1, 16))
+    one = prover(tmp_path, clock)
+    one.rest = lambda seconds: pytest.fail("it waits")
+    with shelf.alone(lambda: False):
+        assert one.prove([made])[made.name].way == "matrix"
+
+
+def test_looking_makes_nothing_and_others_may_look(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, FACTS)
+    with shelf.alone() as alone:
+        assert alone and list(tmp_path.iterdir()) == []
+    with shelf.alone(lambda: False):
+        pass
+    with shelf.alone() as one, shelf.alone() as two:
+        assert one and two
+    with shelf.alone(lambda: False), shelf.alone() as one:
+        assert not one
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_who_ends_it_in_order_leaves_no_mark(tmp_path: Path, number: int) -> None:
+    """As one does with `mlxspec tune`. Nothing can be done about SIGKILL."""
+    with child(tmp_path, "slow") as process:
+        assert process.stdout is not None and process.stdout.readline() == "in\n"
+        assert len(list(tmp_path.glob("*.json"))) == 1
+        process.send_signal(number)
+        if number == signal.SIGHUP:
+            process.send_signal(number)
+        assert process.wait(60) != 0
+    parked = [verdict.why for verdict in Shelf(tmp_path, FACTS).all(True).values()]
+    assert parked == [CRASHED] * (number == signal.SIGKILL)
+
+
+def test_what_is_ignored_stays_so(tmp_path: Path) -> None:
+    with child(tmp_path, "slow", "nohup") as process:
+        assert process.stdout is not None and process.stdout.readline() == "in\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.kill()
+
+
+def test_the_signals_are_as_before(tmp_path: Path, clock: Time) -> None:
+    seen = []
+
+    def look(y: mx.array) -> mx.array:
+        seen.append(signal.getsignal(signal.SIGTERM))
+        return y
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        prover(tmp_path, clock).prove([case(clock, plain=(1e-4, look))])
+        assert signal.SIG_DFL not in seen and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        seen.clear()
+        own = case(clock, "own", plain=(1e-4, look))
+        thread = threading.Thread(target=lambda: prover(tmp_path, clock).prove([own]))
+        thread.start()
+        thread.join()
+        assert set(seen) == {signal.SIG_DFL}
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_mark_is_on_the_disk_before_the_trial(
+    tmp_path: Path, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, str]] = []
+
+    def flush(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        flushed.append((path.name, "" if path.is_dir() else path.read_text()))
+
+    def look(y: mx.array) -> mx.array:
+        [(new, text), folder] = flushed
+        assert new.endswith(".new") and "trying" in text and folder == (tmp_path.name, "")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept, "_flush", flush)
+    if Path("/proc/self/fd").exists():
+        with pytest.raises(KeyboardInterrupt):
+            prover(tmp_path, clock).prove([case(clock, plain=(1e-4, look))])
+
+
+def test_a_full_disk_is_no_crash(
+    tmp_path: Path, clock: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = case(clock, plain=(5e-4, same))
+
+    real = kept.Shelf._write
+
+    def write(self: Shelf, name: str, what: dict[str, object]) -> None:
+        if "verdict" in what:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, name, what)
+
+    monkeypatch.setattr(kept.Shelf, "_write", write)
+    assert prover(tmp_path, clock).prove([made])[made.name].way == "plain"
+    assert "is forgotten" in caplog.text and not list(tmp_path.glob("*.json"))
+
+
+def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, FACTS)
+    shelf.mark("a 1")
+    [file] = tmp_path.iterdir()
+    file.with_suffix(".new").write_text("torn" * 99)
+    shelf.save("a 1", Verdict("plain"))
+    assert shelf.load("a 1", True) == Verdict("plain") and list(tmp_path.iterdir()) == [file]
+
+
+def short(y: mx.array) -> mx.array:
+    raise RuntimeError("[metal::malloc] Attempting to allocate 600 MB, which is too much now")
+
+
+@pytest.mark.parametrize("how", ["inputs", "way", "time"])
+def test_passing_trouble_is_tried_again_three_times(tmp_path: Path, clock: Time, how: str) -> None:
+    good = case(clock, plain=(5e-4, same))
+    inputs = (lambda rows, seed: short(mx.zeros(1))) if how == "inputs" else good.inputs
+    way = clock.takes(2.5 if how == "time" else 5e-4, short if how == "way" else same)
+    bad = Case("fake", "8x8", good.rows, inputs, good.stock, good.reference, {"plain": way}, 1e-3)
+    assert not prover(tmp_path / "once", clock).prove([bad])["fake 8x8"].way
+    assert prover(tmp_path / "once", clock).prove([good])["fake 8x8"].way == "plain"
+    for start in range(1 + kept.AGAIN):
+        shelf = Shelf(tmp_path, FACTS)
+        assert shelf.load("fake 8x8", True) is None, start
+        prover(tmp_path, clock).prove([bad])
+        assert not shelf.all(True)["fake 8x8"].parked, "mlxspec doctor shows it"
+        VERDICTS.clear()
+    assert not prover(tmp_path, clock).prove([good])["fake 8x8"].way, "then it is believed"
+    VERDICTS.clear()
+    assert prover(tmp_path, clock, again=True).prove([good])["fake 8x8"].way == "plain"
 
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])

@@ -72,7 +72,7 @@ def read(url: str) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_with_0(make: Callable[..., Server], number: int) -> None:
     s = make()
 
@@ -286,7 +286,7 @@ def test_the_command_serves_a_model(tmp_path: Path, several: bool) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> None:
     code = (
         "import logging, threading, mlxspec.server.run as run; from mlxspec.config import Config\n"
@@ -308,6 +308,53 @@ def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> N
             assert "stopped while loading" in process.stderr.read()
         finally:
             process.kill()
+
+
+TRYING = """
+import sys, threading, types, mlxspec.server.run as run
+from pathlib import Path
+from mlxspec.config import Config
+from mlxspec.kernels import prove
+from mlxspec.kernels.kept import Shelf
+
+def load(config):
+    prove.TRIAL.shelf, prove.TRIAL.name, prove.TRIAL.until = Shelf(Path(sys.argv[1]), {}), "a 1", 1e18
+    prove.TRIAL.shelf.mark("a 1")
+    print("trying", flush=True)
+    threading.Event().wait(60)
+
+async def ended(*args):
+    pass
+
+run._load, run._serve = load, ended
+if sys.argv[2] == "start":
+    run.serve_model(Config(port=0))
+engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")  # on demand
+threading.Thread(target=lambda: load(None), daemon=True).start()
+while prove.TRIAL.shelf is None or not list(Path(sys.argv[1]).glob("*.json")):
+    pass
+run.serve(None, engine, Config(port=0), listener=object())
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "number"), [("start", signal.SIGTERM), ("start", signal.SIGHUP), ("on demand", 0)]
+)
+def test_a_kernel_that_is_being_tried_at_the_end_has_not_crashed(
+    when: str, number: int, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", TRYING, str(tmp_path), when]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "trying\n"
+            if number:
+                assert len(list(tmp_path.glob("*.json"))) == 1
+                process.send_signal(number)
+                process.send_signal(number)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert list(tmp_path.glob("*.json")) == []
 
 
 def test_an_exit_that_nobody_asked_for_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:

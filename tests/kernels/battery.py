@@ -117,6 +117,7 @@ def sample_accept() -> Iterator[Trial]:
     yield partial(draw.test_tokens_of_greedy_and_hot_rows, 2500, mx.float32)
     yield partial(draw.test_tokens_of_greedy_and_hot_rows, 65_537, mx.float16)  # more parts than lanes
     yield partial(draw.test_ties_go_to_the_lowest_token, 7)
+    yield draw.test_a_tie_between_the_parts_that_a_lane_joins_goes_to_the_lowest_token
     yield draw.test_ties_that_swallow_the_noise_go_to_the_lowest_token
     yield draw.test_a_floor_keeps_what_equals_it
     yield partial(draw.test_masks_and_floors, 1001)

@@ -1,6 +1,7 @@
 """Kernels with one token changed, each run through the battery: what is not noticed there needs a test.
 
 Rule: seeded, so that a figure can be had again. What does not compile says nothing about tests: not counted.
+Only a finding of the simulator or of a test is a catch; all else that ends a trial fails the run.
 `python -m tests.kernels.mutants --count 150 --seed 0` prints the table.
 """
 
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+LIMIT_S = 900  # of a process; the simulator ends a launch after 20 s
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.stem for path in (ROOT / "metal").glob("*.metal"))
 SKIPPED = re.compile(r"//[^\n]*|/\*.*?\*/|^[ \t]*#[^\n]*|^[ \t]*using\b[^;]*;", re.S | re.M)
@@ -59,7 +61,7 @@ EQUIVALENT = {
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """metal/<file>.metal with the text from `start` on replaced; outcome: "caught", "survived", "refused" (by
-    the compiler), "equivalent"."""
+    the compiler), "equivalent", "error" (says nothing)."""
 
     file: str
     start: int
@@ -78,8 +80,9 @@ class Mutant:
         return original(self.file).splitlines()[original(self.file).count("\n", 0, self.start)].strip()
 
     def __str__(self) -> str:
-        line = original(self.file).count("\n", 0, self.start)
-        said = f"metal/{self.file}.metal:{line + 1}: `{self.old}` -> `{self.new}`: {self.outcome}"
+        before = original(self.file)[: self.start]
+        place = f"{before.count(chr(10)) + 1}:{self.start - before.rfind(chr(10))}"
+        said = f"metal/{self.file}.metal:{place}: `{self.old}` -> `{self.new}`: {self.outcome}"
         return f"{said}, {self.why} [{self.seconds:.1f} s]\n    {self.line}"
 
 
@@ -149,13 +152,19 @@ def judged(mutant: Mutant) -> Mutant:
     command = [sys.executable, "-m", "tests.kernels.mutants", "--judge"]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, input=json.dumps(asdict(mutant)), capture_output=True, text=True, timeout=300
+            command,
+            cwd=ROOT,
+            input=json.dumps(asdict(mutant)),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
         last = done.stdout.strip().rpartition("\n")[2]
-        said = last.split(" ", 1) if last.split(" ")[0] in ("caught", "survived", "refused") else None
-        outcome, why = said or ("caught", f"the process ended with {done.returncode}: {done.stderr[-300:]}")
+        outcome, _, why = last.partition(" ")
+        if done.returncode or outcome not in ("caught", "survived", "refused"):
+            outcome, why = "error", f"the process ended with {done.returncode}: {done.stderr[-300:]}"
     except subprocess.TimeoutExpired:
-        outcome, why = "caught", "300 s"
+        outcome, why = "error", f"no end after {LIMIT_S} s"
     for (file, line, *tokens), reason in EQUIVALENT.items():
         same = mutant.file == file and mutant.line.startswith(line) and [mutant.old, mutant.new] == tokens
         if same and outcome == "survived":
@@ -186,16 +195,19 @@ def judge(mutant: Mutant) -> str:
             return f"refused {str(error).splitlines()[0]}"
         except metalsim.MetalSimError as error:
             return f"caught trial {i}: {', '.join(sorted(error.report.kinds))}"
-        except Exception as error:
-            return f"caught trial {i}: {type(error).__name__} {' '.join(str(error).split())[:100]}"
+        except AssertionError as error:
+            return f"caught trial {i}: {' '.join(str(error).split())[:100]}"
     return "survived all trials"
 
 
 def sample(count: int, seed: int, files: list[str]) -> list[Mutant]:
     """`count` mutants that count, as many of each file as of the others, and those drawn that do not: they do
-    not compile, or are known to be equivalent."""
+    not compile, or are known to be equivalent. Raises RuntimeError where a kernel as it is does not pass."""
     out: list[Mutant] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for found in pool.map(judged, (Mutant(file, 0, "", "") for file in files)):
+            if found.outcome != "survived":
+                raise RuntimeError(f"{found.file}.metal as it is: {found.outcome}, {found.why}")
         for i, file in enumerate(files):
             due = count * (i + 1) // len(files) - count * i // len(files)
             supply = drawn(file, seed)
@@ -203,7 +215,7 @@ def sample(count: int, seed: int, files: list[str]) -> list[Mutant]:
                 batch = [next(supply) for _ in range(due)]
                 for mutant in pool.map(judged, batch):
                     out.append(mutant)
-                    due -= mutant.outcome in ("caught", "survived")
+                    due -= mutant.outcome in ("caught", "survived", "error")
                     print(mutant, flush=True)
     return out
 
@@ -223,13 +235,18 @@ def main() -> None:
         os.environ["METALSIM_CACHE"] = folder  # theirs would push out the kernels that are tested each day
         found = sample(args.count, args.seed, args.files)
     print(summary(found), f"{time.monotonic() - start:.0f} s")
+    sys.exit(any(m.outcome == "error" for m in found))
 
 
 def summary(found: list[Mutant]) -> str:
-    caught, survived, refused, same = (
-        [m for m in found if m.outcome == kind] for kind in ("caught", "survived", "refused", "equivalent")
+    caught, survived, refused, same, errors = (
+        [m for m in found if m.outcome == kind]
+        for kind in ("caught", "survived", "refused", "equivalent", "error")
     )
-    lines = [f"\n{len(survived)} survivors, {len(same)} equivalent:", *map(str, survived + same)]
+    lines = [
+        f"\n{len(survived)} survivors, {len(same)} equivalent, {len(errors)} errors:",
+        *map(str, survived + same + errors),
+    ]
     rate = f"{len(caught)} of {len(caught) + len(survived)} caught"
     strict = f"{len(caught) / (len(caught) + len(survived) + len(same)):.1%} with the equivalent ones"
     return "\n".join([*lines, f"{rate}, {strict}; {len(refused)} more did not compile"])

@@ -168,6 +168,15 @@ def test_ties_go_to_the_lowest_token(order: int) -> None:
     equal(mx.array(np.round(x)), plain([COLDEST] * 12), order=order)
 
 
+def test_a_tie_between_the_parts_that_a_lane_joins_goes_to_the_lowest_token() -> None:
+    """Part 0's best lies in the upper half of the vocabulary, that of part 32 in the lower one."""
+    vocab, pairs = 65_537, 32_769
+    x = mx.full((3, vocab), -1.0)
+    for r, pair in enumerate([(pairs + 5, 32 * 512 + 3), (pairs + 600, 33 * 512), (pairs, pairs - 1)]):
+        x[r, mx.array(pair)] = 2.0
+    assert equal(x, plain([0.0] * 3)) == [32 * 512 + 3, 33 * 512, pairs - 1]
+
+
 @pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF, 3e38, -3e38])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_what_is_not_a_number_or_overflows(temperature: float, bad: float) -> None:

@@ -63,6 +63,39 @@ def test_what_is_said_to_be_equivalent_is_a_mutant() -> None:
         assert tokens in [[m.old, m.new] for m in found], line
 
 
+@pytest.mark.parametrize("broken", ["/bin/false", "/bin/true"])
+def test_without_python_there_is_no_rate(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants.sys, "executable", broken)
+    assert mutants.judged(mutants.Mutant(FILES[0], 0, "", "")).outcome == "error"
+    with pytest.raises(RuntimeError, match=f"{FILES[0]}.metal as it is: error"):
+        mutants.sample(1, 0, FILES)
+
+
+@pytest.mark.parametrize(
+    ("raised", "outcome"),
+    [(AssertionError("off by 3"), "caught trial 0: off by 3"), (None, "survived all trials")],
+)
+def test_what_is_a_catch(raised: Exception | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial() -> None:
+        if raised:
+            raise raised
+
+    monkeypatch.setattr("tests.kernels.battery.BATTERY", {FILES[0]: lambda: [trial]})
+    monkeypatch.setattr(metalsim.Kernel, "__init__", metalsim.Kernel.__init__)  # the mutant's is taken back
+    for name in ("timeout", "severity"):
+        monkeypatch.setattr(metalsim.config, name, getattr(metalsim.config, name))
+    assert mutants.judge(mutants.Mutant(FILES[0], 0, "", "")) == outcome
+    raised = OSError("no space left")
+    with pytest.raises(OSError):
+        mutants.judge(mutants.Mutant(FILES[0], 0, "", ""))
+
+
+def test_a_place_is_a_line_and_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "original", lambda file: KERNEL)
+    at = KERNEL.index("2 + n")
+    assert str(mutants.Mutant("k", at, "2", "3")).startswith("metal/k.metal:6:21: `2` -> `3`")
+
+
 @pytest.mark.slow
 def test_the_battery_and_what_a_mac_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Kernels as they are pass, and the sources that a Mac's compiler is to see are those that run here."""
@@ -88,6 +121,6 @@ def test_mutants_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("METALSIM_CACHE", str(tmp_path))
     found = mutants.sample(30, 0, FILES)
     print(mutants.summary(found))
-    counted = [m for m in found if m.outcome in ("caught", "survived")]
-    assert len(counted) == 30
+    counted = [m for m in found if m.outcome in ("caught", "survived", "error")]
+    assert len(counted) == 30 and not any(m.outcome == "error" for m in counted), mutants.summary(found)
     assert sum(m.outcome == "caught" for m in counted) >= 0.95 * 30, mutants.summary(found)

@@ -17,7 +17,7 @@ from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.fleet import Fleet, Member
 from mlxspec.engine.start import Options, start
-from mlxspec.model.catalog import Resolved, cache_of, held, prompts_of, resolve
+from mlxspec.model.catalog import DEFAULT, Resolved, cache_of, cards, held, prompts_of, resolve
 from mlxspec.model.load import context_of
 from mlxspec.text.prompt import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, Unfit
@@ -63,9 +63,21 @@ class Chosen:
         )
 
 
-def on_disk(config: Config) -> Path | None:
-    """The first model's directory, if nothing has to be fetched for it. Raises Unfit."""
-    return held(_named(config.model)[1], cache_of(config), _metal())
+def models_of(config: Config) -> list[tuple[str, int]]:
+    """What starts prove kernels for: each model, its draft model behind it, with the bits of their K/V."""
+    known, found = cards(), list[tuple[str, int]]()
+    for each in (config.model, *config.others):
+        model = _named(each)[1]
+        card = known.get(model or DEFAULT)
+        draft = (config.draft if not found else "") or (card.draft if card else "")
+        found.append((model, config.kv_bits))
+        found += [(draft, 0)] * (config.speculate == "on" and bool(draft))
+    return found
+
+
+def on_disk(model: str, config: Config) -> Path | None:
+    """A model's directory, if nothing has to be fetched for it. Raises Unfit."""
+    return held(model, cache_of(config), _metal())
 
 
 def _metal() -> bool:

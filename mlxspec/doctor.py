@@ -13,8 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
 
 from mlxspec import __version__, blas
@@ -27,6 +28,7 @@ from mlxspec.types import Unfit
 PYTHON = (3, 11)  # requires-python
 MACOS = 14  # the first that MLX's wheels run on
 WIDE = 150  # columns of a table that goes to a file
+NARROW = 100  # columns, below which a table is all height and cuts words
 STYLES = {"used": "green", "parked": "bold yellow", "not used": "", "not tried yet": "dim"}
 
 
@@ -149,36 +151,26 @@ def _other(port: int) -> str:
 
 
 def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The model by its files, and the kernels that it could use, besides those that are known of others."""
-    from mlxspec.chosen import PROOFS, on_disk
-    from mlxspec.engine import memory
+    """The models by their files, and the kernels for them, besides those that are known of others."""
+    from mlxspec.chosen import PROOFS, models_of, on_disk
     from mlxspec.kernels.kept import Shelf
     from mlxspec.kernels.prove import missing
     from mlxspec.kernels.proven import Verdict
-    from mlxspec.model.cases import cases_of
     from mlxspec.model.catalog import DEFAULT, cache_of
-    from mlxspec.model.load import load
 
-    about, names = {"name": config.model or DEFAULT}, []
-    try:
-        path = on_disk(config)
-        about["path"] = str(path or "not fetched yet: mlxspec pull does it")
-        if path:
-            about["weights"] = size(weight(path))
-            cut = flaws(path)
-            broken += [f"{flaw}; remove {path} and run: mlxspec pull" for flaw in cut]
-            room, need = config.memory_bytes or memory.total(), weight(path) + memory.headroom()
-            if need > room:
-                broken.append(
-                    f"{path}: weights and headroom take {memory.gib(need)} of {memory.gib(room)} of memory;"
-                    " give a smaller one: mlxspec models"
-                )
-            found = [] if cut else cases_of(load(path)[0], config.block_size, config.kv_bits)
-            names = [case.name for case in found]
-    except Unfit as error:
-        broken.append(str(error))
-    except (RuntimeError, ValueError) as error:  # what MLX says of weights that it cannot take
-        broken.append(f"{path}: {error}; remove it and run: mlxspec pull")
+    about: dict[str, str] = {}
+    names: list[str] = []
+    for number, (model, kv_bits) in enumerate(models_of(config)):
+        which = f" {number + 1}" * bool(number)
+        about["name" + which] = (model if number else config.model) or DEFAULT
+        try:
+            path = on_disk(model, config)
+            about["path" + which] = str(path or "not fetched yet: mlxspec pull does it")
+            if path:
+                about["weights" + which] = size(weight(path))
+                names += _cases(path, kv_bits, config, broken)
+        except Unfit as error:
+            broken.append(str(error))
     shelf = Shelf(cache_of(config) / PROOFS)
     with shelf.alone() as alone:  # it only looks, and a server that starts now waits
         known = shelf.all(alone)
@@ -192,6 +184,28 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
     return about, rows
 
 
+def _cases(path: Path, kv_bits: int, config: Config, broken: list[str]) -> list[str]:
+    """The names of what kernels could do for the model at `path`, if its files are whole. Raises Unfit."""
+    from mlxspec.engine import memory
+    from mlxspec.model.cases import cases_of
+    from mlxspec.model.load import load
+
+    room, need = config.memory_bytes or memory.total(), weight(path) + memory.headroom()
+    if need > room:
+        broken.append(
+            f"{path}: weights and headroom take {memory.gib(need)} of {memory.gib(room)} of memory; give a"
+            " smaller one: mlxspec models"
+        )
+    if cut := flaws(path):
+        broken += [f"{flaw}; remove {path} and run: mlxspec pull" for flaw in cut]
+        return []
+    try:
+        return [case.name for case in cases_of(load(path)[0], config.block_size, kv_bits)]
+    except (RuntimeError, ValueError) as error:  # what MLX says of weights that it cannot take
+        broken.append(f"{path}: {error}; remove it and run: mlxspec pull")
+        return []
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """As tables."""
     for part in ("machine", "paths", "server", "model"):
@@ -199,21 +213,33 @@ def show(report: dict[str, Any], console: Console) -> None:
             said = str(value).replace(str(Path.home()), "~")  # it may be sent to others
             console.print(Text.assemble((f"{name:9} ", "bold"), said), soft_wrap=True)
         console.print()
-    table = Table(box=None, pad_edge=False)
-    for column in ("kernel and shape", "state", "rows", "times as fast", "error", "why"):
-        table.add_column(column, overflow="fold")
-    for row in report["kernels"]:
-        gains = row["gains"].values()
-        table.add_row(
-            Text(row["name"] + " (another model's)" * (not row["model"])),
-            Text(row["state"], STYLES[row["state"]]),
-            f"{row['least']} to {row['most']}" if row["way"] else "",
-            f"{min(gains):.2f} to {max(gains):.2f}" if gains else "",
-            f"{row['error']:.1e}" if gains else "",
-            Text("; ".join(filter(None, (row["way"], row["why"])))),
-        )
-    console.print(table if report["kernels"] else "no kernel of ours fits this model, or it is not here yet")
+    if report["kernels"]:
+        _kernels(report["kernels"], console)
+    else:
+        console.print("no kernel of ours fits this model, or it is not here yet")
     if report["model"].get("kernels") == "off":
         console.print("kernels = off: none of them runs, whatever is said above")
     for wrong in report["broken"]:
         console.print(Text.assemble(("broken: ", "bold red"), wrong), soft_wrap=True)
+
+
+def _kernels(rows: list[dict[str, Any]], console: Console) -> None:
+    """As a table, or a block for each."""
+    names = ("kernel and shape", "state", "rows", "times as fast", "error", "why")
+    heads = (Column(name, overflow="fold", no_wrap=name in names[1:5]) for name in names)
+    table = Table(*heads, box=None, pad_edge=False)
+    blocks: list[RenderableType] = []
+    for row in rows:
+        gains = row["gains"].values()
+        first, *rest = cells = (
+            Text(row["name"] + " (another model's)" * (not row["model"])),
+            Text(row["state"], STYLES[row["state"]]),
+            Text(f"{row['least']} to {row['most']}" if row["way"] else ""),
+            Text(f"{min(gains):.2f} to {max(gains):.2f}" if gains else ""),
+            Text(f"{row['error']:.1e}" if gains else ""),
+            Text("; ".join(filter(None, (row["way"], row["why"])))),
+        )
+        table.add_row(*cells)
+        said = [Text.assemble(f"{name}: ", cell) for name, cell in zip(names[1:], rest, strict=True) if cell]
+        blocks += [first, *(Padding(each, (0, 0, 0, 2)) for each in said)]
+    console.print(*(blocks if console.width < NARROW else [table]), sep="\n")

@@ -1,8 +1,10 @@
 """What `mlxspec doctor` says, of this machine, of a model on the disk, of what is broken."""
 
 import json
+import re
 import socket
 import tomllib
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +13,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from rich.console import Console
 from typer.testing import CliRunner
 
 import mlxspec.doctor
 from mlxspec import cli
 from mlxspec.chosen import PROOFS
+from mlxspec.doctor import show
 from mlxspec.kernels import prove
 from mlxspec.kernels.kept import CRASHED, Shelf
 from mlxspec.kernels.proven import Verdict
 from mlxspec.service.status import Status
 from tests import tiny
+from tests.model.test_load import save
 from tests.tiny_tokenizer import save_tokenizer
 
 NAMES = [f"small_qmm {n}x64 of 4 bits, group 32, float32" for n in (128, 32, 64)]
@@ -106,6 +111,51 @@ def test_what_was_proven_here(model: Path, tmp_path: Path, monkeypatch: pytest.M
         assert part in said
     monkeypatch.setenv("MLXSPEC_KERNELS", "off")
     assert "none of them runs" in doctor(*words)[1]
+
+
+def test_the_draft_model_and_the_others_are_models_too(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a start proves: K/V of a draft model are not quantized. What cannot be read hides no other."""
+    small = save_tokenizer(tmp_path / "small")
+    save(small)
+    shelf = Shelf(tmp_path / "cache" / PROOFS)
+    drafts = "paged_attention float32 4/2x16 block 32"
+    shelf.save(drafts, Verdict("lanes", 1, 8))
+    words = (str(model), "--cache-dir", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLXSPEC_KV_BITS", "8")
+    rows = {row["name"]: row["model"] for row in report(*words)[1]["kernels"]}
+    assert not rows[drafts]
+    monkeypatch.setenv("MLXSPEC_DRAFT", str(small))
+    found = report(*words)[1]
+    assert {row["name"]: row["model"] for row in found["kernels"]}[drafts]
+    assert (found["model"]["name 2"], found["model"]["path 2"]) == (str(small), str(small))
+    monkeypatch.setenv("MLXSPEC_SPECULATE", "off")
+    assert not {row["name"]: row["model"] for row in report(*words)[1]["kernels"]}[drafts]
+    monkeypatch.delenv("MLXSPEC_KV_BITS")
+    monkeypatch.setenv("MLXSPEC_OTHERS", f"gone,again={model}")
+    code, found = report(str(small), *words[1:])
+    assert code == 1 and "no model 'gone'" in found["broken"][0]
+    assert set(NAMES) <= {row["name"] for row in found["kernels"] if row["model"]}
+
+
+def test_no_word_is_cut_on_a_narrow_terminal(model: Path, tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "cache" / PROOFS)
+    shelf.save(NAMES[0], Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower"))
+    shelf.mark(NAMES[1])
+    found = report(str(model), "--cache-dir", str(tmp_path / "cache"))[1]
+    tables = set()
+    for columns in range(30, 161):
+        console = Console(width=columns, file=StringIO(), markup=False)
+        show(found, console)
+        said = console.file.getvalue()
+        tables |= {columns} if "times as fast  error" in said else set()
+        said = said.split("\n\n")[-1]
+        assert max(map(len, said.splitlines())) <= columns
+        for row in found["kernels"]:
+            assert set(f"{row['name']} {row['state']} {row['way']}".split()) <= set(re.split(r"[;\s]+", said))
+        assert {"0.98", "2.50", "1.0e-03", "slower"} <= set(said.split())
+    assert tables == set(range(100, 161))
 
 
 def test_what_is_not_there_yet_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,17 @@
 """`mlxspec tune` from its flags to table and picture, on a tiny model; what it kept is what serve reads."""
 
 import json
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from typer.testing import CliRunner
 
 from mlxspec import cli
 from mlxspec.bench import curves, tune
+from mlxspec.config import Config, ConfigError
 from mlxspec.kernels.proven import VERDICTS, Verdict
 from mlxspec.speculate import calibrate
 from mlxspec.speculate.depth import Costs
@@ -53,9 +57,65 @@ def test_without_matplotlib_the_table_is_there(
     assert not (tmp_path / "cache" / "tune.png").exists()
 
 
-def test_no_directory_for_the_picture(model: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.app, ["tune", str(model), "--out", str(tmp_path / "no/a.png")])
-    assert done.exit_code and "cannot be written" in str(done.exception)
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (("--out", "no/a.png"), "--out: name a file"),
+        (("--out", "."), "--out: name a file"),
+        (("--out", "file/a.png"), "--out: name a file"),
+        (("--cache-dir", "file"), "--cache-dir: name another"),
+        (("--cache-dir", "taken"), "--cache-dir: name another"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_is_measured(
+    words: tuple[str, str], mend: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "choose", lambda *_: pytest.fail("too late"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken/tune.png").mkdir(parents=True)
+    done = CliRunner().invoke(cli.app, ["tune", str(model), *words])
+    assert isinstance(done.exception, ConfigError)
+    assert mend in str(done.exception) and "cannot be written" in str(done.exception)
+
+
+def test_a_full_disk_is_not_a_traceback(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Path, found: tune.Found) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(curves, "draw", full)
+    (tmp_path / "old.png").write_text("old")
+    words = ("--cache-dir", str(tmp_path / "cache"), "--out", str(tmp_path / "old.png"))
+    done = CliRunner().invoke(cli.app, ["tune", str(model), *words])
+    assert isinstance(done.exception, ConfigError) and "No space left" in str(done.exception)
+    assert "Tokens drafted" in done.stdout and (tmp_path / "old.png").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("body", "shares"), [(b'{"status": "unhealthy"}', True), (b"[]", False), (b"<html>", False)]
+)
+def test_a_server_beside_it_is_seen(body: bytes, shares: bool) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503 if self.path == "/health" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        config = Config(host="0.0.0.0", port=server.server_port)
+        Thread(target=server.handle_request, daemon=True).start()
+        assert tune._sharing(config) == f"http://127.0.0.1:{server.server_port}" * shares
+    assert tune._sharing(config) == tune._sharing(Config(port=0)) == ""
+
+
+def test_a_server_beside_it_is_said_first(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tune, "_sharing", lambda config: "http://here:1")
+    monkeypatch.setattr(tune, "choose", lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit):
+        tune.tune(Config(model=str(model), cache_dir=str(tmp_path / "cache")), None)
+    assert "http://here:1 and shares this machine" in capsys.readouterr().out
 
 
 def test_depth_is_the_controllers() -> None:

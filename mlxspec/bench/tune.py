@@ -5,8 +5,11 @@ imported.
 """
 
 import importlib.util
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +17,7 @@ from rich.table import Table
 
 from mlxspec.bench import curves
 from mlxspec.chosen import choose
-from mlxspec.config import Config, ConfigError
+from mlxspec.config import Config, ConfigError, url_of
 from mlxspec.engine.start import start
 from mlxspec.kernels.prove import missing
 from mlxspec.kernels.proven import VERDICTS
@@ -27,6 +30,7 @@ from mlxspec.types import MAX_DEPTH
 ACCEPTANCES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 CONTEXTS = (64, 2048, 8192, 32768)
 WIDE = 150
+HEALTH_S = 1.0
 NO_PICTURE = "no picture: matplotlib is not installed; run: pip install 'mlxspec[bench]'"
 
 
@@ -44,13 +48,21 @@ class Found:
 def tune(config: Config, out: Path | None) -> int:
     """Measure, show, draw. Raises ConfigError and Unfit."""
     file = out or cache_of(config) / "tune.png"
-    if out and not out.resolve().parent.is_dir():
-        raise ConfigError(f"--out = {str(out)!r} cannot be written; name a file in a directory that is there")
+    with _writing(file, out):  # before the measuring, which takes minutes
+        if not out:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        file.open("ab").close()
+        if new:
+            file.unlink()
+    console = Console(markup=False)
+    console = console if console.is_terminal else Console(width=WIDE, markup=False)
+    if url := _sharing(config):
+        said = f"a server runs at {url} and shares this machine: what is measured is too slow; stop it first"
+        console.print(said, soft_wrap=True)
     chosen = choose(replace(config, speculate="on", others=()))
     options = replace(chosen.options, again=True, disk_bytes=0)
     engine, info = start(chosen.found.path, chosen.found.name, options)
-    console = Console(markup=False)
-    console = console if console.is_terminal else Console(width=WIDE, markup=False)
     gains = {name: verdict.gains for name, verdict in VERDICTS.items() if verdict.gains}
     console.print(f"{info.name}, {info.layout} layout: what was measured is kept in {cache_of(config)}")
     _kernels(console, missing() if config.kernels == "auto" else "kernels = off")
@@ -62,10 +74,33 @@ def tune(config: Config, out: Path | None) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         console.print(NO_PICTURE, soft_wrap=True)
     else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        curves.draw(file, found)
+        with _writing(file, out):
+            curves.draw(file, found)
         console.print(f"picture: {file}", soft_wrap=True)
     return 0
+
+
+@contextmanager
+def _writing(file: Path, out: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        mend = "--out: name a file in a directory that is there" if out else "--cache-dir: name another"
+        raise ConfigError(f"{mend}; {str(file)!r} cannot be written: {error.strerror}") from error
+
+
+def _sharing(config: Config) -> str:
+    """Where a server answers that has these settings; empty if none does."""
+    url = url_of(config.host, config.port)
+    asked = HTTPConnection(url.removeprefix("http://"), timeout=HEALTH_S)
+    try:
+        asked.request("GET", "/health", headers={"Host": "localhost"})  # a name that is always allowed
+        found = json.load(asked.getresponse())
+    except (OSError, HTTPException, ValueError):
+        return ""
+    finally:
+        asked.close()
+    return url if isinstance(found, dict) and "status" in found else ""
 
 
 def _found(chain: Chain, model: str, most: int, gains: Mapping[str, Mapping[int, float]]) -> Found:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # Peak memory bandwidth in GB/s as Apple announced it, and where that was read. A Max with fewer GPU cores has
 # less, from M3 on; it is a chip of its own here where its figure has a source.
 M1_PRO = "https://www.apple.com/gw/newsroom/2021/10/introducing-m1-pro-and-m1-max-the-most-powerful-chips-apple-has-ever-built"
-M2_PRO = "https://neowin.net/amp/apple-unveils-next-generation-m2-pro-and-m2-max-chips-boosting-cpu-and-gpu-performance"
+M2_PRO = "https://www.iphoneincanada.ca/mac/apple-unveils-m2-pro-and-m2-max-its-most-powerful-chips-yet/"
 M3_PRO = "https://support.apple.com/en-au/117737"
 M5_PRO = "https://mikeshouts.com/apple-m5-pro-m5-max/amp"
 CHIPS: dict[str, tuple[float, str]] = {
@@ -27,12 +27,15 @@ CHIPS: dict[str, tuple[float, str]] = {
         800,
         "https://propakistani.pk/2023/06/06/apple-m2-ultra-chip-unveiled-for-mac-pro-and-mac-studio/",
     ),
-    "M3": (100, "https://abachy.com/news/apples-m3-series-chips-enhanced-performance-and-advanced-gpus"),
+    "M3": (100, "https://thecloudconsultancy.co/news/apple-debuts-m4-processor-in-new-ipad-pro/"),
     "M3 Pro": (150, M3_PRO),
     "M3 Max 30-core": (300, M3_PRO),
     "M3 Max": (400, M3_PRO),
     "M3 Ultra": (819, "https://english.worldmagazine.it/431260"),
-    "M4": (120, "https://allyoucantech.com/?p=164071"),
+    "M4": (
+        120,
+        "https://www.tomshardware.com/pc-components/cpus/apple-silion-m4-processor-family-all-we-know-specs-benchmarks-pricing-release-date",
+    ),
     "M4 Pro": (
         273,
         "https://techmoran.com/2024/10/31/apple-unveils-its-most-powerful-chips-the-m4-pro-and-m4-max/?amp=1",
@@ -117,6 +120,8 @@ class Published:
 
 
 DSPARK = "https://github.com/ARahim3/mlx-dspark"
+# Measured on 2026-09-27 (Qwen3-8B) and 2026-09-28, as it says; its README gave others at other times.
+DSPARK_DATA = f"{DSPARK}/blob/ed106c1e97ceeec204d23c976451512f4d42dfe1/docs/data/models.json"
 MLX_LM = "https://github.com/ml-explore/mlx-lm"
 RAPID = "https://github.com/raullenchai/Rapid-MLX/blob/main/evals/SCORECARD.md"
 MLX_VLM = "https://github.com/Blaizzy/mlx-vlm/pull/2014"
@@ -131,11 +136,11 @@ PUBLISHED = (
     Published(
         "M3 Ultra", "qwen3.8-27b", 4, 512, 37.7, RAPID
     ),  # measured on Qwen3.5-27B, which has these sizes
-    Published("M4 Pro", "qwen3-8b", 8, 512, 29.5, DSPARK, 7, 3.37, 64.5, "m4pro-8bit"),
-    Published("M4 Pro", "qwen3.8-27b", 8, 512, 8.2, DSPARK, 7, 5.42, 30.8, "m4pro-8bit"),
-    Published("M4 Pro", "qwen3.8-27b", 4, 512, 14.7, DSPARK, 7, 5.09, 40.0, "m4pro-4bit"),
-    Published("M4 Pro", "qwen3.8-27b", 4, 16384, 14.1, DSPARK, 7, 3.16, 25.2, "m4pro-4bit"),
-    Published("M4 Pro", "qwen3.8-27b", 4, 32768, 12.9, DSPARK, 7, 3.24, 23.9, "m4pro-4bit"),
+    Published("M4 Pro", "qwen3-8b", 8, 512, 29.5, DSPARK_DATA, 7, 3.37, 64.5, "m4pro-8bit"),
+    Published("M4 Pro", "qwen3.8-27b", 8, 512, 8.2, DSPARK_DATA, 7, 5.42, 30.8, "m4pro-8bit"),
+    Published("M4 Pro", "qwen3.8-27b", 4, 512, 14.7, DSPARK_DATA, 7, 5.09, 40.0, "m4pro-4bit"),
+    Published("M4 Pro", "qwen3.8-27b", 4, 16384, 14.1, DSPARK_DATA, 7, 3.16, 25.2, "m4pro-4bit"),
+    Published("M4 Pro", "qwen3.8-27b", 4, 32768, 12.9, DSPARK_DATA, 7, 3.24, 23.9, "m4pro-4bit"),
     Published("M5", "qwen3-4b", 8, 512, 28.2, f"{DSPARK}/issues/2"),
     Published("M5 Max", "qwen3.8-27b", 8, 512, 18.1, f"{DSPARK}/issues/8", 2, 2.49, 34.4),
     Published("M5 Max", "qwen3.8-27b", 4, 512, 33.4, MLX_VLM, 2, 2.43, 58.58, "m5max-4bit"),

@@ -217,7 +217,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--reached", type=float, default=1.0, help="part of the bandwidth that is reached")
     args = parser.parse_args(argv)
     console = Console()
-    console.width = max(console.width, 120)  # a table of ten columns, also where its output is piped
     try:
         if args.config:
             model = sized(json.loads(Path(args.config).read_text("utf-8")), args.bits)
@@ -231,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, KeyError, TypeError, OSError) as error:
         parser.error(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
     console.print(NOTE, style="bold")
+    whole = console.measure(made, options=console.options.update(max_width=10_000)).maximum
+    console.width = max(console.width, whole)  # a heading that is cut would lose its *
     console.print(made)
 
 

@@ -183,18 +183,21 @@ def test_nobody_published_more_than_the_bandwidth_gives(p: Any) -> None:
     assert p.source.startswith("https://")
 
 
+@pytest.mark.parametrize("columns", ["40", "200"])
 def test_the_page_shows_what_its_commands_print(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", columns)
     page = PAGE.read_text("utf-8")
+    assert "Columns with a * are the **prediction**" in page
     commands = re.findall(r"^    scripts/roofline(.*)$", page, re.M)
     assert len(commands) >= 3
     monkeypatch.chdir(PAGE.parents[1])
     for line in commands:
         main(shlex.split(line))
         printed = capsys.readouterr().out
-        assert NOTE in printed
+        assert NOTE in " ".join(printed.split())
+        assert ("plain*" in printed) == (not line)
         table = "\n".join(x.rstrip() for x in printed.splitlines() if x.startswith("|"))
         assert table and table in page, f"scripts/roofline{line}: the page's table is another"
 

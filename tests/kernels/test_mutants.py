@@ -81,13 +81,28 @@ def test_what_is_a_catch(raised: Exception | None, outcome: str, monkeypatch: py
             raise raised
 
     monkeypatch.setattr("tests.kernels.battery.BATTERY", {FILES[0]: lambda: [trial]})
-    monkeypatch.setattr(metalsim.Kernel, "__init__", metalsim.Kernel.__init__)  # the mutant's is taken back
+    for name in ("__init__", "launch"):  # the mutant's are taken back
+        monkeypatch.setattr(metalsim.Kernel, name, getattr(metalsim.Kernel, name))
     for name in ("timeout", "severity"):
         monkeypatch.setattr(metalsim.config, name, getattr(metalsim.config, name))
     assert mutants.judge(mutants.Mutant(FILES[0], 0, "", "")) == outcome
     raised = OSError("no space left")
     with pytest.raises(OSError):
         mutants.judge(mutants.Mutant(FILES[0], 0, "", ""))
+
+
+def test_a_loop_without_an_end_is_a_catch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The simulator's own clock is looked at where memory is used."""
+    monkeypatch.setenv("METALSIM_CACHE", str(tmp_path))
+    code = (
+        "from tests.kernels import battery, mutants, test_draw; mutants.LAUNCH_S = 0.5;"
+        "battery.BATTERY['sample_accept'] = lambda: [test_draw.test_drafts_that_are_all_empty];"
+        "old, new = 'int stands = 0;', 'int stands = 0; for (;;) { asm volatile(\"\"); }';"
+        "at = mutants.original('sample_accept').index(old);"
+        "print(mutants.judge(mutants.Mutant('sample_accept', at, old, new)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "caught a launch without an end\n", done
 
 
 def test_a_place_is_a_line_and_a_column(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ POSITIONS = 16  # in a draft that are told apart
 
 COUNTERS = {
     "steps": "Steps of the engine.",
-    "rounds": "Sampled rounds, one per sequence and step.",
+    "rounds": "Rounds, one per sequence and step that brought it tokens.",
     "prompt_tokens": "Prompt tokens computed.",
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Tokens generated.",

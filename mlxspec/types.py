@@ -186,6 +186,7 @@ class Stats:
     disk_written_bytes: int = 0
     disk_runs_found: int = 0  # files of blocks or states that were brought back
     disk_runs_damaged: int = 0
+    seated: tuple[tuple[str, int], ...] = ()  # what runs: the request, and prompt tokens that were cached
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 

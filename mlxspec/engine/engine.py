@@ -216,8 +216,8 @@ class Engine:
             accepted.append(new)
             lps.append([lp for row in logprobs[r : r + len(new)] for lp in row])
             r += e.sampled
-            self.counters["rounds"] += e.samples
-            if e.samples:
+            if e.samples and e.seq.finish is None:  # or what it brings is dropped
+                self.counters["rounds"] += 1
                 self.drafts.book(e.draft.source, len(e.draft), len(new) - 1)
             cut(e.seq, new)
             self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start - e.again)
@@ -314,6 +314,7 @@ class Engine:
             disk_written_bytes=disk.written,
             disk_runs_found=disk.hits,
             disk_runs_damaged=disk.damaged,
+            seated=tuple((s.request.id, s.reported_cached) for s in self.scheduler.running),
         )
 
 

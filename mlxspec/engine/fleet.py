@@ -338,7 +338,7 @@ class Fleet:
         return outputs + self._again()
 
     def _unload(self, member: Member) -> None:
-        nothing: dict[str, Any] = dict.fromkeys(NOW, 0)
+        nothing: dict[str, Any] = dict.fromkeys(NOW, 0) | {"seated": ()}
         member.past = replace(member.stats(), **nothing)
         self._expect(-member.held)
         if member.engine is not None:

@@ -60,6 +60,21 @@ def test_a_stop_found_late_costs_one_row(qwen3) -> None:
     assert tiny.tokens(out, "a") == want[:end] and out[-1].finish == "stop"
     assert e.counters["steps"] == end + 1
     assert out[-1].rounds == end
+    now = e.stats()
+    assert (now.rounds, now.generated_tokens, now.depths) == (end, end, ((0, end),)), (
+        "what was dropped counts"
+    )
+
+
+def test_what_runs_is_told_before_its_first_token(qwen3) -> None:
+    e = tiny.engine(qwen3, max_sequences=1, budget=8)
+    for name in "ab":
+        e.add(tiny.request(name, range(1, 41), 3))
+    e.step()
+    assert (e.stats().seated, e.stats().waiting) == ((("a", 0),), 1)
+    told = {}
+    tiny.run(e, each=lambda i: told.update(e.stats().seated))
+    assert told["b"] > 0 and e.stats().seated == ()
 
 
 @pytest.mark.parametrize(

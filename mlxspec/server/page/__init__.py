@@ -52,7 +52,7 @@ STREAM = {
 }
 LISTENERS = 8  # pages that may be open at once
 TICKS, TICK_S = 4, 0.25  # looks at whether the server stops between two snapshots, and the pause before each
-SHOWN = [row.name for row in fields(Stats) if row.name not in PROCESS | {"progress"}]
+SHOWN = [row.name for row in fields(Stats) if row.name not in PROCESS | {"progress", "seated"}]
 OF_INFO = ("name", "layout", "context", "block_size", "kv_blocks", "kv_bytes", "weight_bytes")
 
 Json = dict[str, Any]

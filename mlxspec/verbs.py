@@ -66,9 +66,9 @@ def working(what: str, shown: bool = True) -> Iterator[None]:
 @verbs.command(rich_help_panel=LOOK)
 def status(url: Url = None, api_key: Key = None, json: AsJson = False) -> None:
     """Show whether the server is up, what it does and how fast. Exits with 1 if it is down."""
-    from mlxspec.service.status import UP, look, show
+    from mlxspec.service.status import SEEN_S, UP, look, show
 
-    now = look(*server_of(url, api_key))
+    now = look(*server_of(url, api_key), over=SEEN_S)
     show(now, json)
     sys.exit(now.state not in UP)
 

@@ -191,12 +191,14 @@ async def _merged(outputs: Outputs, pause: float | None) -> AsyncGenerator[tuple
 def _row(model: Model, job: Job, outcome: str = "") -> Row:
     now = time.monotonic()
     counts = stream.usage(job.requests, job.choices)
+    seats = dict(reversed(model.front.engine.models()[model.name].stats.seated))  # the first of n choices
+    seated = [seats[request.id] for request in job.requests if request.id in seats]
     seconds = max(job.last.values(), default=0.0) - job.first
     return Row(
         id=job.dialect.id,
         model=model.name,
         prompt=counts.prompt,
-        cached=counts.cached,
+        cached=counts.cached if job.first else sum(seated),
         generated=counts.generated,
         rounds=sum(choice.rounds for choice in job.choices),
         drafted=counts.drafted,
@@ -205,6 +207,7 @@ def _row(model: Model, job: Job, outcome: str = "") -> Row:
         seconds=now - job.arrived,
         rate=(counts.generated - len(job.last)) / seconds if seconds > 0 else 0.0,
         outcome=outcome,
+        state="waiting" if not seated else "writing" if job.first else "reading",
     )
 
 

@@ -1,20 +1,25 @@
 """The answers that run and the last that ended, in numbers, for whoever watches.
 
-Rule: no text of a prompt or an answer is kept here, and no more than KEPT rows of what has ended.
+Rule: no text of a prompt or an answer is kept here, and no more than KEPT rows of what has ended. All that
+runs or waits is shown: the engine takes no more than so much.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import Literal
 
 KEPT = 24
+
+Doing = Literal["writing", "reading", "waiting"]
+ORDER: tuple[Doing, ...] = ("writing", "reading", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One answer: tokens, and seconds since it arrived. `first` is 0 before its first token, `outcome` empty
-    while it runs; `rate` is in tokens/s behind the first."""
+    while it runs; `rate` is in tokens/s behind the first. `state` is the scheduler's while it runs: it waits
+    for a place, its prompt is read, its answer is written."""
 
     id: str
     model: str
@@ -28,6 +33,7 @@ class Row:
     seconds: float
     rate: float
     outcome: str = ""
+    state: Doing = "waiting"
 
 
 @dataclass(slots=True)
@@ -42,6 +48,6 @@ class Journal:
         self.ended.appendleft(row)
 
     def rows(self) -> list[Row]:
-        """KEPT at most, newest first: what runs, then what ended."""
-        made = [make() for make in islice(reversed(self.live.values()), KEPT)]
-        return [*made, *self.ended][:KEPT]
+        """What writes, what reads, what waits, what ended; each newest first."""
+        made = [make() for make in reversed(self.live.values())]
+        return [*sorted(made, key=lambda row: ORDER.index(row.state)), *self.ended]

@@ -4,8 +4,9 @@ Rule: asking starts nothing, so a socket that the system holds for a process tha
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mlxspec.chat import Absent, ChatError, call, clean
@@ -14,6 +15,7 @@ from mlxspec.service import Hands, System, here, ledger
 from mlxspec.types import Unfit
 
 PATIENCE_S = 5.0
+SEEN_S = 1.0  # between two looks at what was generated
 
 Service = Literal["none", "not installed", "stopped", "held", "waiting", "running"]
 State = Literal["not installed", "stopped", "unwell", "loading", "short", "asleep", "busy", "idle"]
@@ -38,8 +40,9 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class Status:
     """`service` is about the one at `url`. `why` is what is wrong, with the mend; `note` is set in safe mode.
-    `speed` is in tokens/s, of what runs or else of the last answer; `round` are
-    tokens per round and `kept` the share of the drafts that were kept, in the last answers, 0 without any."""
+    `speed` is in tokens/s, of the last answer where nothing runs, else of all together, 0 where that was not
+    looked at; `round` are tokens per round and `kept` the share of the drafts that were kept, in the last
+    answers, 0 without any."""
 
     url: str
     state: State
@@ -65,21 +68,34 @@ class Status:
         return [model.name for model in self.models if model.state == "loaded"]
 
 
-def look(url: str, api_key: str = "") -> Status:
-    """Of the server at `url`, and of the service if that is its."""
+def look(url: str, api_key: str = "", over: float = 0.0) -> Status:
+    """Of the server at `url`, and of the service if that is its. The speed of what runs is seen in `over`
+    seconds."""
     service, why = service_at(url)
     if service == "waiting":
         return Status(url, "asleep", service)
     if service == "held":  # its process may be between two tries, and must not be woken for one
         return Status(url, "unwell", service, why)
     try:
-        with call(url, api_key, "GET", "/page/now", patience=PATIENCE_S) as response:
-            return read(url, service, clean(json.load(response)))
+        now, (clock, before) = _look(url, service, api_key)
+        if not (now.running and over):
+            return now
+        time.sleep(over)
+        now, (later, after) = _look(url, service, api_key)
+        return replace(now, speed=max(0.0, after - before) / max(over, later - clock))
     except Absent as error:
         absent: State = "not installed" if service == "not installed" else "stopped"
         return Status(url, absent, service, why or str(error))
     except ChatError as error:
         return Status(url, "unwell", service, why or str(error))
+
+
+def _look(url: str, service: Service, api_key: str) -> tuple[Status, tuple[float, int]]:
+    """And the server's clock with what it has generated until then."""
+    with call(url, api_key, "GET", "/page/now", patience=PATIENCE_S) as response:
+        found = clean(json.load(response))
+        generated = sum(one["stats"]["generated_tokens"] for one in found["models"])
+        return read(url, service, found), (found["time"], generated)
 
 
 def service_at(url: str) -> tuple[Service, str]:
@@ -134,7 +150,7 @@ def read(url: str, service: Service, found: Mapping[str, Any]) -> Status:
         loading=found["loading"] or next((one.name for one in models if one.state == "loading"), ""),
         running=running,
         waiting=waiting,
-        speed=sum(row["rate"] for row in live) if live else rows[0]["rate"] if rows else 0.0,
+        speed=rows[0]["rate"] if rows and not live else 0.0,
         round=sum(row["generated"] for row in rows) / rounds if rounds else 0.0,
         kept=sum(row["kept"] for row in rows) / drafted if drafted else 0.0,
         footprint=int(found["process"]["footprint_bytes"]),
@@ -245,9 +261,9 @@ def show_ps(now: Status, as_json: bool) -> None:
     table(("name", "size", "state", "until"), rows, "no model is loaded; the next request loads one")
     if now.requests:
         print()
-        names = ("id", "model", "prompt", "cached", "generated", "rate", "seconds")
+        names = ("id", "model", "prompt", "cached", "generated", "rate", "seconds", "state")
         lines = [[_cell(row[name]) for name in names] for row in now.requests]
-        table(("request", *names[1:5], "tokens/s", "seconds"), lines)
+        table(("request", *names[1:5], "tokens/s", "seconds", "state"), lines)
 
 
 def _cell(value: Any) -> str:

@@ -56,6 +56,7 @@ class Scripted:
     lives: bool = True
     ending: bool = False
     silent: float = 0.0
+    seated: tuple[tuple[str, int], ...] = ()
     group: int = 1  # tokens per output, as accepted drafts come
     drafted: int = 0  # per output; all of its tokens but one are kept
     sources: tuple[str, ...] = ("lookup",)  # of the drafts, in turn
@@ -158,7 +159,8 @@ class Scripted:
         return self.loads
 
     def stats(self) -> Stats:
-        return Stats(running=1, waiting=2, blocks_used=3, blocks_cached=4, blocks_free=5, generated_tokens=6)
+        now = Stats(running=1, waiting=2, blocks_used=3, blocks_cached=4, blocks_free=5, generated_tokens=6)
+        return replace(now, seated=self.seated)
 
     def alive(self) -> bool:
         return self.lives

@@ -159,7 +159,7 @@ async def test_a_snapshot(make: Make) -> None:
         True,
         "it does not fit",
     )
-    assert set(tiny["stats"]) == {f.name for f in fields(Stats)} - PROCESS - {"progress"}
+    assert set(tiny["stats"]) == {f.name for f in fields(Stats)} - PROCESS - {"progress", "seated"}
     assert {name: tiny["stats"][name] for name in ("running", "waiting", "blocks_free")} == {
         "running": 1,
         "waiting": 2,
@@ -229,10 +229,15 @@ async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
     await s.engine.until(lambda: s.engine.submitted)
     [row] = (await snapshot(s))["requests"]
     assert (row["outcome"], row["first"], row["generated"]) == ("", 0.0, 0)
+    assert (row["state"], row["cached"]) == ("waiting", 0)
+    s.engine.seated = ((s.engine.submitted[-1].id, 3), (s.engine.submitted[-1].id, 9), ("other", 5))
+    [row] = (await snapshot(s))["requests"]
+    assert (row["state"], row["cached"], row["first"]) == ("reading", 3, 0.0)
     s.engine.push("world")
     await chat.until(b"world")
     now = await snapshot(s)
     [row] = now["requests"]
+    assert row["state"] == "writing"
     assert row["outcome"] == "" and row["first"] > 0 and row["cached"] == 3 and row["generated"] > 0
     assert "hello" not in json.dumps(now) and "world" not in json.dumps(now)
     chat.leave()
@@ -250,9 +255,20 @@ async def test_what_has_ended_is_bounded(make: Make) -> None:
 
 
 def test_what_runs_comes_first() -> None:
+    """However many wait that came later."""
     row = journal.Row("a", "m", 1, 0, 1, 1, 0, 0, 0.1, 0.2, 3.0)
-    book = journal.Journal({str(i): (lambda i=i: replace(row, id=str(i))) for i in range(journal.KEPT + 9)})
-    assert [r.id for r in book.rows()] == [str(i) for i in range(journal.KEPT + 8, 8, -1)]
+    states = ["writing", "reading", "writing"] + ["waiting"] * (journal.KEPT + 9)
+    book = journal.Journal(
+        {
+            str(i): (lambda i=i, state=state: replace(row, id=str(i), state=state))
+            for i, state in enumerate(states)
+        }
+    )
+    for i in range(journal.KEPT + 1):
+        book.end(replace(row, id=f"e{i}", outcome="stop"))
+    ids = [r.id for r in book.rows()]
+    assert ids[:5] == ["2", "0", "1", str(len(states) - 1), str(len(states) - 2)]
+    assert ids[len(states) :] == [f"e{i}" for i in range(journal.KEPT, 0, -1)]
     book = journal.Journal({"b": lambda: replace(row, id="b")})
     book.end(row)
     assert [r.id for r in book.rows()] == ["b", "a"]

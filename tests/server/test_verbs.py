@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -175,10 +176,25 @@ def test_speed_and_speculation_come_from_the_answers(at: At) -> None:
         assert (now.speed, now.round, now.kept) == (9.0, 3.0, 0.75)
         for name, rate in (("a", 15.0), ("b", 20.0)):
             journal.live[name] = lambda name=name, rate=rate: replace(ROW, id=name, rate=rate)
-        assert status.look(url).speed == 35.0
         out = run("ps", "--url", url).output.splitlines()
-        assert out[-2].split()[:6] == ["b", "tiny", "100", "64", "30", "20.0"]
+        assert out[-2].split() == ["b", "tiny", "100", "64", "30", "20.0", "2.0", "waiting"]
         assert json.loads(run("ps", "--url", url, "--json").output)["requests"][0]["id"] == "b"
+
+
+def test_speed_is_what_was_generated_between_two_looks(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where more requests wait than have a row of what has ended."""
+    with at() as (url, made):
+        generated = iter(range(0, 10_000, 100))
+        stats = lambda self: Stats(running=1, generated_tokens=next(generated))  # noqa: E731
+        monkeypatch.setattr(type(made.engine), "stats", stats)
+        for n in range(40):
+            made.app.state.front.journal.live[f"{n}"] = lambda n=n: replace(
+                ROW, id=f"{n}", rate=0.0, first=0.0
+            )
+        assert status.look(url).speed == 0.0
+        clock = time.monotonic()
+        now = status.look(url, over=0.2)
+        assert 100 / (time.monotonic() - clock) <= now.speed <= 100 / 0.2
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ from mlxspec.text.prompt import Tokenizer, encode, render, talk_of
 from mlxspec.types import Dead, Served, Unfit
 
 VERSION = "anthropic-version"  # a header that all of Anthropic's clients send
-STALLED_S = 60.0  # without progress while there is work: longer than any step that is well
-LOADING_S = 600.0  # the same while a model is loaded, which is one step for all the others
 
 
 def create_app(
@@ -108,38 +106,23 @@ async def hello(http: HttpRequest) -> Response:
     return Response()
 
 
-def _unwell(engine: Engine) -> str:
-    if not engine.alive():
-        return "the engine has stopped"
-    if engine.draining():
-        return "the server is stopping"
-    if (seconds := engine.stalled()) > (LOADING_S if engine.loading() else STALLED_S):
-        return f"the engine has made no progress for {seconds:.0f} s"
-    return ""
-
-
 async def now(http: HttpRequest) -> Response:
     """The page's snapshot, once, and what else `mlxspec status` and the menu bar show."""
     front: Front = http.app.state.front
-    more = {
-        "pid": os.getpid(),
-        "note": getattr(http.app.state, "note", ""),
-        "unwell": _unwell(front.engine),
-        "idle_ttl": front.config.idle_ttl,
-    }
-    return JSONResponse(page.snapshot(front) | more, headers={"cache-control": "no-store"})
+    more = {"pid": os.getpid(), "idle_ttl": front.config.idle_ttl}
+    return JSONResponse(page.snapshot(front) | more, headers=page.DATA)
 
 
 async def health(http: HttpRequest) -> Response:
     """200 while the engine takes requests and gets on with its work, else 503 with the reason."""
-    engine = http.app.state.front.engine
-    if reason := _unwell(engine):
+    front: Front = http.app.state.front
+    engine = front.engine
+    if reason := front.unwell():
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
     stats = engine.stats()
     loaded = [name for name, served in engine.models().items() if served.status == "loaded"]
     found = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
-    note = getattr(http.app.state, "note", "")
-    return JSONResponse(found | {"note": note} if note else found)
+    return JSONResponse(found | {"note": front.note} if front.note else found)
 
 
 async def prometheus(http: HttpRequest) -> Response:

@@ -32,6 +32,8 @@ log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 
+STALLED_S = 60.0  # without progress while there is work: longer than any step that is well
+LOADING_S = 600.0  # the same while a model is loaded, which is one step for all the others
 BODY_S = 60.0  # time that a client has to send its request
 KNOWN_NAMES = 1000  # unknown fields that are remembered as logged
 ALIASES = ("default", "local")
@@ -78,11 +80,22 @@ class Front:
     verdicts: Mapping[str, Any] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     listeners: int = 0  # to the page's snapshots
+    note: str = ""  # set in safe mode
     models: dict[str, Model] = field(default_factory=dict)  # those that somebody has asked for
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
     _opening: dict[str, asyncio.Future[None]] = field(default_factory=dict)
     _preparing: int = 0
     _named: set[str] = field(default_factory=set)
+
+    def unwell(self) -> str:
+        """Why the server does not get on with its work; empty where it does."""
+        if not self.engine.alive():
+            return "the engine has stopped"
+        if self.engine.draining():
+            return "the server is stopping"
+        if (seconds := self.engine.stalled()) > (LOADING_S if self.engine.loading() else STALLED_S):
+            return f"the engine has made no progress for {seconds:.0f} s"
+        return ""
 
     async def on_text_thread(self, work: Callable[..., T], /, *args: Any, **kw: Any) -> T:
         """Run `work` on the one thread for text. Raises ApiError 429 when too many wait for it, 400 for a

@@ -121,7 +121,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
         log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
     paths = {one.found.name: one.found.path for one in others}
     app = create_app(worker, chosen.tokenizer, found.path, config, paths, VERDICTS)
-    app.state.note = note
+    app.state.front.note = note
     return app, worker
 
 

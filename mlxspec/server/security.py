@@ -20,6 +20,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
 OPEN = frozenset({"/health"})  # without a key: what watches a service has none
 PAGE = frozenset(f"/page/{name}" for name in FILES)  # nor has a browser that has yet to ask for one
+SCRIPTS = frozenset({"/page/events", "/page/now"})  # for the page's own scripts, and what is no browser
 
 
 def guard(app: ASGIApp, config: Config) -> ASGIApp:
@@ -38,6 +39,7 @@ def guard(app: ASGIApp, config: Config) -> ASGIApp:
             if CROWDED in scope["state"] and scope["path"] not in OPEN:
                 raise _crowded()
             _check_names(headers, names, addresses)
+            _check_fetch(scope["path"], headers)
             _check_key(headers, "" if _open(scope["path"], headers) else config.api_key)
             _check_size(headers, most)
         except ApiError as error:
@@ -70,6 +72,13 @@ def _check_names(headers: list[tuple[bytes, bytes]], names: frozenset[str], addr
     for origin in _values(headers, b"origin"):
         if _name(origin) not in names | {asked}:
             raise _foreign("Origin", origin)
+
+
+def _check_fetch(path: str, headers: list[tuple[bytes, bytes]]) -> None:
+    """A navigation has no Origin, so frames of a foreign page could take all places of the stream."""
+    sites, kinds = _values(headers, b"sec-fetch-site"), _values(headers, b"sec-fetch-dest")
+    if path in SCRIPTS and ({*sites} & {"cross-site", "same-site"} or {*kinds} - {"empty"}):
+        raise ApiError(403, f"{path} is for the scripts of the page; open / instead", code="host_not_allowed")
 
 
 def _name(url: str) -> str:

@@ -138,6 +138,36 @@ async def test_another_site_gets_neither(make: Make, headers: dict[str, str]) ->
         assert (await make().get(path, headers=BROWSER | headers)).status == 403
 
 
+@pytest.mark.parametrize(
+    "fetch",
+    [
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
+        {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "empty"},
+        {"sec-fetch-site": "none", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"},
+        {"sec-fetch-site": "same-origin", "sec-fetch-dest": "image"},
+    ],
+)
+async def test_frames_of_another_page_take_no_place(make: Make, fetch: dict[str, str]) -> None:
+    """A navigation carries no Origin."""
+    s = make()
+    for path in ("/page/events", "/page/now"):
+        answer = await s.get(path, headers=fetch)
+        assert answer.status == 403 and "open / instead" in answer.error["message"]
+    assert s.app.state.front.listeners == 0
+    assert (await s.get("/", headers=BROWSER | fetch)).status == 200
+
+
+async def test_what_the_page_itself_fetches_may_not_be_framed(make: Make) -> None:
+    own = {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"}
+    s = make()
+    now = await s.get("/page/now", headers=own)
+    events = await Connection(s.app, "/page/events", method="HEAD", headers=own).answer()
+    for answer in (now, events):
+        assert answer.status == 200 and answer.headers["cache-control"] == "no-store"
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+        assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
+
+
 # ---- the stream ---------------------------------------------------------------------------------------
 
 
@@ -148,7 +178,7 @@ async def test_a_snapshot(make: Make) -> None:
     assert (await s.chat()).status == 200
     assert (await s.post("/v1/chat/completions", {"messages": 3})).status == 400
     now = await snapshot(s)
-    names = "version time alive stopping stalled loading models process refused requests kernels"
+    names = "version time alive stopping stalled loading note unwell models process refused requests kernels"
     assert set(now) == {*names.split()}
     assert (now["alive"], now["stopping"], now["refused"], now["kernels"]) == (True, False, {"400": 1}, [])
     assert set(now["process"]) == PROCESS
@@ -183,6 +213,22 @@ async def test_snapshots_keep_coming_and_end_when_the_client_leaves(make: Make) 
     times = [one["time"] for one in found]
     assert times == sorted(times)
     assert dict(connection.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
+
+
+async def test_what_is_wrong_is_told(make: Make) -> None:
+    """As /health has it: a model that is being loaded takes longer than a step."""
+    s = make()
+    assert ((now := await snapshot(s))["note"], now["unwell"]) == ("", "")
+    s.app.state.front.note, s.engine.silent = "safe mode: 3 crashes", 61.0
+    now = await snapshot(s)
+    assert (now["note"], now["unwell"]) == (
+        "safe mode: 3 crashes",
+        "the engine has made no progress for 61 s",
+    )
+    assert (await s.get("/health")).json["reason"] == now["unwell"]
+    s.engine.loads = "two"
+    assert (await snapshot(s))["unwell"] == ""
+    assert (await s.get("/health")).json["note"] == now["note"]
 
 
 async def test_listeners_are_bounded(make: Make) -> None:

@@ -45,11 +45,13 @@ HEADERS = {
     "cache-control": "no-cache",
     "vary": "accept",
 }
-STREAM = {
-    "content-type": "text/event-stream; charset=utf-8",
+DATA = {
     "cache-control": "no-store",
     "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+    "content-security-policy": "frame-ancestors 'none'",
 }
+STREAM = DATA | {"content-type": "text/event-stream; charset=utf-8"}
 LISTENERS = 8  # pages that may be open at once
 TICKS, TICK_S = 4, 0.25  # looks at whether the server stops between two snapshots, and the pause before each
 SHOWN = [row.name for row in fields(Stats) if row.name not in PROCESS | {"progress", "seated"}]
@@ -121,6 +123,8 @@ def snapshot(front: Front) -> Json:
         "stopping": engine.draining(),
         "stalled": round(engine.stalled(), 1),
         "loading": engine.loading(),
+        "note": front.note,
+        "unwell": front.unwell(),
         "models": [_model(one) for one in served],
         "process": most,
         "refused": front.metrics.refusals(),

@@ -30,6 +30,10 @@ class Absent(ChatError):
     """Nobody listens there."""
 
 
+class Locked(ChatError):
+    """The API key is wrong, or missing."""
+
+
 @dataclass(slots=True)
 class Chat:
     """One conversation with the server at `url`. `temperature` None leaves it to the model's own setting."""
@@ -116,7 +120,7 @@ def call(
         connection.request(method, url.path.rstrip("/") + path, json.dumps(body) if body else None, headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ChatError(_refused(response, at))
+            raise (Locked if response.status == 401 else ChatError)(_refused(response, at))
         yield response
     except ConnectionRefusedError as error:
         raise Absent(f"no server at {at}; start one with: mlxspec serve") from error

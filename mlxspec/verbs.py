@@ -7,7 +7,7 @@ stock.py.
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -27,14 +27,23 @@ verbs = typer.Typer()
 menubar = typer.Typer(invoke_without_command=True)
 
 
-def server_of(url: str | None, key: str | None) -> tuple[str, str]:
+def server_of(url: str | None, key: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """The URL and key of the server that is meant: the one that is given, the settings', or, where they name
-    no address, the service's. The settings' key is for the latter two only."""
+    no address, the service's. The settings' key is for the latter two only, also where they are given."""
     if url is not None:
-        return url.rstrip("/").removesuffix("/v1"), key or ""
-    found, bare = config.load({}, os.environ), config.Config()
+        url = url.rstrip("/").removesuffix("/v1")
+        return url, key or _own_key(url)
+    found, bare = config.load({}, environ), config.Config()
     at = _service_url() if (found.host, found.port) == (bare.host, bare.port) else ""
     return at or config.url_of(found.host, found.port), key or found.api_key
+
+
+def _own_key(url: str) -> str:
+    try:
+        own, key = server_of(None, None)
+    except config.ConfigError:  # a URL does without them
+        return ""
+    return key if url.rstrip("/") == own else ""
 
 
 def _service_url() -> str:
@@ -153,18 +162,33 @@ def menubar_show(
     context: typer.Context,
     xbar: Annotated[bool, typer.Option("--xbar", help="Print the menu for xbar or SwiftBar.")] = False,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the server's base URL.")] = False,
+    url: Url = None,
+    api_key: Key = None,
 ) -> None:
     """Show the server in the menu bar of a Mac."""
     if context.invoked_subcommand:
         return
     from mlxspec.service import menubar
-    from mlxspec.service.status import look
 
     if copy:
-        return menubar.copy(server_of(None, None)[0])
+        return menubar.copy(server_of(url, api_key)[0])
     if not xbar:
-        return menubar.show(lambda: menubar.menu_of(look(*server_of(None, None))))
-    print(menubar.xbar(menubar.menu_of(look(*server_of(None, None)))), end="")
+        return menubar.show(lambda: _menu(url, api_key))
+    print(menubar.xbar(_menu(url, api_key)), end="")
+
+
+def _menu(url: str | None, key: str | None) -> Any:
+    """Its actions say which server is meant, unless they would mean it from anywhere."""
+    from mlxspec.service.menubar import broken, menu_of
+    from mlxspec.service.status import SEEN_S, look
+
+    elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("MLXSPEC_")}
+    try:
+        at, found = server_of(url, key)
+        own = at.rstrip("/") == server_of(None, None, elsewhere)[0]
+    except config.ConfigError as error:
+        return broken(str(error))
+    return menu_of(look(at, found, over=SEEN_S), own)
 
 
 @menubar.command("install")

@@ -13,9 +13,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxspec.service import Hands, job, launchd
@@ -60,26 +61,47 @@ class Menu:
 
 
 RULE = Item()
+AIMED = frozenset({"load", "stop", "menubar"})  # take --url
 
 
-def menu_of(now: Status) -> Menu:
-    """What the menu shows of a status, and what can be done about it."""
+def menu_of(now: Status, own: bool = True) -> Menu:
+    """What the menu shows of a status, and what can be done about it. Not `own`: of a server that commands
+    without --url would not mean."""
     icon = "⚠" if now.note and now.state in UP else ICONS[now.state]
     busy = f" {now.speed:.0f} tok/s" if now.running and now.speed else ""
     facts = [headline(now), now.note and now.note[0].upper() + now.note[1:]]
     if now.version:
         facts += [load_of(now).capitalize(), f"Memory: {memory_of(now)}"]
         facts += [f"Speculation: {speculation_of(now)}"]
+    if now.locked:
+        facts = ["Unwell: the server asks for an API key", "Put api_key in the settings' file"]
     items = [Item(_cut(fact)) for fact in facts if fact]
     if now.models:
         items += [RULE, Item("Models", items=tuple(_models(now)))]
     items += [RULE, *_actions(now), RULE]
-    if now.state in UP and now.service != "waiting":
+    if now.locked or (now.state in UP and now.service != "waiting"):
         items += [Item("Open the page", href=f"{now.url}/")]
     items += [Item("Copy base URL", ("menubar", "--copy"))]
     if now.service not in ("none", "not installed"):
         items += [Item("Show the log", ("logs", "-f"), terminal=True)]
-    return Menu(icon + busy, tuple(items))
+    at = () if own else ("--url", now.url)
+    return Menu(icon + busy, tuple(_aimed(item, at) for item in items))
+
+
+def _aimed(item: Item, at: tuple[str, ...]) -> Item:
+    """With what says which server is meant, where a command takes that."""
+    words = (*item.words, *at) if item.words and item.words[0] in AIMED else item.words
+    return replace(item, words=words, items=tuple(_aimed(one, at) for one in item.items))
+
+
+def broken(why: str) -> Menu:
+    """Where the settings cannot be read, so that nobody knows which server is meant."""
+    return Menu("⚠", (*_told(why), RULE, Item("What is wrong", ("doctor",), terminal=True)))
+
+
+def _told(text: str) -> Iterator[Item]:
+    """In as many lines as it takes."""
+    return (Item(_cut(line)) for line in textwrap.wrap(text, WIDE))
 
 
 def _models(now: Status) -> Iterator[Item]:
@@ -106,7 +128,7 @@ def _actions(now: Status) -> list[Item]:
         case "stopped":
             return [start]
     found = [Item("Stop the server", ("stop",))] if now.pid else []
-    if now.service == "not installed":
+    if now.service == "not installed" and not now.locked:
         found += [Item("Install the service", ("service", "install"), terminal=True)]
     return found or [Item("What is wrong", ("doctor",), terminal=True)]
 

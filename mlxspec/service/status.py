@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mlxspec.chat import Absent, ChatError, call, clean
+from mlxspec.chat import Absent, ChatError, Locked, call, clean
 from mlxspec.config import size, url_of
 from mlxspec.service import Hands, System, here, ledger
 from mlxspec.types import Unfit
@@ -61,6 +61,7 @@ class Status:
     footprint: int = 0
     pressure: int = 0
     ttl: float = 0.0
+    locked: bool = False  # the API key is not the server's
     requests: tuple[Mapping[str, Any], ...] = ()  # those that run: rows of the server's journal
 
     @property
@@ -87,7 +88,7 @@ def look(url: str, api_key: str = "", over: float = 0.0) -> Status:
         absent: State = "not installed" if service == "not installed" else "stopped"
         return Status(url, absent, service, why or str(error))
     except ChatError as error:
-        return Status(url, "unwell", service, why or str(error))
+        return Status(url, "unwell", service, why or str(error), locked=isinstance(error, Locked))
 
 
 def _look(url: str, service: Service, api_key: str) -> tuple[Status, tuple[float, int]]:

@@ -364,3 +364,32 @@ def test_stop_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lsof").write_text("#!/bin/sh\n[ $2 = -iTCP:81 ] && echo 1 && echo 17")
     (tmp_path / "lsof").chmod(0o755)
     assert stop._listens(17, 81) and not stop._listens(7, 81) and not stop._listens(17, 82)
+
+
+# ---- the menu -------------------------------------------------------------------------------------------
+
+
+def test_the_menu_means_the_server_that_it_shows(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    with at(Config(api_key="sesame")) as (url, _):
+        out = run("menubar", "--xbar", "--url", url, "--api-key", "sesame").output
+        assert f'param3="stop" param4="--url" param5="{url}"' in out.replace('param4="tiny" param5', "param4")
+        assert "Serving tiny" in out
+        monkeypatch.setenv("MLXSPEC_PORT", url.rpartition(":")[2])  # which xbar does not hand to an action
+        monkeypatch.setenv("MLXSPEC_API_KEY", "sesame")
+        out = run("menubar", "--xbar").output
+        assert "Serving tiny" in out and f'"--copy" param5="--url" param6="{url}"' in out
+        assert run("status", "--url", url).exit_code == 0  # whose address is the settings'
+        monkeypatch.setenv("MLXSPEC_API_KEY", "wrong")
+        out = run("menubar", "--xbar").output
+        assert "api_key in the settings' file" in out and f"Open the page | href={url}/" in out
+
+
+def test_broken_settings_are_a_menu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """xbar shows nothing of a plugin that fails."""
+    monkeypatch.setenv("MLXSPEC_PORT", "eighty")
+    done = run("menubar", "--xbar")
+    lines = done.output.splitlines()
+    assert done.exit_code == 0 and lines[:2] == ["⚠", "---"]
+    assert "eighty" in done.output and "doctor" in lines[-1] and all(len(line) <= 80 for line in lines[2:-2])
+    monkeypatch.setenv("MLXSPEC_PORT", "1")
+    assert run("status", "--url", absent()).exit_code == 1

@@ -43,6 +43,7 @@ STATES = {
         **UP | {"kept": 0.0, "round": 1.0},
     ),
     "unwell": Status(state="unwell", why="the engine has made no progress for 75 s", **UP),
+    "locked": Status(URL, "unwell", "not installed", "the server answered 401", locked=True),
     "held": Status(
         URL, "unwell", "held", "the machine panicked (a.panic); `mlxspec service start` starts it"
     ),
@@ -131,6 +132,16 @@ def test_a_wild_name_is_shown_and_never_run(name: str) -> None:
         assert not any(item.words and item.words[0] in ("load", "stop") for item in every(menu.items))
         [line] = [line for line in xbar(menu).splitlines() if line.startswith("--") and line != "---"] or [""]
         assert not name or (read_back(line)[1] == {} and not line.startswith("---"))
+
+
+def test_actions_say_which_server_they_mean() -> None:
+    """Where it is not the one that they would find by themselves."""
+    for now in STATES.values():
+        plain, aimed = every(menu_of(now).items), every(menu_of(now, own=False).items)
+        for item, other in zip(plain, aimed, strict=True):
+            at = ("--url", URL) if item.words[:1] in {("load",), ("stop",), ("menubar",)} else ()
+            assert other.words == item.words + at
+            assert not other.words or parse(other.words)
 
 
 def test_titles_stay_short_and_draw_nothing() -> None:

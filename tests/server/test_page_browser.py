@@ -19,6 +19,7 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server import page as served_page
 from mlxspec.server.app import create_app
+from mlxspec.service import status
 from mlxspec.text.prompt import load_tokenizer
 from mlxspec.types import ModelInfo
 from tests import tiny
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.slow
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 NAME = '<b onclick="alert(1)">tiny</b>'  # a model's name is text, whatever it looks like
-LONG = {"max_tokens": 300, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def serving(path: Path, config: Config) -> Iterator[str]:
         attach(engine, "lookup")
         return engine, ModelInfo(NAME, 512, tiny.VOCAB, "rows", 8, 256, 1 << 20, 1 << 20, 1_700_000_000)
 
-    worker = Worker(start, max_sequences=4, max_queue=16)
+    worker = Worker(start, max_sequences=4, max_queue=64)
     worker.launch()
     try:
         with live(create_app(worker, load_tokenizer(path), path, config)) as base:
@@ -139,14 +139,18 @@ def until_live(page: Any) -> None:
 
 
 @contextmanager
-def load(base: str) -> Iterator[None]:
-    """Two clients that ask for long answers until the block ends."""
+def load(base: str, clients: int = 2, tokens: int = 300) -> Iterator[None]:
+    """Clients that ask for long answers until the block ends."""
     ends = threading.Event()
 
     def ask(n: int) -> None:
         for turn in range(1000):
             content = "the user sent the world a system " * 3 + str(n + turn % 3)
-            body = {"messages": [{"role": "user", "content": content}], **LONG}
+            body = {
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": tokens,
+                "ignore_eos": True,
+            }
             sent = urllib.request.Request(
                 f"{base}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
@@ -155,7 +159,7 @@ def load(base: str) -> Iterator[None]:
             if ends.is_set():
                 return
 
-    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(2)]
+    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(clients)]
     for thread in threads:
         thread.start()
     try:
@@ -290,3 +294,240 @@ def test_no_motion_where_none_is_wanted(chromium: Any, base: str) -> None:
         page.wait_for_selector(".part", state="attached")
         of = "getComputedStyle(document.querySelector('.part')).transitionProperty"
         assert page.evaluate(f"{of}") == "none" or page.evaluate(of.replace("Property", "Duration")) == "0s"
+
+
+def test_the_gauges_say_what_metrics_say(chromium: Any, base: str) -> None:
+    with opened(chromium, base) as page:
+        with load(base):
+            until(page, "parseFloat(document.getElementById('g-rate').textContent) > 0")
+        until(page, "document.getElementById('g-rate').textContent === '0.0'")
+        with urllib.request.urlopen(f"{base}/metrics") as answer:
+            lines = [line.rpartition(" ") for line in answer.read().decode().splitlines()]
+        total = {
+            name.partition("{")[0]: float(value) for name, _, value in lines if name.startswith("mlxspec")
+        }
+        said = page.evaluate(
+            "Object.fromEntries([...document.querySelectorAll('#gauges dd')].map(d => [d.id, d.innerText]))"
+        )
+        number = [
+            int(n.replace(",", "")) for n in re.findall(r"[\d,]+", said["g-rate-sub"] + said["g-hits-sub"])
+        ]
+        cached = total["mlxspec_cached_tokens_total"]
+        assert number == [
+            total["mlxspec_generated_tokens_total"],
+            cached,
+            cached + total["mlxspec_prompt_tokens_total"],
+        ]
+        assert total["mlxspec_generated_tokens_total"] >= total["mlxspec_rounds_total"]
+        held = page.evaluate(
+            "[...document.querySelectorAll('#blocks b')].map(b => +b.innerText.replace(',', ''))"
+        )
+        assert sum(held) == 255
+
+
+def test_what_runs_is_seen_behind_a_long_queue(
+    chromium: Any, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SLOW, "pause", 0.05)
+    with opened(chromium, base, 375) as page, load(base, clients=40, tokens=60):
+        until(page, "document.getElementById('refused').textContent.includes('more wait')")
+        until(
+            page,
+            "[...document.querySelectorAll('.end-live')].filter(e => e.innerText === 'writing').length >= 3",
+        )
+        assert page.evaluate("document.querySelector('#requests tbody .end-live').innerText") != "waiting"
+        now = status.look(base, over=1.0)
+        assert now.running == 8 and now.waiting > 24 and now.speed > 0
+        monkeypatch.setattr(SLOW, "pause", 0.0)
+
+
+def test_a_hidden_tab_keeps_one_picture(chromium: Any, base: str) -> None:
+    """A browser draws nothing for a tab that nobody sees, and keeps what waits to be drawn."""
+    with opened(chromium, base) as page:
+        page.add_init_script("window.kept = []; window.requestAnimationFrame = (f) => kept.push(f)")
+        page.reload()
+        until(page, "kept.length > 0")
+        page.wait_for_timeout(3500)
+        assert page.evaluate("kept.length") == 1
+        page.evaluate("kept.pop()()")
+        assert page.evaluate("document.body.dataset.link") == "live"
+        until(page, "kept.length === 1")
+
+
+def test_frames_of_another_site_take_no_place(chromium: Any, base: str, tmp_path: Path) -> None:
+    port = base.rpartition(":")[2]
+    frames = [
+        f"<iframe src='http://{h}:{port}/page/events?{n}'></iframe>"
+        for h in ("127.0.0.1", "localhost")
+        for n in range(4)
+    ]
+    context = chromium.new_context()
+    try:
+        page, other = context.new_page(), context.new_page()
+        page.route(
+            "http://evil.example/", lambda r: r.fulfill(body="".join(frames), content_type="text/html")
+        )
+        page.goto("http://evil.example/", wait_until="commit")
+        page.wait_for_timeout(1000)
+        assert len(page.frames) == 9
+        other.goto(base)
+        until_live(other)
+    finally:
+        context.close()
+
+
+@pytest.mark.parametrize("key", ["sesame", "sesam€"])
+def test_any_key_can_be_tried_and_taken_back(chromium: Any, tmp_path: Path, key: str) -> None:
+    with ExitStack() as stack:
+        base = stack.enter_context(serving(tmp_path, Config(api_key=key)))
+        page = stack.enter_context(opened(chromium, base, allowed=["status of 401"]))
+        page.wait_for_selector("#key:not([hidden])")
+        page.locator("#say").fill("hello")
+        page.locator("#say").press("Enter")
+        page.wait_for_selector(".turn.error")
+        assert "enter it above" in page.locator(".turn.error").inner_text()
+        for wrong, said in (("a\u0001b", "control character"), ("\u4f60 \u20ac", "refused")):
+            page.locator("#key-field").fill(wrong)
+            page.locator("#key-field").press("Enter")
+            until(page, f"document.getElementById('key-note').textContent.includes('{said}')")
+        page.locator("#key-field").fill(key)
+        page.locator("#key-field").press("Enter")
+        until_live(page)
+        assert page.evaluate("document.activeElement.id") == "say"
+
+
+def test_a_selection_outlives_the_second(chromium: Any, base: str) -> None:
+    with opened(chromium, base) as page, load(base):
+        until(page, "document.querySelectorAll('#requests tbody .end-length').length > 1")
+        for what in ("#requests tr:has(.end-length) td", "#models li", "#memory p", "#accept td"):
+            page.evaluate(f"getSelection().selectAllChildren(document.querySelector('{what}'))")
+            before = page.evaluate("getSelection().toString()")
+            page.wait_for_timeout(2200)
+            after = page.evaluate("getSelection().toString()")
+            assert before and (after == before or what == "#memory p"), (what, before, after)
+            assert after
+
+
+# ---- snapshots of our making ------------------------------------------------------------------------------
+
+
+FEED = """
+const real = window.fetch;
+const wait = () => new Promise((resolve) => setTimeout(resolve, 500));
+window.fetch = async (url, options) => {
+  if (url !== "/page/events") return real(url, options);
+  const feed = feeds.shift() ?? [];
+  return new Response(new ReadableStream({ async start(to) {
+    for (const one of feed) to.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(one)}\\n\\n`));
+    await wait();
+    if (feeds.length) to.close();
+  } }));
+};
+"""
+
+
+@contextmanager
+def fed(chromium: Any, base: str, feeds: list[list[dict[str, Any]]], **kw: Any) -> Iterator[Any]:
+    """A page that gets these snapshots, a list for each time that it connects, then none. Each says what
+    differs from a real one."""
+    with urllib.request.urlopen(f"{base}/page/now") as answer:
+        real = json.load(answer)
+
+    made = json.dumps([[real | change for change in feed] for feed in feeds])
+    with opened(chromium, base, **kw) as page:
+        page.add_init_script(f"const feeds = {made};" + FEED)
+        page.reload()
+        yield page
+
+
+def test_a_gap_is_as_wide_as_it_was_long(chromium: Any, base: str) -> None:
+    feeds = [[{"time": 100.0 + n} for n in range(10)], [{"time": 140.0 + n} for n in range(10)]]
+    with fed(chromium, base, feeds) as page:
+        line = "document.querySelectorAll('.chart .line.s0')[5].getAttribute('d')"  # memory
+        until(page, f"{line}?.split('M').length === 3")
+        one, other = page.evaluate(line).split("M")[1:]
+        ends, begins = (float(part.split("L")[n].split()[0]) for part, n in ((one, -1), (other, 0)))
+        wide = page.evaluate("document.querySelectorAll('.chart svg')[5].clientWidth")
+        assert (begins - ends) / (wide - 2) * 179 == pytest.approx(31, abs=0.5)
+
+
+def test_what_is_wrong_is_shown_and_said_once(chromium: Any, base: str) -> None:
+    why = "the engine has made no progress for {} s"
+    feeds = [[{"time": 100.0, "note": "safe mode: 3 crashes", "unwell": why.format(61)}]]
+    feeds += [[{"time": 103.0, "note": "safe mode: 3 crashes", "unwell": why.format(64)}]]
+    with fed(chromium, base, feeds) as page:
+        until(page, "document.getElementById('note').textContent === 'safe mode: 3 crashes'")
+        until(page, "document.getElementById('link-text').textContent.includes('61 s')")
+        said = page.locator("#said").inner_text()
+        assert "no progress for a while" in said
+        until(page, "document.getElementById('link-text').textContent.includes('64 s')")
+        assert page.locator("#said").inner_text() == said
+
+
+def test_no_cell_is_cut_where_it_is_narrow(chromium: Any, base: str) -> None:
+    row = {
+        "model": "m",
+        "prompt": 123_456,
+        "cached": 120_000,
+        "generated": 12_345,
+        "rounds": 4000,
+        "drafted": 9000,
+    }
+    row |= {
+        "kept": 8345,
+        "first": 99.5,
+        "seconds": 1234.5,
+        "rate": 123.4,
+        "outcome": "tool_calls",
+        "state": "writing",
+    }
+    rows = [row | {"id": f"chatcmpl-{n:024x}"} for n in range(3)]
+    rows.insert(0, rows[0] | {"id": "chatcmpl-x", "outcome": "", "state": "reading", "first": 0.0})
+    kernel = {
+        "name": "paged_attention float32 9/3x64 block 32",
+        "way": "tall",
+        "least": 2,
+        "most": 8,
+        "error": 1e-3,
+    }
+    kernel |= {
+        "gains": [[n, 1.234] for n in (2, 4, 8, 16, 32)],
+        "why": "no Metal here, and a long reason why",
+    }
+    with fed(chromium, base, [[{"requests": rows, "kernels": [kernel]}]], width=375) as page:
+        until(page, "document.querySelectorAll('#requests tbody tr').length === 4")
+        boxes = "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+        assert page.evaluate(boxes) == [0, 0, 0]
+        text = page.locator("#requests").inner_text()
+        assert "reading" in text and "97 %" in text.split("tool_calls")[0]
+
+
+def test_the_chat_says_what_it_waits_for(chromium: Any, base: str) -> None:
+    with fed(chromium, base, [[{"loading": "other"}]]) as page:
+        page.route("**/v1/chat/completions", lambda route: None)
+        until(page, "document.getElementById('link-text').textContent === 'loading other'")
+        page.locator("#say").fill("hello")
+        page.locator("#say").press("Enter")
+        until(page, "document.querySelector('.turn .waits')?.textContent === 'loading other first'")
+        page.keyboard.press("Escape")
+        until(page, "!document.querySelector('.turn')")
+
+
+def test_an_unloaded_model_is_shown_and_comes_back(chromium: Any, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        base = stack.enter_context(serving(tmp_path, Config()))
+        page = stack.enter_context(opened(chromium, base))
+        until_live(page)
+        sent = urllib.request.Request(
+            f"{base}/v1/models/unload",
+            json.dumps({"model": NAME}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(sent, timeout=30).close()
+        until(page, "document.getElementById('serving').textContent === 'no model loaded'")
+        assert page.locator("#blocks").inner_text() == "No model is loaded."
+        assert page.locator("#models .status").inner_text() == "unloaded"
+        page.locator("#say").fill("hello")
+        page.locator("#say").press("Enter")
+        until(page, "document.querySelector('.turn.assistant .body')?.textContent.length > 5")
+        until(page, "document.querySelector('#models .status').textContent === 'loaded'")

@@ -17,6 +17,48 @@ export function element(parent, tag, name, text) {
   return parent.appendChild(made);
 }
 
+// Fill `node` with what `build` makes, and touch only what is other than it was: a selection, the focus and a
+// transition outlive the second. Children with a data-key are known again wherever they stand.
+export function fill(node, build) {
+  const made = node.cloneNode(false);
+  build(made);
+  morph(node, made);
+}
+
+function morph(old, made) {
+  for (const { name } of [...old.attributes]) if (!made.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of made.attributes) {
+    if (old.getAttribute(name) === value) continue;
+    if (name === "style") old.style.cssText = value; // as an attribute the policy forbids it
+    else old.setAttribute(name, value);
+  }
+  const key = (node) => node?.dataset?.key;
+  const kept = new Map([...made.children].filter(key).map((child) => [key(child), child]));
+  for (const child of [...old.children]) if (key(child) && !kept.has(key(child))) child.remove();
+  const known = new Map([...old.children].filter(key).map((child) => [key(child), child]));
+  let at = old.firstChild;
+  for (const child of [...made.childNodes]) {
+    const same = key(child) ? known.get(key(child)) : at;
+    if (!same || key(same) !== key(child) || same.nodeName !== child.nodeName) {
+      old.insertBefore(child, at);
+      continue;
+    }
+    if (same === at) at = at.nextSibling;
+    else old.insertBefore(same, at);
+    if (child.nodeType !== Node.TEXT_NODE) morph(same, child);
+    else if (same.data !== child.data) same.data = child.data;
+  }
+  while (at) {
+    const next = at.nextSibling;
+    at.remove();
+    at = next;
+  }
+}
+
+export function put(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 // The next of a few round numbers, so that the scale moves seldom.
 function above(most) {
   const ten = 10 ** Math.floor(Math.log10(most));
@@ -52,9 +94,9 @@ export function chart(parent, title, names, format) {
       const [line, area] = paths(values, x, y);
       lines[n].setAttribute("d", line);
       areas[n].setAttribute("d", area);
-      legend[n].textContent = now[n] === null ? "–" : format(now[n]);
+      put(legend[n], now[n] === null ? "–" : format(now[n]));
     });
-    scale.textContent = top.toLocaleString("en");
+    put(scale, top.toLocaleString("en"));
     const said = names.map((name, n) => `${name} ${legend[n].textContent}`.trim()).join(", ");
     svg.setAttribute("aria-label", `${title}, the last three minutes; now ${said}; the scale ends at ${top}`);
   };
@@ -90,20 +132,24 @@ export function stack(parent, parts, whole, label) {
   });
 }
 
-// A table anew: `head` are [text, class], each cell is text, or [text, class], or a function of the cell.
-export function table(parent, head, rows, empty) {
-  parent.replaceChildren();
+// `head` are [text, class], each cell is text or a function of the cell; `keys` tell the rows apart.
+export const table = (parent, head, rows, empty, keys = []) =>
+  fill(parent, (made) => drawn(made, head, rows, empty, keys));
+
+function drawn(parent, head, rows, empty, keys) {
   const top = element(element(parent, "thead"), "tr");
   for (const [text, name] of head) element(top, "th", name, text).scope = "col";
   const body = element(parent, "tbody");
-  for (const row of rows) {
+  rows.forEach((row, at) => {
     const line = element(body, "tr");
+    if (keys[at]) line.dataset.key = keys[at];
     row.forEach((cell, n) => {
       const made = element(line, "td", head[n][1]);
+      made.dataset.label = head[n][0]; // where there is no room for heads
       if (typeof cell === "function") cell(made);
       else made.textContent = cell;
     });
-  }
+  });
   if (!rows.length) {
     top.parentElement.remove();
     element(element(body, "tr"), "td", "empty", empty).colSpan = head.length;

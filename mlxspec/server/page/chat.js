@@ -1,7 +1,7 @@
 // A chat with one of the served models, streamed from /v1/chat/completions.
 // Rule: what a model says becomes text, never markup. The conversation lives in this tab and nowhere else.
 
-import { element } from "./charts.js";
+import { element, put } from "./charts.js";
 
 const $ = (id) => document.getElementById(id);
 const talk = []; // messages, as the API takes them
@@ -53,11 +53,12 @@ function busy(on) {
   $("log").setAttribute("aria-busy", on);
 }
 
-// `headers()` are those of a request, `onLocked()` is told that the API key was refused.
-export function setUp(headers, onLocked) {
+// `headers()` are those of a request, `onLocked()` is told that the API key was refused, `loading()` names the
+// model that is being loaded.
+export function setUp(headers, onLocked, loading) {
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    ask(headers, onLocked);
+    ask(headers, onLocked, loading);
   });
   $("say").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -74,7 +75,7 @@ export function setUp(headers, onLocked) {
   });
 }
 
-async function ask(headers, onLocked) {
+async function ask(headers, onLocked, loading) {
   const text = $("say").value.trim();
   if (!text || running) return;
   $("say").value = "";
@@ -85,17 +86,25 @@ async function ask(headers, onLocked) {
   const found = { text: "", thought: null, usage: null, began: performance.now(), first: 0 };
   let wrong = "";
   busy(true);
+  const waits = element(answer.made, "div", "sub waits");
+  const told = setInterval(() => put(waits, !found.first && loading() ? `loading ${loading()} first` : ""), 250);
   try {
     const body = { model: $("model").value || undefined, messages, stream: true };
     body.stream_options = { include_usage: true };
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body), signal: control.signal };
     const response = await fetch("/v1/chat/completions", options);
-    if (response.status === 401) onLocked();
-    wrong = response.ok ? await read(response, answer, found) : await complaint(response);
+    if (response.ok) wrong = await read(response, answer, found);
+    else if (response.status !== 401) wrong = await complaint(response);
+    else {
+      wrong = "the server asks for its API key: enter it above, then send this again";
+      onLocked();
+    }
   } catch (error) {
     if (!control.signal.aborted) wrong = `the connection broke: ${error.message}`;
   }
   running = null;
+  clearInterval(told);
+  waits.remove();
   busy(false);
   if (document.activeElement === document.body) $("say").focus(); // the button that had it is hidden
   if (!answer.made.isConnected) return; // cleared meanwhile

@@ -1,7 +1,7 @@
 // The page: one stream of snapshots in, gauges, charts and tables out.
 // Rule: what the server sends becomes text, never markup. Counters only grow; the page shows their differences.
 
-import { SPAN, chart, element, stack, table } from "./charts.js";
+import { SPAN, chart, element, fill, put, stack, table } from "./charts.js";
 import { complaint, dataOf, setUp } from "./chat.js";
 
 const $ = (id) => document.getElementById(id);
@@ -10,8 +10,13 @@ const RECENT = 10, ACCEPT = 60; // seconds that the gauges and the table of draf
 const BANDS = [[1, 1], [2, 2], [3, 3], [4, 4], [5, 6], [7, 8], [9, 12], [13, 16], [17, 99]];
 const PRESSURE = ["normal", "short", "very short"];
 
-let history = []; // totals by second, SPAN + 1 at most; null where the stream was cut
-let points = []; // what the charts draw, SPAN at most
+const WAITING = 8; // rows of those that wait; the rest is a number
+
+let history = []; // totals by snapshot, SPAN + 1 at most, none from before the stream was cut
+let points = []; // what the charts draw, by second, SPAN at most; null where nobody saw
+let seen = null; // when the newest came: the server's clock and ours
+let undrawn = null; // the newest, until the browser draws
+let loading = ""; // the model that is being loaded
 
 // ---- numbers ---------------------------------------------------------------------------------------------
 
@@ -48,7 +53,7 @@ function totals(now) {
 function since(span) {
   const last = history.at(-1);
   let first = null;
-  for (let i = history.length - 2; i >= 0 && history[i] && last.time - history[i].time <= span + 0.5; i--)
+  for (let i = history.length - 2; i >= 0 && last.time - history[i].time <= span + 0.5; i--)
     first = history[i];
   return first && difference(last, first);
 }
@@ -78,27 +83,37 @@ const draw = {
 };
 
 function show(now) {
-  const last = totals(now), before = history.at(-1);
-  if (before && (last.time <= before.time || last.rounds < before.rounds)) history = []; // another process
+  const last = totals(now);
+  if (history.length && (last.time <= history.at(-1).time || last.rounds < history.at(-1).rounds)) history = []; // another process
+  const before = history.at(-1);
   history.push(last);
   history = history.slice(-SPAN - 1);
-  const step = history.length > 1 ? since(1.4) : null;
-  points.push({
+  const step = before ? difference(last, before) : null;
+  const brief = last.running ? since(3) : step; // a slow round may take longer than a second
+  const point = {
     generated: step && step.generated_tokens / step.time,
     prompt: step && step.prompt_tokens / step.time,
     cached: step && step.cached_tokens / step.time,
-    round: step && step.rounds > 0 ? step.generated_tokens / step.rounds : null,
-    depth: step && step.rounds > 0 ? step.depths / step.rounds : null,
+    round: brief && brief.rounds > 0 ? brief.generated_tokens / brief.rounds : null,
+    depth: brief && brief.rounds > 0 ? brief.depths / brief.rounds : null,
     running: last.running,
     waiting: last.waiting,
     footprint: now.process.footprint_bytes / 2 ** 30,
-  });
+  };
+  const mine = Date.now() / 1000, passed = !seen ? 1 : last.time > seen.time ? last.time - seen.time : mine - seen.mine;
+  const missed = Math.min(SPAN, Math.max(0, Math.round(passed) - 1)); // seconds without a snapshot
+  points.push(...Array(missed).fill(before ? point : null), point);
   points = points.slice(-SPAN);
-  requestAnimationFrame(() => render(now, last)); // not called while nobody looks
+  seen = { time: last.time, mine };
+  loading = now.loading;
+  if (!undrawn) requestAnimationFrame(render); // not called while nobody looks
+  undrawn = [now, last];
 }
 
-function render(now, last) {
-  if (last !== history.at(-1)) return;
+function render() {
+  const [now, last] = undrawn;
+  undrawn = null;
+  if (last !== history.at(-1)) return; // the stream was cut
   gauges(now, last);
   lines();
   accepted(last);
@@ -107,24 +122,20 @@ function render(now, last) {
   models(now);
   requests(now);
   kernels(now);
-  $("version").textContent = now.version;
+  put($("version"), now.version);
+  put($("note"), now.note);
   const trouble = troubleOf(now);
   link(trouble ? "trouble" : "live", trouble || "live");
   const loaded = now.models.filter((m) => m.status === "loaded").map((m) => m.name);
-  $("serving").textContent = loaded.join(", ") || "no model loaded";
+  put($("serving"), loaded.join(", ") || "no model loaded");
   document.title = last.running ? `${$("g-rate").textContent} tokens/s · mlxspec` : "mlxspec";
 }
 
-function troubleOf(now) {
-  if (!now.alive) return "the engine has stopped";
-  if (now.stopping) return "the server is stopping";
-  if (now.loading) return `loading ${now.loading}`;
-  return now.stalled > 60 ? `no progress for ${Math.round(now.stalled)} s` : "";
-}
+const troubleOf = (now) => now.unwell || (now.loading ? `loading ${now.loading}` : "");
 
 function gauge(name, value, sub) {
-  $(`g-${name}`).textContent = value;
-  $(`g-${name}-sub`).textContent = sub;
+  put($(`g-${name}`), value);
+  put($(`g-${name}-sub`), sub);
 }
 
 function gauges(now, last) {
@@ -157,7 +168,7 @@ function lines() {
 function accepted(last) {
   const recent = since(ACCEPT), used = recent && recent.drafts.some((d) => d.tried > 0);
   const drafts = (used ? recent : difference(last, EMPTY)).drafts.filter((d) => d.tried > 0);
-  $("accept-span").textContent = used ? `last ${ACCEPT} s` : "since the start";
+  put($("accept-span"), used ? `last ${ACCEPT} s` : "since the start");
   const sources = [...new Set(drafts.map((d) => d.source))].sort();
   const bands = BANDS.filter(([from]) => drafts.some((d) => d.position >= from));
   const head = [["Source", "name"], ...bands.map(([a, b]) => [a === b ? `${a}` : b > 90 ? `${a}+` : `${a}–${b}`, "cell"])];
@@ -170,56 +181,59 @@ function accepted(last) {
         if (!tried) return;
         cell.textContent = Math.round((100 * kept) / tried);
         cell.title = `${count(kept)} of ${count(tried)} kept`;
+        element(cell, "span", "unseen", ` %, ${cell.title}`);
         cell.style.setProperty("--heat", (kept / tried).toFixed(2));
         cell.classList.add("heat");
       };
     }),
   ]);
-  table($("accept"), head, rows, "Nothing was drafted yet. Text that repeats itself is.");
+  table($("accept"), head, rows, "Nothing was drafted yet. Drafts come where text repeats itself.");
 }
 
-function blocks(now) {
-  $("blocks").replaceChildren();
+const blocks = (now) => fill($("blocks"), (box) => pools(box, now));
+
+function pools(box, now) {
   const pools = now.models.filter((m) => m.status === "loaded");
   for (const m of pools) {
     const s = m.stats, all = s.blocks_used + s.blocks_cached + s.blocks_free;
-    if (now.models.length > 1) element($("blocks"), "h3", "", m.name);
+    if (now.models.length > 1) element(box, "h3", "", m.name);
     const parts = ["used", "cached", "free"].map((name) => [name, s[`blocks_${name}`], count(s[`blocks_${name}`])]);
     const said = parts.map(([name, , text]) => `${text} ${name}`).join(", ");
-    stack($("blocks"), parts, all, `KV blocks of ${m.name}: ${said}`);
+    stack(box, parts, all, `KV blocks of ${m.name}: ${said}`);
     const more = s.preemptions ? `; ${count(s.preemptions)} preemptions` : "";
     const size = `${count(all)} blocks of ${m.block_size} tokens, ${bytes(m.kv_bytes)}${more}`;
-    element($("blocks"), "p", "sub", size);
+    element(box, "p", "sub", size);
   }
-  if (!pools.length) element($("blocks"), "p", "empty", "No model is loaded.");
+  if (!pools.length) element(box, "p", "empty", "No model is loaded.");
 }
 
 function memory(now) {
-  const p = now.process, box = $("memory");
-  $("pressure").textContent = PRESSURE[p.memory_pressure] ?? "";
+  const p = now.process;
+  put($("pressure"), PRESSURE[p.memory_pressure] ?? "");
   $("pressure").className = `badge level${p.memory_pressure}`;
-  box.replaceChildren();
   const rest = Math.max(0, p.footprint_bytes - p.mlx_active_bytes - p.mlx_cache_bytes);
   const parts = [["MLX arrays", p.mlx_active_bytes], ["MLX spare", p.mlx_cache_bytes], ["other", rest]];
   const named = parts.map(([name, n]) => [name, n, bytes(n)]);
   const said = named.map(([name, , text]) => `${name} ${text}`).join(", ");
-  stack(box, named, sum(parts, ([, n]) => n), `Memory: ${said}`);
   const disk = p.disk_bytes ? `; ${bytes(p.disk_bytes)} of prompts on disk` : "";
-  element(box, "p", "sub", `The process holds ${bytes(p.footprint_bytes)}${disk}`);
+  fill($("memory"), (box) => {
+    stack(box, named, sum(parts, ([, n]) => n), `Memory: ${said}`);
+    element(box, "p", "sub", `The process holds ${bytes(p.footprint_bytes)}${disk}`);
+  });
 }
 
 function models(now) {
-  const box = $("models"), pick = $("model");
-  box.replaceChildren();
-  const list = element(box, "ul", "models");
-  for (const m of now.models) {
-    const entry = element(list, "li");
-    element(entry, "span", `status ${m.status}`, m.status + (m.pinned ? ", pinned" : ""));
-    element(entry, "b", "", m.name);
-    const facts = `${count(m.context)} tokens of context, ${bytes(m.weight_bytes)} of weights, layout ${m.layout}`;
-    element(entry, "span", "sub", m.error || facts);
-  }
-  const names = now.models.map((m) => m.name);
+  fill($("models"), (box) => {
+    const list = element(box, "ul", "models");
+    for (const m of now.models) {
+      const entry = element(list, "li");
+      element(entry, "span", `status ${m.status}`, m.status + (m.pinned ? ", pinned" : ""));
+      element(entry, "b", "", m.name);
+      const facts = `${count(m.context)} tokens of context, ${bytes(m.weight_bytes)} of weights, layout ${m.layout}`;
+      element(entry, "span", "sub", m.error || facts);
+    }
+  });
+  const names = now.models.map((m) => m.name), pick = $("model");
   if (names.join("\n") === [...pick.options].map((o) => o.value).join("\n")) return;
   const chosen = pick.value;
   pick.replaceChildren();
@@ -230,21 +244,26 @@ function models(now) {
 function requests(now) {
   const many = now.models.length > 1;
   const refused = Object.entries(now.refused).map(([status, n]) => `${count(n)} × ${status}`);
-  $("refused").textContent = refused.length ? `refused: ${refused.join(", ")}` : "";
   const head = [["Request", "name"], ...(many ? [["Model", "model"]] : [])];
   head.push(["Prompt", "n"], ["Cached", "n hit"], ["Out", "n"], ["Tokens/s", "n"]);
   head.push(["Per round", "n far"], ["Kept", "n far"], ["First", "n far"], ["Time", "n"], ["End", "end"]);
-  const rows = now.requests.map((r) => [
+  const live = now.requests.filter((r) => !r.outcome), ended = now.requests.slice(live.length);
+  const wait = live.filter((r) => r.state === "waiting").length, hidden = Math.max(0, wait - WAITING);
+  const more = [hidden && `${count(hidden)} more wait`, refused.length && `refused: ${refused.join(", ")}`];
+  put($("refused"), more.filter(Boolean).join("; "));
+  const shown = [...live.slice(0, live.length - hidden), ...ended];
+  const rows = shown.map((r) => [
     (cell) => {
-      const api = r.id.split(/[-_]/)[0];
-      element(cell, "span", "far sub", `${api} `);
-      element(cell, "span", "", r.id.slice(-6));
+      const api = r.id.match(/^[a-z]*[-_]/)?.[0] ?? "";
+      element(cell, "span", "far sub", api);
+      element(cell, "span", "tiny", r.id.slice(api.length, -6)); // to be found and copied with the rest
+      element(cell, "span", "", r.id.slice(api.length).slice(-6));
       cell.title = r.id;
     },
     ...(many ? [r.model] : []),
     count(r.prompt),
     (cell) => {
-      if (!r.first && !r.outcome) return void (cell.textContent = "–");
+      if (!r.outcome && r.state === "waiting") return void (cell.textContent = "–");
       const bar = element(element(cell, "span", "meter"), "span");
       bar.style.width = `${r.prompt ? (100 * r.cached) / r.prompt : 0}%`;
       element(cell, "span", "", percent(r.cached, r.prompt));
@@ -256,9 +275,9 @@ function requests(now) {
     percent(r.kept, r.drafted),
     r.first ? seconds(r.first) : "–",
     seconds(r.seconds),
-    (cell) => element(cell, "span", `end-${r.outcome || "live"}`, r.outcome || (r.first ? "writing" : "waiting")),
+    (cell) => element(cell, "span", `end-${r.outcome || "live"}`, r.outcome || r.state),
   ]);
-  table($("requests"), head, rows, "No request came yet.");
+  table($("requests"), head, rows, "No request came yet.", shown.map((r) => r.id));
 }
 
 function kernels(now) {
@@ -277,15 +296,17 @@ function kernels(now) {
 
 function link(state, text) {
   document.body.dataset.link = state;
-  if ($("link-text").textContent !== text) $("link-text").textContent = text;
+  put($("link-text"), text);
+  put($("said"), text.replace(/\d+ s\b/g, "a while")); // or it would be read out every second
 }
 
 function headers() {
-  const key = sessionStorage.getItem(KEY);
+  // A header takes bytes: those of the key, not its characters.
+  const key = String.fromCharCode(...new TextEncoder().encode(sessionStorage.getItem(KEY) ?? ""));
   return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
 
-let unlocked = () => {};
+let unlocked = () => {}, entered = false;
 
 function lock() {
   const had = sessionStorage.getItem(KEY);
@@ -300,9 +321,14 @@ function lock() {
 
 $("key").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, $("key-field").value.trim());
+  const key = $("key-field").value.trim();
+  if (!key || /[\0-\x1f\x7f]/.test(key)) {
+    put($("key-note"), key ? "There is a control character in this key; no header can carry it." : "The key is empty.");
+    return;
+  }
+  sessionStorage.setItem(KEY, key);
   $("key-field").value = "";
-  $("key").hidden = true;
+  $("key").hidden = entered = true;
   unlocked();
 });
 
@@ -316,6 +342,8 @@ async function listen() {
     return "connecting";
   }
   if (!response.ok) return complaint(response);
+  if (entered && document.activeElement === document.body) $("say").focus(); // the form that had it is gone
+  entered = false;
   let last = null;
   for await (const data of dataOf(response)) show((last = JSON.parse(data)));
   return last ? troubleOf(last) || "the stream ended" : "the stream ended";
@@ -330,10 +358,7 @@ async function keep() {
     } catch {
       why = "no connection to the server";
     }
-    if (history.length && history.at(-1)) {
-      points.push(null);
-      history = [];
-    }
+    history = [];
     if (why === "connecting") continue;
     pause = performance.now() - began > 5000 ? 1 : Math.min(10, pause * 2);
     link("off", `${why}; trying again`);
@@ -341,6 +366,6 @@ async function keep() {
   }
 }
 
-setUp(headers, lock);
+setUp(headers, lock, () => loading);
 window.addEventListener("resize", () => points.at(-1) && lines());
 keep();

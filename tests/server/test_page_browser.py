@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -354,26 +355,37 @@ def test_a_hidden_tab_keeps_one_picture(chromium: Any, base: str) -> None:
         until(page, "kept.length === 1")
 
 
-def test_frames_of_another_site_take_no_place(chromium: Any, base: str, tmp_path: Path) -> None:
-    port = base.rpartition(":")[2]
-    frames = [
-        f"<iframe src='http://{h}:{port}/page/events?{n}'></iframe>"
-        for h in ("127.0.0.1", "localhost")
-        for n in range(4)
-    ]
-    context = chromium.new_context()
-    try:
+class Foreign(BaseHTTPRequestHandler):
+    """A page of somebody else's, with as many frames as the stream has places."""
+
+    port = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        for n in range(served_page.LISTENERS):
+            host = ("127.0.0.1", "localhost")[n % 2]
+            self.wfile.write(f"<iframe src='http://{host}:{self.port}/page/events?{n}'></iframe>".encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_frames_of_another_site_take_no_place(chromium: Any, base: str) -> None:
+    Foreign.port = base.rpartition(":")[2]
+    with ExitStack() as stack:
+        foreign = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Foreign))
+        threading.Thread(target=foreign.serve_forever, daemon=True).start()
+        stack.callback(foreign.shutdown)
+        context = chromium.new_context()
+        stack.callback(context.close)
         page, other = context.new_page(), context.new_page()
-        page.route(
-            "http://evil.example/", lambda r: r.fulfill(body="".join(frames), content_type="text/html")
-        )
-        page.goto("http://evil.example/", wait_until="commit")
-        page.wait_for_timeout(1000)
-        assert len(page.frames) == 9
+        page.goto(f"http://localhost:{foreign.server_port}/", wait_until="commit")
+        page.wait_for_timeout(1500)
+        assert len(page.frames) == 1 + served_page.LISTENERS
         other.goto(base)
         until_live(other)
-    finally:
-        context.close()
 
 
 @pytest.mark.parametrize("key", ["sesame", "sesam€"])

@@ -8,7 +8,6 @@
 #include <metal_stdlib>
 using namespace metal;
 
-constant constexpr uint DRAW_PAIRS = 512;     // pairs of tokens that a SIMD-group draws: one hash makes two
 constant constexpr float DRAW_MOST = 17.0f;   // above any noise, the highest being -log(-log(1 - 2^-24)) = 16.64
 constant constexpr uint DRAW_ROTATIONS[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
 
@@ -44,14 +43,15 @@ inline float draw_noise(uint bits) {
   return -precise::log(-precise::log(draw_uniform(bits)));
 }
 
-// Floats in their order, above 0, equal for both zeros; a NaN is above all, as in MLX's argmax.
+// Floats in their order, above 0, equal for both zeros; a NaN is as low as -inf, so that it never beats a number.
 inline uint draw_order(float value) {
-  const uint bits = as_type<uint>(value + 0.0f);
-  return isnan(value) ? ~0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+  const uint bits = as_type<uint>(isnan(value) ? -INFINITY : value + 0.0f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// One SIMD-group finds the best of its pairs of a row: best[row, part] is its order, token[row, part] itself.
-template <typename T>
+// One SIMD-group finds the best of its PAIRS pairs of a row, of which one hash makes both noises: best[row, part]
+// is its order, token[row, part] itself.
+template <uint PAIRS, typename T>
 void sample_accept_part(
     const device T* logits,
     const device uint* hows,
@@ -78,7 +78,7 @@ void sample_accept_part(
   const float least = how[5] ? floors[row] : -INFINITY;
   const uint pairs = (vocab + 1) / 2;
   uint high = 0, at = 0;
-  for (uint i = part * DRAW_PAIRS + lane; i < min(pairs, (part + 1) * DRAW_PAIRS); i += 32) {
+  for (uint i = part * PAIRS + lane; i < min(pairs, (part + 1) * PAIRS); i += 32) {
     uint2 bits = uint2(0, 0);
     bool hashed = false;
 #pragma unroll

@@ -17,7 +17,8 @@ from mlxspec.kernels.reference import Draws
 from mlxspec.types import Unfit
 
 KERNEL, WAY = "sample_accept", "two passes"
-PAIRS, TOGETHER = 512, 4  # of tokens, a SIMD-group; SIMD-groups of a threadgroup
+PAIRS, TOGETHER = 512, 4  # of tokens, that a SIMD-group draws; SIMD-groups of a threadgroup
+LEAST_PARTS = 8  # of a row: MLX gives a kernel smaller arrays in another address space
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 Results = tuple[mx.array, mx.array | None]
 
@@ -41,21 +42,19 @@ def by_kernel(
             f"sample_accept takes 8 or more logits in float32, float16 or bfloat16, here are {logits.size} in"
             f" {logits.dtype}; use reference.sample_accept"
         )
-    parts = max(8, -(-vocab // (2 * PAIRS)))
+    parts = max(LEAST_PARTS, -(-vocab // (2 * PAIRS)))
     part, merge = _kernels(mx.fast.metal_kernel)
     hows = _hows(draws)
-    masks = [mask.ljust(8, b"\0") for mask in draws.masks if mask]
+    masks = _masks(draws.masks, vocab)
     best, token = part(
         inputs=[
             logits,
             hows,
-            mx.array(np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), -1))
-            if masks
-            else hows.view(mx.uint8),  # not read, like the next two
+            hows.view(mx.uint8) if masks is None else masks,  # not read, like the next two
             hows.view(mx.float32) if draws.floors is None else _padded(draws.floors),
             hows if draws.late is None else _padded(draws.late.astype(mx.uint32)),
         ],
-        template=[("T", logits.dtype)],
+        template=[("T", logits.dtype), ("PAIRS", PAIRS), ("PARTS", parts)],
         grid=(32 * TOGETHER * -(-parts // TOGETHER), rows, 1),
         threadgroup=(32 * TOGETHER, 1, 1),
         output_shapes=[(rows, parts)] * 2,
@@ -89,9 +88,9 @@ def _kernels(make: Callable[..., Any]) -> tuple[Callable[..., list[mx.array]], C
             "sample_accept_part",
             ["logits", "hows", "masks", "floors", "late"],
             ["best", "token"],
-            "sample_accept_part<T>(logits, hows, masks, floors, late, best, token, logits_shape[1],"
-            f" masks_shape[1], {group}.y, {TOGETHER} * {group}.x + simdgroup_index_in_threadgroup,"
-            f" max(8, (logits_shape[1] + {2 * PAIRS - 1}) / {2 * PAIRS}), {lane});",
+            "sample_accept_part<PAIRS, T>(logits, hows, masks, floors, late, best, token, logits_shape[1],"
+            f" masks_shape[1], {group}.y, {TOGETHER} * {group}.x + simdgroup_index_in_threadgroup, PARTS,"
+            f" {lane});",
             source("sample_accept"),
         ),
         make(
@@ -114,6 +113,19 @@ def _hows(draws: Draws) -> mx.array:
     hows[masked, 3] = range(1, 1 + len(masked))
     hows[:, 4], hows[:, 5] = draws.late is not None, draws.floors is not None
     return mx.array(hows)
+
+
+def _masks(masks: Sequence[bytes], vocab: int) -> mx.array | None:
+    """uint8 [masks, bytes] of those that are not empty. Raises Unfit where one ends before the vocabulary."""
+    lengths = sorted({len(mask) for mask in masks if mask})
+    if not lengths:
+        return None
+    if len(lengths) > 1 or 8 * lengths[0] < vocab:
+        raise Unfit(
+            f"masks of {lengths} bytes for {vocab} tokens: give all as many, and a bit for each token"
+        )
+    rows = [mask.ljust(8, b"\0") for mask in masks if mask]
+    return mx.array(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1))
 
 
 def _padded(x: mx.array) -> mx.array:

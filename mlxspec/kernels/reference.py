@@ -189,7 +189,8 @@ def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:
 def sample_accept(
     logits: mx.array, draws: Draws, inputs: mx.array | None = None, drafts: Sequence[tuple[int, int]] = ()
 ) -> tuple[mx.array, mx.array | None]:
-    """Tokens int32 [R] of float logits [R, vocab]: the lowest of the best, or Gumbel-max; a NaN is the best.
+    """Tokens int32 [R] of float logits [R, vocab]: the lowest of the best, or Gumbel-max. Of a row with
+    a NaN it is some token of the vocabulary: MLX's argmax takes or leaves it, as the device has it.
 
     With `drafts`, those of each entry in the rows' order as (its first index in `inputs` int32 [T], its
     length), an entry has a row more than drafted tokens: also how many of these stand, int32 [entries]."""

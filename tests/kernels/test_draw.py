@@ -184,11 +184,12 @@ def test_what_is_not_a_number_or_overflows(temperature: float, bad: float) -> No
     x = some(6, 1025)
     for r, at in enumerate([[0], [700], [1024], [3, 600], [0, 512, 513], list(range(1025))]):
         x[r, mx.array(at)] = bad
-    tokens = equal(x, plain([temperature] * 6))
-    assert all(0 <= t < 1025 for t in tokens)
-    if bad != bad:
-        assert tokens == [0, 700, 1024, 3, 0, 0]
-    if bad == -INF:
+    draws = plain([temperature] * 6)
+    tokens = equal(mx.where(mx.isnan(x), -INF, x), draws)
+    with simulated():
+        assert draw.by_kernel(x, draws)[0].tolist() == tokens, "a NaN is as low as -inf"
+    assert all(0 <= t < 1025 for t in (*tokens, *reference.sample_accept(x, draws)[0].tolist()))
+    if bad == -INF or bad != bad:
         assert tokens[5] == 0
 
 
@@ -288,6 +289,14 @@ def test_a_mask_spares_the_logits_that_it_forbids() -> None:
 def test_what_it_does_not_do_is_refused(x: mx.array) -> None:
     with simulated(), pytest.raises(Unfit, match=r"here are \d+ in mlx.core"):
         draw.by_kernel(x, plain([0.0] * len(x)))
+
+
+@pytest.mark.parametrize(
+    "masks", [[b"\xff" * 124, b""], [b"\xff" * 125, b"\xff" * 126]], ids=["short", "unlike"]
+)
+def test_masks_of_a_wrong_length_are_refused(masks: list[bytes]) -> None:
+    with simulated(), pytest.raises(Unfit, match=r"masks of \[12\d(, 126)?\] bytes for 1000 tokens"):
+        draw.by_kernel(some(2, 1000), plain([0.0, 1.0], masks=masks))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+import mlx.core as mx
+
 from mlxspec.kernels.proven import VERDICTS, Verdict
 
 log = logging.getLogger("mlxspec")
@@ -55,6 +57,7 @@ class Stalls:
             why_again = f"{verdict.why}, not for the first time; `mlxspec tune` tries it again"
             good += self.keep(name, before, replace(verdict, why=why_again))
         if used:
+            mx.disable_compile()  # what is compiled has a kernel in it, and does not ask for its verdict
             log.warning(
                 "%s: %d kernels are parked, and MLX's own run, until this process ends; for %d of them it is"
                 " not the first time: they wait for `mlxspec tune`",

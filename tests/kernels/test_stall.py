@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxspec.kernels.kept import Shelf
@@ -24,6 +25,7 @@ def used() -> Iterator[None]:
     use()
     yield
     VERDICTS.clear()
+    mx.enable_compile()
 
 
 def use() -> None:
@@ -95,6 +97,19 @@ def test_time_in_which_nobody_waits_is_no_stall() -> None:
         watch.took(1, 1.5, 0.0)
     watch.took(1, 1.5, 1.4)
     assert VERDICTS["a 1"].takes(5) and not kept
+
+
+def test_what_is_compiled_is_given_up_with_its_kernels() -> None:
+    traced = []
+    f = mx.compile(lambda x: (traced.append(VERDICTS["a 1"].takes(5)), x + 1)[1])
+    x = mx.zeros(3)
+    watch = stalls()
+    for _ in range(2):
+        f(x)
+    assert traced == [True], "what is compiled asks once"
+    watch.took(5, 105.0)
+    f(x)
+    assert traced == [True, False]
 
 
 def test_it_is_bounded() -> None:

@@ -1,7 +1,8 @@
 // y[M, N] = x[M, K] * dequant(w)^T for few rows: affine weights of 4 or 8 bits, every word of them read once.
 //
-// Rule: a row's bits do not depend on M. Every product is one explicit fma, so that no compiler may contract
-// it in one instance and not in another, and rows share nothing but the weights.
+// Rule: a row's bits depend neither on the count of rows nor on M, which is how many there is room for. Every
+// product is one explicit fma, so that no compiler may contract it in one instance and not in another, and rows
+// share nothing but the weights.
 //
 // w [N, K * BITS / 32], scales and biases [N, K / GROUP]: mx.quantize's layout. K is a multiple of GROUP.
 #include <metal_stdlib>
@@ -143,10 +144,11 @@ void qmm_put(
   }
 }
 
-// SPLIT SIMD-groups share K; where SPLIT is 1, a threadgroup is two SIMD-groups that share nothing.
+// SPLIT SIMD-groups share K; where SPLIT is 1, a threadgroup is two SIMD-groups that share nothing. M >= count.
 template <int M, int BITS, int GROUP, int SPLIT, typename T, typename S>
 void small_qmm(
     const device T* x,
+    int count,
     const device uint* w,
     const device S* scales,
     const device S* biases,
@@ -165,8 +167,8 @@ void small_qmm(
     rows[m] = m;
   }
   float sums[M][QMM_COLUMNS] = {};
-  qmm_add<M, BITS, GROUP, SPLIT>(x, rows, M, w, scales, biases, n0, N, K, part, lane, sums);
-  qmm_put<M, SPLIT>(sums, rows, M, y, n0, N, partial, part, lane);
+  qmm_add<M, BITS, GROUP, SPLIT>(x, rows, count, w, scales, biases, n0, N, K, part, lane, sums);
+  qmm_put<M, SPLIT>(sums, rows, count, y, n0, N, partial, part, lane);
 }
 
 // Which of the lanes' pairs, those from `at` on, lie in [first, end) and go to `expert`: a bit for each.
@@ -237,10 +239,11 @@ constant constexpr int QMM_WIDTH = 8 * QMM_TILES;     // columns of a threadgrou
 // The same by simdgroup_matrix. A threadgroup of QMM_SPLIT SIMD-groups computes QMM_WIDTH columns of all rows.
 // In a fragment of the weights, which is [8 of K, 8 columns], a lane holds two columns at `row`; in one of x,
 // [8 rows, 8 of K], two of K. What counts as "of K" is free as long as both agree: step i takes value i of each
-// of 8 runs, so that a lane reads whole runs. `partial` has QMM_SPLIT * ceil(M / 8) * 8 * QMM_WIDTH floats.
+// of 8 runs, so that a lane reads whole runs. `partial` has QMM_SPLIT * M * QMM_WIDTH floats; M is 8 or 16.
 template <int M, int BITS, int GROUP, typename T, typename S>
 void small_qmm_matrix(
     const device T* x,
+    int count,
     const device uint* w,
     const device S* scales,
     const device S* biases,
@@ -251,7 +254,7 @@ void small_qmm_matrix(
     uint tile,
     uint simd,
     uint lane) {
-  constexpr int ROW_TILES = (M + 7) / 8;
+  constexpr int ROW_TILES = M / 8;
   constexpr int GROUPS = QMM_BLOCK / GROUP;
   const int row = int(4 * (lane >> 4) + ((lane >> 1) & 3));
   const int pair = int(4 * ((lane >> 3) & 1) + 2 * (lane & 1));
@@ -286,7 +289,7 @@ void small_qmm_matrix(
         for (int p = 0; p < 2; p++) {
           const int m = 8 * r + row;
           const int k = k0 + k8 + QMM_RUN * (pair + p);
-          if (m < M && k < K) {
+          if (m < count && k < K) {
 #pragma unroll
             for (int i = 0; i < QMM_RUN; i++) {
               at[r][p][i] = float(x[m * K + k + i]);
@@ -329,16 +332,16 @@ void small_qmm_matrix(
   for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
     for (int t = 0; t < QMM_TILES; t++) {
-      const int at = (int(simd) * ROW_TILES * 8 + 8 * r) * QMM_WIDTH + 8 * t;
+      const int at = (int(simd) * M + 8 * r) * QMM_WIDTH + 8 * t;
       simdgroup_store(sums[r][t], partial + at, QMM_WIDTH);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = int(32 * simd + lane); i < M * QMM_WIDTH; i += 32 * QMM_SPLIT) {
+  for (int i = int(32 * simd + lane); i < count * QMM_WIDTH; i += 32 * QMM_SPLIT) {
     float sum = partial[i];
 #pragma unroll
     for (int s = 1; s < QMM_SPLIT; s++) {
-      sum += partial[s * ROW_TILES * 8 * QMM_WIDTH + i];
+      sum += partial[s * M * QMM_WIDTH + i];
     }
     if (n0 + i % QMM_WIDTH < N) {
       y[i / QMM_WIDTH * N + n0 + i % QMM_WIDTH] = T(sum);

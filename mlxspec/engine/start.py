@@ -89,7 +89,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     small = fit_small(options.draft, *models[1], found) if options.draft else None
-    stalls = _prove(cases, options)  # before the pool is there: it takes memory too
+    stalls = _prove(cases, options, room)  # before the pool is there: it takes memory too
     needs = _needs([found.kept, *([small.fit.kept] if small else [])], context)
     sizes = _sizes(needs, context, options, room)
     meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
@@ -148,12 +148,12 @@ def _cases(models: Sequence[Module], options: Options) -> list[Case]:
     return [case for model, kv_bits in pairs for case in cases_of(model, options.block_size, kv_bits)]
 
 
-def _prove(cases: Sequence[Case], options: Options) -> Stalls | None:
-    """Decide which kernels are used. What is to watch the steps, if any is."""
+def _prove(cases: Sequence[Case], options: Options, room: int) -> Stalls | None:
+    """Decide which kernels are used; trials may take `room` bytes. What is to watch the steps, if any."""
     began, shelf = time.perf_counter(), Shelf(options.proofs)
     with _bar("Trying kernels") as tell:
         seconds = TUNING if options.again else AT_START
-        found = Prover(shelf, seconds, options.again, tell=tell).prove(cases)
+        found = Prover(shelf, seconds, options.again, tell=tell, room=room).prove(cases)
     used = [name for name, verdict in found.items() if verdict.way]
     if found and not missing():
         took = time.perf_counter() - began

@@ -29,6 +29,8 @@ CHAIN_S = 0.008  # of dependent calls, that a clock can tell
 CALLS = (4, 32)  # in a chain, at least and at most
 ROTATED = 192 << 20  # bytes that calls walk through: twice the largest cache of an M1 to M5
 SETS = 32  # of inputs, at most
+TAKES, COPIES = 2, 8  # times the larger of these bytes and a case's inputs, and times the first of these
+ROUNDED = {mx.float16: 2**-11, mx.bfloat16: 2**-8}  # of a value: what rounding it may change
 STALLED = "took"
 STALL_S = 10.0  # that one call may take; it compiles in a part of a second
 AT_START = (20.0, 4.0)  # seconds of all cases, and of each
@@ -77,7 +79,7 @@ TRIAL = Trial()
 @dataclass(slots=True)
 class Prover:
     """`seconds` are for all cases together and for each; `again`: also for what is known. `tell` gets how
-    many are done, out of how many."""
+    many are done, out of how many. `room` are the bytes that a proof may take."""
 
     shelf: Shelf
     seconds: tuple[float, float] = AT_START
@@ -85,6 +87,7 @@ class Prover:
     clock: Clock = time.perf_counter
     rest: Callable[[float], None] = time.sleep
     tell: Callable[[int, int], None] = lambda done, of: None
+    room: float = math.inf
     found: dict[str, Verdict] = field(default_factory=dict)
 
     def prove(self, cases: Iterable[Case]) -> dict[str, Verdict]:
@@ -159,6 +162,10 @@ class Prover:
     def _tried(self, case: Case, seconds: float) -> tuple[Verdict, bool | None]:
         """And whether what was in the way may pass; None: it had less time than its share."""
         try:
+            if (takes := _takes(case)) > self.room:
+                why = f"its proof takes {takes >> 20} MiB, and {int(self.room) >> 20} are free"
+                log.info("%s is not tried: %s", case.name, why)
+                return Verdict(why=why)
             verdict = judge(case, self.clock() + seconds, self.clock)
         except Late:
             late = Verdict(why=f"{seconds:.1f} s were not enough; `mlxspec tune` takes more")
@@ -215,24 +222,47 @@ def _match(case: Case, out: dict[str, str], until: float, clock: Clock) -> dict[
     """The largest error of each version that equals the reference for all rows; `out` gets the others."""
     errors = dict.fromkeys(case.ways, 0.0)
     for seed in range(SEEDS):
-        whole: dict[str, mx.array] = {}
-        for rows in reversed(case.rows):
-            inputs = case.inputs(rows, seed)
-            want = case.reference(*inputs)
-            mx.eval(inputs, want)
-            for way in list(errors):
-                try:
-                    got = _timed(case.ways[way], inputs, clock)
-                    errors[way] = max(errors[way], differ(got, want, case.tolerance))
-                    most = whole.setdefault(way, got)
-                    if case.nested and not mx.array_equal(got, most[: len(got)], equal_nan=True):
-                        raise Out("a row depends on how many there are")
-                except Exception as error:  # refused at the launch, not compiled, not right
-                    del errors[way]
-                    out[way] = f"{_said(error)} ({rows} row{'s' * (rows > 1)})"
-            if clock() > until:
-                raise Late
+        _compare(case, seed, errors, out, until, clock)
     return errors
+
+
+def _compare(
+    case: Case, seed: int, errors: dict[str, float], out: dict[str, str], until: float, clock: Clock
+) -> None:
+    """With the inputs of one seed, which go before the next are made: they may be large."""
+    most = case.rows[-1]
+    first: dict[str, mx.array] = {}
+    for rows in reversed(case.rows):
+        if rows == most or not case.nested:
+            whole = case.inputs(rows, seed)
+            mx.eval(whole)  # before the reference takes memory too
+            exact = case.reference(*whole)
+            mx.eval(exact)  # what it raises is not the kernel's
+        inputs, want = _cut(case, whole, rows), exact[: len(exact) * rows // most] if case.nested else exact
+        for way in list(errors):
+            try:
+                got = _timed(case.ways[way], inputs, clock)
+                errors[way] = max(errors[way], differ(got, want, case.tolerance, inputs[0].dtype))
+                same = first.setdefault(way, got)[: len(got)]
+                if case.nested and not mx.array_equal(got, same, equal_nan=True):
+                    raise Out("a row depends on how many there are")
+            except Exception as error:  # refused at the launch, not compiled, not right
+                del errors[way]
+                out[way] = f"{_said(error)} ({rows} row{'s' * (rows > 1)})"
+        if clock() > until:
+            raise Late
+
+
+def _cut(case: Case, inputs: tuple[mx.array, ...], rows: int) -> tuple[mx.array, ...]:
+    """Of the most rows' inputs, those of fewer, where the case promises that they are a part."""
+    return (*(array[:rows] for array in inputs[: case.nested]), *inputs[case.nested :])
+
+
+def _takes(case: Case) -> int:
+    """Bytes that a proof takes at most, by the shapes of what is never computed: most inputs are there twice
+    while they are drawn, and of the first, on which results depend, there are some copies."""
+    inputs = case.inputs(case.rows[-1], 0)
+    return TAKES * max(ROTATED, sum(array.nbytes for array in inputs)) + COPIES * inputs[0].nbytes
 
 
 def _timed(call: Call, inputs: tuple[mx.array, ...], clock: Clock) -> mx.array:
@@ -244,19 +274,23 @@ def _timed(call: Call, inputs: tuple[mx.array, ...], clock: Clock) -> mx.array:
     return got
 
 
-def differ(got: mx.array, want: mx.array, tolerance: float) -> float:
-    """The largest difference, as part of the largest value. Raises Out where that is too much."""
-    if got.shape != want.shape or got.dtype != want.dtype:
-        raise Out(f"{got.dtype} {got.shape} instead of {want.dtype} {want.shape}")
-    if not mx.issubdtype(want.dtype, mx.floating):
+def differ(got: mx.array, want: mx.array, tolerance: float, dtype: mx.Dtype = mx.float32) -> float:
+    """The largest difference, as part of the largest value. Floats must be of `dtype`; where `want` has them
+    in fp32, what rounding them once may change does not count. Raises Out where that is too much."""
+    numbers = mx.issubdtype(want.dtype, mx.floating)
+    due = dtype if numbers else want.dtype
+    if got.shape != want.shape or got.dtype != due:
+        raise Out(f"{got.dtype} {got.shape} instead of {due} {want.shape}")
+    if not numbers:
         if wrong := int(_number(mx.sum(got != want))):
             raise Out(f"{wrong} of {want.size} values differ")
         return 0.0
+    step = ROUNDED.get(dtype, 0.0) if want.dtype == mx.float32 else 0.0
     got, want = got.astype(mx.float32), want.astype(mx.float32)
     fine = mx.isfinite(want)
     if not mx.all(mx.isfinite(got) | ~fine).item():
         raise Out("not finite where the reference is")
-    off = _number(mx.max(mx.where(fine, mx.abs(got - want), 0)))
+    off = _number(mx.max(mx.where(fine, mx.maximum(mx.abs(got - want) - step * mx.abs(want), 0), 0)))
     top = _number(mx.max(mx.where(fine, mx.abs(want), 0)))
     error = off / top if top else math.inf if off else 0.0
     if error > tolerance:
@@ -273,8 +307,10 @@ def _race(
 ) -> dict[str, dict[int, float]]:
     """How many times as fast as stock each version is, by rows; `out` gets those that fail on the way."""
     gains: dict[str, dict[int, float]] = {way: {} for way in ways}
-    for rows in case.rows:
-        sets = _sets(case, rows)
+    whole = _sets(case, case.rows[-1]) if case.nested else []
+    for rows in case.raced or case.rows:
+        sets = [_cut(case, inputs, rows) for inputs in whole] or _sets(case, rows)
+        mx.eval(sets)
         sides: dict[str, Call] = {"": case.stock, **{way: case.ways[way] for way in gains}}
         best, calls, at = dict.fromkeys(sides, math.inf), CALLS[0], 0
         for turn in range(-2, TURNS):
@@ -300,6 +336,7 @@ def _race(
                 best = dict.fromkeys(sides, math.inf)
         for way in gains:
             gains[way][rows] = best[""] / max(best[way], 1e-12)
+        del sets  # before the next are made
     return gains
 
 
@@ -308,9 +345,7 @@ def _sets(case: Case, rows: int) -> list[tuple[mx.array, ...]]:
     sets = [case.inputs(rows, 0)]
     each = sum(array.nbytes for array in sets[0])
     more = min(SETS, -(-ROTATED // max(1, each)))
-    sets += [case.inputs(rows, seed) for seed in range(1, more)]
-    mx.eval(sets)
-    return sets
+    return sets + [case.inputs(rows, seed) for seed in range(1, more)]
 
 
 def chain(call: Call, sets: Sequence[tuple[mx.array, ...]], calls: int, at: int = 0) -> mx.array:

@@ -12,10 +12,13 @@ import mlx.core as mx
 @dataclass(frozen=True, slots=True)
 class Case:
     """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes; the first of
-    that is the float array that a chain of calls is threaded through. The kernel is tried with the counts of
-    `rows`, rising; `tolerance` bounds the largest difference to the reference, as part of its largest value.
-    `nested` promises that `inputs` of fewer rows are a part of those of more with the same seed, so that
-    results must have the same first rows, to the bit."""
+    that is the float array that a chain of calls is threaded through. The kernel must match with all counts
+    of `rows`, rising, and is raced with those in `raced`, some of them; (): all. A verdict takes all that
+    lies between two counts, so `rows` has each that another instance of the kernel is launched for.
+    `tolerance` bounds the largest difference to the reference, as part of its largest value, besides one
+    rounding where the reference is in fp32 and the kernel is not. `nested` n promises that `inputs` of fewer
+    rows are those of more with the same seed, the first n arrays cut; then results must have the same first
+    rows, to the bit. 0: it promises nothing."""
 
     kernel: str
     shape: str
@@ -25,7 +28,8 @@ class Case:
     reference: Callable[..., mx.array]
     ways: Mapping[str, Callable[..., mx.array]]  # the kernel's versions
     tolerance: float
-    nested: bool = False
+    nested: int = 0
+    raced: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -47,7 +51,8 @@ class Verdict:
     parked: bool = False
 
     def takes(self, rows: int) -> bool:
-        """Whether the kernel is used for so many rows. Asked at each call: a kernel may be parked."""
+        """Whether the kernel is used for so many rows. Asked at each call: a kernel may be parked, and then
+        nothing is left compiled (stall.py), since what mx.compile has traced asks no more."""
         return bool(self.way) and self.least <= rows <= self.most
 
 

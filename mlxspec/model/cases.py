@@ -23,8 +23,8 @@ LAYOUTS: tuple[Layout, ...] = ("rows", "rect", "gather", "solo")
 
 def cases_of(model: Module, block_size: int, kv_bits: int = 0) -> list[Case]:
     """Each case once. For a model as it was loaded, before a runner grafts its trunk."""
-    found = [*few.cases(model), *_step(model, block_size, kv_bits)]
-    return list({case.name: case for case in found}.values())
+    step = list(_step(model, block_size, kv_bits))  # calls the layers, which tells how experts are called
+    return list({case.name: case for case in [*few.cases(model), *step]}.values())
 
 
 def _step(model: Module, block_size: int, kv_bits: int) -> Iterator[Case]:

@@ -1,6 +1,6 @@
 """The kernels for few rows in a loaded model's quantized layers.
 
-Rule: a layer's kernel runs for as many rows as its verdict takes, asked at each call; all else is MLX's own.
+Rule: a layer's kernel runs for as many rows as its verdict takes, asked when it is called; else MLX's own.
 Layers get another class: their arrays and names stay, where modules put in their place would change these,
 and other models' layers stay, where a patched class would change those.
 """
@@ -48,24 +48,35 @@ class FewEmbedding(nn.QuantizedEmbedding):
 
 
 class FewSwitch(QuantizedSwitchLinear):
-    """Its verdict counts pairs. mlx-lm gives it x [..., 1, 1, K] and indices [..., top_k], a row for all
-    experts of a token; or x [..., top_k, 1, K]; or, from 64 pairs on, [P, 1, K] and [P], sorted by expert."""
+    """Its verdict counts tokens. mlx-lm gives it x [..., 1, 1, K] and indices [..., top], a row for all `top`
+    experts of a token; or x [..., top, 1, K], then its rows are `apart`; or, of many tokens, a row for each
+    pair of a token and an expert, [P, 1, K] and [P], sorted by expert. The first call tells which it is to
+    be proven for; before, it has no case."""
+
+    case, top, apart = "", 0, False
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        verdict, (w, scales, biases) = VERDICTS.get(self.case), _weights(self)
         *batch, rows, k = x.shape
+        apart = tuple(batch) == indices.shape
+        alike = apart
+        if indices.ndim > 1:
+            *of, top = indices.shape
+            if not self.top:
+                self.top, self.apart = top, apart
+                self.case = _case(self).name
+            alike = (top, apart) == (self.top, self.apart) and (apart or batch == [*of, 1])
+        verdict, tokens = VERDICTS.get(self.case), indices.size // (self.top or 1)
         if (
             verdict is None
-            or not verdict.takes(indices.size)
-            or x.dtype != scales.dtype
+            or not verdict.takes(tokens)
+            or x.dtype != self.scales.dtype
             or rows != 1
-            or tuple(batch) not in (indices.shape, (*indices.shape[:-1], 1))
+            or not alike
         ):
             mlx: mx.array = super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
             return mlx
-        tokens = metal.ROWS if indices.ndim == 1 else prod(indices.shape[:-1])  # each goes to other experts
         how = self.group_size, self.bits, tokens
-        y = metal.gather_small_qmm(x.reshape(-1, k), w, scales, biases, indices.flatten(), *how)
+        y = metal.gather_small_qmm(x.reshape(-1, k), *_weights(self), indices.flatten(), *how)
         y = y.reshape(*indices.shape, 1, -1)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
@@ -79,24 +90,28 @@ KINDS: dict[Any, Any] = {
 
 def install(model: nn.Module) -> None:
     """Let the model's layers use kernels. Idempotent; changes nothing until there are verdicts."""
-    for layer, case in _seats(model):
-        if type(layer) in KINDS and isinstance(case, Case):
-            layer.case = case.name
+    for layer in _multiplying(model):
+        if type(layer) in KINDS and not _unfit(layer):
             layer.__class__ = KINDS[type(layer)]
+            if not isinstance(layer, FewSwitch):
+                layer.case = _case(layer).name
 
 
 def cases(model: nn.Module) -> list[Case]:
-    """One for each kind of layer that a kernel could serve, before or after `install`."""
-    return list({case.name: case for _, case in _seats(model) if isinstance(case, Case)}.values())
+    """One for each kind of layer that a kernel could serve, before or after `install`; of experts after it,
+    once a step has called them, be it one that is never computed."""
+    fit = [layer for layer in _multiplying(model) if not _unfit(layer)]
+    known = [x for x in fit if type(x) is not QuantizedSwitchLinear and (type(x) is not FewSwitch or x.top)]
+    return list({case.name: case for case in map(_case, known)}.values())
 
 
 def left_out(model: nn.Module) -> dict[str, int]:
     """Why layers that multiply keep MLX's own, and how many of them."""
-    return Counter(why for _, why in _seats(model) if isinstance(why, str))
+    return Counter(why for layer in _multiplying(model) if (why := _unfit(layer)))
 
 
-def _seats(model: nn.Module) -> Iterator[tuple[Any, Case | str]]:
-    """Each layer that multiplies rows with weights, and its case, or why it has none."""
+def _multiplying(model: nn.Module) -> Iterator[Any]:
+    """The layers that multiply rows with weights."""
     layers = _layers(model)
     linear = [x for x in layers if isinstance(x, nn.Linear | nn.QuantizedLinear)]
     outputs, inputs = {x.weight.shape[0] for x in linear}, {_inputs(x) for x in linear}
@@ -104,11 +119,9 @@ def _seats(model: nn.Module) -> Iterator[tuple[Any, Case | str]]:
         if isinstance(layer, nn.QuantizedEmbedding):
             # It is the lm_head too where no other layer could be, and reads what the layers read.
             if layer.weight.shape[0] not in outputs and _inputs(layer) in inputs:
-                yield layer, _case(layer)
-        elif isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear):
-            yield layer, _case(layer)
-        elif isinstance(layer, nn.Linear | SwitchLinear):
-            yield layer, "not quantized"
+                yield layer
+        elif isinstance(layer, nn.Linear | nn.QuantizedLinear | SwitchLinear | QuantizedSwitchLinear):
+            yield layer
 
 
 def _layers(model: nn.Module) -> list[Any]:
@@ -121,20 +134,29 @@ def _layers(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _case(layer: Any) -> Case | str:
+def _unfit(layer: Any) -> str:
+    """Why no kernel could serve it; "": one could."""
+    if isinstance(layer, nn.Linear | SwitchLinear):
+        return "not quantized"
     if type(layer) not in (*KINDS, *KINDS.values()):
         return f"a {type(layer).__name__}, not MLX's own class"
     if layer.mode != "affine":
         return f"quantized as {layer.mode}"
     if layer.bits not in (4, 8) or layer.group_size not in (32, 64, 128):
         return f"{layer.bits} bits in groups of {layer.group_size}"
-    w, scales, biases = _weights(layer)
-    if scales.dtype != biases.dtype or scales.dtype not in metal.TOLERANCE:
+    _, scales, biases = _weights(layer)
+    if scales.dtype != biases.dtype or scales.dtype not in metal.FLOATS:
         return f"scales of {scales.dtype}, biases of {biases.dtype}"
-    how = _inputs(layer), layer.bits, layer.group_size, scales.dtype
-    if w.ndim == 3:
-        return metal.gather_small_qmm_case(w.shape[0], w.shape[1], *how)
-    return metal.small_qmm_case(w.shape[0], *how)
+    return ""
+
+
+def _case(layer: Any) -> Case:
+    w, scales, _ = _weights(layer)
+    *e, n, _ = w.shape
+    how = n, _inputs(layer), layer.bits, layer.group_size, scales.dtype
+    if e:
+        return metal.gather_small_qmm_case(e[0], *how, layer.top, layer.apart)
+    return metal.small_qmm_case(*how)
 
 
 def _weights(layer: Any) -> tuple[mx.array, mx.array, mx.array]:

@@ -99,7 +99,8 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
     before, free = memory.footprint(), memory.free()
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    with pytest.raises(Unfit, match=r"48 GiB of weights .* but (40|39.9) GiB are left of --memory-gb") as said:
+    told = r"48 GiB of weights .* but (40|39.9) GiB are left of --memory-gb"
+    with pytest.raises(Unfit, match=told) as said:
         start.start(tmp_path, "wide", Options(memory=40 << 30))
     assert "billion parameters fits" in str(said.value)
     assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20
@@ -259,6 +260,12 @@ def test_kernels_that_are_proven_are_watched(
         assert len(runs) == count, "it is known"
         start.start(path, "tiny", replace(options, again=True))
         assert len(runs) > count
+        count, room = len(runs), start._room
+        monkeypatch.setattr(start, "_room", lambda *of: min(room(*of), 4 << 20))
+        VERDICTS.clear()
+        less = replace(options, kv_blocks=9, proofs=path / "others")
+        start.start(path, "tiny", less)
+        assert len(runs) == count and VERDICTS["fake 1"].why.endswith("MiB, and 4 are free")
         off, _ = start.start(path, "tiny", replace(options, kernels=False))
         assert off.stalls is None and watched == [False, True, True, True, False], "the warm-up too"
     finally:

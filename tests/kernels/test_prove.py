@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +19,9 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.kernels import kept, prove
+from mlxspec.kernels.draw import sample_accept_case
 from mlxspec.kernels.kept import CRASHED, Shelf
+from mlxspec.kernels.metal import gather_small_qmm_case, small_qmm_case
 from mlxspec.kernels.prove import Out, Prover, chain, differ, judge, wins
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
 from mlxspec.model import few
@@ -43,6 +47,12 @@ class Time:
             return what(x @ w)
 
         return call
+
+
+def ticking() -> Callable[[], float]:
+    """A clock by which everything takes as long."""
+    ticks = count()
+    return lambda: 1e-4 * next(ticks)
 
 
 @pytest.fixture
@@ -182,6 +192,45 @@ def test_each_call_of_a_chain_needs_the_one_before() -> None:
     assert mx.array_equal(chain(call, sets, 3), sets[2][0])
     ids = chain(lambda x, w: mx.argmax(x, axis=-1), sets, 3)
     assert ids.shape == (2,)
+
+
+def test_all_counts_match_and_some_are_raced(clock: Time) -> None:
+    """Each seed's inputs and reference are made once; wins reach from one raced count to another."""
+    whole = case(clock, plain=(by_rows(2e-3, 5e-4, 5e-4, 5e-4, 5e-4), same))
+    made, compared, called = [], [], []
+
+    def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
+        made.append((rows, seed))
+        return whole.inputs(rows, seed)
+
+    def plain(x: mx.array, w: mx.array) -> mx.array:
+        called.append(len(x))
+        clock.now += 5e-4
+        return x @ w
+
+    def exact(x: mx.array, w: mx.array) -> mx.array:
+        compared.append(len(x))
+        return x @ w
+
+    of = replace(
+        whole, rows=tuple(range(1, 17)), raced=(2, 8), inputs=inputs, reference=exact, ways={"plain": plain}
+    )
+    found = judge(of, clock=clock)
+    assert (found.least, found.most) == (2, 8) and set(found.gains) == {2, 8}
+    assert compared == [16] * prove.SEEDS and {rows for rows, _ in made} == {16}
+    assert called[: 3 * 16] == [*range(16, 0, -1)] * 3 and set(called[3 * 16 :]) == {2, 8}
+    wrong = replace(of, ways={"plain": lambda x, w: x @ w + (len(x) == 7)})
+    assert judge(wrong, clock=clock).why.endswith("is allowed (7 rows)")
+
+
+def test_a_result_is_rounded_once() -> None:
+    want = mx.array([1.0, 1 + 2**-9, -100.0, 0.0])
+    for dtype in (mx.bfloat16, mx.float16, mx.float32):
+        assert differ(want.astype(dtype), want, 1e-6, dtype) <= 1e-6
+    with pytest.raises(Out, match=r"off by 3\.9e-05"):  # of 100
+        differ((want + mx.array([2**-7, 0, 0, 0])).astype(mx.bfloat16), want, 1e-6, mx.bfloat16)
+    with pytest.raises(Out, match=r"float32 .* instead of mlx\.core\.float16"):
+        differ(want, want, 1.0, mx.float16)
 
 
 def test_so_many_inputs_that_no_cache_holds_them(clock: Time, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,11 +580,55 @@ def test_the_facts_of_this_machine() -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
+@pytest.mark.parametrize("which", ["small_qmm", "experts", "drawing"])
+def test_a_proof_takes_no_more_than_it_says(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "SEEDS", 2)
+    monkeypatch.setattr(prove, "TURNS", 1)
+    monkeypatch.setattr(prove, "CALLS", (1, 1))
+    found = {
+        "small_qmm": small_qmm_case(2048, 1024, 4, 32, mx.bfloat16),
+        "experts": gather_small_qmm_case(64, 256, 512, 4, 64, mx.bfloat16, 4, False),
+        "drawing": sample_accept_case(20_000, mx.float32),
+    }[which]
+
+    def rounded(*given: mx.array) -> mx.array:
+        return found.reference(*given).astype(given[0].dtype)
+
+    same = found.stock if which == "drawing" else rounded  # MLX's own takes seconds on a CPU
+    few = replace(found, rows=found.rows[-1:], raced=(), stock=same, ways={"same": same})
+    each = sum(array.nbytes for array in found.inputs(found.rows[-1], 0))
+    monkeypatch.setattr(prove, "ROTATED", each)
+    takes = prove._takes(found)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    one = Prover(Shelf(tmp_path, FACTS), clock=ticking(), room=takes)
+    assert "right" in one.prove([few])[few.name].why
+    assert each < mx.get_peak_memory() - before <= takes
+
+
+def test_what_memory_has_no_room_for_is_not_tried(
+    tmp_path: Path, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "ROTATED", 1)
+    made, one = case(clock, plain=(1e-4, same)), prover(tmp_path, clock)
+    one.room = prove._takes(made) - 1
+    found = one.prove([made])[made.name]
+    assert found == Verdict(why="its proof takes 0 MiB, and 0 are free") and clock.calls == 0
+    assert not list(tmp_path.glob("*.json")), "the next start tries it"
+    VERDICTS.clear()
+    again = prover(tmp_path, clock)
+    again.room = one.room + 1
+    assert again.prove([made])[made.name].way == "plain"
+
+
 # ---- the real thing --------------------------------------------------------------------------------
 
 
 def test_small_qmm_matches_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the model's own shapes. The simulator says nothing about speed, so it wins no race."""
+    """By the model's own shapes. The simulator says nothing about speed, so the clock only counts."""
     monkeypatch.setattr(prove, "TURNS", 1)
     monkeypatch.setattr(prove, "CALLS", (1, 1))
     monkeypatch.setattr(prove, "SETS", 1)
@@ -546,9 +639,9 @@ def test_small_qmm_matches_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> 
     [found] = few.cases(model)
     assert found.name == "small_qmm 32x64 of 4 bits, group 32, bfloat16"
     with metalsim.patch(checked=False):
-        verdict = judge(found)
-    assert not verdict.way and verdict.error < 0.02
-    assert verdict.why.count("right, and 0.") == 2 and set(verdict.gains) == set(found.rows)
+        verdict = judge(found, clock=ticking())
+    assert not verdict.way and verdict.error <= found.tolerance
+    assert verdict.why.count("right, and 1.00") == 2 and set(verdict.gains) == set(found.raced)
 
 
 def test_it_fails_where_small_qmm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mlxspec.kernels import metal, reference
+from mlxspec.kernels.prove import Out, differ
 from mlxspec.types import Unfit
 from tests import metalsim
 from tests.kernels import on_simulator
@@ -120,10 +121,12 @@ def test_few_columns(k: int, group: int, bits: int, columns: int, matrix: bool) 
 @on_simulator
 @pytest.mark.parametrize("k, group, bits", [(288, 32, 4), (320, 64, 4), (384, 128, 8)])
 def test_weights_are_read_once_for_any_count_of_rows(k: int, group: int, bits: int, matrix: bool) -> None:
-    """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not full."""
+    """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not full. And
+    rows are those of 16 to the bit."""
+    x, weights = some(16, ODD, k, group, bits, mx.bfloat16)
+    whole = simulated(x, weights, group, bits, matrix)
     for rows in range(1, 17):
-        x, weights = some(rows, ODD, k, group, bits, mx.bfloat16)
-        simulated(x, weights, group, bits, matrix)
+        assert mx.array_equal(simulated(x[:rows], weights, group, bits, matrix), whole[:rows]), rows
         read = {name: each.read for name, each in metalsim.last().traffic.items()}
         for name, array in zip(("w", "scales", "biases"), weights, strict=True):
             assert read[name] == array.nbytes, (rows, name)
@@ -176,12 +179,47 @@ def test_a_case(bits: int, dtype: mx.Dtype) -> None:
     given = case.inputs(9, 1)
     assert all(mx.array_equal(a, b) for a, b in zip(given, case.inputs(9, 1), strict=True))
     assert not mx.array_equal(given[1], case.inputs(9, 2)[1])
-    want = case.reference(*given).astype(mx.float32)
-    assert want.shape == (9, 24) and mx.abs(want).max() > 0.1
+    want = case.reference(*given)
+    assert want.shape == (9, 24) and want.dtype == mx.float32 and mx.abs(want).max() > 0.1
     with metalsim.patch(checked=False):
         found = {way: run(*given) for way, run in case.ways.items()}
     for y in found.values():
-        assert y.dtype == dtype and mx.abs(y - want).max() <= case.tolerance * mx.abs(want).max()
-    assert set(found) == {"plain", "matrix"}
+        differ(y, want, case.tolerance, dtype)
+    assert set(found) == {"plain", "matrix"} and case.rows == tuple(range(1, 17))
     stock = case.stock(*given)  # sums in the rows' own dtype on a CPU
     assert stock.dtype == dtype and mx.abs(stock - want).max() < 0.05 * mx.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", metal.FLOATS, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_case_sees_small_mistakes(bits: int, dtype: mx.Dtype) -> None:
+    """As a kernel would make them that is right but for this: all of it is below what bfloat16 rounds to."""
+    case = metal.small_qmm_case(64, 1024, bits, 64, dtype)
+    x, w, scales, biases = case.inputs(16, 0)
+    want = case.reference(x, w, scales, biases)
+    differ(want.astype(dtype), want, case.tolerance, dtype)
+    last = mx.arange(1024) < 1023
+    for wrong in (
+        (x, w & mx.array(~1 & 0xFFFFFFFF, mx.uint32), scales, biases),  # the lowest bit of each word is lost
+        (x * last.astype(dtype), w, scales, biases),  # the last value of K
+        (x, w, scales, mx.where(mx.arange(16) < 15, biases, 0)),  # the last group's bias
+    ):
+        with pytest.raises(Out, match="off by"):
+            differ(case.reference(*wrong).astype(dtype), want, case.tolerance, dtype)
+
+
+def test_few_instances_for_all_counts_of_rows(matrix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a proof tries each of those that run."""
+    seats = []
+
+    def launch(**how: object) -> list[mx.array]:
+        seats.append(dict(how["template"])["M"])
+        return [mx.zeros(how["output_shapes"][0])]
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda *a: launch)
+    x, weights = some(16, 8, 64, 64, 4, mx.float32)
+    for rows in range(1, 17):
+        metal.small_qmm(x[:rows], *weights, 64, 4, matrix)
+    assert seats == ([8] * 8 + [16] * 8 if matrix else [1, 2, 4, 4, *[8] * 4, *[16] * 8])
+    raced = {seats[rows - 1] for rows in metal.small_qmm_case(8, 64, 4, 64, mx.float32).raced}
+    assert raced == set(seats)

@@ -11,6 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from mlxspec.kernels import metal
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
+from mlxspec.kernels.stall import ROUNDS, Stalls
 from mlxspec.model import few
 from tests import metalsim, tiny
 from tests.liar import Liar
@@ -39,7 +40,7 @@ def force(m: nn.Module, way: str = "plain") -> None:
     """Each kernel for all the rows that it can take."""
     for case in few.cases(m):
         experts = case.kernel == "gather_small_qmm"
-        VERDICTS[case.name] = Verdict("plain" if experts else way, 1, metal.PAIRS if experts else metal.ROWS)
+        VERDICTS[case.name] = Verdict("plain" if experts else way, 1, metal.ROWS)
 
 
 def layer(n: int = 24, k: int = 96, bits: int = 4, bias: bool = False, dtype: mx.Dtype = mx.float16) -> Any:
@@ -116,9 +117,11 @@ def test_experts_in_every_shape_that_mlx_lm_gives_them(bias: bool, pairs: str) -
     of = mx.argsort(mx.random.normal((*tokens[pairs], 8)))[..., :4]
     want = m(x, of)
     few.install(m)
+    assert not few.cases(m)
+    m(mx.zeros((2, 64)), mx.zeros((2, 4), mx.uint32))  # it is enough to ask
     assert sorted(c.shape for c in few.cases(m)) == [
-        "8x32x64 of 4 bits, group 32, float32",
-        "8x64x32 of 4 bits, group 32, float32",
+        "8x32x64 of 4 bits, group 32, float32, top 4",
+        "8x64x32 of 4 bits, group 32, float32, top 4 apart",
     ]
     force(m)
     y, used = launched(lambda: m(x, of))
@@ -130,15 +133,51 @@ def test_experts_in_every_shape_that_mlx_lm_gives_them(bias: bool, pairs: str) -
         assert mx.array_equal(mx.concatenate(alone).reshape(y.shape), y)
 
 
-def test_experts_whose_rows_lie_otherwise_are_mlxs() -> None:
+@pytest.mark.parametrize(
+    "x, of",
+    [
+        ((3, 2, 64), (3,)),  # two rows at a time
+        ((3, 1, 1, 64), (3, 3)),  # three experts instead of two
+        ((3, 2, 1, 64), (3, 2)),  # each with a row of its own
+        ((1, 1, 1, 64), (3, 2)),  # tokens that share a row
+    ],
+    ids=str,
+)
+def test_experts_that_are_called_otherwise_than_proven_are_mlxs(
+    x: tuple[int, ...], of: tuple[int, ...]
+) -> None:
     mx.random.seed(5)
     m = QuantizedSwitchLinear(64, 16, 4, False, 32)
-    x, of = mx.random.normal((3, 2, 64)), mx.array([0, 3, 1])
-    want = m(x, of)
+    rows, experts = mx.random.normal(x), mx.random.randint(0, 4, of).astype(mx.uint32)
+    want = m(rows, experts)
     few.install(m)
+    as_proven = mx.ones((3, 1, 1, 64)), mx.ones((3, 2), mx.uint32)
+    m(*as_proven)
     force(m)
-    y, used = launched(lambda: m(x, of))
+    assert launched(lambda: m(*as_proven))[1]
+    y, used = launched(lambda: m(rows, experts))
     assert not used and mx.array_equal(y, want)
+
+
+def test_what_is_compiled_leaves_a_kernel_that_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few models compile what has layers in it: what is traced would go on using the kernel."""
+    ours, _ = installed(layer())
+    used: list[int] = []
+
+    def kernel(x: mx.array, w: mx.array, *_: Any) -> mx.array:
+        used.append(len(x))
+        return mx.zeros((len(x), len(w)), x.dtype)
+
+    monkeypatch.setattr(metal, "small_qmm", kernel)
+    f, x = mx.compile(lambda x: ours(x)), mx.random.normal((3, 96)).astype(mx.float16)
+    assert not f(x).any() and not f(x).any() and used == [3]
+    stalls = Stalls(lambda name, verdict: None)
+    try:
+        for seconds in (*[0.02] * ROUNDS, 105.0):
+            stalls.took(3, seconds)
+        assert mx.array_equal(f(x), layer()(x)) and used == [3]
+    finally:
+        mx.enable_compile()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
@@ -161,6 +200,8 @@ def test_what_a_model_is_stays(kind: str) -> None:
 def test_cases_of_a_model() -> None:
     """Each shape once; the embedding as it is the lm_head too; behind a runner's trunk as before it."""
     m = quantized("qwen3_moe")
+    few.install(m)
+    m(mx.array([[1, 2]]))  # it is enough to ask
     want = {
         "small_qmm": {"64x64", "32x64", "4x64", "320x64"},
         "gather_small_qmm": {"4x32x64", "4x64x32"},
@@ -170,7 +211,6 @@ def test_cases_of_a_model() -> None:
         assert len(found) == 6 and {c.kernel: {x.shape.split()[0] for x in found if x.kernel == c.kernel}
                                     for c in found} == want  # fmt: skip
         assert few.left_out(m) == {}
-        few.install(m)
         tiny.engine(m)
     m = quantized("llama", tie_word_embeddings=False)
     assert sum(case.shape.startswith("320x64") for case in few.cases(m)) == 1
@@ -213,6 +253,7 @@ def test_tokens_are_those_of_plain_decoding(
     """Two sequences with drafts, at most 16 rows a step, by kernels alone; until they are parked."""
     m = quantized(kind, **EXPERTS if kind == "qwen3_moe" else {})
     few.install(m)
+    m(mx.array([[1, 2]]))
     force(m, way)
     prompts = {"a": [5, 9, 2, 7, 5, 9, 2], "b": [3, 1, 4], "c": [8] * 9}
     all_of = {

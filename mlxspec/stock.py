@@ -5,7 +5,7 @@ Rule: looking fetches nothing and reads no weights beyond their headers.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxspec import blas
@@ -27,12 +27,13 @@ class Kept:
 
 def stock(config: Config) -> list[Kept]:
     """The settings' own models, the embedded ones, and what the hub's cache holds for mlx-lm."""
-    from mlxspec.chosen import on_disk
+    from mlxspec.chosen import models_of, on_disk
     from mlxspec.model.catalog import DEFAULT, cards
 
     known, found = cards(), []
-    for name in dict.fromkeys((config.model or DEFAULT, *config.others, *known, *_hub())):
-        path = on_disk(replace(config, model=name))
+    own = (model or DEFAULT for model, _ in models_of(config))
+    for name in dict.fromkeys((*own, *known, *_hub())):
+        path = on_disk(name, config)
         fetch = known[name].source.bytes if name in known else 0
         found.append(Kept(name, path, weight(path) if path else fetch))
     return found

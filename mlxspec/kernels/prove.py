@@ -160,12 +160,12 @@ class Prover:
                 self.shelf.unmark(case.name)
 
     def _tried(self, case: Case, seconds: float) -> tuple[Verdict, bool | None]:
-        """And whether what was in the way may pass; None: it had less time than its share."""
+        """And whether what was in the way may pass; None: time or memory did not allow a real trial."""
         try:
             if (takes := _takes(case)) > self.room:
                 why = f"its proof takes {takes >> 20} MiB, and {int(self.room) >> 20} are free"
                 log.info("%s is not tried: %s", case.name, why)
-                return Verdict(why=why)
+                return Verdict(why=why), None
             verdict = judge(case, self.clock() + seconds, self.clock)
         except Late:
             late = Verdict(why=f"{seconds:.1f} s were not enough; `mlxspec tune` takes more")

@@ -107,7 +107,7 @@ def test_what_is_compiled_is_given_up_with_its_kernels() -> None:
     for _ in range(2):
         f(x)
     assert traced == [True], "what is compiled asks once"
-    watch.took(5, 105.0)
+    watch.took(5, 105.0, 105.0)
     f(x)
     assert traced == [True, False]
 

@@ -2,28 +2,41 @@
 // share K and V go over these once. paged_attention leaves a part's sums, paged_merge joins the parts.
 //
 // Rule: a row's bits do not depend on what runs beside it. Where parts begin follows from the position alone; a sum
-// goes over keys in rising order, tile by tile; a key that a row does not see adds exactly nothing to it.
+// goes over keys in rising order, tile by tile; a key that a row does not see adds exactly nothing to it. So what is
+// not finite in V counts as 0 for every row: 0 times it would reach those that do not see it.
 //
 // keys [kv_heads, slots, D] and values [kv_heads, slots, DV] are pools of T, or of uint where BITS says how they are
 // packed: words, then the groups' scales, then their biases (mlxspec/kernels/packed.py). Row r of a threadgroup is
 // row r / GQA of the sequence in head r % GQA of those that share K and V. A tile of 8 x 8 values lies in a
 // SIMD-group as simdgroup_matrix has it: a lane holds two columns, from `pair` on, of `row`.
-// seats [B, 8] of int: first position, first row, rows, first part, first block in the table.
+// places [B, 8] of int: first position, first row, rows, first part, first block in the table.
 #include <metal_stdlib>
 using namespace metal;
 
 constant constexpr int PAGED_KEYS = 32;               // of a tile, one for each lane
 constant constexpr int PAGED_PITCH = PAGED_KEYS + 4;  // of a row of scores: four more keep lanes off each other
-constant constexpr int PAGED_SEAT = 8;
+constant constexpr int PAGED_PLACE = 8;
 constant constexpr float PAGED_LOW = -3e38f;  // no score is lower; not infinite, which fast math may not honour
 
-// Parts have 256 positions; without a window, and from 4096 on, 1024, or their sums would outweigh K and V.
-inline int paged_part(int at, bool even) {
-  return even || at < 4096 ? at / 256 : 12 + at / 1024;
+// Positions of a part from `at` on. A part is a threadgroup's work for each head of K and V: one sequence is to keep
+// 10 to 80 cores busy, so the longest part is a fourth of 512 positions, an eighth of 2048, a sixteenth of 8192. But
+// each part leaves sums, written and read: for 5 rows and 8 heads, of 128 values in 16 bits, 0.63 of the bytes of K and V
+// at 512 and 0.40 at 2048, where caches hold both and idle cores cost more; 0.22 at 8192 and 0.11 at 32768.
+inline int paged_length(int at) {
+  return at < 512 ? 128 : at < 2048 ? 256 : at < 8192 ? 512 : 1024;
 }
 
-inline int paged_begin(int part, bool even) {
-  return even || part < 16 ? 256 * part : 1024 * (part - 12);
+// With a window, all are as long as is right for its width.
+template <int WINDOW>
+int paged_part(int at) {
+  const int length = paged_length(WINDOW > 0 ? WINDOW : at);
+  return at / length + (WINDOW > 0 ? 0 : length / 64 - 2);
+}
+
+template <int WINDOW>
+int paged_begin(int part) {
+  const int length = WINDOW > 0 ? paged_length(WINDOW) : part < 4 ? 128 : part < 10 ? 256 : part < 22 ? 512 : 1024;
+  return (part - (WINDOW > 0 ? 0 : length / 64 - 2)) * length;
 }
 
 // Columns of K or V that are in threadgroup memory at a time, and where the next row of them begins.
@@ -63,8 +76,14 @@ float2 paged_mac(float2 sum, float2 a, float2 b, uint lane) {
   return sum;
 }
 
-// Columns c0 to c0 + columns of a tile's keys from `pool`, a head's K or V, to `stage`: as they are.
-template <typename T, int DIM, int BITS, int BLOCK, int THREADS>
+// x, or 0 for what is not finite: told by its bits, since fast math takes all for finite.
+template <typename T>
+T paged_finite(T x) {
+  return (as_type<uint>(float(x)) & 0x7f800000u) == 0x7f800000u ? T(0) : x;
+}
+
+// Columns c0 to c0 + columns of a tile's keys from `pool`, a head's K or V, to `stage`: as they are, or FINITE.
+template <typename T, int DIM, int BITS, int BLOCK, int THREADS, bool FINITE>
 void paged_stage(
     const device T* pool,
     const device int* table,
@@ -82,13 +101,19 @@ void paged_stage(
     if (at >= first && at < last) {
       const size_t slot = size_t(table[at / BLOCK]) * BLOCK + at % BLOCK;
       values = *(const device vec<T, 4>*)(pool + slot * DIM + c0 + c);
+      if (FINITE) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          values[j] = paged_finite<T>(values[j]);
+        }
+      }
     }
     *(threadgroup vec<T, 4>*)(stage + key * paged_stride<T>() + c) = values;
   }
 }
 
 // The same, unpacked. A scale is read by one lane and handed to those that hold its group's other words.
-template <typename T, int DIM, int BITS, int BLOCK, int THREADS>
+template <typename T, int DIM, int BITS, int BLOCK, int THREADS, bool FINITE>
 void paged_stage(
     const device uint* pool,
     const device int* table,
@@ -127,21 +152,24 @@ void paged_stage(
     threadgroup T* to = stage + key * paged_stride<T>() + word * PER_WORD;
 #pragma unroll
     for (int j = 0; j < PER_WORD; j++) {
-      to[j] = T(fma(scale, float((packed >> (BITS * j)) & ((1u << BITS) - 1)), bias));
+      const T value = T(fma(scale, float((packed >> (BITS * j)) & ((1u << BITS) - 1)), bias));
+      to[j] = FINITE ? paged_finite<T>(value) : value;
     }
   }
 }
 
 // A threadgroup of SIMDS SIMD-groups: one part of one sequence's context, for 8 * TILES / GQA of its rows.
 // group: the part, the head of K and V and the rows, the sequence. For the tiles' products the SIMD-groups share
-// the results, never a sum. `stage` has PAGED_KEYS * paged_stride<T>(), `scores` 8 * TILES * PAGED_PITCH and
-// `shrink` 8 * TILES values. sums [rows, heads, parts, DV], stats [rows, heads, parts, 2]: largest score, total.
+// the results, never a sum; for scores, each has tiles of rows, so that what it needs of q stays in its registers
+// where these suffice (else it is read again for each tile of keys). `stage` has PAGED_KEYS * paged_stride<T>(),
+// `scores` 8 * TILES * PAGED_PITCH and `shrink` 8 * TILES values. sums [rows, heads, parts, DV], stats [rows, heads,
+// parts, 2]: largest score, total.
 template <typename T, int D, int DV, int BITS, int GQA, int TILES, int SIMDS, int BLOCK, int WINDOW, bool MATRIX, typename P>
 void paged_attention(
     const device T* q,
     const device P* keys,
     const device P* values,
-    const device int* seats,
+    const device int* places,
     const device int* tables,
     device float* sums,
     device float* stats,
@@ -161,78 +189,98 @@ void paged_attention(
   constexpr int CHUNKS = (DV + COLUMNS - 1) / COLUMNS;
   constexpr int WIDEST = DV < COLUMNS ? DV : COLUMNS;
   constexpr int MINE = (WIDEST / 8 + SIMDS - 1) / SIMDS;  // tiles of 8 columns of a chunk that a SIMD-group sums
-  constexpr int QK_STEP = SIMDS / 4;
-  constexpr int QK_TILES = (TILES + QK_STEP - 1) / QK_STEP;
+  constexpr int BANDS = TILES < SIMDS ? TILES : SIMDS;  // of tiles of rows; SIMD-groups of one share the keys
+  constexpr int BAND = TILES / BANDS, KEYS_STEP = 8 * (SIMDS / BANDS);
+  constexpr int WORDS = BAND * (D / 8) * int(sizeof(T)) / 2 + CHUNKS * MINE * TILES * 2;
+  constexpr bool HELD = WORDS <= 96;  // of the 128 registers that a thread has
   constexpr int ROWS = 8 * TILES / GQA;
   const int row = int((lane & 16) >> 2 | (lane & 6) >> 1);
   const int pair = int((lane & 8) >> 1 | (lane & 1) << 1);
   const uint thread_index = 32 * simd + lane;
 
-  const device int* seat = seats + PAGED_SEAT * group.z;
+  const device int* place = places + PAGED_PLACE * group.z;
   const int head = int(group.y) % kv_heads;
   const int row0 = int(group.y) / kv_heads * ROWS;
-  const int rows = min(ROWS, seat[2] - row0);
-  const int start = seat[0] + row0;
-  const int part = int(group.x) + seat[3];
+  const int rows = min(ROWS, place[2] - row0);
+  const int start = place[0] + row0;
+  const int part = int(group.x) + place[3];
   const int low = WINDOW > 0 ? max(0, start - WINDOW + 1) : 0;
-  const int first = max(low, paged_begin(part, WINDOW > 0));
-  const int last = min(start + rows, paged_begin(part + 1, WINDOW > 0));
+  const int first = max(low, paged_begin<WINDOW>(part));
+  const int last = min(start + rows, paged_begin<WINDOW>(part + 1));
   if (rows <= 0 || first >= last) {
     return;
   }
   const int count = rows * GQA;
   const int tiles = (count + 7) / 8;
   const int heads = kv_heads * GQA;
-  const device T* queries = q + (size_t(seat[1] + row0) * heads + head * GQA) * D;
+  const size_t of = size_t(place[1] + row0) * heads + head * GQA;
   const device P* k_head = keys + head * kv_pool;
   const device P* v_head = values + head * v_pool;
-  const device int* table = tables + size_t(table_width) * group.z - seat[4];
+  const device int* table = tables + size_t(table_width) * group.z - place[4];
 
-  int q_at[QK_TILES];  // rows that do not exist take the last one's place
+  const int band = int(simd) % BANDS;
+  const device T* queries[BAND];  // rows that do not exist take the last one's place
+  vec<T, 2> held[HELD ? BAND : 1][HELD ? D / 8 : 1];
 #pragma unroll
-  for (int n = 0; n < QK_TILES; n++) {
-    const int r = min(8 * (int(simd) / 4 + n * QK_STEP) + row, count - 1);
-    q_at[n] = (r / GQA * heads + r % GQA) * D + pair;
+  for (int n = 0; n < BAND; n++) {
+    const int r = min(8 * (band + n * BANDS) + row, count - 1);
+    queries[n] = q + (of + r / GQA * heads + r % GQA) * D + pair;
+    if (HELD) {
+#pragma unroll
+      for (int d = 0; d < D / 8; d++) {
+        held[n][d] = *(const device vec<T, 2>*)(queries[n] + 8 * d);
+      }
+    }
   }
   float2 out[CHUNKS][MINE][TILES] = {};
   float top = PAGED_LOW, total = 0;  // of row simd + SIMDS * lane
   for (int t0 = first / PAGED_KEYS * PAGED_KEYS; t0 < last; t0 += PAGED_KEYS) {
-    float2 dots[QK_TILES] = {};
+#pragma unroll
     for (int c0 = 0; c0 < D; c0 += COLUMNS) {
       const int columns = min(COLUMNS, D - c0);
       if (c0 > 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      paged_stage<T, D, BITS, BLOCK, 32 * SIMDS>(k_head, table, stage, c0, columns, t0, first, last, thread_index);
+      paged_stage<T, D, BITS, BLOCK, 32 * SIMDS, false>(
+          k_head, table, stage, c0, columns, t0, first, last, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      const threadgroup T* k = stage + (8 * (int(simd) % 4) + pair) * STRIDE + row;
-      for (int d = 0; d < columns; d += 8) {
-        const float2 b = float2(float(k[d]), float(k[STRIDE + d]));
+      for (int key = 8 * (int(simd) / BANDS); key < PAGED_KEYS; key += KEYS_STEP) {
+        const threadgroup T* k = stage + (key + pair) * STRIDE + row;
+        threadgroup float* to = scores + (8 * band + row) * PAGED_PITCH + key + pair;
+        float2 dots[BAND] = {};
 #pragma unroll
-        for (int n = 0; n < QK_TILES; n++) {
-          if (int(simd) / 4 + n * QK_STEP < tiles) {
-            const device T* at = queries + q_at[n] + c0 + d;
-            dots[n] = paged_mac<MATRIX>(dots[n], float2(float(at[0]), float(at[1])), b, lane);
+        for (int n = 0; n < BAND; n++) {
+          if (c0 > 0 && band + n * BANDS < tiles) {
+            dots[n] = float2(to[8 * n * BANDS * PAGED_PITCH], to[8 * n * BANDS * PAGED_PITCH + 1]);
+          }
+        }
+#pragma unroll
+        for (int d = 0; d < columns; d += 8) {
+          const float2 b = float2(float(k[d]), float(k[STRIDE + d]));
+#pragma unroll
+          for (int n = 0; n < BAND; n++) {
+            if (band + n * BANDS < tiles) {
+              const vec<T, 2> a = HELD ? held[n][(c0 + d) / 8] : *(const device vec<T, 2>*)(queries[n] + c0 + d);
+              dots[n] = paged_mac<MATRIX>(dots[n], float2(float(a.x), float(a.y)), b, lane);
+            }
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < BAND; n++) {
+          if (band + n * BANDS < tiles) {
+            to[8 * n * BANDS * PAGED_PITCH] = dots[n].x;
+            to[8 * n * BANDS * PAGED_PITCH + 1] = dots[n].y;
           }
         }
       }
     }
-#pragma unroll
-    for (int n = 0; n < QK_TILES; n++) {
-      const int tile = int(simd) / 4 + n * QK_STEP;
-      if (tile < tiles) {
-        threadgroup float* to = scores + (8 * tile + row) * PAGED_PITCH + 8 * (int(simd) % 4) + pair;
-        to[0] = dots[n].x * scale;
-        to[1] = dots[n].y * scale;
-      }
-    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    paged_stage<T, DV, BITS, BLOCK, 32 * SIMDS>(
+    paged_stage<T, DV, BITS, BLOCK, 32 * SIMDS, true>(
         v_head, table, stage, 0, min(COLUMNS, DV), t0, first, last, thread_index);
     for (int r = int(simd); r < 8 * tiles; r += SIMDS) {
       const int pos = start + r / GQA, at = t0 + int(lane);
       const bool seen = r < count && at <= pos && (WINDOW == 0 || at > pos - WINDOW);
-      const float score = seen ? scores[r * PAGED_PITCH + lane] : PAGED_LOW;
+      const float score = seen ? scores[r * PAGED_PITCH + lane] * scale : PAGED_LOW;
       const ushort owner = ushort(r / SIMDS);
       const float before = simd_shuffle(top, owner);
       const float now = max(before, simd_max(score));
@@ -267,7 +315,7 @@ void paged_attention(
       const int columns = min(COLUMNS, DV - chunk * COLUMNS);
       if (chunk > 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        paged_stage<T, DV, BITS, BLOCK, 32 * SIMDS>(
+        paged_stage<T, DV, BITS, BLOCK, 32 * SIMDS, true>(
             v_head, table, stage, chunk * COLUMNS, columns, t0, first, last, thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
@@ -298,12 +346,11 @@ void paged_attention(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  const size_t place = size_t(seat[1] + row0) * heads + head * GQA;
 #pragma unroll
   for (int n = 0; n < TILES; n++) {
     const int r = 8 * n + row;
     if (r < count) {
-      device float* to = sums + ((place + r / GQA * heads + r % GQA) * parts + group.x) * DV + pair;
+      device float* to = sums + ((of + r / GQA * heads + r % GQA) * parts + group.x) * DV + pair;
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; chunk++) {
 #pragma unroll
@@ -319,45 +366,73 @@ void paged_attention(
   }
   const int r = int(simd) + SIMDS * int(lane);
   if (r < count) {
-    device float* to = stats + ((place + r / GQA * heads + r % GQA) * parts + group.x) * 2;
+    device float* to = stats + ((of + r / GQA * heads + r % GQA) * parts + group.x) * 2;
     to[0] = top;
     to[1] = total;
   }
 }
 
-// One value of out [rows, heads, DV]: the parts that its row sees, in rising order. at: the column, the row of the
-// sequence and the head, the sequence. `sinks` [heads] are logits without a value, in any address space.
+// A SIMD-group: a row of out [rows, heads, DV], from the parts that it sees, in rising order, 32 at a time. at: the
+// lane, the row of the sequence and the head, the sequence. `sinks` [heads] are logits without a value, in any
+// address space.
 template <typename T, int DV, int WINDOW, bool SINKS, typename L>
 void paged_merge(
     const device float* sums,
     const device float* stats,
-    const device int* seats,
+    const device int* places,
     L sinks,
     device T* out,
     int heads,
     int parts,
     uint3 at) {
-  const device int* seat = seats + PAGED_SEAT * at.z;
+  constexpr int SPANS = (DV + 127) / 128;  // a lane has four values of each
+  const int lane = int(at.x);
+  const device int* place = places + PAGED_PLACE * at.z;
   const int head = int(at.y) % heads;
   const int row = int(at.y) / heads;
-  if (row >= seat[2]) {
+  if (row >= place[2]) {
     return;
   }
-  const int pos = seat[0] + row;
-  const int first = paged_part(WINDOW > 0 ? max(0, pos - WINDOW + 1) : 0, WINDOW > 0) - seat[3];
-  const int last = paged_part(pos, WINDOW > 0) - seat[3];
-  const size_t place = size_t(seat[1] + row) * heads + head;
-  const device float* of = stats + place * parts * 2;
-  const float sink = SINKS ? float(sinks[head]) * M_LOG2E_F : PAGED_LOW;
-  float top = sink;
-  for (int p = first; p <= last; p++) {
-    top = max(top, of[2 * p]);
+  const int pos = place[0] + row;
+  const int first = paged_part<WINDOW>(WINDOW > 0 ? max(0, pos - WINDOW + 1) : 0) - place[3];
+  const int last = paged_part<WINDOW>(pos) - place[3];
+  const size_t of = size_t(place[1] + row) * heads + head;
+  float top = SINKS ? float(sinks[head]) * M_LOG2E_F : PAGED_LOW;
+  float total = SINKS ? 1.0f : 0.0f;
+  float4 sum[SPANS] = {};
+  for (int p0 = first; p0 <= last; p0 += 32) {
+    float2 stat = float2(PAGED_LOW, 0.0f);
+    if (p0 + lane <= last) {
+      stat = *(const device float2*)(stats + (of * parts + p0 + lane) * 2);
+    }
+    const float now = max(top, simd_max(stat.x));
+    const float less = exp2(top - now), share = exp2(stat.x - now);
+    top = now;
+    total *= less;
+#pragma unroll
+    for (int n = 0; n < SPANS; n++) {
+      sum[n] *= less;
+    }
+    for (int p = p0; p <= min(last, p0 + 31); p++) {
+      const float part = simd_shuffle(share, ushort(p - p0));
+      total = fma(simd_shuffle(stat.y, ushort(p - p0)), part, total);
+#pragma unroll
+      for (int n = 0; n < SPANS; n++) {
+        const int column = 128 * n + 4 * lane;
+        if (column < DV) {
+          const float4 value = *(const device float4*)(sums + (of * parts + p) * DV + column);
+          sum[n] = fma(value, float4(part), sum[n]);
+        }
+      }
+    }
   }
-  float total = SINKS ? exp2(sink - top) : 0.0f, sum = 0;
-  for (int p = first; p <= last; p++) {
-    const float share = exp2(of[2 * p] - top);
-    total = fma(of[2 * p + 1], share, total);
-    sum = fma(sums[(place * parts + p) * DV + at.x], share, sum);
+#pragma unroll
+  for (int n = 0; n < SPANS; n++) {
+    if (128 * n + 4 * lane < DV) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        out[of * DV + 128 * n + 4 * lane + j] = T(sum[n][j] / total);
+      }
+    }
   }
-  out[place * DV + at.x] = T(sum / total);
 }

@@ -29,6 +29,7 @@ from tests.model.test_load import save
 from tests.tiny_tokenizer import save_tokenizer
 
 NAMES = [f"small_qmm {n}x64 of 4 bits, group 32, float32" for n in (128, 32, 64)]
+CONTEXTS = ("context 512", "ragged", "context 32768")
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,8 @@ def test_as_json(model: Path, tmp_path: Path) -> None:
     assert {row["state"] for row in found["kernels"]} == {"not tried yet"}
     names = [row["name"] for row in found["kernels"]]
     assert sorted(name for name in names if name.startswith("small_qmm")) == NAMES
-    assert names[-2:] == ["paged_attention float32 4/2x16 block 32", f"sample_accept {tiny.VOCAB} float32"]
+    attention = [f"paged_attention float32 4/2x16 block 32 {at}" for at in CONTEXTS]
+    assert names[-4:] == [*attention, f"sample_accept {tiny.VOCAB} float32"]
 
 
 def test_no_weight_is_read(model: Path) -> None:

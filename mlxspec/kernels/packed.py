@@ -55,6 +55,12 @@ class Packing:
         scales, biases = mx.split(rows[..., self.words :].view(self.dtype), 2, axis=-1)
         return mx.dequantize(rows[..., : self.words], scales, biases, self.group, self.bits)
 
+    def exact(self, rows: mx.array) -> mx.array:
+        """As `unpack`, each value rounded once, in fp32."""
+        scales, biases = mx.split(rows[..., self.words :].view(self.dtype).astype(mx.float32), 2, axis=-1)
+        wide = mx.dequantize(rows[..., : self.words], scales, biases, self.group, self.bits)
+        return wide.astype(self.dtype).astype(mx.float32)
+
     def round(self, x: mx.array) -> mx.array:
         """[..., dim] as it comes back: what `pack` and `unpack` must equal, but for overflows."""
         return mx.dequantize(*mx.quantize(x, self.group, self.bits), group_size=self.group, bits=self.bits)

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from math import ceil
+from functools import cache, lru_cache
+from math import ceil, log
 from typing import Any
 
 import mlx.core as mx
@@ -23,9 +23,14 @@ from mlxspec.kernels.reference import Group
 from mlxspec.types import Unfit
 
 ROWS = 16  # of a sequence, that the kernel takes
-TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # of 8 rows and heads: one version of the kernel each
-CONTEXT = 4096  # of the sequence that a case is about
-ROUNDING = {mx.float32: 1e-4, mx.float16: 4e-3, mx.bfloat16: 3e-2}  # of a case's largest value
+TILES = (1, 2, 4, 8, 16)  # of 8 rows and heads: room of a version of the kernel; what is not there is skipped
+SHORT, LONG = 512, 32768  # contexts that are tried
+LARGEST = 128 << 20  # bytes of K and V that are tried
+DRAWN = 4096  # slots of a pool that are drawn at most; the others repeat them
+RACED = (1, 2, 4, 8, 16)  # with 8 heads to each of K and V, one for each version
+TOLERANCE = (
+    1e-4  # of the largest value: fp32's own in scores of 256 products and exponentials, with room for a GPU's
+)
 PackingPair = tuple[Packing | None, Packing | None]
 ASKED: dict[str, "Shape"] = {}  # that attention was called with, by name
 
@@ -53,6 +58,10 @@ class Shape:
         said += f" window {self.window}" * bool(self.window) + f" kv_bits {self.bits}" * bool(self.bits)
         return said + " sinks" * self.sinks
 
+    def packing(self, dim: int) -> Packing | None:
+        """Of K's or V's `dim` values."""
+        return Packing(dim, self.dtype, self.bits) if self.bits else None
+
     def check(self) -> None:
         """Raises Unfit for what the kernel does not do."""
         if self.kv_heads and self.heads % self.kv_heads == 0 and self.heads // self.kv_heads <= 64:
@@ -70,16 +79,19 @@ def _shape(
     dtype: mx.Dtype, heads: int, dim: int, pools: tuple[tuple[mx.Dtype, int, int], ...],
     packings: PackingPair, size: int, window: int, sinks: bool,
 ) -> tuple[Shape | None, str]:  # fmt: skip
-    """Of a call, and its name; None and why it is unfit. Pools are given by dtype, heads and width."""
-    (k, v), (of_k, kv_heads, _), (of_v, _, dim_v) = packings, *pools
-    shape = Shape(dtype, heads, kv_heads, dim, v.dim if v else dim_v, size, k.bits if k else 0, window, sinks)
-    if {k.dtype if k else of_k, v.dtype if v else of_v} != {dtype} or (k is None) != (v is None):
-        return None, f"paged_attention takes K and V of q's dtype; q is {dtype}, K {of_k} and V {of_v}"
+    """Of a call; None and why it is unfit. Pools are given by dtype, heads and width."""
+    given = [(p.dtype, pool[1], p.dim) if p else pool for p, pool in zip(packings, pools, strict=True)]
+    (_, kv_heads, _), (_, _, dim_v) = given
+    bits, of_v = [p.bits if p else 0 for p in packings]
+    shape = Shape(dtype, heads, kv_heads, dim, dim_v, size, bits, window, sinks)
+    if given != [(dtype, kv_heads, dim), (dtype, kv_heads, dim_v)] or bits != of_v:
+        said = ", ".join(f"{x} of {kind} {n}x{d}" for x, (kind, n, d) in zip("KV", given, strict=True))
+        return None, f"paged_attention takes K and V of one dtype and packing; q is {dtype} of {dim}, {said}"
     try:
         shape.check()
     except Unfit as e:
         return None, str(e)
-    return ASKED.setdefault(shape.name, shape), shape.name
+    return ASKED.setdefault(shape.name, shape), ""
 
 
 @contextmanager
@@ -93,8 +105,8 @@ def asked() -> Iterator[list[Shape]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
-    """Where a step's sequences sit, for one window: made once, read by every layer. `at` int32 [B, 8] and
+class Places:
+    """Where a step's sequences are, for one window: made once, read by every layer. `at` int32 [B, 8] and
     `tables` [B, width] are the kernel's; `parts` and `length` bound all sequences' parts and rows."""
 
     at: mx.array
@@ -104,33 +116,28 @@ class Seats:
     length: int
 
 
-def _part(at: int, even: bool) -> int:
+def _part(at: int, window: int) -> int:
     """As paged_part."""
-    return at // 256 if even or at < 4096 else 12 + at // 1024
+    by = window or at
+    length = 128 if by < 512 else 256 if by < 2048 else 512 if by < 8192 else 1024
+    return at // length + (0 if window else length // 64 - 2)
 
 
-def _seats(groups: Sequence[Group], window: int | None) -> Seats:
-    """Of groups that lie side by side; remembered by the first."""
-    key = (len(groups), window or 0)
-    found: Seats | None = groups[0].seats.get(key)
-    if found is None:
-        found = groups[0].seats[key] = _seat(groups, window)
-    return found
-
-
-def _seat(groups: Sequence[Group], window: int | None) -> Seats:
-    size, even = groups[0].block_size, bool(window)
+@lru_cache(maxsize=8)
+def _places(groups: tuple[Group, ...], window: int) -> Places:
+    """Of groups that lie side by side. A step's are told from others by identity."""
+    size = groups[0].block_size
     at: list[tuple[int, ...]] = []
     held, parts = [], 1
     for g in groups:
-        tables = g.tables.get(window) or g.tables[None]
+        tables = g.tables.get(window or None) or g.tables[None]
         for n, (start, table) in enumerate(zip(g.starts, tables, strict=True)):
             low = max(0, start - window + 1) if window else 0
             end = start + g.spread + g.length
             first = g.lo - groups[0].lo + n * g.length
-            at.append((start, first, g.length, _part(low, even), low // size, 0, 0, 0))
+            at.append((start, first, g.length, _part(low, window), low // size, 0, 0, 0))
             held.append(table[low // size : -(-end // size)])
-            parts = max(parts, _part(end - 1, even) - _part(low, even) + 1)
+            parts = max(parts, _part(end - 1, window) - _part(low, window) + 1)
     blocks = np.zeros((len(held), max(8, *map(len, held))), np.int32)
     for blocks_of, table in zip(blocks, held, strict=True):
         blocks_of[: len(table)] = table
@@ -138,7 +145,7 @@ def _seat(groups: Sequence[Group], window: int | None) -> Seats:
     if any(g.late is not None for g in groups):
         late = [mx.zeros((len(g.starts),), mx.int32) if g.late is None else g.late for g in groups]
         where[:, 0] += mx.concatenate(late)
-    return Seats(where, mx.array(blocks), len(held), parts, max(g.length for g in groups))
+    return Places(where, mx.array(blocks), len(held), parts, max(g.length for g in groups))
 
 
 @cache
@@ -148,19 +155,19 @@ def _kernels(make: Callable[..., Any]) -> tuple[Callable[..., list[mx.array]], C
         "threadgroup vec<T, 4> stage[PAGED_KEYS * paged_stride<T>() / 4];"
         " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float shrink[8 * TILES];"
         " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW, MATRIX>("
-        "q, keys, values, seats, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
+        "q, keys, values, places, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
         " size_t(keys_shape[1]) * keys_shape[2], size_t(values_shape[1]) * values_shape[2], tables_shape[1],"
         " threadgroups_per_grid.x, (threadgroup T*)stage, scores, shrink, threadgroup_position_in_grid,"
         " simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
     )
     merge = (
-        "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, seats, sinks, out, stats_shape[1], stats_shape[2],"
+        "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, places, sinks, out, stats_shape[1], stats_shape[2],"
         " thread_position_in_grid);"
     )
     text = source("paged_attention")
     return (
-        make("paged_attention", ["q", "keys", "values", "seats", "tables"], ["sums", "stats"], body, text),
-        make("paged_merge", ["sums", "stats", "seats", "sinks"], ["out"], merge, text),
+        make("paged_attention", ["q", "keys", "values", "places", "tables"], ["sums", "stats"], body, text),
+        make("paged_merge", ["sums", "stats", "places", "sinks"], ["out"], merge, text),
     )
 
 
@@ -187,7 +194,7 @@ def _attend(
     sinks: mx.array | None, matrix: bool,
 ) -> mx.array:  # fmt: skip
     """The two launches: q [T, heads, D], the rows of `groups` alone, of up to ROWS rows each."""
-    of = _seats(groups, shape.window or None)
+    of = _places(tuple(groups), shape.window)
     tiles, simds, splits = _plan(shape, of.length)
     gqa = shape.heads // shape.kv_heads
     attention, merge = _kernels(mx.fast.metal_kernel)
@@ -206,8 +213,8 @@ def _attend(
     return merge(
         inputs=[sums, stats, of.at, of.at if sinks is None else sinks],
         template=[*common, ("SINKS", sinks is not None)],
-        grid=(shape.dim_v, shape.heads * of.length, of.count),
-        threadgroup=(shape.dim_v, 1, 1),
+        grid=(32, shape.heads * of.length, of.count),
+        threadgroup=(32, 4, 1),
         output_shapes=[(q.shape[0], shape.heads, shape.dim_v)],
         output_dtypes=[q.dtype],
     )[0]
@@ -255,48 +262,118 @@ def proven_attention(
     sinks: mx.array | None = None,
     packings: PackingPair = (None, None),
 ) -> mx.array:
-    """reference.paged_attention, by the kernel where a verdict says so."""
+    """reference.paged_attention, by the kernel where the verdicts of all contexts name the same way."""
     args = q, keys, values, groups, scale, window, sinks, packings
-    verdict = VERDICTS.get(_shape_of(q, keys, values, groups, window, sinks, packings)[1])
-    if verdict is None or not verdict.way:
+    shape = _shape_of(q, keys, values, groups, window, sinks, packings)[0]
+    verdicts = [VERDICTS.get(name) for name in _trials(shape)] if shape else [None]
+    ways = {verdict.way if verdict else "" for verdict in verdicts}
+    if len(ways) > 1 or "" in ways:
         return reference.paged_attention(*args)
-    return paged_attention(*args, matrix=verdict.way == "matrix", takes=verdict.takes)
+    return paged_attention(
+        *args, matrix=ways == {"matrix"}, takes=lambda rows: all(v and v.takes(rows) for v in verdicts)
+    )
 
 
-def paged_attention_case(shape: Shape) -> Case:
-    """A lone sequence whose first row is at position CONTEXT, over scattered blocks. Raises Unfit."""
+@cache
+def _trials(shape: Shape) -> dict[str, list[tuple[int, int, int]]]:
+    """By Case.name, the sequences of a step: their first rows' positions, what the host lacks of these, and
+    how many rows they have (0: as many as are tried). Kernels must be worth it in each: alone with a short
+    context and with a long one, and in a batch that passes the window. As far as LARGEST goes."""
+    a_slot = shape.kv_heads * (shape.dim + shape.dim_v) * (shape.bits or 8 * shape.dtype.size) // 8
+    long = min(LONG, max(2 * SHORT, LARGEST // a_slot))
+    batch = min(long, max(700, shape.window + 70))
+    found = {
+        f"{shape.name} context {SHORT}": [(SHORT - ROWS // 2, 0, 0)],
+        f"{shape.name} ragged": [(40, 0, 1), (batch // 2, 0, 0), (batch, 3, 0)],
+    }
+    if not 0 < shape.window < long // 2:  # else it would take as long as the batch
+        found[f"{shape.name} context {long}"] = [(long - ROWS, 0, 0)]
+    return found
+
+
+def paged_attention_cases(shape: Shape) -> list[Case]:
+    """All of which must be won, by the same way. `rows` are those of a sequence. Raises Unfit."""
     shape.check()
-    size = shape.block_size
-    blocks = ceil((CONTEXT + ROWS) / size)
-    table = (np.random.default_rng(0).permutation(blocks) + 1).tolist()
-    kv = [Packing(d, shape.dtype, shape.bits) if shape.bits else None for d in (shape.dim, shape.dim_v)]
+    return [_case(shape, name, sequences) for name, sequences in _trials(shape).items()]
 
-    @cache
-    def groups(rows: int) -> list[Group]:
-        return [Group(0, rows, rows, [CONTEXT], {None: [table]}, size)]
+
+def _case(shape: Shape, name: str, sequences: Sequence[tuple[int, int, int]]) -> Case:
+    kv = shape.packing(shape.dim), shape.packing(shape.dim_v)
+    groups, slots = _groups(shape, sequences)
+    copies, context = ceil(slots / DRAWN), sequences[-1][0]
+    drawn = ceil(slots / copies / shape.block_size) * shape.block_size
+    seen = min(context, shape.window or context)
 
     def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
-        keys = mx.random.split(mx.random.key(seed), 4)
-        pool = (shape.kv_heads, (blocks + 1) * size)
-        dims = ((ROWS, shape.heads, shape.dim), (*pool, shape.dim), (*pool, shape.dim_v))
-        q, k, v = (mx.random.normal(d, shape.dtype, key=at) for d, at in zip(dims, keys, strict=False))
-        k, v = (p.pack(x) if p else x for p, x in zip(kv, (k, v), strict=True))
-        sinks = (mx.random.normal((shape.heads,), shape.dtype, key=keys[3]),) * shape.sinks
-        return q[:rows], k, v, *sinks
+        of_q, of_k, of_v, of_sinks = mx.random.split(mx.random.key(seed), 4)
+        q = mx.random.normal((ROWS, len(sequences), shape.heads, shape.dim), shape.dtype, key=of_q)
+        pools = []
+        for dim, packing, key in ((shape.dim, kv[0], of_k), (shape.dim_v, kv[1], of_v)):
+            x = mx.random.normal((shape.kv_heads, drawn, dim), shape.dtype, key=key)
+            pools.append(mx.tile(packing.pack(x) if packing else x, (1, copies, 1)))
+        # As heavy as all keys together: what goes wrong with them shows.
+        sinks = mx.random.normal((shape.heads,), key=of_sinks) + log(seen) + 0.5
+        return q[:rows], *pools, *(sinks.astype(shape.dtype),) * shape.sinks
 
     def call(run: Callable[..., mx.array], **how: Any) -> Callable[..., mx.array]:
         def attention(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array | None = None) -> mx.array:
-            scale, window = shape.dim**-0.5, shape.window or None
-            return run(q, k, v, groups(q.shape[0]), scale, window, sinks, (kv[0], kv[1]), **how)
+            scale, window, own = shape.dim**-0.5, shape.window or None, groups(q.shape[0])
+            rows = mx.concatenate([q[: g.length, n] for n, g in enumerate(own)])
+            out = run(rows, k, v, own, scale, window, sinks, kv, **how)
+            less = [(0, len(q) - g.length) for g in own]
+            found = [out[g.lo : g.hi] for g in own]
+            found = [mx.pad(x, [n, (0, 0), (0, 0)]) if n[1] else x for x, n in zip(found, less, strict=True)]
+            return mx.stack(found, 1)
 
         return attention
 
-    stock = call(reference.paged_attention)
     ways = {"matrix": call(paged_attention), "plain": call(paged_attention, matrix=False)}
+    kernel, _, said = name.partition(" ")
     return Case(
-        "paged_attention", shape.name.partition(" ")[2], (1, 2, 3, 5, 8, ROWS), inputs, stock, stock, ways,
-        ROUNDING[shape.dtype], nested=True,
+        kernel, said, tuple(range(1, ROWS + 1)), inputs, call(reference.paged_attention), call(_exact), ways,
+        TOLERANCE, nested=1, raced=RACED,
     )  # fmt: skip
+
+
+def _groups(
+    shape: Shape, sequences: Sequence[tuple[int, int, int]]
+) -> tuple[Callable[[int], list[Group]], int]:
+    """Of `sequences` with so many rows, over scattered blocks; and the pools' slots."""
+    size = shape.block_size
+    widths = [ceil((start + 1 + ROWS) / size) for start, _, _ in sequences]
+    blocks = iter((np.random.default_rng(0).permutation(sum(widths)) + 1).tolist())
+    tables = [[next(blocks) for _ in range(width)] for width in widths]
+
+    @cache
+    def groups(rows: int) -> list[Group]:
+        found: list[Group] = []
+        for (start, late, own), table in zip(sequences, tables, strict=True):
+            lo, n, behind = found[-1].hi if found else 0, own or rows, mx.array([late]) if late else None
+            spread = late + 1 if late else 0
+            found.append(Group(lo, lo + n, n, [start - late], {None: [table]}, size, behind, spread))
+        return found
+
+    return groups, (1 + sum(widths)) * size
+
+
+def _exact(
+    q: mx.array, keys: mx.array, values: mx.array, groups: Sequence[Group], scale: float,
+    window: int | None, sinks: mx.array | None, packings: PackingPair,
+) -> mx.array:  # fmt: skip
+    """reference.paged_attention in fp32: on the CPU, since a GPU may round what it multiplies, and a head of
+    K and V at a time, since those in fp32 take room."""
+    gqa, out = q.shape[1] // keys.shape[0], []
+    with mx.stream(mx.cpu):
+        for head in range(keys.shape[0]):
+            k, v = (
+                p.exact(x[head : head + 1]) if p else x[head : head + 1].astype(mx.float32)
+                for p, x in zip(packings, (keys, values), strict=True)
+            )
+            mine = slice(head * gqa, (head + 1) * gqa)
+            rest = scale, window, sinks if sinks is None else sinks[mine].astype(mx.float32)
+            out.append(reference.paged_attention(q[:, mine].astype(mx.float32), k, v, groups, *rest))
+            mx.eval(out)
+        return mx.concatenate(out, 1)
 
 
 def _shape_of(

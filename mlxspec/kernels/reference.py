@@ -6,7 +6,6 @@ gathered block is contiguous within its head.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +16,7 @@ from mlxspec.types import NULL_BLOCK
 Selection = tuple[mx.array, mx.array | str | None, slice]  # blocks [B, n], mask, the slots to keep
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """Sequences of one step that carry the same number of rows: rows `lo .. hi` are `[B, L]`, B-major.
 
@@ -37,7 +36,6 @@ class Group:
     late: mx.array | None = None
     spread: int = 0
     _selections: dict[int, Selection] = field(default_factory=dict)
-    seats: dict[tuple[int, int], Any] = field(default_factory=dict)  # of a step, kept by paged.py
 
     def select(self, window: int | None) -> Selection:
         """Blocks to gather, mask over them, and the slots to keep, for a sliding window or None.

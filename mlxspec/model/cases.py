@@ -40,7 +40,7 @@ def _step(model: Module, block_size: int, kv_bits: int) -> Iterator[Case]:
             log.debug("no shapes in the %s layout: %s", layout, failed)
             continue
         for shape in shapes:
-            yield paged.paged_attention_case(shape)
+            yield from paged.paged_attention_cases(shape)
         for dtype in dict.fromkeys((logits.dtype, mx.float32)):  # a bias or a penalty makes them fp32
             yield draw.sample_accept_case(logits.shape[-1], dtype)
         return

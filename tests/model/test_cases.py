@@ -1,5 +1,6 @@
 """What kernels could do is known of a model whose weights are still on the disk."""
 
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,9 +16,10 @@ from tests import tiny
 
 
 def attention(model: nn.Module, block: int, bits: int = 0) -> list[str]:
+    """What there is but drawing, whatever the context."""
     names = [case.name for case in cases_of(model, block, bits)]
     assert names[-1] == f"sample_accept {tiny.VOCAB} float32"
-    return names[:-1]
+    return list(dict.fromkeys(re.sub(r" (ragged|context \d+)$", "", name) for name in names[:-1]))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_drawing_in_both_dtypes() -> None:
     model = tiny.model("llama")
     model.set_dtype(mx.bfloat16)
     names = [case.name for case in cases_of(model, 8)]
-    assert names[1:] == [f"sample_accept {tiny.VOCAB} {dtype}" for dtype in ("bfloat16", "float32")]
+    assert names[3:] == [f"sample_accept {tiny.VOCAB} {dtype}" for dtype in ("bfloat16", "float32")]
 
 
 def test_quantized_weights_and_kv() -> None:

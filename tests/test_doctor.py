@@ -122,7 +122,7 @@ def test_the_draft_model_and_the_others_are_models_too(
     small = save_tokenizer(tmp_path / "small")
     save(small)
     shelf = Shelf(tmp_path / "cache" / PROOFS)
-    drafts = "paged_attention float32 4/2x16 block 32"
+    drafts = f"paged_attention float32 4/2x16 block 32 {CONTEXTS[0]}"
     shelf.save(drafts, Verdict("lanes", 1, 8))
     words = (str(model), "--cache-dir", str(tmp_path / "cache"))
     monkeypatch.setenv("MLXSPEC_KV_BITS", "8")

@@ -4,6 +4,7 @@ Rule: the kernel draws MLX's own noise, so which of the two ran cannot be told f
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -139,26 +140,31 @@ def _shape(vocab: int, dtype: mx.Dtype) -> str:
 
 def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
     """The proof of a vocabulary in a dtype, whose tokens must all be the reference's. Every fourth row is
-    greedy; by an odd seed others have floors and masks, and a draft of which half stands runs along."""
+    greedy; by an odd seed others have floors and masks, and a draft of which half stands runs along. A
+    chain is threaded through the positions: to copy the logits would cost more than to read them."""
 
     def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
         logits = (3 * mx.random.normal((rows, vocab), key=mx.random.key(seed))).astype(dtype)
+        nudge = mx.zeros((rows,))
         if seed % 2 == 0:
-            return (logits,)
+            return logits, nudge
         floors = mx.where(mx.arange(rows) % 3 == 1, mx.topk(_scaled(logits), 40, axis=-1).min(-1), -mx.inf)
         drawn, _ = reference.sample_accept(logits, _some(logits, floors))
-        return logits, floors, drawn + (mx.arange(rows) == rows // 2)
+        return logits, nudge, floors, drawn + (mx.arange(rows) == rows // 2)
 
     def run(way: Callable[..., Results]) -> Callable[..., mx.array]:
-        def result(logits: mx.array, floors: mx.array | None = None, ids: mx.array | None = None) -> mx.array:
+        def result(
+            logits: mx.array, nudge: mx.array, floors: mx.array | None = None, ids: mx.array | None = None
+        ) -> mx.array:
             drafts = [(0, len(logits) - 1)] if ids is not None else ()
-            tokens, kept = way(logits, _some(logits, floors), ids, drafts)
+            draws = replace(_some(logits, floors), late=nudge.astype(mx.int32))
+            tokens, kept = way(logits, draws, ids, drafts)
             return tokens if kept is None else mx.concatenate([tokens, kept])
 
         return result
 
     plain, shape = run(reference.sample_accept), _shape(vocab, dtype)
-    return Case(KERNEL, shape, (1, 2, 5, 16, 64), inputs, plain, plain, {WAY: run(by_kernel)}, 0.0)
+    return Case(KERNEL, shape, (1, 2, 5, 16, 64), inputs, plain, plain, {WAY: run(by_kernel)}, 0.0, linked=1)
 
 
 def _scaled(logits: mx.array) -> mx.array:

@@ -317,7 +317,7 @@ def _race(
             for side in list(sides) if turn % 2 else list(reversed(sides)):
                 began = clock()
                 try:
-                    mx.eval(chain(sides[side], sets, calls, at))
+                    mx.eval(chain(sides[side], sets, calls, at, case.linked))
                     if (took := clock() - began) > STALL_S:
                         raise Out(f"{calls} calls {STALLED} {took:.0f} s")
                     best[side] = min(best[side], took / calls)
@@ -348,15 +348,18 @@ def _sets(case: Case, rows: int) -> list[tuple[mx.array, ...]]:
     return sets + [case.inputs(rows, seed) for seed in range(1, more)]
 
 
-def chain(call: Call, sets: Sequence[tuple[mx.array, ...]], calls: int, at: int = 0) -> mx.array:
-    """So many calls, each of which needs the one before: its first input is given 0 times a result, which
+def chain(
+    call: Call, sets: Sequence[tuple[mx.array, ...]], calls: int, at: int = 0, linked: int = 0
+) -> mx.array:
+    """So many calls, each of which needs the one before: one of its inputs is given 0 times a result, which
     changes no finite value. Queued calls that do not depend on each other would hide what each waits for, and
     `mx.depends` orders the graph only, not the GPU."""
     link: mx.array | float = 0.0
     for i in range(at, at + calls):
-        x, *rest = sets[i % len(sets)]
-        y = call(x + link, *rest)
-        link = (y.reshape(-1)[:1] * 0).astype(x.dtype)
+        given = list(sets[i % len(sets)])
+        given[linked] = given[linked] + link
+        y = call(*given)
+        link = (y.reshape(-1)[:1] * 0).astype(given[linked].dtype)
     return y
 
 

@@ -11,8 +11,8 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes; the first of
-    that is the float array that a chain of calls is threaded through. The kernel must match with all counts
+    """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes; a chain of calls
+    is threaded through the float array `linked` of that, a small one. The kernel must match with all counts
     of `rows`, rising, and is raced with those in `raced`, some of them; (): all. A verdict takes all that
     lies between two counts, so `rows` has each that another instance of the kernel is launched for.
     `tolerance` bounds the largest difference to the reference, as part of its largest value, besides one
@@ -30,6 +30,7 @@ class Case:
     tolerance: float
     nested: int = 0
     raced: tuple[int, ...] = ()
+    linked: int = 0
 
     @property
     def name(self) -> str:

@@ -11,9 +11,9 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes; a chain of calls
-    is threaded through the float array `linked` of that, a small one. The kernel must match with all counts
-    of `rows`, rising, and is raced with those in `raced`, some of them; (): all. A verdict takes all that
+    """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes; chains of calls
+    go through the float array `linked` of that, a small one. The kernel must match with all counts of
+    `rows`, rising, and is raced with those in `raced`, some of them; (): all. A verdict takes all that
     lies between two counts, so `rows` has each that another instance of the kernel is launched for.
     `tolerance` bounds the largest difference to the reference, as part of its largest value, besides one
     rounding where the reference is in fp32 and the kernel is not. `nested` n promises that `inputs` of fewer

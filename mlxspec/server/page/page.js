@@ -342,7 +342,8 @@ async function listen() {
     return "connecting";
   }
   if (!response.ok) return complaint(response);
-  if (entered && document.activeElement === document.body) $("say").focus(); // the form that had it is gone
+  const at = document.activeElement; // a form that was hidden may still have it
+  if (entered && (at === document.body || $("key").contains(at))) $("say").focus();
   entered = false;
   let last = null;
   for await (const data of dataOf(response)) show((last = JSON.parse(data)));

@@ -282,6 +282,7 @@ time.sleep(60)
 def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Iterator[Any]:
     """A process with a port, and the server's answer that names it."""
     (tmp_path / "mlxspec").mkdir(exist_ok=True)
+    (tmp_path / "mlxspec/__init__.py").touch()  # or a package that is installed would come before it
     (tmp_path / "mlxspec/__main__.py").write_text(LISTENER)
     (tmp_path / "mlxspec/mlxspec").write_text(LISTENER)
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, cwd=tmp_path) as child:

@@ -105,6 +105,7 @@ def paged_attention() -> Iterator[Trial]:
         )
         for alone in (attention.ALONE[1], attention.ALONE[3], attention.ALONE[4]):
             yield partial(attention.test_a_row_does_not_depend_on_what_runs_beside_it, alone, matrix)
+    yield partial(attention.check, step(((2, (40,)),), heads=4, dims=(32, 64)))  # heads of V lie elsewhere
     yield from (partial(attention.check, far) for far in attention.FAR)
     once = attention.test_k_and_v_are_read_once_for_all_rows_and_heads
     yield partial(once, mx.bfloat16, 128, 8, 100, True)

@@ -12,15 +12,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.metal import source
+from mlxspec.kernels.metal import FLOATS, SMALLEST, named, source
 from mlxspec.kernels.proven import VERDICTS, Case
 from mlxspec.kernels.reference import Draws
 from mlxspec.types import Unfit
 
 KERNEL, WAY = "sample_accept", "two passes"
 PAIRS, TOGETHER = 512, 4  # of tokens, that a SIMD-group draws; SIMD-groups of a threadgroup
-LEAST_PARTS = 8  # of a row: MLX gives a kernel smaller arrays in another address space
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 Results = tuple[mx.array, mx.array | None]
 
 
@@ -38,12 +36,12 @@ def by_kernel(
 ) -> Results:
     """As reference.sample_accept, by the kernel. Raises Unfit for what it does not do."""
     rows, vocab = logits.shape
-    if logits.dtype not in FLOATS or logits.size < 8:
+    if logits.dtype not in FLOATS or logits.size < SMALLEST:
         raise Unfit(
-            f"sample_accept takes 8 or more logits in float32, float16 or bfloat16, here are {logits.size} in"
-            f" {logits.dtype}; use reference.sample_accept"
+            f"sample_accept takes {SMALLEST} or more logits in float32, float16 or bfloat16, here are"
+            f" {logits.size} in {logits.dtype}; use reference.sample_accept"
         )
-    parts = max(LEAST_PARTS, -(-vocab // (2 * PAIRS)))
+    parts = max(SMALLEST, -(-vocab // (2 * PAIRS)))
     part, merge = _kernels(mx.fast.metal_kernel)
     hows = _hows(draws)
     masks = _masks(draws.masks, vocab)
@@ -125,17 +123,17 @@ def _masks(masks: Sequence[bytes], vocab: int) -> mx.array | None:
         raise Unfit(
             f"masks of {lengths} bytes for {vocab} tokens: give all as many, and a bit for each token"
         )
-    rows = [mask.ljust(8, b"\0") for mask in masks if mask]
+    rows = [mask.ljust(SMALLEST, b"\0") for mask in masks if mask]
     return mx.array(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1))
 
 
 def _padded(x: mx.array) -> mx.array:
     """MLX gives a kernel arrays of fewer than 8 elements in another address space."""
-    return x if x.size >= 8 else mx.pad(x, (0, 8 - x.size))
+    return x if x.size >= SMALLEST else mx.pad(x, (0, SMALLEST - x.size))
 
 
 def _shape(vocab: int, dtype: mx.Dtype) -> str:
-    return f"{vocab} {str(dtype).rpartition('.')[2]}"
+    return f"{vocab} {named(dtype)}"
 
 
 def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:

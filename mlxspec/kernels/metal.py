@@ -180,7 +180,7 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
 
     return Case(
         kernel="small_qmm",
-        shape=f"{n}x{k} of {bits} bits, group {group}, {_named(dtype)}",
+        shape=f"{n}x{k} of {bits} bits, group {group}, {named(dtype)}",
         rows=tuple(range(1, 1 + ROWS)),
         raced=RACED,
         inputs=inputs,
@@ -221,7 +221,7 @@ def gather_small_qmm_case(
 
     return Case(
         kernel="gather_small_qmm",
-        shape=f"{e}x{n}x{k} of {bits} bits, group {group}, {_named(dtype)}, top {top}{' apart' * apart}",
+        shape=f"{e}x{n}x{k} of {bits} bits, group {group}, {named(dtype)}, top {top}{' apart' * apart}",
         rows=counts,
         raced=tuple(count for count in RACED if count < counts[-1]) + counts[-1:],
         inputs=inputs,
@@ -259,5 +259,6 @@ def _gather(
     return y.reshape(of.size, -1)
 
 
-def _named(dtype: mx.Dtype) -> str:
+def named(dtype: mx.Dtype) -> str:
+    """As in a case's name."""
     return str(dtype).rpartition(".")[2]

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.metal import source
+from mlxspec.kernels.metal import SMALLEST, named, source
 from mlxspec.kernels.packed import Packing
 from mlxspec.kernels.proven import VERDICTS, Case
 from mlxspec.kernels.reference import Group
@@ -28,9 +28,8 @@ SHORT, LONG = 512, 32768  # contexts that are tried
 LARGEST = 128 << 20  # bytes of K and V that are tried
 DRAWN = 4096  # slots of a pool that are drawn at most; the others repeat them
 RACED = (1, 2, 4, 8, 16)  # with 8 heads to each of K and V, one for each version
-TOLERANCE = (
-    1e-4  # of the largest value: fp32's own in scores of 256 products and exponentials, with room for a GPU's
-)
+# Of the largest value: fp32's own in scores of 256 products and exponentials, with room for a GPU's.
+TOLERANCE = 1e-4
 PackingPair = tuple[Packing | None, Packing | None]
 ASKED: dict[str, "Shape"] = {}  # that attention was called with, by name
 
@@ -53,7 +52,7 @@ class Shape:
     def name(self) -> str:
         """As in Case.name."""
         dims = f"{self.dim}" if self.dim == self.dim_v else f"{self.dim}+{self.dim_v}"
-        kind = str(self.dtype).rpartition(".")[2]
+        kind = named(self.dtype)
         said = f"paged_attention {kind} {self.heads}/{self.kv_heads}x{dims} block {self.block_size}"
         said += f" window {self.window}" * bool(self.window) + f" kv_bits {self.bits}" * bool(self.bits)
         return said + " sinks" * self.sinks
@@ -138,7 +137,7 @@ def _places(groups: tuple[Group, ...], window: int) -> Places:
             at.append((start, first, g.length, _part(low, window), low // size, 0, 0, 0))
             held.append(table[low // size : -(-end // size)])
             parts = max(parts, _part(end - 1, window) - _part(low, window) + 1)
-    blocks = np.zeros((len(held), max(8, *map(len, held))), np.int32)
+    blocks = np.zeros((len(held), max(SMALLEST, *map(len, held))), np.int32)
     for blocks_of, table in zip(blocks, held, strict=True):
         blocks_of[: len(table)] = table
     where = mx.array(np.array(at, np.int32))

@@ -21,12 +21,11 @@ from mlxspec.model.attention import Trunk
 
 def _product(layer: Any, x: mx.array) -> mx.array | None:
     """x [..., K] times the layer's weights, [..., N], where a kernel is to do it."""
-    verdict, weights = VERDICTS.get(layer.case), _weights(layer)
-    rows = prod(x.shape[:-1])
-    if verdict is None or not verdict.takes(rows) or x.dtype != weights[1].dtype:
+    verdict = VERDICTS.get(layer.case)
+    if verdict is None or not verdict.takes(rows := prod(x.shape[:-1])) or x.dtype != layer.scales.dtype:
         return None
     how = layer.group_size, layer.bits, verdict.way == "matrix"
-    return metal.small_qmm(x.reshape(rows, -1), *weights, *how).reshape(*x.shape[:-1], -1)
+    return metal.small_qmm(x.reshape(rows, -1), *_weights(layer), *how).reshape(*x.shape[:-1], -1)
 
 
 class FewLinear(nn.QuantizedLinear):

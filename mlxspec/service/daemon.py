@@ -1,9 +1,8 @@
 """`mlxspec serve` as launchd or systemd runs it: with the ledger, with its log kept small.
 
 Rule: what would fail again at once, a setting too, is answered with 503 and the reason, by a process that
-loads nothing: to
-exit with an error would be a loop of restarts, and to exit well is no end either, since the connection that
-still waits starts it anew.
+loads nothing: to exit with an error would be a loop of restarts, and to exit well is no end either, since the
+connection that still waits starts it anew.
 """
 
 import asyncio

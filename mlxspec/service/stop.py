@@ -8,14 +8,13 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mlxspec.service import Hands, here, named, verbs
+from mlxspec.service import Hands, here, verbs
 from mlxspec.service.status import look
 from mlxspec.types import Unfit
 
@@ -55,7 +54,8 @@ def _argv(pid: int) -> list[str]:
             if os.stat(f"/proc/{pid}").st_uid == os.getuid():
                 return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
         return []
-    found = _said("ps", "-ww", "-o", "uid=", "-o", "stat=", "-o", "command=", "-p", str(pid)).split(None, 2)
+    said = Hands().ask("ps", "-ww", "-o", "uid=", "-o", "stat=", "-o", "command=", "-p", str(pid))
+    found = said.stdout.split(None, 2)
     if len(found) < 3 or found[0] != str(os.getuid()) or found[1].startswith("Z"):
         return []
     cut = re.match(r"(/.*?/python[\d.]*) (.*)", found[2], re.IGNORECASE)  # its path may have blanks
@@ -74,7 +74,7 @@ def _serves(argv: Sequence[str]) -> bool:
 
 def _listens(pid: int, port: int) -> bool:
     if sys.platform != "linux":
-        return str(pid) in _said("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t").split()
+        return str(pid) in Hands().ask("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t").stdout.split()
     sockets = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -84,8 +84,3 @@ def _listens(pid: int, port: int) -> bool:
     with contextlib.suppress(OSError):
         return any(os.readlink(f"/proc/{pid}/fd/{n}") in sockets for n in os.listdir(f"/proc/{pid}/fd"))
     return False
-
-
-def _said(*command: str) -> str:
-    with named(command[0]):
-        return subprocess.run(command, capture_output=True, text=True).stdout

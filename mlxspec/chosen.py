@@ -19,6 +19,7 @@ from mlxspec.engine.fleet import Fleet, Member
 from mlxspec.engine.start import Options, start
 from mlxspec.model.catalog import DEFAULT, Resolved, cache_of, cards, held, prompts_of, resolve
 from mlxspec.model.load import context_of
+from mlxspec.model.runner import owed
 from mlxspec.text.prompt import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, Unfit
 
@@ -140,7 +141,8 @@ def fleet_of(chosen: Sequence[Chosen], config: Config, asleep: bool = False) -> 
 
     def lack(name: str, held: int, freed: int) -> str:
         need = max(sizes[name] + memory.headroom() + LEAST, *(m.need for m in members if m.info.name == name))
-        free = (config.memory_bytes - held if config.memory_gb else memory.available()) + freed
+        # `held` and `freed` count what pools are yet to take.
+        free = (config.memory_bytes - held if config.memory_gb else memory.available() - owed()) + freed
         if need <= free:
             return ""
         stay = ", ".join(m.info.name for m in members if m.engine and m.pinned)

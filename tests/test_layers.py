@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "engine.tier": PLAIN | {"engine.blocks", "engine.disk", "engine.groups", "engine.runfile"},
     "engine.engine": STEP | {"engine.constrain", "engine.disk", "engine.pressure", "engine.tier"},
     "engine.start": STEP
-    | {"engine.engine", "engine.memory", "engine.disk", "engine.runfile", "engine.snapshots", "engine.tier"},
+    | {"engine.engine", "engine.memory", "engine.disk", "engine.runfile", "engine.snapshots", "engine.tier"}
+    | {"engine.known"},
+    "engine.known": MODEL | {"engine.runfile"},
     "engine.fleet": STEP | {"engine.engine", "engine.pressure"},
     "engine.worker": ENGINE,
     "server": SERVER | {"chosen"},
@@ -70,6 +72,7 @@ LIBRARIES = {
         "engine.fleet",
         "engine.worker",
         "engine.start",
+        "engine.known",
     },
     "mlx_lm": {"model", "text"},
     "transformers": {"model", "text"},

@@ -39,6 +39,7 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))  # in eviction order
         self.spent: OrderedDict[int, None] = OrderedDict()  # of the free ones, what is hardly of use
         self.refs = [0] * blocks
+        self.given = NULL_BLOCK  # the highest block that was ever given out
         self.index: dict[bytes, int] = {}
         self.key: dict[int, bytes] = {}
         self.parts: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent key -> block -> its tokens
@@ -89,6 +90,7 @@ class BlockPool:
         self.spent.pop(block, None)
         self._forget(block)
         self.refs[block] = 1
+        self.given = max(self.given, block)
         return block
 
     def share(self, blocks: Iterable[int]) -> None:

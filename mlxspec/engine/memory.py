@@ -1,7 +1,7 @@
 """What memory there is, what this process takes of it, and how much of it a model's caches get.
 
-Rule: the pool is sized once, before a weight is read, and never grows. A figure that the system does not give
-is guessed with care and the log says so; only what does not fit raises.
+Rule: the pool's size is decided once, before a weight is read. A figure that the system does not give is
+guessed with care and the log says so; only what does not fit raises.
 """
 
 import ctypes

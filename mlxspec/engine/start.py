@@ -16,7 +16,7 @@ from mlx.nn.layers.base import Module
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from mlxspec.engine import memory
+from mlxspec.engine import known, memory
 from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.disk import PENDING, READING, Disk
 from mlxspec.engine.engine import Engine
@@ -32,8 +32,8 @@ from mlxspec.kernels.proven import Case
 from mlxspec.kernels.stall import Stalls
 from mlxspec.model import meter, states
 from mlxspec.model.cases import cases_of
-from mlxspec.model.load import Fit, Kept, context_of, fit, geometry, growth, load, read, weights
-from mlxspec.model.runner import Runner
+from mlxspec.model.load import Fit, Kept, context_of, fit, geometry, load, read, weights
+from mlxspec.model.runner import Runner, owed
 from mlxspec.model.transfer import Transfer
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.chain import Chain
@@ -47,7 +47,6 @@ WARM_ROWS = 64  # a prompt long enough to tell what a row costs
 DISK_BUFFERS = PENDING + READING  # bytes on their way to the disk and back
 DISK_LEAST = 256 << 20  # bytes, below which a prompt cache is hardly of use
 LEAST_STRIDE = 16  # blocks between two states that a long prompt leaves behind
-WORTH_CHECKING = 1 << 24  # bytes of one layer's keys; below that, activations hide a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,10 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)
-    found = fit(model, options.layout, options.kv_bits)
+    how = dict(layout=options.layout, kv_bits=options.kv_bits)
+    file = known.place(options.cache, path, how)
+    before = None if options.again else known.recall(file)
+    found = before.fit if before else fit(model, options.layout, options.kv_bits)
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     small = fit_small(options.draft, *models[1], found) if options.draft else None
@@ -102,6 +104,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         [Window(w, BlockPool(n, options.block_size, salt)) for w, n in windows.items()],
         _snapshots(needs, sizes, context, options.block_size),
     )
+    runner.by_need(lambda: [pool.given for pool in groups.pools])
     scheduler = Scheduler(
         groups,
         context=context,
@@ -112,7 +115,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
     engine.stalls = stalls
-    _warm(engine)
+    seconds = _warm(engine, before.seconds if before else 0.0)
+    known.keep(file, known.Known(found, seconds))
     if options.speculate:
         _speculate(engine, path, small, options)
     if options.disk and options.disk_bytes and found.sharing:
@@ -193,7 +197,8 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
     held += DISK_BUFFERS if options.disk_bytes else 0
     free = min(memory.available(), meter.device_free())
     if options.memory:
-        free = max(0, options.memory - meter.held()[0])  # other models may be here
+        free = options.memory - meter.held()[0]
+    free = max(0, free - owed())  # other models may be here
     # The weights alone come first: a few models evaluate themselves when they are asked for more.
     memory.room(held, memory.Needs(0), context, options.block_size, _chunk(options), free, options.memory)
     found = [geometry(model, options.kv_bits * (n == 0)) for n, model in enumerate(models)]
@@ -273,6 +278,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
         model = None
         if small and options.draft:
             own = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True)
+            own.by_need(lambda: [pool.given])
             model = DraftModel(own, engine.vocab, one_row(own, table), small.fit.vocab, small.context)
             log.info("%s drafts: %.1f ms a token", options.draft.name, model.seconds * 1e3)
     finally:
@@ -281,32 +287,42 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
     scheduler.blind = chain.blind
 
 
-def _warm(engine: Engine) -> None:
-    """Two pairs of short requests through the real pool: the first allocates it and compiles what is compiled
-    lazily, the second shows what a step costs and that it writes the pool in place, which all stands on."""
+def _places(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many blocks the pools hold, and where they lie."""
+    return tuple(engine.runner.view.held.values()), engine.runner.places()
+
+
+def _warm(engine: Engine, known: float) -> float:
+    """Short requests through the real pool. The first pair allocates it and compiles what is compiled lazily;
+    the second shows what a step costs and that it writes the pool in place, which all stands on. Where an
+    earlier start has found that one takes `known` seconds, a single row does. Seconds of the slowest step."""
     limit, worst = engine.scheduler.limit, 0.0
     if limit < 2:
         raise Unfit(f"a context of {limit} tokens cannot hold a prompt and an answer; raise --context")
     rows = min(WARM_ROWS, limit - 1)
 
-    def run(first: int) -> None:
+    def run(first: int, rows: int, tokens: int) -> None:
         nonlocal worst
-        for i in (first, first + 1):
+        for i in (first, first + 1)[: 1 if known else 2]:
             prompt = tuple((i + at) % engine.vocab for at in range(rows))
-            engine.add(Request(f"warm-up {i}", prompt, min(4, limit - rows), Sampling(seed=1)))
+            engine.add(Request(f"warm-up {i}", prompt, min(tokens, limit - rows), Sampling(seed=1)))
         worst = 0.0
         while engine.busy:
             engine.step()
             worst = max(worst, engine.step_seconds)
 
-    run(1)
-    grown = growth(lambda: run(3))
-    engine.scheduler.pace.calibrate(2 * rows, worst)
-    pools = [pool.nbytes for pages in engine.runner.pages() for pool in pages.pools()]
-    if pools and max(pools) > WORTH_CHECKING and grown > max(pools):
-        log.warning(
-            "a step takes %d MiB beside the KV pool: MLX seems to copy the pool instead of writing in place."
-            " Answers are right but slow; a smaller --kv-blocks helps, and please report it",
-            grown >> 20,
-        )
+    run(1, 1 if known else rows, 4)
+    if not known:
+        seen = {_places(engine)}
+        # Odd and even numbers of steps: two buffers that take turns are where they were after two.
+        for first, tokens in ((3, 4), (5, 3)):
+            run(first, rows, tokens)
+            seen.add(_places(engine))
+        if len({held for held, _ in seen}) < len(seen):  # a pool that has grown may be elsewhere
+            log.warning(
+                "steps take memory beside the KV pool: MLX copies the pool instead of writing in place."
+                " Answers are right but slow; please report it"
+            )
+    engine.scheduler.pace.calibrate(2 * rows, known or worst)
     engine.forget()
+    return known or worst

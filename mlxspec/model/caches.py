@@ -20,7 +20,8 @@ from mlxspec.types import Unfit
 class View:
     """The step as the layers see it. `positions` [batch rows], `slots` [T] where K/V of each row go, `groups`
     partition the rows, `sampled` is the index of the rows that reach lm_head (None: all). `blocks` are the
-    sizes of the pools: under None for layers that see everything, under a window for those with their own."""
+    sizes of the pools: under None for layers that see everything, under a window for those with their own;
+    `held` is how many of those blocks there is memory for by now."""
 
     block_size: int
     blocks: Mapping[int | None, int]
@@ -29,6 +30,10 @@ class View:
     groups: Sequence[Group] = ()
     sampled: Any = None
     kv_bits: int = 0  # of what the pools hold; 0: as the model computes it
+    held: dict[int | None, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.held = dict(self.blocks)
 
     def slots_of(self, blocks: Sequence[int]) -> mx.array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
@@ -97,8 +102,18 @@ class Pages:
         assert self.keys is not None and self.values is not None, "read before the first write"
         return self.keys, self.values
 
+    def grow(self) -> None:
+        """Bring the pools to the size that the view holds by now. What they hold stays."""
+        slots = self.view.held[self.pool] * self.view.block_size
+        grown = []
+        for pool in self.pools():
+            more = mx.zeros((pool.shape[0], slots - pool.shape[1], pool.shape[2]), pool.dtype)
+            grown.append(mx.concatenate([pool, more], axis=1))
+        mx.eval(grown)
+        self.keys, self.values = grown
+
     def _pool(self, x: mx.array, packing: Packing | None) -> mx.array:
-        slots = self.view.blocks[self.pool] * self.view.block_size
+        slots = self.view.held[self.pool] * self.view.block_size
         width, dtype = (packing.width, mx.uint32) if packing else (x.shape[3], x.dtype)
         return mx.zeros((x.shape[1], slots, width), dtype)
 

@@ -7,7 +7,7 @@ the first that does is used, and why the earlier ones were not is logged.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -206,13 +206,3 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
         vocab, took = want[0].shape[-1], rewind if stateful else None
         return Fit(layout, trunk, lone, sizes[None], windows, vocab, tuple(refused), carried, took, kv_bits)
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))
-
-
-def growth(work: Callable[[], None]) -> int:
-    """Bytes that `work` takes at its peak beyond what MLX holds now. Ends with MLX's spare buffers freed."""
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    work()
-    grown = mx.get_peak_memory() - before
-    mx.clear_cache()
-    return grown

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Literal
+from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
@@ -25,8 +26,16 @@ from mlxspec.model.states import State, States
 from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
 from mlxspec.types import Sequence as Seq
 
+FIRST = 32  # blocks that a pool which grows begins with
+GROWING: "WeakSet[Runner]" = WeakSet()
+
 Layout = Literal["rows", "rect", "gather", "solo"]
 Rewind = Literal["tape", "refeed"]
+
+
+def owed() -> int:
+    """Bytes by which pools of this process may still grow."""
+    return sum(runner.owed() for runner in GROWING)
 
 
 class Step:
@@ -98,6 +107,7 @@ class Runner:
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
         self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
+        self._given: Callable[[], Sequence[int]] | None = None
         if kv_bits and layout == "solo":
             raise Unfit(f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0")
         self.caches: list[Any] = []
@@ -116,6 +126,40 @@ class Runner:
         """The pages that were written; a model may ask for caches that it never uses."""
         return [p for p in self._paged if p.keys is not None]
 
+    def by_need(self, given: Callable[[], Sequence[int]]) -> None:
+        """Take memory for blocks when they are given out, not before: `given` tells the highest of each pool
+        so far. Nothing may have been written yet."""
+        self._given = given
+        self.view.held = {pool: min(size, FIRST) for pool, size in self.view.blocks.items()}
+        GROWING.add(self)
+
+    def grow(self) -> None:
+        """Have memory for all blocks that were given out, and half as many again, so that this is rare. Layer
+        by layer: the pool that is copied lies beside its copy."""
+        if self._given is None:
+            return
+        view = self.view
+        for (pool, size), highest in zip(view.blocks.items(), self._given(), strict=True):
+            if highest < view.held[pool]:
+                continue
+            view.held[pool] = min(size, (highest + 1) * 3 // 2)
+            for pages in self.pages():
+                if pages.pool == pool:
+                    pages.grow()
+                    mx.clear_cache()
+
+    def owed(self) -> int:
+        """Bytes by which the pools may still grow."""
+        held, blocks = self.view.held, self.view.blocks
+        sizes = ((p.pool, sum(x.nbytes for x in p.pools())) for p in self.pages())
+        return sum(size // held[pool] * (blocks[pool] - held[pool]) for pool, size in sizes)
+
+    def places(self) -> tuple[int, ...]:
+        """The addresses of the pools, all work on them done."""
+        mx.eval(self._pools())
+        pools = (np.array(pool.view(mx.uint8), copy=False) for pool in self._pools())
+        return tuple(int(pool.__array_interface__["data"][0]) for pool in pools)
+
     def _cache(self, cache: Any) -> Any:
         """What stands in for one of mlx-lm's caches. Raises Unfit for a memory that nothing here can be."""
         if type(cache) is CacheList:
@@ -131,6 +175,7 @@ class Runner:
         Waits for the step in flight: once per prompt with a partial hit, the loop does not overlap."""
         if not copies:
             return
+        self.grow()
         moves = {}
         for group, pool in enumerate(self.view.blocks):
             mine = [(source, target) for of, source, target in copies if of == group]
@@ -254,6 +299,7 @@ class Runner:
 
     def _stage(self, plan: Sequence[Entry], late: mx.array | None = None) -> None:
         """Positions, slots and groups of entries that lie in bucket order."""
+        self.grow()
         size, view = self.view.block_size, self.view
         view.positions = mx.array([at for e in plan for at in range(e.start, e.end)], mx.int32)
         if late is not None:

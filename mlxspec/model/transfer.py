@@ -38,6 +38,7 @@ class Transfer:
     def place(self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]) -> bool:
         """Write blocks number `which` of an export at `blocks`, in place. False where it does not fit; then
         nothing is written."""
+        self.runner.grow()
         size = self.runner.view.block_size
         pools = self._pools(group)
         found = list(arrays.items())
@@ -70,8 +71,8 @@ class Transfer:
 
     def block_bytes(self, group: int) -> int:
         """Of one block in all layers of the group."""
-        blocks = list(self.runner.view.blocks.values())[group]
-        return sum(pool.nbytes for pool in self._pools(group)) // blocks
+        held = list(self.runner.view.held.values())[group]
+        return sum(pool.nbytes for pool in self._pools(group)) // held
 
     def _pages(self, group: int) -> list[Any]:
         key = list(self.runner.view.blocks)[group]

@@ -1,7 +1,7 @@
 """What a step costs here, by its rows and its context: measured once at the start, kept on disk.
 
-Rule: the measurement takes SECONDS, or LEAST steps where these are slower, and says what it found; whatever
-it gets wrong, the controller corrects from the steps that follow.
+Rule: the measurement takes SECONDS, longer only until each point was measured, and says what it found;
+whatever it gets wrong, the controller corrects from the steps that follow.
 """
 
 import hashlib
@@ -33,12 +33,8 @@ TUNING = 20.0  # seconds, where somebody asked for it
 TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks for a measurement should hold
-FIRST = (1, 32, 8, 16, 4, 2)  # rows in order of what they tell, if time is short
-LEAST = 2  # of them are measured however long it takes
 DRAWN = 2  # rows that are sampled to tell what one takes
 HISTORY = 1024  # tokens that penalties count, in this
-MOST = 16
-KNOWN: dict[str, Costs] = {}  # what this process measured in too little time to be kept on the disk
 Tell = Callable[[int, int], None]
 _ONE = Sampling(temperature=1.0)
 SAMPLINGS = (_ONE, replace(_ONE, top_p=0.9), replace(_ONE, top_k=20), Sampling(temperature=0))
@@ -62,15 +58,16 @@ def calibrate(
     contexts = (min(CONTEXTS[0], high), high)
     name = _name(runner, path, contexts)
     file = cache / f"{name}.json" if cache else None
-    if not again and (known := (file and _load(file)) or KNOWN.get(name)):
+    if not again and (known := file and _load(file)):
         return known
     began = time.perf_counter()
-    until, least = (began + TUNING, 2) if again else (began + SECONDS, 0)
-    times, whole = _measure(runner, _one(runner, table, high), contexts, until, least, tell)
-    rows = sorted({r for c, r in times if c == contexts[0]})
+    until = began + (TUNING if again else SECONDS)
+    # Where kernels are compiled at their first use, a first turn says little.
+    least = 2 if again or mx.metal.is_available() else 1
+    times = _measure(runner, _one(runner, table, high), contexts, until, least, tell)
+    rows = list(GRID)
     low = [times[contexts[0], r] for r in rows]
-    longer = max(1.0, times.get((high, 1), low[0]) / low[0])  # where the time was over before both were known
-    top = [max(s, times.get((high, r), s * longer)) for r, s in zip(rows, low, strict=True)]
+    top = [max(s, times[high, r]) for r, s in zip(rows, low, strict=True)]
     low, top = (np.maximum.accumulate(each).tolist() for each in (low, top))  # no row is cheaper than fewer
     log.info(
         "a step costs %.1f ms for 1 row and %s at %d tokens of context; measured in %.1f s",
@@ -80,12 +77,8 @@ def calibrate(
         time.perf_counter() - began,
     )
     costs = Costs(contexts, rows, (low, top), sampling(vocab))
-    if file and whole:
+    if file:
         _save(file, costs)
-    else:  # good enough for this process, where a model that slept must not measure again
-        KNOWN[name] = costs
-        if len(KNOWN) > MOST:
-            KNOWN.pop(next(iter(KNOWN)))
     return costs
 
 
@@ -115,21 +108,20 @@ def sampling(vocab: int) -> dict[str, float]:
 
 def _measure(
     runner: Runner, seq: Seq, contexts: Sequence[int], until: float, least: int, tell: Tell
-) -> tuple[dict[tuple[int, int], float], bool]:
-    """Seconds by (context, rows), the best of as many turns as there is time for, `least` at least; and
-    whether there were two, so that nothing that a first use costs is left in them. One step goes first."""
-    order = [(c, r) for r in (*FIRST, *(r for r in GRID if r not in FIRST)) for c in contexts]
-    order[1:3] = order[2:0:-1]  # what LEAST promises: one row and many, at the short context
+) -> dict[tuple[int, int], float]:
+    """Seconds by (context, rows), the best of as many turns as there is time for, `least` at least. One step
+    goes first."""
+    order = [(c, r) for r in GRID for c in contexts]
     times: dict[tuple[int, int], float] = {}
     _time(runner, seq, contexts[0], 1)
     for turn in range(TURNS):
         for n, (context, rows) in enumerate(order):
             tell(turn * len(order) + n, TURNS * len(order))
-            if time.perf_counter() > until and len(times) >= LEAST and turn >= least:
-                return times, turn > 1
+            if time.perf_counter() > until and turn >= least:
+                return times
             took = _time(runner, seq, context, rows)
             times[context, rows] = min(took, times.get((context, rows), took))
-    return times, True
+    return times
 
 
 def _one(runner: Runner, table: list[int], context: int) -> Seq:

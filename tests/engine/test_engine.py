@@ -10,7 +10,6 @@ import pytest
 
 from mlxspec.engine import constrain
 from mlxspec.engine.pressure import WARN
-from mlxspec.model.load import growth
 from mlxspec.model.runner import Layout, Step
 from mlxspec.speculate import NoDrafter
 from mlxspec.types import NULL_BLOCK, Logprob, Sampling, Unfit
@@ -75,6 +74,14 @@ def test_what_runs_is_told_before_its_first_token(qwen3) -> None:
     told = {}
     tiny.run(e, each=lambda i: told.update(e.stats().seated))
     assert told["b"] > 0 and e.stats().seated == ()
+
+
+def growth(work) -> int:
+    """Bytes that `work` takes at its peak beyond what MLX holds now."""
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    work()
+    return mx.get_peak_memory() - before
 
 
 @pytest.mark.parametrize(

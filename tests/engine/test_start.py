@@ -14,10 +14,11 @@ from mlxspec.engine import memory, start
 from mlxspec.engine.start import Options
 from mlxspec.kernels import prove
 from mlxspec.kernels.proven import VERDICTS, Case
-from mlxspec.model.load import fit, geometry
+from mlxspec.model.load import fit, geometry, load, read
+from mlxspec.model.runner import owed
 from mlxspec.speculate import NoDrafter
 from mlxspec.speculate.chain import Chain
-from mlxspec.types import Unfit
+from mlxspec.types import Request, Sampling, Unfit
 from tests import tiny
 from tests.model.test_load import save
 
@@ -115,11 +116,10 @@ def test_a_context_of_nothing_is_refused(path: Path) -> None:
 def test_a_pool_that_is_copied_is_reported(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(start, "WORTH_CHECKING", 1 << 10)
     wide = Options(block_size=32, kv_blocks=3000)
     with caplog.at_level(logging.WARNING, "mlxspec"):
         start.start(path, "tiny", wide)
-    assert "copy the pool" not in caplog.text
+    assert "copies the pool" not in caplog.text
     held = []
     put = start.Engine.step
 
@@ -132,7 +132,48 @@ def test_a_pool_that_is_copied_is_reported(
     monkeypatch.setattr(start.Engine, "step", step)
     with caplog.at_level(logging.WARNING, "mlxspec"):
         start.start(path, "tiny", wide)
-    assert "copy the pool" in caplog.text
+    assert "copies the pool" in caplog.text
+
+
+def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
+    """And what it will take is not free for another model."""
+    engine, info = start.start(path, "tiny", Options(block_size=8, kv_blocks=400, speculate=False))
+    runner = engine.runner
+    held = sum(pool.nbytes for pages in runner.pages() for pool in pages.pools())
+    assert held < info.kv_bytes / 2 and held + runner.owed() == info.kv_bytes and owed() >= runner.owed()
+    prompt = tuple(i * 7 % engine.vocab for i in range(480))
+    model, _ = load(path)
+    read(model)
+    want = tiny.Plain(model)(prompt, 20)
+    engine.add(Request("short", prompt[:40], 3, Sampling(temperature=0)))
+    tiny.run(engine)
+    engine.add(Request("long", prompt, 20, Sampling(temperature=0)))
+    assert tiny.tokens(tiny.run(engine), "long") == want
+    assert sum(pool.nbytes for pages in runner.pages() for pool in pages.pools()) > 2 * held
+
+
+def test_the_next_start_does_not_try_again(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = Options(cache=tmp_path / "costs")
+    first, info = start.start(path, "tiny", options)
+    monkeypatch.setattr(start, "fit", None)  # trying again would fail
+    second, again = start.start(path, "tiny", options)
+    assert replace(again, created=info.created) == info
+    assert second.scheduler.pace.alone == first.scheduler.pace.alone
+    assert second.counters["steps"] == 0
+    with pytest.raises(TypeError):
+        start.start(path, "tiny", replace(options, again=True))
+    (kept,) = (tmp_path / "costs").glob("known-*")
+    for text in ("", "[]", '{"fit": {"windows": {}, "refused": []}, "seconds": 1}'):
+        kept.write_text(text)
+        with pytest.raises(TypeError):
+            start.start(path, "tiny", options)
+    monkeypatch.undo()
+    config = path / "config.json"
+    config.write_text(config.read_text().replace("}", " }"))  # another file is another model
+    start.start(path, "tiny", options)
+    assert len(list((tmp_path / "costs").glob("known-*"))) == 2
 
 
 def test_it_speculates_unless_told_otherwise(path: Path, tmp_path: Path) -> None:
@@ -245,7 +286,7 @@ def test_kernels_that_are_proven_are_watched(
     monkeypatch.setattr(start, "cases_of", lambda *of: [case])
     caplog.set_level(logging.INFO, "mlxspec")
     warm, watched = start._warm, []
-    monkeypatch.setattr(start, "_warm", lambda engine: (watched.append(bool(engine.stalls)), warm(engine)))
+    monkeypatch.setattr(start, "_warm", lambda e, s: (watched.append(bool(e.stalls)), warm(e, s))[1])
     options = Options(block_size=16, speculate=False, proofs=path / "kernels")
     e, _ = start.start(path, "tiny", options)
     assert e.stalls is None and not runs and VERDICTS["fake 1"].why == "no Metal here"

@@ -52,18 +52,6 @@ def test_it_is_measured_once(runner: Runner, tmp_path: Path, monkeypatch: pytest
     assert list(again.rows) == list(first.rows) and again.contexts == first.contexts
 
 
-def test_one_that_is_not_worth_a_file_is_not_repeated(
-    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that slept would measure at each waking."""
-    monkeypatch.setattr(module, "SECONDS", 0.0)
-    monkeypatch.setattr(module, "KNOWN", {str(n): None for n in range(module.MOST)})
-    first = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
-    assert not (tmp_path / "costs").exists() and len(module.KNOWN) == module.MOST
-    monkeypatch.setattr(module, "_time", None)  # measuring again would fail
-    assert first is not None and calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is first
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"seconds": [[1], [0]], "contexts": [1, 2], "rows": [1]}', '{"seconds": 5}']
 )
@@ -90,19 +78,21 @@ def test_a_cache_that_cannot_be_written_is_said(
     assert "will be measured again" in caplog.text
 
 
-def test_a_slow_model_is_measured_at_two_points(
+def test_a_slow_model_is_measured_once_at_each_point(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time is over at once: what two points say must do, and a longer context is never cheaper."""
+    """The time is over at once; the next start knows all the same, and a longer context is never cheaper."""
     asked: list[Any] = []
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(
         module, "_time", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
-    costs = calibrate(runner, 97, table(), tmp_path, None)
-    assert asked == [(64, 1), (64, 1), (64, 32)]  # the first is not counted
-    assert costs is not None and list(costs.rows) == [1, 32]
-    assert costs.measured == ([0.125, 4.0], [0.125, 4.0])
+    costs = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
+    assert asked[0] == (64, 1) and sorted(asked[1:]) == [(c, r) for c in (64, 159) for r in GRID]
+    assert costs is not None and list(costs.rows) == list(GRID)
+    assert costs.measured == ([r / 8 for r in GRID],) * 2
+    asked.clear()
+    assert calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is not None and not asked
 
 
 def test_a_pool_that_is_too_small(runner: Runner, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from mlxspec.text.messages import (
 )
 from mlxspec.text.parts import Call
 from mlxspec.text.reader import token_bytes
+from mlxspec.text.special import MARK, marked, special_of
+from mlxspec.text.special import encode as encode_rendered
 from mlxspec.types import Unfit
 
 log = logging.getLogger("mlxspec")
@@ -143,7 +145,8 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as the template writes it, its token ids, and whether its end opens the reasoning."""
+    """A conversation as the template writes it, with the marks of text/special.py, its token ids, and whether
+    its end opens the reasoning."""
 
     text: str
     ids: list[int]
@@ -178,7 +181,7 @@ def render(tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt
     """The conversation, with `generation_prompt` up to where the assistant is to speak. Raises Refused,
     naming the message."""
     text = _rendered(tokenizer, talk, generation_prompt)
-    ids = history.encode(text, lambda piece: encode(tokenizer, piece, special=False))
+    ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
     thinking = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
     return Rendered(text, ids, thinking)
 
@@ -188,7 +191,7 @@ def render_chat(
 ) -> list[int]:
     """Token ids of messages alone, as they are written. `template` goes to the template."""
     talk = talk_of(messages, None, template, History())
-    return encode(tokenizer, _rendered(tokenizer, talk, generation_prompt), special=False)
+    return encode_rendered(tokenizer, _rendered(tokenizer, talk, generation_prompt))
 
 
 def remember(
@@ -206,7 +209,7 @@ def remember(
         log.info("an answer will be spelled anew in the next turn: %s", error)
         return
     end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
-    shown = str(answer.get("reasoning_content", "")).strip() in after[len(before.text) :]
+    shown = str(answer.get("reasoning_content", "")).strip() in after[len(before.text) :].replace(MARK, "")
     if shown:  # else the next prompt would hold what this template leaves out
         history.keep_turn(before.text, after, ids, end)
 
@@ -219,11 +222,11 @@ def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:
             "messages", "messages cannot be rendered: the model has no chat template; use /v1/completions"
         )
     apply: Callable[..., str] = tokenizer.apply_chat_template
-    options, messages = dict(talk.options), talk.messages
+    options, messages, tools = _marked(tokenizer, talk)
     if not template_reads(tokenizer, "tools"):
-        messages = spelled_out(messages, talk.tools)
-    elif talk.tools:
-        options["tools"] = list(talk.tools)
+        messages = spelled_out(messages, tools)
+    elif tools:
+        options["tools"] = tools
     tried: list[Messages] = []
     first = ""
     for rewrite in REWRITES:
@@ -238,6 +241,21 @@ def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:
     raise Refused(
         "messages", f"messages: the model's chat template refuses them: {first}; change their roles or order"
     )
+
+
+def _marked(tokenizer: Tokenizer, talk: Talk) -> tuple[dict[str, Any], Messages, list[Any]]:
+    """The options, messages and tools of a conversation, in which no text is a control token."""
+    special = special_of(tokenizer)
+    try:
+        messages = [
+            marked(turn, special.answers if turn["role"] == "assistant" else special.begins)
+            | {"role": turn["role"]}
+            for turn in talk.messages
+        ]
+        options = {name: marked(value, special.begins) for name, value in talk.options.items()}
+        return options, messages, marked(list(talk.tools), special.begins)
+    except RecursionError as error:
+        raise Refused("messages", "messages, tools or options lie too deep in each other; flatten") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Chosen:
         file = self.found.path / "config.json"
         try:
             config = dict(json.loads(file.read_text("utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise Unfit(f"{file} cannot be read: {error}; give a complete model directory") from error
         inner = config.get("text_config") or {}
         paths = [one.path for one in (self.found, self.small) if one]

@@ -230,6 +230,13 @@ class Unfit(ValueError):
     """A request or a model that can never be served here, with the reason and the mend."""
 
 
+def reason(error: Exception) -> str:
+    """Why a model directory cannot be used, in a line. No library is ever told to run what lies in one."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own to run, which mlxspec never does"
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
 def too_long(tokens: int, context: int) -> str:
     """That a prompt is too long, in the words by which agents know to compact."""
     return (

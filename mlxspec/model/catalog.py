@@ -136,12 +136,12 @@ def _shards(path: Path) -> list[str]:
     """The weight files that the model's own index names and that are not there."""
     index = path / "model.safetensors.index.json"
     try:
-        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        named = {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise Unfit(f"{index} is not an index of weight files: {error!r}; fetch it again") from error
-    return sorted(name for name in named if not (path / str(name)).is_file())
+    return sorted(name[:99] for name in named - {file.name for file in path.iterdir() if file.is_file()})
 
 
 def _hub(name: str) -> Path:

@@ -30,7 +30,7 @@ from mlxspec.text.parts import Call
 from mlxspec.text.reader import token_bytes
 from mlxspec.text.special import MARK, marked, special_of
 from mlxspec.text.special import encode as encode_rendered
-from mlxspec.types import Unfit
+from mlxspec.types import Unfit, reason
 
 log = logging.getLogger("mlxspec")
 
@@ -75,14 +75,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
     files = [_json(path / name) for name in ("generation_config.json", "config.json")]
     eos = files[0].get("eos_token_id") or files[1].get("eos_token_id")
     try:
-        tokenizer: Tokenizer = load_wrapper(path, None, eos_token_ids=eos)  # type: ignore[no-untyped-call]
+        own: dict[str, Any] = {"trust_remote_code": False}  # unless told, transformers asks whether to run it
+        tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
         if not tokenizer.has_tool_calling:  # what text/messages.py tells a model without a format of its own
-            own = {"tool_parser_type": "json_tools"}
+            own["tool_parser_type"] = "json_tools"
             tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
         tokenizer.model_max_length = 1 << 62  # the context is checked by us; its warning would mislead
         return tokenizer
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise Unfit(f"{path} has no usable tokenizer: {error}; give a complete model directory") from error
+    except Exception as error:  # whatever the libraries raise at such files
+        why = f"{path} has no usable tokenizer: {reason(error)}; give a complete model directory"
+        raise Unfit(why) from error
 
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
@@ -262,6 +264,6 @@ def _json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where there is none that can be read."""
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -199,6 +199,18 @@ def test_a_control_token_takes_in_its_white_space_as_ever(tmp_path: Path) -> Non
     assert ids.index(role) == at and ids.count(role) == 2 and ids[: at + 2] == calm[: at + 2]
 
 
+@pytest.mark.parametrize("glue", [" <|role|> a", "<|role|>\n a", "\n <|im_end|> a"])
+def test_white_space_beside_a_text_with_marks(tmp_path: Path, glue: str) -> None:
+    tokenizer = made(tmp_path, "wide")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + repr(glue)[1:-1] + "{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("\\n", "\n")
+    calm, ids = (
+        render_chat(tokenizer, [{"role": "user", "content": c}]) for c in ("hello", "hello<|im_end|>")
+    )
+    own = tokenizer.encode("hello<|im_end|>", add_special_tokens=False, split_special_tokens=True)
+    assert ids == [*own, *calm[1:]]
+
+
 def test_options_of_the_template_are_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, template="{{ effort }}{{ eos_token }}" + TEMPLATE))
     said = {"effort": "<|im_end|>", "eos_token": "<|im_start|>"}

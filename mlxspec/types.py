@@ -230,7 +230,7 @@ class Unfit(ValueError):
     """A request or a model that can never be served here, with the reason and the mend."""
 
 
-def reason(error: Exception) -> str:
+def blame(error: Exception) -> str:
     """Why a model directory cannot be used, in a line. No library is ever told to run what lies in one."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own to run, which mlxspec never does"

@@ -23,7 +23,7 @@ from mlxspec.kernels import Packing
 from mlxspec.model import few, states
 from mlxspec.model.probe import BLOCK, BLOCKS, PROBES, bytes_of, differ, packed, probe, truth
 from mlxspec.model.runner import Layout, Rewind, Runner
-from mlxspec.types import Unfit, reason
+from mlxspec.types import Unfit, blame
 
 log = logging.getLogger("mlxspec")
 
@@ -91,7 +91,7 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
     try:
         model, config = load_model(path, lazy=True)
     except Exception as error:  # whatever mlx-lm's models and MLX raise at such files
-        raise Unfit(f"mlx-lm cannot load {path}: {reason(error)}") from error
+        raise Unfit(f"mlx-lm cannot load {path}: {blame(error)}") from error
     except SystemExit as error:  # one of its models ends the process where a package is missing
         raise Unfit(f"mlx-lm cannot load {path}: it asks for a package; its line above says which") from error
     # Each layer drew weights that are never computed; MLX's random state is the end of a chain of such draws.

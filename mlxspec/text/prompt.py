@@ -30,7 +30,7 @@ from mlxspec.text.parts import Call
 from mlxspec.text.reader import token_bytes
 from mlxspec.text.special import MARK, marked, special_of
 from mlxspec.text.special import encode as encode_rendered
-from mlxspec.types import Unfit, reason
+from mlxspec.types import Unfit, blame
 
 log = logging.getLogger("mlxspec")
 
@@ -83,7 +83,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer.model_max_length = 1 << 62  # the context is checked by us; its warning would mislead
         return tokenizer
     except Exception as error:  # whatever the libraries raise at such files
-        why = f"{path} has no usable tokenizer: {reason(error)}; give a complete model directory"
+        why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
         raise Unfit(why) from error
 
 

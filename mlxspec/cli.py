@@ -144,7 +144,7 @@ def chat(
 def launch(
     agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="All behind AGENT is for it.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="All behind AGENT is for it.")
     ] = None,
     show: Annotated[bool, typer.Option("--print", help="Show the command, and start nothing.")] = False,
     url: Url = None,
@@ -178,8 +178,8 @@ def bench(
         float | None,
         typer.Option(min=0, max=1, metavar="P", help="Measure the controller instead; loads no model."),
     ] = None,
-    row_cost: Annotated[float, typer.Option(min=0, max=2, help="Of a step, for these two.")] = 0.1,
-    draft_cost: Annotated[float, typer.Option(min=0, max=10, help="Of a step, for the last one.")] = 0.1,
+    row_cost: Annotated[float, typer.Option(min=0, max=2, help="Of a row, in steps; for these two.")] = 0.1,
+    draft_cost: Annotated[float, typer.Option(min=0, max=10, help="Of a drafted token, in steps.")] = 0.1,
 ) -> None:
     """Measure what speculation brings: the same prompts with it and without, in turn, on this machine.
 

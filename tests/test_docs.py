@@ -1,6 +1,7 @@
 """The documents say what is so: settings, commands, dependencies and links."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import mlxspec
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md"), *ROOT.glob("tests/*/*.md")])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 # Words that promise or belittle; a page says what is measured, and lets the reader judge what is easy.
@@ -77,6 +78,49 @@ def test_a_stale_configuration_is_seen(tmp_path: Path) -> None:
     assert subprocess.run([*command, "--check"], timeout=60).returncode == 0
 
 
+def test_the_help_is_current(tmp_path: Path) -> None:
+    """And a page that is not is seen, and written anew."""
+    for name in ("scripts/help", "docs/cli.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(read(name))
+    page, env = tmp_path / "docs/cli.md", {"PYTHONPATH": str(ROOT), "PATH": os.defpath}
+
+    def helped(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, tmp_path / "scripts/help", *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+    assert helped("--check").returncode == 0, "docs/cli.md is stale; run scripts/help"
+    page.write_text(read("docs/cli.md").replace("`--force`: ", "`--forced`: "))
+    stale = helped("--check")
+    assert (stale.returncode, stale.stderr) == (1, "cli.md is stale; run scripts/help\n")
+    assert helped().returncode == 0 and page.read_text() == read("docs/cli.md")
+
+
+def test_every_metric_has_its_row() -> None:
+    """With its labels and kind; of a histogram the buckets, sum and count are one."""
+    from mlxspec.metrics import Metrics
+    from mlxspec.types import ModelInfo, Served, Stats
+
+    info = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1, 1, 1)
+    stats = Stats(drafts=(("lookup", 1, 1, 1),), depths=((1, 1),))
+    shown = Metrics(lambda: {"tiny": Served(info, stats=stats)})
+    for histogram in (shown.first_token, shown.between_tokens):
+        histogram.labels("tiny").observe(1)
+    shown.duration.labels("tiny", "stop").observe(1)
+    shown.refused.labels("429").inc()
+    served = set()
+    for family in shown.registry.collect():
+        labels = {name for sample in family.samples for name in sample.labels} - {"le"}
+        name = family.name + "_total" * (family.type == "counter")
+        served.add((name, frozenset(labels), family.type))
+    rows = re.findall(r"^\| `(mlxspec_\w+)(?:\{([a-z,]+)\})?` \| (\w+) \|", read("docs/operating.md"), re.M)
+    written = [(name, frozenset(labels.split(",")) - {""}, kind) for name, labels, kind in rows]
+    assert set(written) == served and len(written) == len(served)
+    for page in PAGES:
+        named = re.findall(r"`(mlxspec_\w+?)(?:\{.*?\})?`", page.read_text("utf-8"))
+        assert set(named) <= {name for name, _, _ in rows}, page
+
+
 def test_dependencies_are_explained() -> None:
     run, develop, build = re.split(
         r"^## To (?:run|develop|build)$", read("docs/dependencies.md"), flags=re.M
@@ -129,5 +173,14 @@ def test_words_and_links(page: Path) -> None:
     prose = re.sub(r"\]\(https:[^)]*\)", "]", text)  # another's address may say what it likes
     found = [word for word in BANNED if re.search(rf"\b{word}\b", prose, re.I)]
     assert found == []
-    for link in re.findall(r"\]\(([^)#]+)", text):
-        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        if not link.startswith("https://"):
+            to = page.parent / link if link else page
+            assert to.exists(), link
+            assert not place or place in places(to), f"{link}#{place}"
+
+
+def places(page: Path) -> set[str]:
+    """What a link can name in a page: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

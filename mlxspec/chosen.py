@@ -21,7 +21,7 @@ from mlxspec.model.catalog import DEFAULT, Resolved, cache_of, cards, held, prom
 from mlxspec.model.load import context_of
 from mlxspec.model.runner import owed
 from mlxspec.text.prompt import Tokenizer, check_draft, load_tokenizer
-from mlxspec.types import ModelInfo, Unfit
+from mlxspec.types import ModelInfo, Unfit, blame
 
 PROOFS = "kernels"  # in the cache directory
 LEAST = 1 << 28  # bytes beside the weights: a small KV pool and a step's activations
@@ -46,8 +46,9 @@ class Chosen:
         try:
             config = dict(json.loads(file.read_text("utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise Unfit(f"{file} cannot be read: {error}; give a complete model directory") from error
-        inner = config.get("text_config") or {}
+            raise Unfit(f"{file} cannot be read: {blame(error)}; give a complete model directory") from error
+        inner = config.get("text_config")
+        inner = inner if isinstance(inner, dict) else {}
         paths = [one.path for one in (self.found, self.small) if one]
         return ModelInfo(
             name=self.found.name,

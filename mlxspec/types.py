@@ -230,11 +230,16 @@ class Unfit(ValueError):
     """A request or a model that can never be served here, with the reason and the mend."""
 
 
+def line_of(error: BaseException) -> str:
+    """A foreign error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error)[:2000].split())[:400]}"
+
+
 def blame(error: Exception) -> str:
     """Why a model directory cannot be used, in a line. No library is ever told to run what lies in one."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own to run, which mlxspec never does"
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    return line_of(error)
 
 
 def too_long(tokens: int, context: int) -> str:

@@ -21,7 +21,19 @@ import mlx.core as mx
 
 from mlxspec.engine.engine import Engine, of_process
 from mlxspec.engine.pressure import Guard
-from mlxspec.types import NOW, PROCESS, ModelInfo, Output, Request, Served, Short, Stats, Unfit, too_long
+from mlxspec.types import (
+    NOW,
+    PROCESS,
+    ModelInfo,
+    Output,
+    Request,
+    Served,
+    Short,
+    Stats,
+    Unfit,
+    line_of,
+    too_long,
+)
 
 log = logging.getLogger("mlxspec")
 
@@ -297,7 +309,7 @@ class Fleet:
             why = str(error)
         except Exception as error:  # whatever the model's own code raises, or MLX where memory ends
             log.exception("%s failed to load", self.loading)
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            why = line_of(error)
         finally:
             self.loading = ""
         if why:  # only now is the traceback gone, and what it held

@@ -87,7 +87,10 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     how = dict(layout=options.layout, kv_bits=options.kv_bits)
     file = known.place(options.cache, path, how)
     before = None if options.again else known.recall(file)
-    found = before.fit if before else fit(model, options.layout, options.kv_bits)
+    try:
+        found = before.fit if before else fit(model, options.layout, options.kv_bits)
+    except Unfit as error:
+        raise Unfit(f"{path}: {error}") from error
     for reason in found.refused:
         log.info("layout refused: %s", reason)
     small = fit_small(options.draft, *models[1], found) if options.draft else None

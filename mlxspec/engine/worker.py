@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlxspec.engine.fleet import Call, Fleet, Member, Order, Start, total
 from mlxspec.engine.pressure import CRITICAL, HOLD_S, Guard
-from mlxspec.types import Busy, Dead, Finish, ModelInfo, Output, Request, Served, Stats, Unfit
+from mlxspec.types import Busy, Dead, Finish, ModelInfo, Output, Request, Served, Stats, Unfit, line_of
 
 log = logging.getLogger("mlxspec")
 
@@ -222,6 +222,26 @@ class Worker:
         if not self._streams:
             self._idle.set()
 
+    def _hand_over(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
+        try:
+            self._deliver(outputs, answered)
+        except Exception as error:  # who waits for what is lost here would wait for ever
+            log.critical("the engine thread dies: its outputs cannot be handed over", exc_info=error)
+            self._error = error
+            self._fail(line_of(error))
+            with self._wake:
+                self._stopping = True
+                self._wake.notify()
+
+    def _fail(self, reason: str) -> None:
+        """Tell everything that waits that nothing will come."""
+        for output in self._ends("error", reason):
+            self._streams[output.request][0]._queue.put_nowait(output)
+        self._streams.clear()
+        for future in [each for each in self._calls.values() if not each.done()]:
+            future.set_result(f"the engine has ended: {reason}")
+        self._idle.set()
+
     def _ends(self, finish: Finish, error: str = "") -> list[Output]:
         """What would end all that runs."""
         left = [(name, index) for name, (_, left) in self._streams.items() for index in sorted(left)]
@@ -242,8 +262,9 @@ class Worker:
             if self._ready.is_set():
                 log.critical("the engine thread died", exc_info=error)
         finally:
-            why = f"the engine failed: {self._error!r}" if self._error else "the server is stopping"
-            self._send_all_failed(why)
+            why = line_of(self._error) if self._error else "the server is stopping"
+            if self._loop is not None:
+                self._tell(lambda: self._fail(why))
             self._ready.set()
             fleet.close()
             mx.clear_streams()
@@ -278,15 +299,7 @@ class Worker:
         self._models = fleet.snapshot(self._progress)
         answered, fleet.answered = fleet.answered, []
         if (outputs or answered) and self._loop is not None:
-            self._tell(lambda: self._deliver(outputs, answered))
-
-    def _send_all_failed(self, reason: str) -> None:
-        def fail() -> None:
-            self._deliver(self._ends("error", reason), [(name, reason) for name in self._calls])
-            self._idle.set()
-
-        if self._loop is not None:
-            self._tell(fail)
+            self._tell(lambda: self._hand_over(outputs, answered))
 
     def _tell(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None

@@ -23,7 +23,7 @@ from mlxspec.kernels import Packing
 from mlxspec.model import few, states
 from mlxspec.model.probe import BLOCK, BLOCKS, PROBES, bytes_of, differ, packed, probe, truth
 from mlxspec.model.runner import Layout, Rewind, Runner
-from mlxspec.types import Unfit, blame
+from mlxspec.types import Unfit, blame, line_of
 
 log = logging.getLogger("mlxspec")
 
@@ -91,7 +91,7 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
     try:
         model, config = load_model(path, lazy=True)
     except Exception as error:  # whatever mlx-lm's models and MLX raise at such files
-        raise Unfit(f"mlx-lm cannot load {path}: {blame(error)}") from error
+        raise Unfit(f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory") from error
     except SystemExit as error:  # one of its models ends the process where a package is missing
         raise Unfit(f"mlx-lm cannot load {path}: it asks for a package; its line above says which") from error
     # Each layer drew weights that are never computed; MLX's random state is the end of a chain of such draws.
@@ -103,8 +103,8 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
 
 def context_of(config: dict[str, Any]) -> int:
     """The longest context the model was made for, in tokens; 8192 where its config does not say."""
-    for part in (config, config.get("text_config") or {}):
-        for key in CONTEXT_KEYS:
+    for part in (config, config.get("text_config")):
+        for key in CONTEXT_KEYS if isinstance(part, dict) else ():
             if isinstance(part.get(key), int) and part[key] > 0:
                 return int(part[key])
     log.warning("the model's config names no context length; 8192 tokens are assumed")
@@ -175,7 +175,9 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
     try:
         want, held = truth(model)
     except Exception as failed:  # whatever the model's own code raises
-        raise Unfit(f"mlx-lm itself cannot run this model here: {failed}") from failed
+        raise Unfit(f"mlx-lm itself cannot run this model here: {line_of(failed)}") from failed
+    if any(mx.isnan(rows).any().item() for rows in want):
+        raise Unfit("its logits are not numbers: the weights are damaged; fetch them again")
     refused: list[str] = []
     rewinds: tuple[Rewind, Rewind] = ("tape", "refeed")
     for (layout, lone), trunk, rewind in product(WAYS, (True, False), rewinds):
@@ -192,7 +194,7 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
             got, carried = probe(runner)
             error = differ(got, want)
         except Exception as failed:  # the model's own code decides what it raises
-            error, carried = f"{type(failed).__name__}: {str(failed).partition(chr(10))[0]}", 0
+            error, carried = line_of(failed), 0
         if error:
             refused += [reason] if (reason := f"{way}: {error}") not in refused else []
             continue

@@ -100,7 +100,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     from mlxspec.server.app import create_app
 
     chosen, *others = choose_all(config)
-    found, small = chosen.found, chosen.small
+    found, small, tokenizer = chosen.found, chosen.small, chosen.tokenizer  # before minutes of loading
     worker = Worker(
         fleet_of([chosen, *others], config, asleep),
         max_sequences=config.max_sequences,
@@ -120,7 +120,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     if not asleep:
         log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
     paths = {one.found.name: one.found.path for one in others}
-    app = create_app(worker, chosen.tokenizer, found.path, config, paths, VERDICTS)
+    app = create_app(worker, tokenizer, found.path, config, paths, VERDICTS)
     app.state.front.note = note
     return app, worker
 

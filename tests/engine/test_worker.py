@@ -177,7 +177,7 @@ def test_a_dead_engine_tells_everyone() -> None:
         return outputs
 
     outputs = asyncio.run(main())
-    assert outputs[-1].finish == "error" and "engine failed" in outputs[-1].error
+    assert outputs[-1].finish == "error" and "Error" in outputs[-1].error
     assert not worker.alive()
 
 

@@ -5,12 +5,19 @@ Rule: every fault is injected into the real engine, behind the real application;
 
 import asyncio
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import ASGIApp
 
@@ -24,10 +31,11 @@ from mlxspec.engine.worker import Worker
 from mlxspec.model import runner
 from mlxspec.model.runner import Runner, Step
 from mlxspec.server import run
+from mlxspec.speculate import NoDrafter
 from mlxspec.speculate.chain import Chain
-from tests import tiny
 from tests.model.test_load import save
 from tests.server.scripted import MESSAGES, Answer, Connection
+from tests.server.test_run import Caller, stop_me
 from tests.tiny_tokenizer import save_tokenizer
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
@@ -62,7 +70,6 @@ POINTS: list[tuple[Any, str]] = [
     (Worker, "_publish"),
     (Worker, "_deliver"),  # on the event loop's thread
 ]
-DRAFTING = ["begin", "waits", "plan", "draft", "observe", "end"]
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +177,259 @@ def test_whoever_waits_is_told(
         worker._thread.join(20)
         assert not worker._thread.is_alive() and not worker.alive() and not worker._streams
     assert "the engine thread die" in caplog.text
+
+
+# ---- what ends the engine, and what only a drafter or a request --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[malloc] Unable to allocate 8 bytes.")], ids=["python", "mlx"]
+)
+def test_no_memory_for_a_step_ends_it(
+    path: Path, tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, bare_settings: None
+) -> None:
+    """What a step has half done is not known, so nothing goes on from there: the next process does."""
+    fault = Fault(monkeypatch, Runner, "run", error)
+
+    async def main() -> None:
+        answers = await asked(app, worker, fault)
+        said = told(CHAT, answers[CHAT, 1])
+        assert f"the engine failed: {type(error).__name__}: {error}" == said
+        assert await ended(worker)
+
+    with served(path, tmp_path) as (app, worker):
+        asyncio.run(main())
+
+
+async def ended(worker: Worker) -> bool:
+    await until(lambda: not worker._thread.is_alive())
+    return not worker.alive() and not worker._streams
+
+
+@pytest.mark.parametrize("verb", ["begin", "waits", "plan", "draft", "observe", "end"])
+def test_a_drafter_that_raises_is_left_out(
+    path: Path,
+    tmp_path: Path,
+    verb: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    bare_settings: None,
+) -> None:
+    """The answer goes on with the same tokens, and the log says why it is slower."""
+    fault = Fault(monkeypatch, Chain, verb, ZeroDivisionError("injected"))
+    body = {
+        "prompt": "the end and the end and the end",
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+    async def ask() -> Any:
+        answer = await Connection(app, PLAIN, body).answer()
+        assert answer.status == 200
+        return answer.json["choices"][0]["text"]
+
+    async def main() -> None:
+        (engine,) = worker._fleet._engines()
+        before = await ask()
+        engine.trace = lambda *_: setattr(fault, "armed", engine.counters["steps"] > steps + 3)
+        steps = engine.counters["steps"]
+        after = await ask()
+        fault.armed = True
+        assert [after, await ask()] == [before] * 2 and worker.alive()
+        assert type(engine.drafter) is NoDrafter and "the drafter failed" in caplog.text
+
+    with served(path, tmp_path) as (app, worker):
+        asyncio.run(main())
+
+
+# ---- a signal, wherever it meets the engine ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patient", [True, False])
+@pytest.mark.parametrize(
+    "when", ["idle", "prefill", "decode", pytest.param("load", marks=pytest.mark.slow), "swap"]
+)
+def test_a_signal_ends_it_in_time(
+    path: Path,
+    tmp_path: Path,
+    when: str,
+    patient: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    bare_settings: None,
+) -> None:
+    """`patient`: with time enough, every answer ends well; else it is told that the server stops."""
+    went, slow = list[str](), Fleet._start
+    begun, left = threading.Event(), list[int]()
+    monkeypatch.setattr(Runner, "run", slowed(Runner.run, went))
+
+    def load(self: Fleet, member: Any) -> None:
+        if member.loads or self.loading:
+            begun.set()
+            time.sleep(0.5)
+        slow(self, member)
+
+    monkeypatch.setattr(Fleet, "_start", load)
+    monkeypatch.setattr(run, "_leave", left.append)
+    tokens = 20 if patient else LONG
+    bodies = {url: body | {"stream": True} for url, body in BODIES.items()}
+    for body in bodies.values():
+        body |= {"max_output_tokens" if "input" in body else "max_tokens": tokens}
+    if when == "idle":
+        bodies = {}
+    elif when == "prefill":
+        bodies = {PLAIN: {"prompt": "word " * 150, "max_tokens": 2, "ignore_eos": True}}
+    elif when in ("load", "swap"):
+        bodies = {CHAT: bodies[CHAT] | {"model": "two"}}
+    answers = list[httpx.Response]()
+
+    def call(url: str) -> None:
+        def ask(at: str) -> None:
+            answers.append(httpx.post(url + at, json=bodies[at], timeout=30))
+
+        went.clear()
+        threads = [threading.Thread(target=ask, args=(at,), daemon=True) for at in bodies]
+        for thread in threads:
+            thread.start()
+        if when in ("load", "swap"):
+            assert begun.wait(20)
+        elif bodies:
+            while len(went) < 6 or worker.stats().running < len(bodies):
+                assert not begun.wait(0.005)
+        since.append(time.monotonic())
+        stop_me()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+    since, drain = list[float](), 20.0 if patient else 0.2
+    both: dict[str, Any] = dict(others=(f"two={path}",)) if when in ("load", "swap") else {}
+    with served(path, tmp_path, speculate="off", prefill_budget=8, drain_s=drain, **both) as (app, worker):
+        if when == "swap":
+            worker._fleet.lack = lambda name, held, freed: "" if freed or not held else "no room"
+        caller = Caller(call)
+        assert run.serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
+        took = time.monotonic() - since[0]
+        caller.check()
+    assert left in ([], [0]) and took < drain + run.GRACE_S + 5
+    for answer in answers:
+        good = answer.status_code == 200 and "stopping" not in answer.text
+        assert good if patient else "the server is stopping" in answer.text, (answer.status_code, answer.text)
+    assert len(answers) == len(bodies)
+
+
+def slowed(whole: Callable[..., Any], went: list[str]) -> Callable[..., Any]:
+    def run_slowly(*args: Any) -> Any:
+        went.append("step")
+        time.sleep(0.02)
+        return whole(*args)
+
+    return run_slowly
+
+
+# ---- as a process: it ends, and the same command serves again ----------------------------------------------
+
+BREAKS = """
+import sys
+from pathlib import Path
+from mlxspec import blas
+blas.load()
+from mlxspec.cli import main
+from mlxspec.engine.worker import Worker
+from mlxspec.model.runner import Runner, Step
+
+owner, name = sys.argv.pop(1).split("."), Path(sys.argv.pop(1))
+of = {"Runner": Runner, "Step": Step, "Worker": Worker}[owner[0]]
+whole = getattr(of, owner[1])
+
+def breaks(*args):
+    if name.exists():
+        raise RuntimeError("[malloc] injected")
+    return whole(*args)
+
+setattr(of, owner[1], breaks)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["Runner.run", *(pytest.param(p, marks=pytest.mark.slow) for p in ("Step.read", "Worker._deliver"))],
+)
+def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None:
+    trigger, body = (
+        tmp_path / "now",
+        BODIES[PLAIN] | {"max_tokens": 40, "temperature": 0, "prompt": "word " * 120},
+    )
+    words = [sys.executable, "-c", BREAKS, point, str(trigger), "serve", str(path), "--port", "0"]
+    words += ["--kv-blocks", "64", "--cache-dir", str(tmp_path), "--cache-gb", "1"]
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(tmp_path)}
+    truth, cached = "", 0
+    for life in range(2):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare)
+        assert process.stdout is not None and process.stderr is not None
+        with process, process.stdout, process.stderr:
+            try:
+                process.stdout.readline()
+                url = process.stdout.readline().split()[4].removesuffix("/v1")
+                found = httpx.post(url + PLAIN, json=body, timeout=30).json()
+                said = found["choices"][0]["text"]
+                cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert said == (truth or said)
+                truth = said
+                if life == 1:
+                    process.send_signal(signal.SIGTERM)
+                    assert process.wait(30) == 0
+                    break
+                until_there(tmp_path / "prompts")
+                with httpx.stream("POST", url + MESSAGE, json=BODIES[MESSAGE] | {"stream": True}) as talk:
+                    lines = talk.iter_lines()
+                    assert next(lines) == "event: message_start"
+                    trigger.touch()
+                    assert "[malloc] injected" in list(lines)[-2]
+                began = time.monotonic()
+                assert process.wait(30) == 1 and time.monotonic() - began < run.GRACE_S + run.STOP_S
+                errors = process.stderr.read()
+                assert "the engine thread die" in errors and "the engine has stopped" in errors
+                trigger.unlink()
+            finally:
+                process.kill()
+    assert cached > 0
+
+
+def test_standard_output_that_cannot_be_written(path: Path, tmp_path: Path) -> None:
+    """A full disk under the service's log, or `mlxspec serve | head`: it serves, and ends with 0."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "mlxspec", "serve", str(path), "--port", str(port), "--kv-blocks", "32"]
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(tmp_path)}
+    with (
+        Path("/dev/full").open("w") as full,
+        subprocess.Popen(words, stdout=full, stderr=full, env=bare) as p,
+    ):
+        try:
+            for _ in range(600):
+                if p.poll() is not None or up(port):
+                    break
+                time.sleep(0.05)
+            url = f"http://127.0.0.1:{port}"
+            assert httpx.post(url + PLAIN, json=BODIES[PLAIN], timeout=30).status_code == 200
+            p.send_signal(signal.SIGTERM)
+            assert p.wait(30) == 0
+        finally:
+            p.kill()
+
+
+def until_there(folder: Path) -> None:
+    for _ in range(200):
+        if list(folder.rglob("*.safetensors")):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing was saved in {folder}")
+
+
+def up(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0

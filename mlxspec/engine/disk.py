@@ -154,7 +154,7 @@ class Disk:
             if full or name in self._index.waiting or self._closing or self._now() < self._retry:
                 self._count.dropped += 1
                 return False
-            self._index.enqueue(name, Waiting(run, head, size, time.time_ns()))
+            self._index.enqueue(name, Waiting(run, head, size, self._index.now()))
             self._lock.notify_all()
         return True
 

@@ -84,15 +84,9 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)
-    how = dict(layout=options.layout, kv_bits=options.kv_bits)
-    file = known.place(options.cache, path, how)
+    file = known.place(options.cache, path, dict(layout=options.layout, kv_bits=options.kv_bits))
     before = None if options.again else known.recall(file)
-    try:
-        found = before.fit if before else fit(model, options.layout, options.kv_bits)
-    except Unfit as error:
-        raise Unfit(f"{path}: {error}") from error
-    for reason in found.refused:
-        log.info("layout refused: %s", reason)
+    found = before.fit if before else _fit(path, model, options)
     small = fit_small(options.draft, *models[1], found) if options.draft else None
     stalls = _prove(cases, options, room)  # before the pool is there: it takes memory too
     needs = _needs([found.kept, *([small.fit.kept] if small else [])], context)
@@ -140,6 +134,16 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     )
     log.info("%s: %s, ready in %.1f s", name, _how(found), time.perf_counter() - began)
     return engine, info
+
+
+def _fit(path: Path, model: Module, options: Options) -> Fit:
+    try:
+        found = fit(model, options.layout, options.kv_bits)
+    except Unfit as error:
+        raise Unfit(f"{path}: {error}") from error
+    for reason in found.refused:
+        log.info("layout refused: %s", reason)
+    return found
 
 
 def _how(found: Fit) -> str:

@@ -228,8 +228,7 @@ class Worker:
         except Exception as error:  # who waits for what is lost here would wait for ever
             log.critical("the engine thread dies: its outputs cannot be handed over", exc_info=error)
             self._error = error
-            self._fail(line_of(error))
-            with self._wake:
+            with self._wake:  # its thread tells them, as its last
                 self._stopping = True
                 self._wake.notify()
 

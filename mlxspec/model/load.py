@@ -103,8 +103,9 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
 
 def context_of(config: dict[str, Any]) -> int:
     """The longest context the model was made for, in tokens; 8192 where its config does not say."""
-    for part in (config, config.get("text_config")):
-        for key in CONTEXT_KEYS if isinstance(part, dict) else ():
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for key in CONTEXT_KEYS:
             if isinstance(part.get(key), int) and part[key] > 0:
                 return int(part[key])
     log.warning("the model's config names no context length; 8192 tokens are assumed")

@@ -6,7 +6,6 @@ watches the process starts it again. Nothing heavy is imported before BLAS is lo
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -36,7 +35,15 @@ BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
 Announce = Callable[[str], None]
 Ended = Callable[[int], None]
-say: Announce = functools.partial(print, flush=True)
+
+
+def say(text: str) -> None:
+    """Print; a full disk and a reader that has left are no reasons not to serve."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("standard output: %s", error.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left would be the exit status's
 
 
 def serve_model(

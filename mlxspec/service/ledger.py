@@ -105,7 +105,8 @@ def write(path: Path, ledger: Ledger) -> None:
 
 def begin(past: Ledger, now: float, panics: list[tuple[float, str]]) -> Ledger:
     """The ledger of a life that begins; `held` says why it must not serve. `panics` are the kernel's, with
-    their times: one since `point` holds it, if it served when the machine went down."""
+    their times: one since `point` holds it, if it served when the machine went down. None does that was known
+    when the life began, whatever the clock said then."""
     crashes = [at for at in past.crashes if now - WINDOW_S < at <= now]
     if past.open:
         crashes = [*crashes, now][-DOWN:]
@@ -117,7 +118,7 @@ def begin(past: Ledger, now: float, panics: list[tuple[float, str]]) -> Ledger:
         held = f"it crashed {len(crashes)} times in {WINDOW_S / 60:.0f} minutes, also in safe mode; {START}"
     return Ledger(
         open=not held,
-        point=past.point if past.open or panic else now,
+        point=past.point if past.open or panic else max([now, *(at for at, _ in panics)]),
         crashes=crashes,
         safe=not held and len(crashes) >= SAFE,
         held=held,
@@ -127,7 +128,7 @@ def begin(past: Ledger, now: float, panics: list[tuple[float, str]]) -> Ledger:
 
 def forgive(path: Path) -> None:
     """The user has been told, and starts it."""
-    write(path, Ledger(point=time.time()))
+    write(path, Ledger(point=max([time.time(), *(at for at, _ in panics())])))
 
 
 def panics() -> list[tuple[float, str]]:

@@ -22,6 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mlxspec.engine import runindex
 from mlxspec.engine.disk import BURST, FETCHES, REST, Bucket, Disk, Fetch
 from mlxspec.engine.runfile import LABEL, Run, keys_of, label, listing, read
 from tests.engine.diskwriter import MODEL, key, run_of, total, watched
@@ -234,6 +235,13 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(opened: Opener)
     assert disk.flush(WAIT) and disk.close(WAIT)
     disk = saved(opened(5 * 2000), run(5, size=size), run(6, size=size))
     assert [i for i in range(7) if key(i) in disk] == [0, 1, 4, 5, 6][-5:]
+
+
+def test_a_clock_that_is_set_back_makes_nothing_old(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = saved(opened(5 * 2000), *(run(i, size=1500) for i in range(4)))
+    monkeypatch.setattr(runindex.time, "time_ns", lambda: 1_000_000)
+    saved(disk, run(4, size=1500), run(5, size=1500), run(6, size=1500))
+    assert [i for i in range(7) if key(i) in disk] == [2, 3, 4, 5, 6]
 
 
 def test_a_chains_head_outlives_its_tail(opened: Opener) -> None:

@@ -78,6 +78,29 @@ def test_a_panic_while_it_did_not_run_does_not() -> None:
     assert not life(ended, 1600, False, [(1500.0, "x.panic")]).held
 
 
+def test_a_clock_that_was_wrong_at_the_start_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began in 1970, before the network told the time, and crashed: what is an old report of today's clock
+    was known when it began."""
+    old = [(1.7e9, "x.panic")]
+    assert not life(life(Ledger(), 60, False, old), 1.8e9, False, old).held
+    monkeypatch.setattr(ledger, "panics", lambda: old)
+    monkeypatch.setattr(ledger.time, "time", lambda: 60.0)
+    ledger.forgive(tmp_path / "x")
+    forgiven = life(ledger.read(tmp_path / "x"), 70, False, old)
+    assert not life(forgiven, 1.8e9, False, old).held
+    assert life(forgiven, 1.8e9, False, [(1.75e9, "y.panic"), *old]).held
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 365 * 86400.0])
+def test_no_jump_of_the_clock_locks_it_down(jump: float) -> None:
+    found = crash([1e9 + n for n in range(DOWN + 1)])
+    assert found.held
+    after = life(found, 1e9 + jump + 20, clean=False)
+    assert not after.held and len(after.crashes) == 0
+
+
 def test_reports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "PANICS", (str(tmp_path), str(tmp_path / "gone")))
     for n, name in enumerate(["a.panic", "Kernel_b.ips", "panic-full-c.ips", "python.crash", "d.ips"]):

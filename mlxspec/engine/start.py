@@ -112,8 +112,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
     engine.stalls = stalls
-    seconds = _warm(engine, before.seconds if before else 0.0)
-    known.keep(file, known.Known(found, seconds))
+    known.keep(file, known.Known(found, _warm(engine, before.seconds if before else 0.0)))
     if options.speculate:
         _speculate(engine, path, small, options)
     if options.disk and options.disk_bytes and found.sharing:

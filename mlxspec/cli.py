@@ -170,6 +170,14 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="How often all of it is repeated.")] = 1,
     out: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw a picture; needs matplotlib.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was measured.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a timeline of every step instead, for ui.perfetto.dev; say what our own Python takes"
+            " and how long nothing was submitted.",
+        ),
+    ] = None,
     replay: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Score copying on recorded tokens instead; loads no model."),
@@ -202,6 +210,7 @@ def bench(
         top_p=top_p,
         out=out,
         json=json,
+        trace=trace,
     )
     sys.exit(run.bench(config, wanted))
 

@@ -84,7 +84,7 @@ class Bench:
         engine = self.engine
         engine.drafter = drafter
         engine.forget()
-        requests = [self._request(prompt, most) for prompt in group]
+        requests = [self.request(prompt, most) for prompt in group]
         answers = {prompt.name: Answer(prompt.name) for prompt in group}
         began = time.perf_counter()
         for request in requests:
@@ -98,7 +98,8 @@ class Bench:
                 answers[o.request].add(o, now)
         return Side(list(answers.values()), time.perf_counter() - began)
 
-    def _request(self, prompt: Prompt, most: int) -> Request:
+    def request(self, prompt: Prompt, most: int) -> Request:
+        """Up to `most` tokens. Raises Unfit where there is no room for one."""
         room = self.context - len(prompt.tokens)
         if room < 1:
             raise Unfit(

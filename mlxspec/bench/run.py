@@ -19,10 +19,11 @@ from mlxspec import __version__, blas
 from mlxspec.bench import figures, plot, workloads
 from mlxspec.bench.table import report, table, verdict
 from mlxspec.config import Config, ConfigError
-from mlxspec.types import ModelInfo, Sampling
+from mlxspec.types import ModelInfo, Request, Sampling
 
 if TYPE_CHECKING:
     from mlxspec.bench.measure import Bench, Prompt
+    from mlxspec.engine.engine import Engine
 
 WIDE = 150  # columns of a table that goes to a file
 MAX_STREAMS = 256
@@ -43,6 +44,7 @@ class Ask:
     top_p: float = 1.0
     out: Path | None = None
     json: Path | None = None
+    trace: Path | None = None
 
 
 def workloads_of(text: str) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ def streams_of(text: str) -> tuple[int, ...]:
 def bench(config: Config, ask: Ask) -> int:
     """Measure and report. Exit status: 0, or 1 where a prompt gave other tokens with speculation than
     without. Raises ConfigError and Unfit."""
-    for name, file in (("--out", ask.out), ("--json", ask.json)):
+    for name, file in (("--out", ask.out), ("--json", ask.json), ("--trace", ask.trace)):
         if file and (file.is_dir() or not os.access(file.resolve().parent, os.W_OK)):
             raise ConfigError(
                 f"{name} = {str(file)!r} cannot be written; name a file in a directory that is there"
@@ -78,6 +80,8 @@ def bench(config: Config, ask: Ask) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDE)
+    if ask.trace:
+        return _trace(config, ask, ask.trace, console)
     about, cells = _measure(config, ask)
     rows = [figures.row(cell) for cell in cells]
     drawn = f"temperature {ask.temperature:g}, top_p {ask.top_p:g}" if ask.temperature else "greedy"
@@ -102,6 +106,44 @@ def offline(recording: Path | None, acceptance: float | None, row_cost: float, d
         replay(recording, row_cost, Console())
     if acceptance is not None:
         synthetic(acceptance, row_cost, draft_cost, Console())
+
+
+def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
+    """Serve the first prompts of the first workload at every number of streams, on a timeline."""
+    blas.load()
+    from mlxspec.bench import measure, trace
+    from mlxspec.chosen import choose
+    from mlxspec.engine.start import start
+    from mlxspec.model.catalog import cache_of
+
+    name = ask.workloads[0]
+    tasks = workloads.tasks(name, cache_of(config))
+    groups = [measure.groups(tasks, 1, n)[0] for n in ask.streams]
+    model = choose(
+        replace(config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0)
+    )
+    sampling = Sampling(temperature=ask.temperature, top_p=ask.top_p)
+
+    def chosen(engine: "Engine", info: ModelInfo) -> list[tuple[str, list[Request]]]:
+        stop = frozenset(model.tokenizer.eos_token_ids)
+        bench = measure.bench_of(engine, info.context, ask.max_tokens, stop, sampling)
+        return [
+            (
+                f"{name}, {len(g)} stream{'s' * (len(g) > 1)}",
+                [bench.request(measure.prompt_of(task, model.tokenizer), ask.max_tokens) for task in g],
+            )
+            for g in groups
+        ]
+
+    sides = trace.record(
+        lambda: start(model.found.path, config.name or model.found.name, model.options), chosen
+    )
+    trace.write(file, sides)
+    console.print(trace.table(sides))
+    console.print(
+        f"the timeline is in {file}: open it in ui.perfetto.dev or chrome://tracing", soft_wrap=True
+    )
+    return 0
 
 
 def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cell]]:

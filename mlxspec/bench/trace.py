@@ -1,0 +1,436 @@
+"""A step on a timeline: what the engine's thread does, what the device does, and when it has nothing to do.
+
+Rule: only what was seen is told. A thread beside it waits for every submission, so "ready" comes late: by
+SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much; the walk over the
+graph, which MLX does inside a submission before the first operation runs, is not in it either.
+"""
+
+import asyncio
+import functools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+from rich.table import Table
+
+from mlxspec import kernels
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.fleet import Start
+from mlxspec.engine.worker import Worker
+from mlxspec.model import attention
+from mlxspec.model.caches import Pages
+from mlxspec.model.runner import Step
+from mlxspec.speculate import Drafter, NoDrafter
+from mlxspec.types import Entry, ModelInfo, Request
+
+TRACKS = ("plan", "draft", "build", "submit", "run", "read", "commit", "publish", "nothing submitted")
+SWITCH_S = 5e-5  # a thread that has seen something waits so long at most for the interpreter
+FEW = 8  # steps below which no figure is worth saying
+LEFT_OUT = 2  # steps at both ends, where sequences come and go
+
+Span = tuple[str, int, float, float]  # track, step, seconds
+Gap = tuple[int, float, float]  # the step that ended it, seconds
+
+
+@dataclass(slots=True)
+class Submission:
+    """One mx.async_eval: its step, when it was called and came back, when its results were there. Seconds."""
+
+    step: int
+    began: float
+    ended: float = 0.0
+    ready: float = 0.0
+
+
+@dataclass(slots=True)
+class Turn:
+    """One turn of the engine's thread. `seconds` by what was done: whole, waits (submitting and reading),
+    graph (mlx-lm's own Python), seam (our page writes and attention inside it); CPU time of the thread."""
+
+    step: int
+    rows: int
+    drafted: int
+    fresh: bool  # whether a prompt was read in it
+    seconds: dict[str, float]
+
+    @property
+    def ours(self) -> float:
+        return self.seconds["whole"] - self.seconds["waits"] - self.seconds["graph"]
+
+
+def gaps(submissions: Sequence[Submission]) -> list[Gap]:
+    """When nothing was submitted: from the moment that all before was ready to the next submission."""
+    found, done = [], submissions[0].ready if submissions else 0.0
+    for s in submissions[1:]:
+        if s.began > done:
+            found.append((s.step, done, s.began))
+        done = max(done, s.ready)
+    return found
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of the steps that only decoded, with everybody in. `idle`: the share of their time in which nothing was
+    submitted; the rest in milliseconds: a step, then CPU time of the thread in one."""
+
+    steps: int
+    drafted: int
+    idle: float
+    step: float
+    ours: float
+    ours_p99: float
+    seam: float
+    graph: float
+
+
+@dataclass
+class Side:
+    """What was recorded of one run: its title, its streams, and what came of it."""
+
+    title: str
+    streams: int
+    drafter: Drafter
+    spans: list[Span] = field(default_factory=list)
+    submissions: list[Submission] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def decoding(self) -> list[Turn]:
+        full = [t for t in self.turns if t.rows >= self.streams and not t.fresh]
+        return full[LEFT_OUT:-LEFT_OUT]
+
+    def idle(self) -> list[Gap]:
+        """Gaps before a step that only decoded."""
+        steps = {t.step for t in self.decoding()}
+        return [gap for gap in gaps(self.submissions) if gap[0] in steps]
+
+    def figures(self) -> Figures | None:
+        """None where there were too few steps."""
+        turns = self.decoding()
+        if len(turns) < FEW:
+            return None
+        steps = {t.step for t in turns}
+        # A step's time goes from the end of the one before it to its own.
+        ready: dict[int, float] = {}
+        for s in self.submissions:
+            ready[s.step] = max(s.ready, ready.get(s.step, 0.0))
+        took = [ready[n] - ready[n - 1] for n in sorted(steps) if n in ready and n - 1 in ready]
+        idle = sum(end - began for _, began, end in self.idle())
+        ours = sorted(t.ours - t.seconds["seam"] for t in turns)
+
+        def ms(values: Sequence[float]) -> float:
+            return 1000 * statistics.median(values)
+
+        return Figures(
+            len(turns),
+            sum(t.drafted for t in turns),
+            idle / sum(took),
+            ms(took),
+            ms(ours),
+            1000 * ours[min(len(ours) - 1, int(0.99 * len(ours)))],
+            ms([t.seconds["seam"] for t in turns]),
+            ms([t.seconds["graph"] for t in turns]),
+        )
+
+
+class Timed:
+    """A callable, or an object with verbs, that is timed; all else of it is as it was."""
+
+    def __init__(self, inner: Any, verbs: dict[str, Callable[..., Any]]) -> None:
+        self._inner, self._verbs = inner, verbs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._verbs["__call__"](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._verbs.get(name) or getattr(self._inner, name)
+
+
+class Recorder:
+    """Stands round one engine and its worker while they run. All verbs but `watch` on the engine's thread."""
+
+    def __init__(self) -> None:
+        self.side: Side | None = None
+        self.upcoming: Side | None = None  # begins with the next request
+        self.engine: Engine | None = None
+        self._queue: SimpleQueue[tuple[Submission, mx.array] | None] = SimpleQueue()
+        self._cpu: dict[str, float] = defaultdict(float)  # of this turn
+        self._plan: Sequence[Entry] = ()
+        self._read = (0.0, 0.0)
+        self._booked = 0
+
+    # ---- what is wrapped --------------------------------------------------------------------------------
+
+    def adopt(self, engine: Engine) -> None:
+        """Wrap what is this engine's alone."""
+        self.engine, engine.trace = engine, self._event
+        engine.scheduler.plan = self._span("plan", engine.scheduler.plan)  # type: ignore[method-assign]
+        engine.runner.run = self._run(engine.runner.run)  # type: ignore[method-assign]
+        draft = getattr(engine.drafter, "model", None)
+        for runner in (engine.runner, *([draft.runner] if draft else ())):
+            runner.model = Timed(runner.model, {"__call__": self._clock("model", runner.model)})
+
+    @contextmanager
+    def wrapped(self) -> Iterator[None]:
+        """Wrap what is everybody's, and watch what is submitted."""
+        watcher = threading.Thread(target=self.watch, name="watch", daemon=True)
+        every, submit = sys.getswitchinterval(), mx.async_eval
+        patches: list[tuple[Any, str, Any]] = [
+            (mx, "async_eval", self._submit(submit)),
+            (Engine, "add", self._add(Engine.add)),
+            (Engine, "_book", self._span("commit", Engine._book)),
+            (Step, "read", self._reading(Step.read)),
+            (Worker, "_publish", self._span("publish", Worker._publish)),
+            (Worker, "_turn", self._turn(Worker._turn)),
+            (Pages, "update_and_fetch", self._clock("seam", Pages.update_and_fetch)),
+            (attention, "paged_attention", self._clock("seam", kernels.paged_attention)),
+        ]
+        with ExitStack() as stack:
+            for owner, name, made in patches:
+                stack.enter_context(mock.patch.object(owner, name, made))
+            sys.setswitchinterval(SWITCH_S)
+            watcher.start()
+            try:
+                yield
+            finally:
+                self._queue.put(None)
+                watcher.join(60)
+                sys.setswitchinterval(every)
+
+    def watch(self) -> None:
+        """On a thread of its own: see when each submission is ready, in their order."""
+        while (found := self._queue.get()) is not None:
+            submission, probe = found
+            mx.eval(probe)
+            submission.ready = time.perf_counter()
+            del found, probe
+
+    # ---- how ------------------------------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        """Of the step that is being made."""
+        assert self.engine is not None
+        return self.engine.counters["steps"] + 1
+
+    def _note(self, track: str, step: int, began: float, ended: float) -> None:
+        if self.side:
+            self.side.spans.append((track, step, began, ended))
+
+    def _span(self, track: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            made = verb(*args, **kwargs)
+            step = self._booked if track in ("commit", "publish") else self._number
+            if step and (track != "publish" or args[-1]):
+                self._note(track, step, began, time.perf_counter())
+            return made
+
+        return functools.wraps(verb)(timed)
+
+    def _clock(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return verb(*args, **kwargs)
+            finally:
+                self._cpu[name] += time.thread_time() - began
+
+        return timed
+
+    def _add(self, add: Callable[..., None]) -> Callable[..., None]:
+        def first(engine: Engine, request: Request) -> None:
+            if self.upcoming:
+                self.side, self.upcoming = self.upcoming, None
+                engine.forget()
+                engine.drafter = self._drafter(self.side.drafter)
+                self._booked, self._plan = 0, ()
+            add(engine, request)
+
+        return first
+
+    def _drafter(self, drafter: Drafter) -> Drafter:
+        if isinstance(drafter, NoDrafter):
+            return drafter  # the engine knows it by its class
+        timed: Any = Timed(drafter, {"draft": self._span("draft", drafter.draft)})
+        return timed  # type: ignore[no-any-return]
+
+    def _submit(self, submit: Callable[..., None]) -> Callable[..., None]:
+        """A submission with an array of our own in it, which becomes ready with the rest: two threads must
+        not wait for the same array, and who holds a pool keeps the next step from writing in place."""
+
+        def watched(*arrays: Any) -> None:
+            first = arrays[0][0] if isinstance(arrays[0], list) and arrays[0] else arrays[0]
+            if self.side is None or not isinstance(first, mx.array):
+                return submit(*arrays)
+            probe = first.flatten()[:1] + 0
+            cpu, made = time.thread_time(), Submission(self._number, time.perf_counter())
+            submit(*arrays, probe)
+            made.ended = time.perf_counter()
+            self._cpu["waits"] += time.thread_time() - cpu
+            self._note("submit", made.step, made.began, made.ended)
+            self.side.submissions.append(made)
+            self._queue.put((made, probe))
+            return None
+
+        return watched
+
+    def _run(self, run: Callable[..., Step]) -> Callable[..., Step]:
+        def built(plan: Sequence[Entry], before: Step | None) -> Step:
+            self._plan, began = plan, time.perf_counter()
+            step = run(plan, before)
+            if self.side:
+                self._note("build", self._number, began, self.side.submissions[-1].began)
+            return step
+
+        return built
+
+    def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(step: Step) -> Any:
+            began, cpu = time.perf_counter(), time.thread_time()
+            made = read(step)
+            self._read = began, time.perf_counter()
+            self._cpu["waits"] += time.thread_time() - cpu
+            return made
+
+        return timed
+
+    def _event(self, event: str, step: int) -> None:
+        if event == "read":
+            self._booked = step
+            self._note("read", step, *self._read)
+
+    def _turn(self, turn: Callable[..., bool]) -> Callable[..., bool]:
+        def timed(*args: Any) -> bool:
+            self._cpu, self._plan, began = defaultdict(float), (), time.thread_time()
+            goes_on = turn(*args)
+            c, plan = self._cpu, self._plan
+            if self.side and plan:
+                seam = c["seam"]
+                spent = {
+                    "whole": time.thread_time() - began,
+                    "waits": c["waits"],
+                    "graph": c["model"] - seam,
+                    "seam": seam,
+                }
+                drafted = sum(len(e.draft) for e in plan)
+                fresh = any(e.fresh > 1 for e in plan)
+                self.side.turns.append(Turn(self._number - 1, len(plan), drafted, fresh, spent))
+            return goes_on
+
+        return timed
+
+
+def record(
+    start: Start, chosen: Callable[[Engine, ModelInfo], Sequence[tuple[str, list[Request]]]]
+) -> list[Side]:
+    """Serve `chosen` groups of requests one after the other, each without a draft and, where the engine has
+    a drafter, with it, as a server does: a worker's thread, and a loop that takes what it publishes."""
+    recorder, held, found = Recorder(), [], []
+
+    def begin() -> tuple[Engine, ModelInfo]:
+        made = start()
+        recorder.adopt(made[0])
+        held.append((made[0], made[0].drafter))
+        return made
+
+    with recorder.wrapped():
+        worker = Worker(begin, max_sequences=256)
+        info = worker.launch()
+        try:
+            engine, own = held[0]
+            for title, requests in chosen(engine, info):
+                for drafter in (NoDrafter(), own)[: 1 + (not isinstance(own, NoDrafter))]:
+                    name = f"{title}, {'plain' if isinstance(drafter, NoDrafter) else 'drafting'}"
+                    side = recorder.upcoming = Side(name, len(requests), drafter)
+                    asyncio.run(_serve(worker, requests))
+                    found.append(side)
+        finally:
+            worker.stop()
+    return found
+
+
+async def _serve(worker: Worker, requests: Sequence[Request]) -> None:
+    async def take(request: Request) -> None:
+        async for output in worker.submit(request):
+            if output.finish in ("abort", "error"):
+                raise RuntimeError(f"{output.request} ended by {output.finish}: {output.error}")
+
+    await asyncio.gather(*map(take, requests))
+
+
+def events(sides: Sequence[Side]) -> list[dict[str, Any]]:
+    """Chrome's trace events, in microseconds: a process for each side, a thread for each track. On "run" a
+    submission begins when it was called and all before it was ready: a device runs one at a time."""
+    zero = min((s.began for side in sides for s in side.submissions), default=0.0)
+    zero = min([zero, *(span[2] for side in sides for span in side.spans)])
+    made: list[dict[str, Any]] = []
+    for pid, side in enumerate(sides, 1):
+        made.append(_meta("process_name", pid, 0, side.title))
+        made += [_meta("thread_name", pid, tid, track) for tid, track in enumerate(TRACKS, 1)]
+        made += [
+            {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            for tid in range(1, len(TRACKS) + 1)
+        ]
+        runs, done = [], 0.0
+        for s in side.submissions:
+            runs.append(("run", s.step, max(s.began, done), max(s.ready, done)))
+            done = max(s.ready, done)
+        idle = [("nothing submitted", step, began, end) for step, began, end in gaps(side.submissions)]
+        for track, step, began, ended in sorted([*side.spans, *runs, *idle], key=lambda s: s[2]):
+            tid, micro = TRACKS.index(track) + 1, 1e6
+            event = {"name": track, "cat": "step", "ph": "X", "pid": pid, "tid": tid, "args": {"step": step}}
+            times = {"ts": round((began - zero) * micro, 3), "dur": round(max(0.0, ended - began) * micro, 3)}
+            made.append(event | times)
+    return made
+
+
+def _meta(name: str, pid: int, tid: int, said: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": said}}
+
+
+def write(file: Path, sides: Sequence[Side]) -> None:
+    """For chrome://tracing and ui.perfetto.dev."""
+    file.write_text(json.dumps({"traceEvents": events(sides), "displayTimeUnit": "ms"}), "utf-8")
+
+
+def table(sides: Sequence[Side]) -> Table:
+    """A line for each side."""
+    caption = (
+        "Steps that only decoded. nothing submitted: share of their time, a lower bound."
+        " The last four: CPU ms of the engine's thread in a step."
+    )
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
+    columns = (
+        "\nstreams",
+        "\nsteps",
+        "tokens\ndrafted",
+        "nothing\nsubmitted",
+        "a step\nms",
+        "our Python\nmedian",
+        "our Python\np99",
+        "pages and\nattention",
+        "mlx-lm's\ngraph",
+    )
+    made.add_column("")
+    for name in columns:
+        made.add_column(name, justify="right")
+    for side in sides:
+        f = side.figures()
+        if f is None:
+            made.add_row(side.title, str(side.streams), "few")
+            continue
+        times = (f.step, f.ours, f.ours_p99, f.seam, f.graph)
+        counts = (str(side.streams), str(f.steps), str(f.drafted), f"{f.idle:.2%}")
+        made.add_row(side.title, *counts, *(f"{t:.2f}" for t in times))
+    return made

@@ -367,16 +367,16 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.draft)
+        return self.count + len(self.draft.tokens)
 
     @property
     def end(self) -> int:
         """Positions this entry makes computed, its draft included."""
-        return self.start + self.count + len(self.draft)
+        return self.start + self.count + len(self.draft.tokens)
 
     @property
     def sampled(self) -> int:
-        return 1 + len(self.draft) if self.samples else 0
+        return 1 + len(self.draft.tokens) if self.samples else 0
 
 
 Plan = Seq[Entry]

@@ -55,6 +55,8 @@ class Tally:
 
     def book(self, source: str, drafted: int, kept: int) -> None:
         self.depths[drafted] += 1
+        if not drafted:
+            return
         self.tried.update((source, i) for i in range(1, drafted + 1))
         self.kept.update((source, i) for i in range(1, kept + 1))
 

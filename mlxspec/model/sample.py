@@ -6,6 +6,7 @@ keyed by (seed, position), so neither the batch nor a drafter can change what is
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import mlx.core as mx
@@ -54,6 +55,7 @@ def rows_of(plan: Sequence[Entry]) -> list[Row]:
     ]
 
 
+@lru_cache(256)
 def seed32(seed: int, index: int) -> int:
     """The 32-bit noise key of choice `index` of a request with `seed` (any int). Choices are independent."""
     data = (seed % (1 << 128)).to_bytes(16, "little") + index.to_bytes(2, "little")

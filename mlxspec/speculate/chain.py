@@ -136,7 +136,7 @@ class Chain:
         draw = self._draw([e.seq for e in entries])
         deepest = max((len(e.draft) for e in entries if e.draft.source == SOURCE), default=0)
         if self.model and deepest:
-            own = seconds - float(self.costs.curve(rows, context, how, draw)[-1])
+            own = seconds - self.costs.step(rows, context, how, draw)
             self.model.seconds *= corrected(own / deepest / self.model.seconds)
         else:
             self.costs.learn(rows, context, how, seconds, draw)
@@ -180,15 +180,22 @@ class Chain:
         most = min(MAX_DEPTH, seq.room - 1)
         if most < 1:
             return None
-        made = [live.lookup.propose(most), self.corpus.propose(seq.tokens[-REACH:], most)]
-        best = max((m for m in made if m), key=lambda m: self._option(live.pilot, m).expected(), default=None)
+        best, other = live.lookup.propose(most), self.corpus.propose(seq.tokens[-REACH:], most)
+        if best and other:
+            best = max(best, other, key=lambda m: self._option(live.pilot, m).expected())
+        best = best or other
         forced = tuple(seq.matcher.forced(most)) if seq.matcher is not None else ()
         if forced and (best is None or best.tokens[: len(forced)] != forced):
             return Proposal(GRAMMAR, forced, REACH, (1.0,) * len(forced))
         return best
 
     def _option(self, pilot: Pilot, made: Proposal) -> Option:
-        return Option(made.source, [pilot.chance.of(key) for key in _keys(made)])
+        known: dict[Key, float] = {}  # a long copy has few keys
+        keys = _keys(made)
+        for key in keys:
+            if key not in known:
+                known[key] = pilot.chance.of(key)
+        return Option(made.source, [known[key] for key in keys])
 
     @staticmethod
     def _keys(source: str, drafted: int, made: Proposal | None) -> list[Key]:

@@ -6,6 +6,7 @@ no rule of their own: they lower a chance or raise a cost.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -73,14 +74,28 @@ class Costs:
         steps = np.maximum(low + at * (high - low), 1e-9) + draw * np.arange(1, rows + 1)
         return np.asarray(steps * self.factors.get(how, 1.0))
 
+    def step(self, rows: int, context: float, how: str, draw: float = 0.0) -> float:
+        """The last of `curve`, without numpy: several are asked for in a step."""
+        low, high = (self._one(m, rows) for m in self.measured)
+        at = max(0.0, (context - self.contexts[0]) / max(1, self.contexts[1] - self.contexts[0]))
+        return (max(low + at * (high - low), 1e-9) + draw * rows) * self.factors.get(how, 1.0)
+
     def draw(self, kinds: Sequence[str]) -> float:
         """Seconds of sampling a row, on average over sequences of these kinds."""
         return sum(self.sampling.get(kind, 0.0) for kind in kinds) / max(1, len(kinds))
 
     def learn(self, rows: int, context: float, how: str, seconds: float, draw: float = 0.0) -> None:
         """A step of `rows` rows took `seconds`."""
-        expected = float(self.curve(rows, context, how, draw)[-1])
+        expected = self.step(rows, context, how, draw)
         self.factors[how] = self.factors.get(how, 1.0) * corrected(seconds / expected)
+
+    def _one(self, measured: Sequence[float], rows: int) -> float:
+        known, n = self.rows, bisect_left(self.rows, rows)
+        if n == 0 or len(known) < 2:
+            return measured[0]
+        i = min(n, len(known) - 1)
+        slope = (measured[i] - measured[i - 1]) / (known[i] - known[i - 1])
+        return measured[i] + (max(0.0, slope) if n > i else slope) * (rows - known[i])
 
     def _extended(self, measured: Sequence[float], rows: int) -> Floats:
         at = np.arange(1, rows + 1, dtype=np.float64)
@@ -149,7 +164,7 @@ class Controller:
         if not room:
             return [(0, None)] * base
         curve = self.costs.curve(base + min(room, MOST_ROWS), context, how, draw)
-        plain = float(self.costs.curve(base, context, "overlap", draw)[-1])
+        plain = self.costs.step(base, context, "overlap", draw)
         picked = [_best(some, curve, base) for some in options]
         active = any(pilot.idle == 0 for pilot in pilots)
         depths = share(picked, curve, plain * (HYSTERESIS if active else 1.0))

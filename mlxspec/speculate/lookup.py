@@ -95,6 +95,10 @@ class Index:
         shares: list[float] = []
         while len(tokens) < most:
             at = len(tokens) + 1
+            if len(alive) == 1:  # as most are, and there is nobody to ask: a slice instead of a count for each
+                tokens += self._copy(alive[0] + at, tokens, most, own)
+                shares += [1.0] * (len(tokens) - len(shares))
+                break
             next_ = [t[e + at] if e + at < len(t) else tokens[e + at - len(t)] if own else END for e in alive]
             counts = Counter(token for token in next_ if token != END)
             if not counts:
@@ -104,6 +108,20 @@ class Index:
             shares.append(n / len(alive))
             alive = [e for e, said in zip(alive, next_, strict=True) if said == token]
         return Proposal(source, tuple(tokens), match, tuple(shares)) if tokens else None
+
+
+    def _copy(self, start: int, before: Sequence[int], most: int, own: bool) -> list[int]:
+        """What one occurrence goes on with from `start`, behind the tokens `before`, up to `most` with them."""
+        t, left = self.tokens, most - len(before)
+        run = t[start : start + left]
+        if END in run:
+            return run[: run.index(END)]
+        if own and len(run) < left:
+            made = [*before, *run]
+            while len(made) < most:  # into itself
+                made.append(made[start - len(t) + len(made) - len(before)])
+            run = made[len(before) :]
+        return run
 
 
 @dataclass(slots=True)

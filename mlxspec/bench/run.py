@@ -111,7 +111,7 @@ def offline(recording: Path | None, acceptance: float | None, row_cost: float, d
 def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
     """Serve the first prompts of the first workload at every number of streams, on a timeline."""
     blas.load()
-    from mlxspec.bench import measure, trace
+    from mlxspec.bench import measure, timeline, trace
     from mlxspec.chosen import choose
     from mlxspec.engine.start import start
     from mlxspec.model.catalog import cache_of
@@ -138,8 +138,8 @@ def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
     sides = trace.record(
         lambda: start(model.found.path, config.name or model.found.name, model.options), chosen
     )
-    trace.write(file, sides)
-    console.print(trace.table(sides))
+    timeline.write(file, sides)
+    console.print(timeline.table(sides))
     console.print(
         f"the timeline is in {file}: open it in ui.perfetto.dev or chrome://tracing", soft_wrap=True
     )

@@ -7,7 +7,6 @@ graph, which MLX does inside a submission before the first operation runs, is no
 
 import asyncio
 import functools
-import json
 import statistics
 import sys
 import threading
@@ -16,13 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
-from rich.table import Table
 
 from mlxspec import kernels
 from mlxspec.engine.engine import Engine
@@ -34,7 +31,6 @@ from mlxspec.model.runner import Step
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import Entry, ModelInfo, Request
 
-TRACKS = ("plan", "draft", "build", "submit", "run", "read", "commit", "publish", "nothing submitted")
 SWITCH_S = 5e-5  # a thread that has seen something waits so long at most for the interpreter
 FEW = 8  # steps below which no figure is worth saying
 LEFT_OUT = 2  # steps at both ends, where sequences come and go
@@ -81,8 +77,8 @@ def gaps(submissions: Sequence[Submission]) -> list[Gap]:
 
 @dataclass(slots=True)
 class Figures:
-    """Of the steps that only decoded, with everybody in. `idle`: the share of their time in which nothing was
-    submitted; the rest in milliseconds: a step, then CPU time of the thread in one."""
+    """Of the steps that only decoded, more than half of the streams in each. `idle`: the share of their time
+    in which nothing was submitted; the rest in milliseconds: a step, then CPU time of the thread in one."""
 
     steps: int
     drafted: int
@@ -106,7 +102,7 @@ class Side:
     turns: list[Turn] = field(default_factory=list)
 
     def decoding(self) -> list[Turn]:
-        full = [t for t in self.turns if t.rows >= self.streams and not t.fresh]
+        full = [t for t in self.turns if 2 * t.rows > self.streams and not t.fresh]
         return full[LEFT_OUT:-LEFT_OUT]
 
     def idle(self) -> list[Gap]:
@@ -273,14 +269,15 @@ class Recorder:
             first = arrays[0][0] if isinstance(arrays[0], list) and arrays[0] else arrays[0]
             if self.side is None or not isinstance(first, mx.array):
                 return submit(*arrays)
+            cpu = time.thread_time()  # what watching takes is not ours to count
             probe = first.flatten()[:1] + 0
-            cpu, made = time.thread_time(), Submission(self._number, time.perf_counter())
+            made = Submission(self._number, time.perf_counter())
             submit(*arrays, probe)
             made.ended = time.perf_counter()
-            self._cpu["waits"] += time.thread_time() - cpu
             self._note("submit", made.step, made.began, made.ended)
             self.side.submissions.append(made)
             self._queue.put((made, probe))
+            self._cpu["waits"] += time.thread_time() - cpu
             return None
 
         return watched
@@ -367,70 +364,3 @@ async def _serve(worker: Worker, requests: Sequence[Request]) -> None:
                 raise RuntimeError(f"{output.request} ended by {output.finish}: {output.error}")
 
     await asyncio.gather(*map(take, requests))
-
-
-def events(sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """Chrome's trace events, in microseconds: a process for each side, a thread for each track. On "run" a
-    submission begins when it was called and all before it was ready: a device runs one at a time."""
-    zero = min((s.began for side in sides for s in side.submissions), default=0.0)
-    zero = min([zero, *(span[2] for side in sides for span in side.spans)])
-    made: list[dict[str, Any]] = []
-    for pid, side in enumerate(sides, 1):
-        made.append(_meta("process_name", pid, 0, side.title))
-        made += [_meta("thread_name", pid, tid, track) for tid, track in enumerate(TRACKS, 1)]
-        made += [
-            {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
-            for tid in range(1, len(TRACKS) + 1)
-        ]
-        runs, done = [], 0.0
-        for s in side.submissions:
-            runs.append(("run", s.step, max(s.began, done), max(s.ready, done)))
-            done = max(s.ready, done)
-        idle = [("nothing submitted", step, began, end) for step, began, end in gaps(side.submissions)]
-        for track, step, began, ended in sorted([*side.spans, *runs, *idle], key=lambda s: s[2]):
-            tid, micro = TRACKS.index(track) + 1, 1e6
-            event = {"name": track, "cat": "step", "ph": "X", "pid": pid, "tid": tid, "args": {"step": step}}
-            times = {"ts": round((began - zero) * micro, 3), "dur": round(max(0.0, ended - began) * micro, 3)}
-            made.append(event | times)
-    return made
-
-
-def _meta(name: str, pid: int, tid: int, said: str) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": said}}
-
-
-def write(file: Path, sides: Sequence[Side]) -> None:
-    """For chrome://tracing and ui.perfetto.dev."""
-    file.write_text(json.dumps({"traceEvents": events(sides), "displayTimeUnit": "ms"}), "utf-8")
-
-
-def table(sides: Sequence[Side]) -> Table:
-    """A line for each side."""
-    caption = (
-        "Steps that only decoded. nothing submitted: share of their time, a lower bound."
-        " The last four: CPU ms of the engine's thread in a step."
-    )
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
-    columns = (
-        "\nstreams",
-        "\nsteps",
-        "tokens\ndrafted",
-        "nothing\nsubmitted",
-        "a step\nms",
-        "our Python\nmedian",
-        "our Python\np99",
-        "pages and\nattention",
-        "mlx-lm's\ngraph",
-    )
-    made.add_column("")
-    for name in columns:
-        made.add_column(name, justify="right")
-    for side in sides:
-        f = side.figures()
-        if f is None:
-            made.add_row(side.title, str(side.streams), "few")
-            continue
-        times = (f.step, f.ours, f.ours_p99, f.seam, f.graph)
-        counts = (str(side.streams), str(f.steps), str(f.drafted), f"{f.idle:.2%}")
-        made.add_row(side.title, *counts, *(f"{t:.2f}" for t in times))
-    return made

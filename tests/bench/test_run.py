@@ -148,3 +148,22 @@ def test_the_settings_reach_the_engine(loaded: SimpleNamespace, capsys: pytest.C
     options = loaded.options
     assert (options.block_size, options.context, options.layout) == (16, 300, "gather")
     assert options.max_sequences == 1
+
+
+def test_a_timeline_from_the_flag_to_the_file(
+    loaded: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "t.json"
+    words = ("--workload", "edits", "--max-tokens", "20", "--streams", "1,2", "--trace", str(file))
+    assert command(monkeypatch, *words) == 0
+    said = capsys.readouterr().out
+    assert "nothing" in said and str(file) in said.replace("\n", "")
+    assert [x.split()[1:4] for x in said.splitlines() if x.startswith("edits")] == [
+        ["1", "stream,", "plain"],
+        ["2", "streams,", "plain"],
+    ]
+    assert {"plan", "run", "read"} <= {e["name"] for e in json.loads(file.read_text())["traceEvents"]}
+    assert command(monkeypatch, "--trace", "/gone/t.json") == 2

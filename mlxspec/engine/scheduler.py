@@ -185,6 +185,8 @@ class Scheduler:
     # ---- admission ------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
+        if not self.waiting:  # what the running lack is then nobody's business
+            return
         held: list[Sequence] = []
         promised = sum(self._lacking(s) for s in self.running)
         while self.waiting and len(self.running) < (1 if self.short else self.max_sequences):

@@ -95,7 +95,9 @@ class Index:
         shares: list[float] = []
         while len(tokens) < most:
             at = len(tokens) + 1
-            if len(alive) == 1:  # as most are, and there is nobody to ask: a slice instead of a count for each
+            if (
+                len(alive) == 1
+            ):  # as most are, and there is nobody to ask: a slice instead of a count for each
                 tokens += self._copy(alive[0] + at, tokens, most, own)
                 shares += [1.0] * (len(tokens) - len(shares))
                 break
@@ -109,9 +111,8 @@ class Index:
             alive = [e for e, said in zip(alive, next_, strict=True) if said == token]
         return Proposal(source, tuple(tokens), match, tuple(shares)) if tokens else None
 
-
     def _copy(self, start: int, before: Sequence[int], most: int, own: bool) -> list[int]:
-        """What one occurrence goes on with from `start`, behind the tokens `before`, up to `most` with them."""
+        """What one occurrence goes on with from `start`, behind the tokens `before`; `most` with them."""
         t, left = self.tokens, most - len(before)
         run = t[start : start + left]
         if END in run:

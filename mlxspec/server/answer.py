@@ -169,6 +169,16 @@ def _read(model: Model, job: Job, k: int, output: Output) -> tuple[Choice, Piece
 async def _merged(outputs: Outputs, pause: float | None) -> AsyncGenerator[tuple[int, Output] | None, None]:
     """(number of the stream, output) as they come, None after each `pause` of silence; until all have ended
     or their choices have."""
+    while len(outputs) == 1:  # as a rule; without a task and what it takes for every token
+        try:
+            async with asyncio.timeout(pause):
+                output = await anext(outputs[0])  # cancelled, it loses nothing: it waits for a queue
+        except TimeoutError:
+            yield None
+        except StopAsyncIteration:
+            return
+        else:
+            yield 0, output
     waiting = {asyncio.ensure_future(anext(some)): k for k, some in enumerate(outputs)}
     try:
         while waiting:

@@ -73,6 +73,7 @@ LIBRARIES = {
         "engine.worker",
         "engine.start",
         "engine.known",
+        "bench.trace",  # stands round mx.async_eval
     },
     "mlx_lm": {"model", "text"},
     "transformers": {"model", "text"},

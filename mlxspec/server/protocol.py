@@ -13,6 +13,8 @@ from mlxspec.server.errors import ApiError, book
 
 HEADERS_S = 10.0  # for a request's headers, from connecting or from their first byte
 CLIENT_S = 60.0  # for whatever else is the client's turn: to read, to send the rest, to ask again
+HELD = 1 << 16  # bytes of an answer that goes on, which a client may leave unread; beyond, it waits for all
+FRESH_S = 0.1  # a new connection is no idle one for so long: its first request is on its way
 SPARE = 64  # connections beyond those that may have work: idle ones, health checks
 CROWDED = "crowded"  # in a request's state: its connection is one too many
 
@@ -23,39 +25,47 @@ class Bounded(H11Protocol):
 
     most = 0
     _clock: asyncio.TimerHandle | None = None
-    _seconds = 0.0  # that the clock was set to
+    _turn = ""  # what the clock runs for
+    _since = 0.0  # the loop's time at which it was last the client's turn to ask
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        over = len(self.connections) - self.most - SPARE
+        self._since = self.loop.time()
+        there: list[Bounded] = [c for c in self.connections if not c._left()]  # type: ignore[union-attr, misc]
+        over = len(there) - self.most - SPARE
         if over > 0:
-            idle = [c for c in self.connections if c is not self and not c._answering()]  # type: ignore[union-attr]
-            if idle:
-                min(idle, key=lambda c: c._due()).transport.close()  # type: ignore[union-attr]
-            elif over > SPARE:
+            old = [c for c in there if not c._working() and (c.cycle or c._since < self._since - FRESH_S)]
+            for idle in sorted(old, key=lambda c: c._since)[:over]:
+                idle.transport.close()
+            if over - len(old) > SPARE:
                 transport.abort()
-            else:
+            elif over > len(old):
                 self.app_state = {**self.app_state, CROWDED: True}
-        self._watch(HEADERS_S)
+        self._watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._answering():
-            self._watch(0.0)
-        else:  # what is left in the buffer is the beginning of a request's headers
-            self._watch(HEADERS_S if self.conn.trailing_data[0] else CLIENT_S)
+        self._watch()
+
+    def eof_received(self) -> None:
+        self.transport.set_write_buffer_limits(0)  # it closes, when the client has read what there is
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+        self._watch()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch(CLIENT_S)
+        self._watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._watch(0.0)
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._watch(0.0)
         super().connection_lost(exc)
+        self._set("", 0.0)
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
@@ -67,19 +77,35 @@ class Bounded(H11Protocol):
         self.transport.close()
 
     def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        running = self.cycle is not None and not self.cycle.response_complete
+        return running and not self.transport.is_closing()
 
-    def _due(self) -> float:
-        timers = (self._clock, self.timeout_keep_alive_task)
-        return min((timer.when() for timer in timers if timer), default=0.0)
+    def _working(self) -> bool:
+        return self._answering() or self.transport.get_write_buffer_size() > 0
 
-    def _watch(self, seconds: float) -> None:
+    def _left(self) -> bool:
+        return self.transport.is_closing() and not self.transport.get_write_buffer_size()
+
+    def _watch(self) -> None:
+        """Put the client on the clock for what is its turn now. Behind the last byte of an answer that is to
+        read all that was written; before, `HELD` bytes are not worth a clock."""
+        self.transport.set_write_buffer_limits(HELD if self._answering() else 0, 0)
+        if self.flow.write_paused:
+            self._set("read", CLIENT_S)
+        elif self._answering():
+            self._set("", 0.0)
+        elif self.cycle is None or self.conn.trailing_data[0]:
+            self._set("headers", HEADERS_S)
+        else:
+            self._set("ask", CLIENT_S)
+
+    def _set(self, turn: str, seconds: float) -> None:
         """Set the clock, unless it runs for the same reason; 0 stops it."""
-        if self._clock is not None and seconds != self._seconds:
-            self._clock.cancel()
-            self._clock = None
-        if seconds and self._clock is None:
-            self._clock, self._seconds = self.loop.call_later(seconds, self.transport.abort), seconds
+        if turn != self._turn:
+            if self._clock is not None:
+                self._clock.cancel()
+            self._turn = turn
+            self._clock = self.loop.call_later(seconds, self.transport.abort) if seconds else None
 
 
 def bounded(most: int) -> type[H11Protocol]:

@@ -1,9 +1,12 @@
 """An application on a real socket, served by uvicorn as `mlxspec serve` does, on a thread of its own."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import uvicorn
 
 from mlxspec.config import Config
 from mlxspec.server.run import _server, bind
@@ -12,13 +15,23 @@ from mlxspec.server.run import _server, bind
 @contextmanager
 def live(app: Any, most: int = 80) -> Iterator[str]:
     """The base URL of `app` for `most` requests at once, until the block ends."""
+    with serving(app, most) as (_, port):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def serving(app: Any, most: int = 80, buffer: int = 0) -> Iterator[tuple[uvicorn.Server, int]]:
+    """uvicorn's server and its port; the kernel keeps `buffer` bytes of what it sends to each client, 0: as
+    many as it likes."""
     with bind(Config(port=0)) as listener:
+        if buffer:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         server = _server(app, most)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         listener.listen(128)  # connections wait from now on
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield server, listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join(20)

@@ -1,16 +1,18 @@
 """Connections are bounded in time and in number; on real sockets."""
 
+import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
 from mlxspec.server import protocol
-from tests.server.live import live
+from mlxspec.server.front import while_connected
+from tests.server.live import live, serving
 from tests.server.scripted import MESSAGES, server
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -20,6 +22,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def address(tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(protocol, "HEADERS_S", 0.3)
     monkeypatch.setattr(protocol, "SPARE", 2)
+    monkeypatch.setattr(protocol, "FRESH_S", 0.0)
     with live(server(tokenizer, model_dir).app, most=1) as url:
         yield "127.0.0.1", int(url.rsplit(":", 1)[1])
 
@@ -149,13 +152,122 @@ def test_a_client_that_does_not_read_is_cut_off(
     tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "CLIENT_S", 0.3)
-    with live(server(tokenizer, model_dir).app) as url:
-        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 10) as sock:
+    with serving(server(tokenizer, model_dir).app, buffer=4096) as (_, port):
+        with socket.create_connection(("127.0.0.1", port), 10) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             began = time.monotonic()
             with pytest.raises(ConnectionError):
                 while time.monotonic() - began < 10:
                     sock.sendall(GET.replace(b"/health", b"/metrics") * 100)
+
+
+async def pour(scope: Any, receive: Any, send: Any) -> None:
+    """As many bytes as the path says, or without end."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def chunks() -> None:
+        for left in range(int(scope["path"][1:] or 1 << 40), 0, -1000):
+            await send({"type": "http.response.body", "body": b"x" * min(left, 1000), "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+    await while_connected(receive, chunks())
+
+
+def soon(seen: Callable[[], object], seconds: float = 5.0) -> bool:
+    """Whether it comes true in time."""
+    end = time.monotonic() + seconds
+    while not seen() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(seen())
+
+
+@contextmanager
+def unread(monkeypatch: pytest.MonkeyPatch, path: bytes) -> Iterator[tuple[socket.socket, set[Any]]]:
+    """A client that has asked for bytes and reads none of them, and the connections of its server."""
+    monkeypatch.setattr(protocol, "CLIENT_S", 0.4)
+    with serving(pour, buffer=4096) as (server, port), socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", port))
+        sock.sendall(b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+        there = server.server_state.connections
+        assert soon(
+            lambda: any(c.transport.get_write_buffer_size() > min(10_000, protocol.HELD) for c in there)
+        )
+        yield sock, there
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", GET])
+@pytest.mark.parametrize("path", [b"", b"40000", b"4000000"])
+def test_whatever_a_client_sends_it_has_to_read(
+    monkeypatch: pytest.MonkeyPatch, path: bytes, sent: bytes
+) -> None:
+    """An endless answer, one that has ended but for the client, a long one: bytes of a next request stop no
+    clock, and what is held of an answer is bounded."""
+    with unread(monkeypatch, path) as (sock, there):
+        sock.sendall(sent)
+        held, began = [0], time.monotonic()
+        while there and time.monotonic() - began < 5:
+            held += [c.transport.get_write_buffer_size() for c in list(there)]
+            time.sleep(0.01)
+        assert not there and max(held) <= protocol.HELD + 2000
+
+
+def test_closing_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with unread(monkeypatch, b"40000") as (sock, there):
+        sock.shutdown(socket.SHUT_WR)
+        assert soon(lambda: not there)
+
+
+def test_a_byte_now_and_then_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer that goes on, and of one that has ended."""
+    for path in (b"", b"40000"):
+        with unread(monkeypatch, path) as (sock, there):
+            began = time.monotonic()
+            while there and time.monotonic() - began < 5:
+                sock.recv(1)
+                time.sleep(0.02)
+            assert not there
+
+
+def test_a_client_that_reads_slowly_but_enough_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than its clock: what it takes in that time is more than HELD."""
+    monkeypatch.setattr(protocol, "HELD", 1500)
+    with unread(monkeypatch, b"120000") as (sock, there):
+        got, began = 0, time.monotonic()
+        while there and time.monotonic() - began < 10:
+            got += len(sock.recv(2000))
+            time.sleep(0.025)
+            if got >= 120_000:
+                break
+        assert got >= 120_000 and time.monotonic() - began > 2 * protocol.CLIENT_S
+
+
+def test_a_burst_stays_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have been idle for longest go, not those whose request is on its way."""
+    with serving(pour, most=1) as (server, port), ExitStack() as opened:
+        there = server.server_state.connections
+
+        def connect() -> socket.socket:
+            return opened.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+
+        old = [connect() for _ in range(protocol.SPARE + 1)]
+        for sock in old:
+            sock.sendall(GET.replace(b"/health", b"/1"))
+            assert sock.recv(10)
+        time.sleep(2 * protocol.FRESH_S)
+        new = [connect() for _ in range(protocol.SPARE)]
+        for sock in new:
+            sock.sendall(GET.replace(b"/health", b"/1"))
+        assert all(sock.recv(10) == b"HTTP/1.1 2" for sock in new)
+        assert len(there) <= 1 + protocol.SPARE
+        many = [connect() for _ in range(6 * protocol.SPARE)]
+        assert soon(lambda: len(there) <= 1 + 2 * protocol.SPARE)
+        time.sleep(2 * protocol.FRESH_S)
+        last = connect()
+        last.sendall(GET.replace(b"/health", b"/1"))
+        assert last.recv(10) == b"HTTP/1.1 2"
+        assert soon(lambda: len(there) <= 1 + protocol.SPARE) and len(many)
 
 
 def test_a_body_that_nobody_waits_for_may_still_be_sent(address: tuple[str, int]) -> None:

@@ -121,8 +121,8 @@ class Output:
     token itself. `cached` counts prompt tokens that were not computed for this choice; `rounds` counts the
     steps that sampled for it so far, `drafted` the draft tokens that were verified in them, and `accepted`
     those of them that were kept, by source. `error` is set with `finish == "error"`; `fault` says what was
-    wrong: the engine, the model that could not be had, or the prompt, which is longer than the window of a
-    model that had to be loaded to know.
+    wrong: the engine, the model that could not be had, the prompt, which is longer than the window of a model
+    that had to be loaded to know, or the client, which did not read.
     """
 
     request: str
@@ -135,7 +135,7 @@ class Output:
     error: str = ""
     drafted: int = 0
     accepted: tuple[tuple[str, int], ...] = ()
-    fault: Literal["engine", "model", "prompt"] = "engine"
+    fault: Literal["engine", "model", "prompt", "client"] = "engine"
 
 
 @dataclass(frozen=True, slots=True)

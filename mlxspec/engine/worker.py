@@ -24,16 +24,18 @@ log = logging.getLogger("mlxspec")
 
 REST = 0.01  # seconds between two looks at what the disk has done
 STOP = 30.0  # seconds that a step may take to end
+UNREAD = 1 << 14  # outputs that a client may leave unread; with n alternatives per token 1 / (n + 1) of it
 IDLE_S = 5.0  # between two looks at the memory of an idle machine
 
 
 class Stream:
     """The outputs of one request, all choices interleaved; ends after the last choice's finish. It holds at
-    most one output per step and choice, so `max_tokens` bounds it."""
+    most one output per step and choice, and `most` of them that nobody has taken."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._left = request.n
+        self.most = UNREAD // (1 + (request.sampling.logprobs or 0))
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
     def __aiter__(self) -> "Stream":
@@ -215,6 +217,12 @@ class Worker:
                 stream._queue.put_nowait(output)
                 if output.finish is not None:
                     left.discard(output.index)
+            if left and stream._queue.qsize() > stream.most:
+                self.abort(output.request)
+                for index in left:
+                    ended = Output(output.request, index, (), finish="error", fault="client")
+                    stream._queue.put_nowait(ended)
+                left.clear()
             if not left:
                 del self._streams[output.request]
                 took = time.monotonic() - (stream.request.created or time.monotonic())

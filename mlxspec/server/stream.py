@@ -117,6 +117,8 @@ def _failure(output: Output) -> ApiError:
         return unavailable(output.error)
     if output.fault == "prompt":
         return ApiError(400, output.error, code="context_length_exceeded")
+    if output.fault == "client":
+        return ApiError(408, "the answer ends here: too much of it was not read in time; read it as it comes")
     return ApiError(500, f"the engine failed: {output.error}")
 
 

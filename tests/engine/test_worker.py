@@ -245,3 +245,24 @@ def test_drain_waits_then_aborts(worker: Worker) -> None:
     second.stop()
     second.stop()
     assert not second.alive()
+
+
+def test_what_nobody_reads_is_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In outputs, fewer where each carries more; the choices that run are ended."""
+    monkeypatch.setattr("mlxspec.engine.worker.UNREAD", 60)
+
+    async def main(**kw):
+        stream = worker.submit(tiny.request("r", [1], 300, choices=2, **kw))
+        other = worker.submit(tiny.request("other", [2], 20))
+        async with asyncio.timeout(30):
+            while "r" in worker._streams or worker._busy:
+                await asyncio.sleep(0.001)
+        held = stream._queue.qsize()
+        assert len(await collect(other)) == 20
+        return held, await collect(stream)
+
+    for kw, most in (({}, 60), ({"logprobs": 2}, 20)):
+        held, outputs = asyncio.run(main(**kw))
+        assert most < held <= most + 4 and len(outputs) == held
+        assert [(o.finish, o.fault) for o in outputs if o.finish] == [("error", "client")] * 2
+    assert not worker._streams and not worker.stats().running

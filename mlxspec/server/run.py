@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -30,6 +30,7 @@ POLL_S = 0.5  # between looks at the engine's thread
 GRACE_S = 5  # for the last bytes of answers that have ended
 STOP_S = 10.0  # for the engine's thread to end its step
 BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
+ACCEPT_S = 0.9  # between two lines that no connection can be taken; asyncio tries once a second
 KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
@@ -211,6 +212,7 @@ async def _serve(
 
     for number in _ends():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    asyncio.get_running_loop().set_exception_handler(_once_a_second())
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -254,6 +256,23 @@ def _server(app: ASGIApp, most: int) -> uvicorn.Server:
 def _wanted(record: logging.LogRecord) -> bool:
     """Not what was cut off by a second signal: that was asked for."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+def _once_a_second() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """What asyncio tells of itself; that no connection can be taken it says for each place in the backlog."""
+    told = 0.0
+
+    def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal told
+        if "_start_serving" in context["message"]:
+            return  # tries again, as often, when the server has closed
+        if "socket.accept()" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif loop.time() > told + ACCEPT_S:
+            told = loop.time()
+            log.error("no connection can be taken: %s; allow more file descriptors", context["exception"])
+
+    return tell
 
 
 async def _death(engine: Engine) -> None:

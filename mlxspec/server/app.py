@@ -20,7 +20,7 @@ from starlette.routing import Route
 from mlxspec import __version__, metrics
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
-from mlxspec.server import Engine, anthropic, openai, page, responses
+from mlxspec.server import Engine, anthropic, openai, openapi, page, responses
 from mlxspec.server.ask import template_options
 from mlxspec.server.errors import ApiError, dead, on_api_error, on_crash, on_http_error, unavailable, unfit
 from mlxspec.server.front import Front, Gone, Model, on_gone, read_body, while_connected
@@ -68,8 +68,7 @@ def _routes() -> list[Route]:
         ("/messages", anthropic.messages, "POST"),
         ("/messages/count_tokens", anthropic.count_tokens, "POST"),
         ("/responses", responses.create, "POST"),
-        ("/responses/{id}", responses.stored, "GET"),
-        ("/responses/{id}", responses.stored, "DELETE"),
+        ("/responses/{id}", responses.stored, "GET DELETE"),
         ("/responses/{id}/input_items", responses.input_items, "GET"),
         ("/models", models, "GET"),
         ("/models/load", load, "POST"),
@@ -78,12 +77,13 @@ def _routes() -> list[Route]:
         ("/tokenize", tokenize, "POST"),
         ("/detokenize", detokenize, "POST"),
     ]
-    routes = [Route(f"{at}{path}", do, methods=[how]) for path, do, how in both for at in ("/v1", "")]
+    routes = [Route(f"{at}{path}", do, methods=how.split()) for path, do, how in both for at in ("/v1", "")]
     once = [
         ("/", index),
         ("/health", health),
         ("/metrics", prometheus),
         ("/api/hello", hello),
+        ("/openapi.json", openapi.description),
         ("/page/now", now),
         ("/page/events", page.events),
         ("/page/{name}", page.file),
@@ -96,7 +96,7 @@ async def index(http: HttpRequest) -> Response:
     if for_browser(http.headers.raw):
         return await page.file(http)
     front: Front = http.app.state.front
-    paths = [f"{min(r.methods - {'HEAD'})} {r.path_format}" for r in http.app.routes]
+    paths = [f"{how} {r.path_format}" for r in http.app.routes for how in sorted(r.methods - {"HEAD"})]
     told = {"name": "mlxspec", "version": __version__, "model": front.engine.info.name, "endpoints": paths}
     return JSONResponse(told, headers={"vary": "accept"})
 

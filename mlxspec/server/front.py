@@ -162,7 +162,7 @@ class Front:
 
     def report(self, ignored: list[str]) -> dict[str, str]:
         """The response header that lists unknown fields, percent-encoded; each is logged once."""
-        names = [quote(name[:64], safe="[]") for name in ignored[:32]]
+        names = [quote(name[:64], safe="[]") or "%00" for name in ignored[:32]]
         for name in names:
             if name not in self._named and len(self._named) < KNOWN_NAMES:
                 self._named.add(name)

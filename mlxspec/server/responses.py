@@ -159,6 +159,8 @@ async def create(http: HttpRequest) -> ASGIApp:
     items = [store.item(item, f"input[{i}]") for i, item in enumerate(body.input)]
     tools = toolbox(body)
     messages, left_out = chat_messages(store.thread(body.previous_response_id), items)
+    if not messages:
+        raise unfit("input", "input holds nothing that can be read here; send a message")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     effort = body.reasoning.effort if body.reasoning else None
@@ -204,7 +206,9 @@ async def input_items(http: HttpRequest) -> Response:
     store: Store = http.app.state.responses
     response, own = store.get(http.path_params["id"])
     items, asked = [*store.thread(response["previous_response_id"]), *own], http.query_params
-    if asked.get("order", "desc") == "desc":
+    if (order := asked.get("order", "desc")) not in ("asc", "desc"):
+        raise unfit("order", f"order = {order[:20]!r} is neither asc nor desc; send one of them")
+    if order == "desc":
         items.reverse()
     if after := asked.get("after"):
         at = next((n for n, item in enumerate(items) if item["id"] == after), None)
@@ -212,7 +216,7 @@ async def input_items(http: HttpRequest) -> Response:
             raise unfit("after", f"after = {after[:200]!r} is none of the items; send one's id")
         items = items[at + 1 :]
     most = asked.get("limit", str(PAGE))
-    if not (most.isascii() and most.isdigit() and 1 <= int(most[:9]) <= MOST_PAGE):
+    if not (most.isascii() and most.isdigit() and len(most) < 9 and 1 <= int(most) <= MOST_PAGE):
         raise unfit("limit", f"limit = {most[:20]!r} is not a number from 1 to {MOST_PAGE}; send one")
     page = items[: int(most)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}

@@ -292,7 +292,8 @@ def _turn(item: Json, at: str) -> Json | None:
         parts = item.get("content") or item.get("summary") or []
         return {"reasoning_content": _text(parts, f"{at}.summary", GAP), "role": "assistant"}
     if kind in ("function_call", "custom_tool_call"):
-        tool = Tool(_string(item, "name", at), item.get("namespace"), kind == "custom_tool_call")
+        space = _string(item, "namespace", at) if item.get("namespace") else None
+        tool = Tool(_string(item, "name", at), space, kind == "custom_tool_call")
         if tool.custom:
             arguments = json.dumps({"input": _string(item, "input", at)}, ensure_ascii=False)
         else:

@@ -15,8 +15,9 @@ from starlette.routing import Route
 
 from mlxspec import __version__
 from mlxspec.server import schema_anthropic, schema_openai, schema_responses, shapes
+from mlxspec.server.responses import MOST_PAGE
 from mlxspec.server.schema_openai import Strict
-from mlxspec.server.shapes import ERROR, ERROR_A, form
+from mlxspec.server.shapes import form
 
 Json = dict[str, Any]
 AT = "#/components/schemas/{model}"
@@ -46,14 +47,17 @@ WHY = {
     500: "A bug; the server's log says more.",
     503: "The model cannot be had, there are too many connections, or the server is stopping.",
 }
-TEXT: Json = {"schema": form("string")}
-QUERIES: dict[str, Json] = {
-    "stored": {"stream": {"type": "string", "pattern": "^[Ff][Aa][Ll][Ss][Ee]$"}},
-    "input_items": {
-        "order": {"enum": ["asc", "desc"]},
-        "after": {"type": "string"},
-        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
-    },
+OTHER = {"prometheus": "text/plain", "events": "text/event-stream", "index": "text/html", "hello": ""}
+TWO_KINDS = ("models", "model")  # as the API has it whose header is there
+_WHOSE = [("header", "anthropic-version", form("string"))]
+PARAMETERS: dict[str, list[tuple[str, str, Json]]] = {
+    **dict.fromkeys(TWO_KINDS, _WHOSE),
+    "stored": [("query", "stream", {"type": "string", "pattern": "^[Ff][Aa][Ll][Ss][Ee]$"})],
+    "input_items": [
+        ("query", "order", form({"asc", "desc"})),
+        ("query", "after", form("string")),
+        ("query", "limit", {"type": "integer", "minimum": 1, "maximum": MOST_PAGE}),
+    ],
 }
 
 
@@ -72,27 +76,22 @@ def describe(routes: Iterable[Route], key: bool) -> Json:
         if route.name not in LEFT_OUT:
             for method in (route.methods or set()) - {"HEAD"}:
                 paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method, key)
-    schemes: Json = {"bearer": {"type": "http", "scheme": "bearer"}}
-    schemes["key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "mlxspec", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": _schemas(), **({"securitySchemes": schemes} if key else {})},
-        **({"security": [{name: []} for name in schemes]} if key else {}),
-    }
+    made: Json = {"openapi": "3.1.0", "info": {"title": "mlxspec", "version": __version__}, "paths": paths}
+    made["components"] = {"schemas": _schemas()}
+    if key:
+        bearer, own = {"type": "http", "scheme": "bearer"}, {"type": "apiKey", "in": "header"}
+        made["components"]["securitySchemes"] = {"bearer": bearer, "key": {**own, "name": "x-api-key"}}
+        made["security"] = [{"bearer": []}, {"key": []}]
+    return made
 
 
 def _operation(route: Route, method: str, key: bool) -> Json:
     name = "deleted" if method == "DELETE" else route.name
-    inside = [
-        {"name": n, "in": "path", "required": True, "schema": form("string")} for n in route.param_convertors
-    ]
-    asked = [{"name": n, "in": "query", "schema": s} for n, s in QUERIES.get(name, {}).items()]
+    told = [("path", each, form("string")) for each in route.param_convertors] + PARAMETERS.get(name, [])
     made: Json = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{route.path_format}").rstrip("_"),
         "summary": (route.endpoint.__doc__ or name).split("\n\n")[0],
-        "parameters": inside + asked,
+        "parameters": [{"in": a, "name": n, "schema": s, "required": a == "path"} for a, n, s in told],
         "responses": {"200": _answer(name), **_errors(route, name, key)},
     }
     if name in BODIES:
@@ -104,13 +103,11 @@ def _operation(route: Route, method: str, key: bool) -> Json:
 
 
 def _answer(name: str) -> Json:
-    content: Json = {}
-    if name in shapes.ANSWERS:
+    kinds = [OTHER[name]] if name in OTHER else ["text/event-stream"] if name in STREAMS else []
+    content: Json = {kind: {} for kind in kinds if kind}
+    if name not in OTHER or name in shapes.ANSWERS:
         content["application/json"] = {"schema": shapes.ANSWERS[name]}
-    content |= {"text/event-stream": {}} if name in (*STREAMS, "events") else {}
-    content |= {"text/plain": TEXT} if name == "prometheus" else {}
-    content |= {"text/html": TEXT} if name == "index" else {}
-    made: Json = {"description": "Done.", **({"content": content} if content else {})}
+    made: Json = {"description": "Done.", "content": content}
     if name in BODIES:
         made["headers"] = {"x-mlxspec-ignored": {"schema": form("string")}}
     if name == "create":
@@ -126,16 +123,8 @@ def _errors(route: Route, name: str, key: bool) -> Json:
     if name in BODIES:
         statuses |= {404, 408} | ({409} if name == "unload" else set() if name == "load" else {429})
     statuses |= {404} if route.param_convertors else {429} if name == "events" else set()
-    path = route.path.removeprefix("/v1")
-    kinds = ["AnthropicError"] * path.startswith(("/messages", "/models")) + ["Error"]
-    some: list[Json] = [{"$ref": AT.format(model=kind)} for kind in kinds]
-    error = (
-        some[0]
-        if path.startswith("/messages")
-        else form((*some,))
-        if name in ("models", "model")
-        else some[-1]
-    )
+    refs: list[Json] = [{"$ref": AT.format(model=kind)} for kind in ("Error", "AnthropicError")]
+    error = form((*refs,)) if name in TWO_KINDS else refs["/messages" in route.path]
     made: Json = {}
     for status in sorted(statuses):
         schema = shapes.UNHEALTHY if (name, status) == ("health", 503) else error
@@ -149,7 +138,7 @@ def _schemas() -> Json:
     """Of all bodies, with the shapes that pydantic cannot see and the values of what is refused."""
     kinds = list(BODIES.values())
     _, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=AT)
-    made: Json = {**found["$defs"], "Error": ERROR, "AnthropicError": ERROR_A}
+    made: Json = {**found["$defs"], **shapes.ERRORS}
     for (name, field), schema in shapes.INSIDE.items():
         made[name]["properties"][field] = schema
     for kind in kinds:

@@ -46,15 +46,12 @@ _CALLS = (FALSY, [of(id_={}, function=of(name="string", arguments_={}))])
 _SAID: Json = {"function_call_": FALSY, "audio_": FALSY, "name_": ("string", "null")}
 _SAID |= {"reasoning_content_": ("string", "null"), "tool_call_id_": ("string", "null")}
 _NOT_SAID = {"refusal_": (FALSY, TEXT), "content_": "null"}
-MESSAGES = {"minItems": 1} | form(
-    [
-        (
-            of(role={"system", "developer", "user", "tool"}, content=TEXT, tool_calls_=FALSY, **_SAID),
-            of(role="assistant", content=TEXT, tool_calls_=_CALLS, **_SAID),
-            of(role="assistant", tool_calls_=_CALLS, **_NOT_SAID, **_SAID),
-        )
-    ]
+_MESSAGE = (
+    of(role={"system", "developer", "user", "tool"}, content=TEXT, tool_calls_=FALSY, **_SAID),
+    of(role="assistant", content=TEXT, tool_calls_=_CALLS, **_SAID),
+    of(role="assistant", tool_calls_=_CALLS, **_NOT_SAID, **_SAID),
 )
+MESSAGES = {"minItems": 1} | form([_MESSAGE])
 TOOLS = form(([of(type="function", function=of(name=NAME, parameters_=("object", "null")))], "null"))
 CHOICES = {"auto", "none", "required"}
 IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -83,25 +80,18 @@ ITEMS = (
     of(type="item_reference", id="string"),
 )
 _OTHER = {"type": "string", "not": {"enum": ["function", "custom", "namespace", *HOSTED]}}
-_TOOL = (
-    of(type="function", name=NAME, parameters_=("object", FALSY)),
-    of(type="custom", name=NAME),
-    of(type=_OTHER),
-)
+_FUNCTION = of(type="function", name=NAME, parameters_=("object", FALSY))
+_TOOL = (_FUNCTION, of(type="custom", name=NAME), of(type=_OTHER))
 _SPACED = [(*_TOOL, of(type="namespace"))]  # a namespace in a namespace is not read
 _ALLOWED = of(type="allowed_tools", mode_={"auto", "required"}, tools=[of(name="string")])
 INSIDE: dict[tuple[str, str], Json] = {
     **dict.fromkeys((("Chat", "stop"), ("Completion", "stop"), ("Create", "stop")), form((STOP, STOPS))),
     ("Messages", "stop_sequences"): STOPS,
-    ("Chat", "messages"): MESSAGES,
-    ("Tokenize", "messages"): MESSAGES,
-    ("Chat", "tools"): TOOLS,
-    ("Tokenize", "tools"): TOOLS,
+    **dict.fromkeys((("Chat", "messages"), ("Tokenize", "messages")), MESSAGES),
+    **dict.fromkeys((("Chat", "tools"), ("Tokenize", "tools")), TOOLS),
     ("Chat", "tool_choice"): form((CHOICES, of(function=of(name="string")))),
     ("Completion", "prompt"): PROMPTS,
-    ("Prediction", "content"): form(
-        ("string", {**form([of(type="text", text="string")]), "maxItems": MAX_PARTS})
-    ),
+    ("Prediction", "content"): form(("string", {"maxItems": MAX_PARTS} | form([_BLOCK["text"]]))),
     **dict.fromkeys((("Prompt", "messages"), ("Messages", "messages")), TURNS),
     **dict.fromkeys((("Prompt", "system"), ("Messages", "system")), form(("string", [_BLOCK["text"]]))),
     ("Tool", "type"): form(("custom", "null")),
@@ -124,9 +114,7 @@ WHOLE: dict[str, Json] = {  # what one field asks of another
 _COUNTS = of(prompt_tokens="integer", completion_tokens="integer", total_tokens="integer")
 _HEAD: Json = {"id": "string", "created": "integer", "model": "string", "usage": _COUNTS}
 _CALLED = of(id="string", type="function", function=of(name="string", arguments="string"))
-_MESSAGE = of(
-    role="assistant", content=("string", "null"), reasoning_content_="string", tool_calls_=[_CALLED]
-)
+_ANSWER = of(role="assistant", content=("string", "null"), tool_calls_=[_CALLED])
 _END: Json = {"index": "integer", "logprobs": ("object", "null")}
 _END |= {"finish_reason": {"stop", "length", "tool_calls"}}
 _MODEL = of(id="string", object="model", created="integer", owned_by="string", status="string")
@@ -136,18 +124,19 @@ _PAGE: Json = {"has_more": "boolean", "first_id_": "string", "last_id_": "string
 _READ = {f: "integer" for f in ("input_tokens", "output_tokens")}
 _CACHED = {f"cache_{did}_input_tokens": "integer" for did in ("creation", "read")}
 _SAYS = [of(type={"text", "thinking", "tool_use"})]
+_RESPONSE = of(
+    id="string", object="response", created_at="integer", model="string", output=[of(type="string")],
+    status={"completed", "incomplete"}, usage=of(**_READ, total_tokens="integer"), error="null",
+)  # fmt: skip
 ANSWERS: dict[str, Json] = {  # by the endpoint's name
-    "chat": of(object="chat.completion", choices=[of(message=_MESSAGE, **_END)], **_HEAD),
+    "chat": of(object="chat.completion", choices=[of(message=_ANSWER, **_END)], **_HEAD),
     "completions": of(object="text_completion", choices=[of(text="string", **_END)], **_HEAD),
     "messages": of(
         id="string", type="message", role="assistant", model="string", content=_SAYS,
         stop_reason="string", stop_sequence=("string", "null"), usage=of(**_READ, **_CACHED),
     ),
     "count_tokens": of(input_tokens="integer"),
-    "create": of(
-        id="string", object="response", created_at="integer", model="string", output=[of(type="string")],
-        status={"completed", "incomplete"}, usage=of(**_READ, total_tokens="integer"), error="null",
-    ),
+    **dict.fromkeys(("create", "stored"), _RESPONSE),
     "deleted": of(id="string", object="response", deleted={"const": True}),
     "input_items": of(object="list", data=[of(id="string", type="string")], **_PAGE),
     "models": form((of(object="list", data=[_MODEL]), of(data=[_MODEL_A], **_PAGE))),
@@ -162,5 +151,7 @@ ANSWERS: dict[str, Json] = {  # by the endpoint's name
 }  # fmt: skip
 UNHEALTHY = of(status="unhealthy", reason="string")
 _KIND: Json = {"message": "string", "type": "string"}
-ERROR = of(error=of(param=("string", "null"), code=("string", "null"), **_KIND))
-ERROR_A = of(type="error", error=of(**_KIND))
+ERRORS = {
+    "Error": of(error=of(param=("string", "null"), code=("string", "null"), **_KIND)),
+    "AnthropicError": of(type="error", error=of(**_KIND)),
+}

@@ -113,6 +113,8 @@ async def test_no_such_path_and_no_such_method(make: Callable[..., Server]) -> N
     answer = await s.get("/v1/chat/completions")
     assert answer.status == 405 and answer.headers["allow"] == "POST"
     assert "GET is not a method" in answer.error["message"]
+    answer = await make().post("/v1/responses/resp_1", {})
+    assert answer.status == 405 and set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
     answer = await s.post(
         "/v1/chat/completions", {"messages": MESSAGES}, headers={"origin": "http://localhost"}
     )

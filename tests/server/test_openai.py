@@ -470,6 +470,8 @@ async def test_unknown_fields_are_reported(
         )
     assert caplog.text.count("unknown field zeta") == 1
     assert "x-mlxspec-ignored" not in (await s.chat(user="me")).headers
+    unnamed = await s.chat(zeta=1, **{"": 2})
+    assert unnamed.headers["x-mlxspec-ignored"] == "zeta, %00"  # no header may end in a space
     many = await s.chat(**{f"field{i}": i for i in range(100)})
     assert many.headers["x-mlxspec-ignored"].count(",") == 31
 

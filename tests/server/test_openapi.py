@@ -24,7 +24,7 @@ BIG = "/(chat/completions|completions|messages|messages/count_tokens|responses)$
 RULES = re.compile(
     r"needs logprobs|is not n = |has no tokens|prompt is too long|ids run from|ends with the assistant's"
     r"|asks for a tool|is none of the (tools|items)|there are no tools|is there twice|holds a name twice"
-    r"|\.0+ is not a whole number|e\+?\d+ is not a whole number|with response_format|has a length of its own"
+    r"|with response_format"
     r"|holds nothing that can be read|is not stored here|with logprobs|is more than \d+ answers"
     r"|with a tool_choice|with tools|is no(t a)? (JSON schema|grammar|Lark)|send one message at least"
 )
@@ -156,6 +156,8 @@ def tries(base: str, examples: int, only: str = "", without: str = "", seed: int
     schema.config.generation.max_examples = examples
     schema.config.generation.deterministic = True
     schema.config.request_timeout = 20
+    schema.config.continue_on_failure = True
+    schema.config.checks.positive_data_acceptance.expected_statuses += ["400"]  # looked at below, by RULES
     return _tried(from_schema(schema).execute(), events)
 
 
@@ -172,12 +174,14 @@ def _tried(stream: Any, events: Any) -> Tried:
             made.statuses[case.operation.label, found.response.status_code] += 1
             took = (found.response.elapsed, case.as_curl_command()[:500])
             made.slowest = max(made.slowest, took)
+            said = found.response.content.decode("utf-8", "replace")[:500]
+            valid = case.meta.generation.mode.is_positive and found.response.status_code == 400
+            if valid and not RULES.search(said):
+                made.failed.append(f"valid, yet refused:\n{took[1]}\n{said}")
             for check in event.recorder.checks.get(case_id, ()):
-                failure = check.failure_info and check.failure_info.failure
-                said = found.response.content.decode("utf-8", "replace")
-                by_rule = check.name == "positive_data_acceptance" and RULES.search(said)
-                if failure and not (by_rule and found.response.status_code == 400):
-                    made.failed.append(f"{check.name}: {failure.message}\n{took[1]}\n{said[:500]}")
+                if check.failure_info:
+                    failure = check.failure_info.failure
+                    made.failed.append(f"{check.name}: {failure.message}\n{took[1]}\n{said}")
     return made
 
 
@@ -199,9 +203,12 @@ def base(agent: tuple[Any, Path]) -> Iterator[str]:
             if isinstance(case.body, dict):
                 if isinstance(case.body.get("model"), str):
                     case.body["model"] = "default"
-                if often and case.meta.generation.mode.is_positive:
-                    for name in RULED:
+                if case.meta.generation.mode.is_positive:
+                    case.body = whole(case.body)
+                    for name in RULED if often else ():
                         case.body.pop(name, None)
+                    for name in {"prompt", "tokens"} & case.body.keys() if often else ():
+                        case.body[name] = known(case.body[name])
             stored = "id" in case.path_parameters and case.method == "GET"
             if often and stored and case.meta.phase.name.value != "stateful":
                 case.path_parameters["id"] = kept
@@ -214,6 +221,22 @@ RULED = (
     "stop_token_ids tool_choice grammar logit_bias top_logprobs best_of echo previous_response_id"
     " response_format text output_config"
 ).split()
+
+
+def whole(value: Any) -> Any:
+    """The same with whole numbers spelled so: to JSON Schema 5.0 is one, here it is refused."""
+    if isinstance(value, dict):
+        return {name: whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def known(value: Any) -> Any:
+    """The same with token ids that the model has."""
+    if isinstance(value, list):
+        return [known(one) for one in value]
+    return value % 256 if type(value) is int else value
 
 
 def test_a_little_of_everything(base: str) -> None:

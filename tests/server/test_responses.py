@@ -345,6 +345,11 @@ async def test_get_and_delete(make: Callable[..., Server]) -> None:
     assert s.app.state.responses == Store()
 
 
+async def test_what_cannot_be_read_is_refused_as_input(make: Callable[..., Server]) -> None:
+    answer = await make().post("/v1/responses", {"input": [{"type": "web_search_call"}]})
+    assert answer.status == 400 and answer.error["param"] == "input"
+
+
 async def test_what_is_kept_is_not_streamed(make: Callable[..., Server]) -> None:
     s = make()
     connection = Connection(s.app, f"/v1/responses/{(await ask(s)).json['id']}", method="GET")
@@ -415,7 +420,7 @@ async def test_input_items(make: Callable[..., Server]) -> None:
     assert [item["id"] for item in newest["data"]] == ids[:0:-1] and newest["has_more"] is True
     rest = (await page(f"limit=3&after={newest['last_id']}")).json
     assert [item["id"] for item in rest["data"]] == ids[:1] and rest["has_more"] is False
-    for query in ("limit=0", "limit=101", "limit=x", "after=msg_1"):
+    for query in ("limit=0", "limit=101", "limit=x", "after=msg_1", "order=up", "limit=00000001" + "0" * 9):
         assert (await page(query)).status == 400
 
 

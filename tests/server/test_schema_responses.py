@@ -251,6 +251,7 @@ def test_what_hosted_tools_did_is_left_out_and_reported() -> None:
         ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[1].call_id"),
         ({"type": "function_call", "call_id": "c", "arguments": "{}"}, "input[1].name"),
         (call("c", arguments={"a": 1}), "input[1].arguments"),  # type: ignore[arg-type]
+        (call("c", namespace=5), "input[1].namespace"),
         ({"type": "custom_tool_call", "call_id": "c", "name": "f"}, "input[1].input"),
         ({"type": "function_call_output", "output": "ok"}, "input[1].call_id"),
         (

@@ -227,7 +227,9 @@ async def tokenize(http: HttpRequest) -> Response:
         ignored += ["add_special_tokens"] if "add_special_tokens" in body.model_fields_set else []
     else:
         given = body.model_fields_set
-        ignored += sorted(given & {"add_generation_prompt", "reasoning_effort", "chat_template_kwargs"})
+        ignored += sorted(
+            given & {"tools", "add_generation_prompt", "reasoning_effort", "chat_template_kwargs"}
+        )
         work = front.on_text_thread(encode, model.tokenizer, body.prompt, body.add_special_tokens)
     ids = await while_connected(http.receive, work)
     found = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}

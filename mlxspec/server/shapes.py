@@ -88,7 +88,7 @@ INSIDE: dict[tuple[str, str], Json] = {
     **dict.fromkeys((("Chat", "stop"), ("Completion", "stop"), ("Create", "stop")), form((STOP, STOPS))),
     ("Messages", "stop_sequences"): STOPS,
     **dict.fromkeys((("Chat", "messages"), ("Tokenize", "messages")), MESSAGES),
-    **dict.fromkeys((("Chat", "tools"), ("Tokenize", "tools")), TOOLS),
+    ("Chat", "tools"): TOOLS,
     ("Chat", "tool_choice"): form((CHOICES, of(function=of(name="string")))),
     ("Completion", "prompt"): PROMPTS,
     ("Prediction", "content"): form(("string", {"maxItems": MAX_PARTS} | form([_BLOCK["text"]]))),
@@ -105,7 +105,10 @@ WHOLE: dict[str, Json] = {  # what one field asks of another
     "ResponseFormat": {"if": {"properties": _COMPLETE}, "then": of(json_schema="object")},
     "TextFormat": {"if": {"properties": _COMPLETE}, "then": of(schema=("object", "boolean"))},
     "Tokenize": form(
-        (of(prompt="string", messages_="null"), of(messages={"not": form("null")}, prompt_="null"))
+        (
+            of(prompt="string", messages_="null"),
+            of(messages={"not": form("null")}, prompt_="null", tools_=TOOLS),
+        )
     ),
 }
 

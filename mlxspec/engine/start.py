@@ -274,6 +274,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
     if not scheduler.drafts:
         log.warning("no speculation: the solo layout cannot take a draft back")
         return
+    given = pool.given
     table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
     try:
         with _bar("Measuring steps") as tell:
@@ -289,6 +290,7 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
             log.info("%s drafts: %.1f ms a token", options.draft.name, model.seconds * 1e3)
     finally:
         pool.drop(table)
+        pool.given = given  # they hold nothing that anybody will read
     engine.drafter = chain = Chain(costs, model, late=runner.layout == "rows")
     scheduler.blind = chain.blind
 

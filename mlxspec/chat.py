@@ -126,7 +126,7 @@ def call(
         raise Absent(f"no server at {at}; start one with: mlxspec serve") from error
     except (OSError, http.client.HTTPException) as error:
         raise ChatError(f"{at}: {str(error) or type(error).__name__}; see the server's log") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ChatError(f"something else answers at {at} ({error!r}); {ELSE}") from error
     finally:
         connection.close()

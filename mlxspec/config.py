@@ -226,7 +226,7 @@ def _from_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
         raise ConfigError(f"{file}: there is no such file; make it or unset MLXSPEC_CONFIG") from error
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; make it a file that you may read") from error
-    except ValueError as error:  # not UTF-8, or not TOML: tomllib's message has the line
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML: tomllib's message has the line
         raise ConfigError(f"{file}: not TOML: {error}; mend that line") from error
     values = {}
     for name, value in found.items():

@@ -57,7 +57,7 @@ def _hub() -> Iterator[str]:
 
 def weight(path: Path) -> int:
     """Bytes of the weights in a model's directory."""
-    return sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+    return sum(file.stat().st_size for file in path.glob("model*.safetensors") if file.exists())
 
 
 def flaws(path: Path) -> list[str]:
@@ -74,7 +74,7 @@ def flaws(path: Path) -> list[str]:
                 found.append(f"{file} has {there} bytes, by its own header {wanted}")
         except OSError as error:
             found.append(f"{file}: {error.strerror}")
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             found.append(f"{file} is no safetensors file")
     return found
 

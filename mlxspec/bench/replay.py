@@ -57,7 +57,7 @@ def read(file: Path) -> list[Recording]:
             prompt, output = (tuple(given[key]) for key in ("prompt", "output"))
             if not all(type(t) is int and t >= 0 for t in (*prompt, *output)) or not prompt or not output:
                 raise ValueError("prompt and output must be lists of token ids, with one at least")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f'{file}:{n}: {error!s}; give {{"prompt": [ids], "output": [ids]}}') from error
         found.append(Recording(prompt, output))
     if not found:

@@ -207,7 +207,7 @@ def _told(found: dict[str, Any], alone: bool) -> Verdict:
 
 def _read(file: Path) -> dict[str, Any] | None:
     """A whole file of ours, else None."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         found = json.loads(file.read_text("utf-8"))
         if dict(found["facts"]) and ("trying" in found or _verdict(found["verdict"])):
             return {**found, **{count: int(found.get(count, 0)) for count in ("tries", "stalls")}}

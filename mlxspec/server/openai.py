@@ -25,7 +25,7 @@ from mlxspec.server.schema_openai import Chat, Completion, parse
 from mlxspec.server.stream import Choice, OpenAI
 from mlxspec.text.prompt import encode
 from mlxspec.text.reader import Reader
-from mlxspec.types import Request
+from mlxspec.types import Request, shown
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
@@ -75,7 +75,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     n = body.n or 1
     if body.best_of not in (None, n):
         raise unfit(
-            "best_of", f"best_of = {body.best_of} is not n = {n}: nothing is ranked; ask for n answers"
+            "best_of", f"best_of = {shown(body.best_of)} is not n = {n}: nothing is ranked; ask for n answers"
         )
     if body.echo and body.logprobs is not None:
         raise unfit(

@@ -9,7 +9,7 @@ import json
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlxspec.server.errors import ApiError, book
+from mlxspec.server.errors import ApiError, book, speaks_anthropic
 
 HEADERS_S = 10.0  # for a request's headers, from connecting or from their first byte
 CLIENT_S = 60.0  # for whatever else is the client's turn: to read, to send the rest, to ask again
@@ -71,7 +71,8 @@ class Bounded(H11Protocol):
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             error = ApiError(400, "the request breaks HTTP/1.1; check its request line and its headers")
             book(self.config.loaded_app, "a client", error)
-            body = json.dumps(error.body())
+            anthropic = self.cycle and not self.cycle.response_complete and speaks_anthropic({**self.scope})
+            body = json.dumps(error.anthropic() if anthropic else error.body())
             head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
             self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n\r\n{body}".encode())
         self.transport.close()

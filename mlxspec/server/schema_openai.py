@@ -3,6 +3,8 @@
 Rule: a field is used, or it is in the tables of `fields`, or it is reported back.
 """
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -34,6 +36,8 @@ from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, shown
 
 INT64 = 2**63
 OBJECT = TypeAdapter(dict[str, Any])
+MOST_FIELDS = 1000  # of a body: a million of them keep the event loop for seconds
+INFINITE = re.compile(rb"[eE]\+?\d{3}|\d{300}|NaN|Infinity")  # where a number may be none that JSON can tell
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -271,7 +275,7 @@ Body = TypeVar("Body", bound=Strict)
 
 
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(x) is int and x >= 0 for x in value)
+    return isinstance(value, list) and bool(value) and all(type(x) is int and 0 <= x < 2**31 for x in value)
 
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
@@ -283,15 +287,25 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
         why = first["ctx"]["error"] if first["type"] == "json_invalid" else "it is another value"
         message = f"the body is no JSON object: {why}; send one"
         raise ApiError(400, message, code="invalid_json") from error
+    if len(raw) > MOST_FIELDS:
+        raise unfit("body", f"the body has {len(raw)} fields; send {MOST_FIELDS} at most", "invalid_json")
     given = {name: value for name, value in raw.items() if value is not None}
     for name, value in given.items():
         neutral, mend = kind.refuses.get(name, ((value,), ""))
         if name not in kind.model_fields and not any(type(v) is type(value) and v == value for v in neutral):
             raise unfit(name, f"{name} = {shown(value)} is not supported: {mend}", "unsupported_parameter")
     try:
-        return kind.model_validate(given), list(dict.fromkeys(unknown(kind, given)))
+        body = kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from error
+    for name, value in given.items() if INFINITE.search(data) else ():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise unfit(
+                name, f"{name} = {shown(value)} has a number out of range; send finite ones"
+            ) from error
+    return body, list(dict.fromkeys(unknown(kind, given)))
 
 
 def unknown(kind: type[Body], given: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ Origin is foreign, and a name that was rebound to this address is not ours. CORS
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from mlxspec.server.protocol import CROWDED
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
+HOST = re.compile(r"(\[[^\s\[\]]*\]|[^\s:/?#@\[\]\\]+)(:\d*)?")  # urlsplit overlooks tabs and takes paths
 OPEN = frozenset({"/health"})  # without a key: what watches a service has none
 PAGE = frozenset(f"/page/{name}" for name in FILES)  # nor has a browser that has yet to ask for one
 SCRIPTS = frozenset({"/page/events", "/page/now"})  # for the page's own scripts, and what is no browser
@@ -66,7 +68,7 @@ def _check_names(headers: list[tuple[bytes, bytes]], names: frozenset[str], addr
     hosts = _values(headers, b"host")
     if len(hosts) != 1:
         raise ApiError(400, f"there are {len(hosts)} Host headers; send one")
-    asked = _name(f"//{hosts[0]}") if "@" not in hosts[0] else ""
+    asked = _name(f"//{hosts[0]}") if HOST.fullmatch(hosts[0]) else ""
     if asked not in names and not (addresses and _is_address(asked)):
         raise _foreign("Host", hosts[0])
     for origin in _values(headers, b"origin"):
@@ -132,7 +134,11 @@ def _check_key(headers: list[tuple[bytes, bytes]], key: str) -> None:
 
 
 def _check_size(headers: list[tuple[bytes, bytes]], most: int) -> None:
-    for value in _values(headers, b"content-length"):
+    sizes = _values(headers, b"content-length")
+    if sizes and _values(headers, b"transfer-encoding"):  # whoever stands in front may go by the other one
+        both = "Content-Length and Transfer-Encoding: the body has two lengths; send one of them"
+        raise ApiError(400, both, headers={"Connection": "close"})
+    for value in sizes:
         if not value.isdecimal() or len(value) > 18 or int(value) > most:
             raise _too_large(most)
 

@@ -7,6 +7,7 @@ whatever it gets wrong, the controller corrects from the steps that follow.
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -158,10 +159,13 @@ def _load(file: Path) -> Costs | None:
         found = json.loads(file.read_text("utf-8"))
         low, top = found["seconds"]
         contexts, rows = found["contexts"], found["rows"]
-        if len(low) == len(top) == len(rows) > 0 and min(*low, *top) > 0 and rows == sorted(set(rows)):
+        sane = 0 < min(*low, *top) <= max(*low, *top) < math.inf
+        if sane and len(low) == len(top) == len(rows) > 0 and rows == sorted(set(rows)):
             drawn = {str(kind): float(s) for kind, s in found["sampling"].items()}
-            return Costs((int(contexts[0]), int(contexts[1])), rows, (low, top), drawn)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            costs = Costs((int(contexts[0]), int(contexts[1])), rows, (low, top), drawn)
+            if math.isfinite(sum(costs.curve(2, costs.contexts[1], "exact", costs.draw([*drawn])))):
+                return costs
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         pass  # not there yet, or not ours: it is measured again
     return None
 

@@ -62,9 +62,9 @@ class Parts:
     the answer, so that a call has its tags, and none is made while the model reasons."""
 
     __slots__ = (
-        "_after_call", "_bare", "_blank", "_call", "_fresh", "_held", "_is_bare", "_kind", "_machine",
-        "_made", "_may_bare", "_new_id", "_plain", "_ruled", "_spoke", "_state", "_tokenizer", "_tools",
-        "_tries", "_why", "calls",
+        "_after_call", "_bare", "_blank", "_call", "_fresh", "_held", "_is_bare", "_kind", "_longest",
+        "_machine", "_made", "_may_bare", "_new_id", "_plain", "_ruled", "_spoke", "_state", "_tokenizer",
+        "_tools", "_tries", "_why", "calls",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,7 @@ class Parts:
         edges = transitions(tokenizer, bool(tools), ruled)
         self._plain = not any(edges.values())
         self._machine = MACHINE(edges)
+        self._longest = max((len(marker) for some in edges.values() for marker, _ in some), default=1)
         first = tokenizer.response_initial_state or ("reasoning" if thinking else "normal")
         self._state = self._machine.make_state(first)
         self._kind: Kind = "reasoning" if first == "reasoning" else "content"
@@ -105,6 +106,10 @@ class Parts:
             self._add(*segments[0])
             for (before, _), (state, _) in pairwise(segments):
                 self._cross(before, state)
+            state, node, states, held = self._state
+            if len(held) > 2 * self._longest:  # no marker is that long: "<<<<..." is text
+                self._state = state, node, states, held[-self._longest :]
+                self._add(state, held[: -self._longest])
         return self._take()
 
     def finish(self) -> list[Part]:

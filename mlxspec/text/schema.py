@@ -18,6 +18,7 @@ from mlxspec.text.messages import Refused
 from mlxspec.types import shown
 
 DEEPEST = 64
+MOST_LEVELS = 1000  # reached through names: llguidance recurses; 3,000 rules overran its stack
 MOST_BYTES = 1 << 18
 EXACT = 1 << 53  # llguidance's numbers are floats: a larger integer becomes its neighbour
 EXACTLY = "send integers up to 2^53 and 15 digits of others"
@@ -51,8 +52,9 @@ LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LIMITS = LLParserLimits(
     verbose_errors=False, max_items_in_row=20_000, max_lexer_states=60_000, step_max_items=5_000
 )
-OPTION = re.compile(r"\[[^\]]*\b(max_tokens|temperature|stop)\s*=")
-LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
+# Neither looks at a character twice: half a megabyte of brackets would keep the process for an hour.
+OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
+LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*+"|/(?:\\.|[^/\\\n])++/|//[^\n]*|#[^\n]*|(["/])')
 
 
 def json_rule(schema: Any, where: str) -> str:
@@ -71,7 +73,10 @@ def plain(schema: Any, where: str) -> dict[str, Any]:
         copy = json.loads(text)
         if not isinstance(copy, dict):
             raise Refused(where, f"{where} = {shown(schema)} is not a JSON schema; send an object")
-        Survey(copy, where).visit(copy, where, 0)
+        survey = Survey(copy, where)
+        survey.visit(copy, where, 0)
+        if sum(map(_height, survey.targets.values())) > MOST_LEVELS:
+            survey.refuse(f"{where} has more than {MOST_LEVELS} levels in what $ref names; send fewer names")
         return copy
     except RecursionError as error:
         raise Refused(where, f"{where} is nested too deep; send a flatter schema") from error
@@ -103,6 +108,7 @@ class Survey:
     root: dict[str, Any]
     where: str
     seen: set[int] = field(default_factory=set)
+    targets: dict[int, Any] = field(default_factory=dict)  # of references
     patterns: set[str] = field(default_factory=set)
     limits: list[tuple[str, float]] = field(default_factory=list)
     joins: bool = False  # somewhere two schemas meet in one value
@@ -132,8 +138,13 @@ class Survey:
         for key in ONE:
             if key in node and not isinstance(node[key], list):
                 self.visit(node[key], f"{at}.{key}", depth + 1)
+        for i, name in self.entries(node, "required", list, at):
+            if not isinstance(name, str):
+                self.refuse(f"{at}.required[{i}] = {shown(name)} is not a name; send a string")
         if "$ref" in node:
-            self.visit(self.target(node["$ref"], at), f"{at}.$ref", depth + 1)
+            found = self.target(node["$ref"], at)
+            self.targets[id(found)] = found
+            self.visit(found, f"{at}.$ref", depth + 1)
 
     def refuse(self, why: str) -> NoReturn:
         raise Refused(self.where, " ".join(why.split()))
@@ -159,7 +170,7 @@ class Survey:
             if _number(value) and abs(value) > EXACT and (value < 0) == (key in LEAST):
                 node[key] = EXACT if value > 0 else -EXACT  # tighter: what conforms to it conforms
             elif _number(value) and _inexact(value):
-                self.refuse(f"{at}.{key} = {value} is not exact: {EXACTLY}")
+                self.refuse(f"{at}.{key} = {shown(value)} is not exact: {EXACTLY}")
         own = [(key, node[key]) for key in (*LEAST, *MOST) if _number(node.get(key))]
         self.limits += own
         if _loose(own) or (self.joins and _loose(self.limits)):
@@ -171,13 +182,13 @@ class Survey:
             self.multiple = math.lcm(self.multiple, size or MOST_MULTIPLE + 1)
             if self.multiple > MOST_MULTIPLE:
                 self.refuse(
-                    f"{at}.multipleOf = {step} cannot be honoured: 1 to {MOST_MULTIPLE} in its digits, all of"
-                    " them in a schema together; leave it out"
+                    f"{at}.multipleOf = {shown(step)} cannot be honoured: 1 to {MOST_MULTIPLE} in its digits,"
+                    " all of them in a schema together; leave it out"
                 )
         least, required = node.get("minProperties"), node.get("required")
         if _number(least) and least > 1 + (len(set(map(str, required))) if isinstance(required, list) else 0):
             self.refuse(
-                f"{at}.minProperties = {least} cannot be honoured, names may come twice; use required"
+                f"{at}.minProperties = {shown(least)} cannot be honoured, names may come twice; use required"
             )
 
     def meeting(self, node: dict[str, Any], at: str) -> None:
@@ -208,6 +219,8 @@ def checked_lark(text: str, where: str) -> str:
     """A client's grammar. Raises Refused for what has no meaning here, or bounds that do not hold."""
     if option := OPTION.search(text):
         raise Refused(where, f"{where}: the option {option[1]} cannot be honoured; leave it out")
+    if any(found[1] for found in LITERAL.finditer(text)):  # llguidance takes minutes to find that
+        raise Refused(where, f"{where} has a string or a pattern without its end on that line; close it")
     bare = LITERAL.sub('""', text)
     for sign, mend in (
         ("&", "write one"),
@@ -217,7 +230,14 @@ def checked_lark(text: str, where: str) -> str:
         if found := re.search(sign, bare):
             # Both operators are llguidance's own; some took 20 GB. A schema has checks of its own.
             raise Refused(where, f"{where}: {found[0]} is not taken in a grammar; {mend}")
+    if len(re.findall(r"[(\[:]", bare)) > MOST_LEVELS:
+        raise Refused(where, f"{where} has more than {MOST_LEVELS} rules and groups; send fewer")
     return text
+
+
+def _height(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_height, inner), default=0)
 
 
 def _number(value: Any) -> TypeGuard[float]:

@@ -319,7 +319,7 @@ def _warm(engine: Engine, known: float) -> float:
             engine.step()
             worst = max(worst, engine.step_seconds)
 
-    run(1, 1 if known else rows, 4)
+    run(1, *((1, 1) if known else (rows, 4)))
     if not known:
         seen = {_places(engine)}
         # Odd and even numbers of steps: two buffers that take turns are where they were after two.

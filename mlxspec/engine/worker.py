@@ -82,11 +82,14 @@ class Worker:
 
     # ---- any thread -----------------------------------------------------------------------------------
 
-    def launch(self) -> ModelInfo:
-        """Start the thread and wait for the default model. Raises what loading raised."""
+    def launch(self, meanwhile: Callable[[], object] = lambda: None) -> ModelInfo:
+        """Start the thread, do something else, and wait for the default model. Raises what either raised."""
         self._thread.start()
         atexit.register(self.stop)  # the interpreter must not end under a thread that uses MLX
-        self._ready.wait()
+        try:
+            meanwhile()
+        finally:
+            self._ready.wait()
         if self._error is not None:
             self._thread.join(STOP)
             raise self._error

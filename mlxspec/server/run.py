@@ -105,17 +105,24 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     from mlxspec.engine.pressure import Guard
     from mlxspec.engine.worker import Worker
     from mlxspec.kernels.proven import VERDICTS
-    from mlxspec.server.app import create_app
 
     chosen, *others = choose_all(config)
-    found, small, tokenizer = chosen.found, chosen.small, chosen.tokenizer  # before minutes of loading
+    found, small = chosen.found, chosen.small
     worker = Worker(
         fleet_of([chosen, *others], config, asleep),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
         guard=Guard(),
     )
-    info = worker.launch()
+
+    def meanwhile() -> None:
+        """What takes Python half a second, while the engine's thread reads weights."""
+        chosen.tokenizer  # noqa: B018  kept there
+        import mlxspec.server.app  # noqa: F401
+
+    info = worker.launch(meanwhile)
+    from mlxspec.server.app import create_app
+
     derived = replace(config, model=config.model or found.name, name=info.name)
     derived = replace(derived, draft=config.draft or (small.name if small else ""))
     if not others and not asleep:  # whose own would differ, or is not known
@@ -128,7 +135,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     if not asleep:
         log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
     paths = {one.found.name: one.found.path for one in others}
-    app = create_app(worker, tokenizer, found.path, config, paths, VERDICTS)
+    app = create_app(worker, chosen.tokenizer, found.path, config, paths, VERDICTS)
     app.state.front.note = note
     return app, worker
 

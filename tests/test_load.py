@@ -467,6 +467,7 @@ def test_out_of_file_descriptors_it_waits_says_so_and_goes_on(tmp_path: Path) ->
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
     lines = log.read_text().splitlines()
     print(f"{len(lines)} lines in the log")
     assert len(lines) <= 10, lines[:20]

@@ -25,7 +25,7 @@ lint: .venv/developed
 	scripts/check
 
 bench: .venv/developed
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench $(ARGS)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,7 @@
-"""What a client sees of a server: tokens per second, a stream's longest gap, the time to a first token."""
+"""What a client sees of a server: the pieces of a streamed answer and when they came, text and token counts.
+
+Rule: greedy unless said otherwise; every wait has a limit. Times are time.perf_counter().
+"""
 
 import asyncio
 import itertools
@@ -6,8 +9,11 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+
+from bench.servers import NAME
 
 WORDS = """
 time year people way day man thing woman life child world school state family student group country
@@ -20,75 +26,107 @@ education
 """.split()
 
 STARTED = 5  # pieces after which a stream counts as running
+TIMEOUT = 600  # seconds of silence
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-@dataclass
+class Refused(Exception):
+    """An answer that is not one: a status, or a stream that breaks off."""
+
+
+@dataclass(slots=True)
 class Answer:
-    """When each piece came (seconds since the request), and how many tokens there were."""
+    """What came: `at` is the time of each piece that holds text. `tokens` and `prompt` are as the server
+    counts them, 0 where it does not."""
 
+    began: float = 0.0
     at: list[float] = field(default_factory=list)
+    text: str = ""
     tokens: int = 0
+    prompt: int = 0
     cached: int = 0
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def gap(self) -> float:
-        return max((b - a for a, b in itertools.pairwise(self.at)), default=0.0)
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.at[0] - self.began
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.at)]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second behind the first piece; a piece may hold several."""
+        return (self.tokens - self.tokens / len(self.at)) / (self.at[-1] - self.at[0])
 
 
-def text(words: int, seed: int) -> str:
+def words(count: int, seed: int) -> str:
     rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) for _ in range(words))
+    return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
-async def complete(url: str, prompt: str, tokens: int, answer: Answer | None = None) -> Answer:
-    """One greedy streamed completion. `answer` is filled while it comes."""
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    answer, began = answer or Answer(), time.perf_counter()
-    async with httpx.AsyncClient(timeout=600) as client:
-        async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+def chat(messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
+    return {"messages": messages, "max_tokens": tokens, "temperature": 0}
+
+
+def plain(prompt: str, tokens: int) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+
+
+async def ask(url: str, body: dict[str, Any], answer: Answer | None = None) -> Answer:
+    """The streamed answer to a body, which `answer` gets while it comes. Raises Refused."""
+    answer = answer or Answer()
+    sent = {"model": NAME, **body, "stream": True, "stream_options": {"include_usage": True}}
+    path = CHAT if "messages" in body else TEXT
+    async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+        answer.began = time.perf_counter()
+        async with client.stream("POST", url + path, json=sent) as response:
             if response.status_code != 200:
-                raise SystemExit(f"{url}: {response.status_code} {(await response.aread())[:300]!r}")
+                raise Refused(f"{path}: {response.status_code} {(await response.aread())[:300]!r}")
             async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if usage := event.get("usage"):
-                    answer.tokens = usage["completion_tokens"]
-                    answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                if any(c.get("text") for c in event["choices"]):
-                    answer.at.append(time.perf_counter() - began)
-                    if len(answer.at) == STARTED:
-                        answer.started.set()
+                if line.startswith("data: {"):
+                    _take(json.loads(line.removeprefix("data: ")), answer)
+    if not answer.at:
+        raise Refused(f"{path}: an answer without text")
     return answer
 
 
-async def throughput(url: str, streams: int, seed: int, tokens: int = 48) -> float:
-    """Aggregate tokens per second of `streams` concurrent completions with different prompts."""
-    began = time.perf_counter()
-    answers = await asyncio.gather(
-        *(complete(url, text(40, 1000 * seed + i), tokens) for i in range(streams))
-    )
-    return sum(a.tokens for a in answers) / (time.perf_counter() - began)
+def _take(event: dict[str, Any], answer: Answer) -> None:
+    if "error" in event:
+        raise Refused(f"an error in the stream: {event['error']}")
+    if usage := event.get("usage"):
+        answer.tokens, answer.prompt = usage["completion_tokens"], usage["prompt_tokens"]
+        answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    for choice in event.get("choices", ()):
+        if piece := choice.get("text") or (choice.get("delta") or {}).get("content"):
+            answer.at.append(time.perf_counter())
+            answer.text += piece
+            if len(answer.at) == STARTED:
+                answer.started.set()
 
 
-async def longest_gap(url: str, seed: int, words: int) -> tuple[float, float]:
-    """Seconds: the longest gap of a running stream while a prompt of `words` words is computed beside it,
-    and that prompt's time to first token."""
-    answer = Answer()
-    stream = asyncio.create_task(complete(url, text(30, seed), 400, answer))
-    await answer.started.wait()
-    other = await complete(url, text(words, seed + 1), 2)
-    await asyncio.sleep(0.5)
-    stream.cancel()
-    await asyncio.gather(stream, return_exceptions=True)
-    return answer.gap, other.at[0]
+async def leave(url: str, body: dict[str, Any], after: float) -> None:
+    """Ask for a whole answer, and hang up after `after` seconds."""
+    async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+        path = CHAT if "messages" in body else TEXT
+        request = asyncio.create_task(client.post(url + path, json={"model": NAME, **body}))
+        await asyncio.wait((request,), timeout=after)
+        if request.done():
+            raise Refused(f"{path}: answered before the client could leave: {request.result().text[:200]}")
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
 
 
-async def first_tokens(url: str, seed: int, words: int) -> tuple[float, float]:
-    """Seconds to the first token of a prompt that is new, and of the same prompt again."""
-    prompt = text(words, seed)
-    cold = await complete(url, prompt, 2)
-    hot = await complete(url, prompt, 2)
-    return cold.at[0], hot.at[0]
+async def metrics(url: str) -> dict[str, float]:
+    """The counters of mlxspec's /metrics, summed over models; empty where a server has none of that name."""
+    async with httpx.AsyncClient(timeout=10) as client:
+        text = (await client.get(f"{url}/metrics")).text
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("mlxspec_"):
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            found[name] = found.get(name, 0) + float(value)
+    return found

@@ -1,5 +1,11 @@
-"""The servers under measurement, each in a process of its own, with the same BLAS loaded first."""
+"""The servers under measurement: how each is started, in its own process, with the same BLAS loaded first.
 
+Rule: one table; a server is a line of it. Each has the flags that it needs to serve several clients at all
+(vllm-mlx answers one otherwise) and no others, except where its name says so.
+"""
+
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -7,67 +13,186 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from mlxspec import blas
+
 START_TIMEOUT = 180  # seconds
-PEER = "from mlxspec import blas; blas.load(); from mlx_lm.server import main; main()"
+NAME = "default_model"  # what mlx_lm.server calls the one that it was started with
+# The arguments: the BLAS, or nothing; module:function; what that function finds in sys.argv.
+LAUNCH = """
+import ctypes, importlib, sys
+library, entry, *sys.argv[1:] = sys.argv[1:]
+if library: ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+module, function = entry.split(":")
+sys.argv[0] = function
+getattr(importlib.import_module(module), function)()
+"""
+SUFFIX = json.dumps({"method": "suffix", "num_speculative_tokens": 8})
 
 
-def ours(model: Path) -> list[str]:
-    start = [
-        sys.executable,
-        "-m",
-        "mlxspec",
-        "serve",
-        str(model),
-        "--log-level",
-        "warning",
-        "--cache-gb",
-        "0",
-    ]
-    return [*start, "--port", "{port}"]
+@dataclass(frozen=True, slots=True)
+class Server:
+    """`arguments` have {model} and {port} in them. `plain` and `drafted` are what turns its drafting off and
+    on, where the probes want it so, with {draft} for a small model; None: it cannot draft. `only`: the
+    workloads that it is measured in, else all. `package`: what pip installs, empty for this checkout."""
+
+    name: str
+    venv: str
+    package: str
+    entry: str
+    arguments: tuple[str, ...]
+    setting: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+    drafted: tuple[str, ...] | None = None
+    only: tuple[str, ...] = ()
+    size: str = "0.4 GB"
+
+    def command(
+        self, python: str, model: Path, setting: Sequence[str], draft: Path | None = None
+    ) -> list[str]:
+        """{port} is left to who starts it."""
+        library = "" if self.entry.startswith("mlxspec.") else blas.load() or ""  # mlxspec finds it itself
+        arguments = [
+            part.replace("{model}", str(model)).replace("{draft}", str(draft))
+            for part in (*self.arguments, *setting)
+        ]
+        return [python, "-c", LAUNCH, library, self.entry, *arguments]
 
 
-def mlx_lm(model: Path) -> list[str]:
-    start = [sys.executable, "-c", PEER, "--model", str(model), "--log-level", "WARNING"]
-    return [*start, "--port", "{port}"]
+OURS = ("serve", "{model}", "--port", "{port}", "--name", NAME, "--log-level", "warning")
+VLLM = ("serve", "{model}", "--port", "{port}", "--served-model-name", NAME, "--continuous-batching")
+RAPID = ("serve", "{model}", "--port", "{port}", "--served-model-name", NAME)
+OFF = ("--speculate", "off")
+SERVERS = {
+    s.name: s
+    for s in (
+        Server("mlxspec", "mlxspec", "", "mlxspec.cli:main", OURS, plain=OFF, drafted=("--draft", "{draft}")),
+        Server("mlxspec-plain", "mlxspec", "", "mlxspec.cli:main", OURS, setting=OFF, plain=OFF),
+        Server(
+            "mlx_lm.server",
+            "mlx-lm",
+            "mlx-lm==0.32.2",
+            "mlx_lm.server:main",
+            ("--model", "{model}", "--port", "{port}", "--log-level", "WARNING"),
+            drafted=("--draft-model", "{draft}", "--num-draft-tokens", "4"),
+        ),
+        Server("vllm-mlx", "vllm-mlx", "vllm-mlx==0.6.0", "vllm_mlx.cli:main", VLLM, size="6 GB"),
+        Server(
+            "vllm-mlx-paged",
+            "vllm-mlx",
+            "vllm-mlx==0.6.0",
+            "vllm_mlx.cli:main",
+            (*VLLM, "--use-paged-cache"),
+            size="6 GB",
+        ),
+        Server("rapid-mlx", "rapid-mlx", "rapid-mlx==0.16.10", "rapid_mlx.cli:main", RAPID, size="6 GB"),
+        Server(
+            "rapid-mlx-suffix",
+            "rapid-mlx",
+            "rapid-mlx==0.16.10",
+            "rapid_mlx.cli:main",
+            RAPID,
+            setting=("--speculative-config", SUFFIX),
+            drafted=("--speculative-config", SUFFIX),
+            only=("edit",),
+            size="6 GB",
+        ),
+    )
+}
+DEFAULT = ("mlxspec", "mlx_lm.server", "vllm-mlx", "rapid-mlx", "rapid-mlx-suffix")
 
 
-COMMANDS = {"mlxspec": ours, "mlx_lm.server": mlx_lm}
+class Ended(Exception):
+    """A server that does not start, died, or does not answer any more."""
 
 
-def running(name: str, model: Path) -> AbstractContextManager[str]:
-    """The base URL of a server of COMMANDS."""
-    return started(name, COMMANDS[name](model))
+@dataclass(slots=True)
+class Running:
+    """A server that answers, at `url`. `began` is time.perf_counter() when its process was started."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
+
+    def check(self) -> None:
+        """Raises Ended where the process has ended."""
+        if (status := self.process.poll()) is not None:
+            raise Ended(f"{self.name} ended with status {status}: {last(self.log)}")
+
+    def end(self) -> None:
+        """With SIGTERM, or after 30 s with SIGKILL."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(30)
 
 
-@contextmanager
-def started(name: str, command: list[str]) -> Iterator[str]:
-    """The base URL of a server that answers /health, ended with the block. The command has {port} in it."""
+def environment(home: Path) -> dict[str, str]:
+    """The same for all: no network, no telemetry, files only below `home`, as many BLAS threads as cores."""
+    home.mkdir(parents=True, exist_ok=True)
+    return {
+        "OPENBLAS_NUM_THREADS": str(os.cpu_count()),
+        **os.environ,
+        "HOME": str(home),
+        "MLXSPEC_CACHE_DIR": str(home / "mlxspec"),
+        "HF_HUB_OFFLINE": "1",
+        "RAPID_MLX_TELEMETRY": "0",
+        "RAPID_MLX_DISABLE_MODEL_DOWNLOADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def start(
+    name: str, command: list[str], env: dict[str, str], log: Path, wait: float = START_TIMEOUT
+) -> Running:
+    """A server that answers /health. The command has {port} in it. Raises Ended where it does not within
+    `wait` seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tempfile.TemporaryFile("w+")  # a peer's tracebacks are not our output, unless it does not start
     command = [part.replace("{port}", str(port)) for part in command]
-    process = subprocess.Popen(command, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
+    began = time.perf_counter()
+    with log.open("wb") as out:  # somewhere without a mlxspec/ that python would find first
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=log.parent)
+    running = Running(name, f"http://127.0.0.1:{port}", process, log, began)
     try:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                log.seek(0)
-                raise SystemExit(f"{name} did not start: exit status {process.poll()}\n{log.read()[-2000:]}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
+        while not _answers(running.url):
+            running.check()
+            if time.perf_counter() - began > wait:
+                raise Ended(f"{name} did not answer within {wait:.0f} s: {last(log)}")
+            time.sleep(0.05)
+    except BaseException:
+        running.end()
+        raise
+    return running
+
+
+@contextmanager
+def started(name: str, model: Path) -> Iterator[str]:
+    """The base URL of a server of SERVERS that this interpreter can start, ended with the block."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        server = SERVERS[name]
+        command = server.command(sys.executable, model, server.setting)
+        env = environment(Path(scratch) / "home") | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        running = start(name, command, env, Path(scratch) / "log")
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        log.close()
+            yield running.url
+        finally:
+            running.end()
+
+
+def last(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][-300:] if lines else "its log is empty"
 
 
 def _answers(url: str) -> bool:

@@ -15,7 +15,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench import servers
+from bench.servers import started
 
 LIBRARY = Path(argparse.__file__).parent
 TOOLS, TURNS = 12, 3
@@ -81,7 +81,7 @@ def main() -> None:
     table = Table(title=f"{args.model.name}: a session like Claude Code's")
     for column in ("turn", "prompt", "cached", "of the prompt before", "first token, s", "of turn 1's"):
         table.add_column(column, justify="right")
-    with servers.started("mlxspec", servers.ours(args.model)) as url:
+    with started("mlxspec", args.model) as url:
         ask, before, cold = body(args.system, args.tools, "a1b"), 0, 0.0
         for n in range(1, TURNS + 1):
             first, usage, said = turn(url, ask)

@@ -1,9 +1,10 @@
-"""Our own Python per step, and mlx-lm's beside it, in process and without a server.
+"""Our own Python per step, and mlx-lm's beside it, in process: `python -m bench.steps MODEL`.
 
 Everything up to the submission builds a lazy graph, so the time of a call is the time of its Python.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import mlx.core as mx
+from mlxspec import blas
 
-from mlxspec.engine.start import Options, start
-from mlxspec.model import attention, runner
-from mlxspec.model.caches import Pages
-from mlxspec.types import Request, Sampling
+blas.load()
+
+import mlx.core as mx  # noqa: E402  after BLAS
+
+from mlxspec.engine.start import Options, start  # noqa: E402
+from mlxspec.model import attention, runner  # noqa: E402
+from mlxspec.model.caches import Pages  # noqa: E402
+from mlxspec.types import Request, Sampling  # noqa: E402
 
 STEPS = 24
 
@@ -80,3 +85,17 @@ def measure(model: Path, streams: int) -> dict[str, float]:
                 )
     kept = clock.steps[4:-2]
     return {k: 1000 * statistics.median(s[k] for s in kept) for k in kept[0]}
+
+
+def main() -> None:
+    model = Path(sys.argv[1])
+    for streams in (1, 8):
+        ms = measure(model, streams)
+        print(
+            f"Python in a step of {streams} stream(s): {ms['ours']:.2f} ms ours, {ms['seam']:.2f} ms pages"
+            f" and attention in the layers, {ms['graph']:.2f} ms mlx-lm's graph; the step {ms['run']:.1f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What mlxspec is to reach beside the others: one table, and how far a run is from it.
+
+Rule: a ratio is of one round; what counts is the median of the rounds. The best peer is the one with the best
+median, with the best setting that was measured of it.
+"""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bench.rows import Rows, Spread, ratios, spread
+
+OURS = "mlxspec"
+MLX_LM = "mlx_lm.server"
+BEST = "the best peer"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`against`: a server, BEST, or empty for a figure of ours alone. `least`: ours is to be at least `bound`
+    times theirs, else at most."""
+
+    text: str
+    workload: str
+    metric: str
+    against: str
+    bound: float
+    least: bool = True
+
+
+GOALS = (
+    Goal("one chat, tokens/s", "chat", "tokens_per_s", BEST, 1.0),
+    Goal("code edit, tokens/s behind the first", "edit", "tokens_per_s", BEST, 2.5),
+    Goal("code edit, tokens/s with the prompt's time", "edit", "whole_tokens_per_s", BEST, 2.5),
+    Goal("8 streams, tokens/s of all", "streams 8", "tokens_per_s", BEST, 1.3),
+    Goal("first token of a long prompt, again / new", "first token", "hot_by_cold", "", 1 / 50, False),
+    Goal("longest gap beside a long prompt", "prefill", "gap_longest_s", MLX_LM, 1 / 5, False),
+    Goal("memory after the workloads", "memory", "rss_mb", MLX_LM, 1.1, False),
+    Goal("start to first token", "start", "first_token_s", MLX_LM, 1.0, False),
+    Goal("installed, MB", "install", "size_mb", "", 400, False),
+    Goal("installed without torch", "install", "torch", "", 0, False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`peer`: whom ours was compared with. `found` is None where something was not measured."""
+
+    goal: Goal
+    peer: str
+    found: Spread | None
+
+    @property
+    def met(self) -> bool | None:
+        if self.found is None:
+            return None
+        return (operator.ge if self.goal.least else operator.le)(self.found.median, self.goal.bound)
+
+    @property
+    def said(self) -> str:
+        """met, missed by how much, or not measured."""
+        if self.found is None:
+            return "not measured"
+        if self.met:
+            return "met"
+        if not self.goal.bound or not self.found.median:
+            return "missed"
+        off = self.found.median / self.goal.bound
+        return f"missed: {off:.2f} of it" if self.goal.least else f"missed: {off:.2f} times it"
+
+
+def verdict(goal: Goal, rows: Rows) -> Verdict:
+    ours = rows.values(OURS, goal.workload, goal.metric)
+    if not goal.against:
+        return Verdict(goal, "", spread(ours.values()))
+    peer = _best(goal, rows) if goal.against == BEST else goal.against
+    return Verdict(goal, peer, spread(ratios(ours, rows.values(peer, goal.workload, goal.metric))))
+
+
+def verdicts(rows: Rows, goals: Iterable[Goal] = GOALS) -> list[Verdict]:
+    return [verdict(goal, rows) for goal in goals]
+
+
+def _best(goal: Goal, rows: Rows) -> str:
+    """The peer with the best median; "" where none has any."""
+    found = {
+        name: s.median
+        for name in rows.servers()
+        if not name.startswith(OURS)
+        and (s := spread(rows.values(name, goal.workload, goal.metric).values())) is not None
+    }
+    return (max if goal.least else min)(found, key=found.__getitem__, default="")

@@ -1,0 +1,273 @@
+"""One run: every server is started, asked the same in turn, probed and ended; one that fails stops no other.
+
+Rule: the servers run side by side and one is asked at a time; the order alternates. One that dies or hangs is
+named with the reason, and is asked nothing more.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from bench import probes, tiny, venvs
+from bench.cells import WORKLOADS, Setting
+from bench.http import Refused, ask, plain
+from bench.process import usage
+from bench.rows import Rows, write
+from bench.servers import Ended, Running, Server, environment, start
+
+IDLE = 3  # seconds over which idle servers are watched
+SETTLED = 0.2  # CPU seconds in a second: less is idle
+PAUSE = 1.0  # seconds between two looks
+SETTLE_LIMIT = 180  # seconds; some go on with an answer that nobody waits for
+BROKEN = (Refused, httpx.HTTPError, KeyError, ValueError, ZeroDivisionError)
+
+
+@dataclass(slots=True)
+class Run:
+    """`limit`: seconds that one server may take for one workload. `starts`: how often each is started, the
+    first time uncounted where there are more."""
+
+    servers: dict[str, tuple[Server, str]]  # and its interpreter
+    model: Path
+    scratch: Path
+    setting: Setting
+    rows: Rows
+    bar: Progress
+    rounds: int
+    workloads: Sequence[str]
+    starts: int = 3
+    probes: int = 2
+    limit: float = 600
+    env: dict[str, str] = field(default_factory=dict)
+    up: dict[str, Running] = field(default_factory=dict)
+    task: TaskID = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.env = environment(self.scratch / "home") | self.env
+        self.task = self.bar.add_task("", total=self.weight())
+
+    def weight(self) -> float:
+        """Of everything that is to be done, for the bar."""
+        total = len(self.servers) * self.starts * 8.0 * bool(self.workloads)
+        for name, (server, _) in self.servers.items():
+            for _, workload in self.plan():
+                total += WORKLOADS[workload].weight * wanted(server, workload)
+            total += len(list(self.variants(name))) * PROBE_WEIGHT * bool(self.probes)
+        return total
+
+    def plan(self) -> Iterator[tuple[int, str]]:
+        for round in range(self.rounds):
+            yield from ((round, w) for w in self.workloads if round % WORKLOADS[w].every == 0)
+
+    def variants(self, name: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """How a server is probed: a name, and what turns its drafting on or off."""
+        server, _ = self.servers[name]
+        if not server.only:
+            yield "no draft", server.plain
+        if server.drafted is not None:
+            yield "draft", server.drafted
+
+    def say(self, what: str, advance: float = 0) -> None:
+        self.bar.update(self.task, description=what, advance=advance)
+        if what and not advance and not self.bar.console.is_terminal:
+            self.bar.console.print(what, highlight=False)
+
+
+PROBE_WEIGHT = 60.0
+
+
+def wanted(server: Server, workload: str) -> bool:
+    return not server.only or workload in server.only
+
+
+async def measure(run: Run, keep: Path | None = None) -> None:
+    """Fills run.rows; after each turn they are written to `keep` too, in case the rest is never measured."""
+    try:
+        for name in run.servers if run.workloads else ():
+            await _starts(run, name)
+        if run.up:
+            await _idle(run)
+        turn = 0
+        for round, workload in run.plan():
+            names = [n for n in run.servers if wanted(run.servers[n][0], workload)]
+            for name in names if turn % 2 == 0 else names[::-1]:
+                run.say(f"round {round + 1}: {workload}, {name}")
+                await _cell(run, name, workload, round)
+                run.say("", WORKLOADS[workload].weight)
+            turn += 1
+            if keep:
+                write(keep, run.rows)
+        _memory(run)
+    finally:
+        for server in run.up.values():
+            server.end()
+        run.up.clear()
+    if not run.probes:
+        return
+    truth = probes.Truth()
+    tiny.save(run.scratch / "tiny", truth.model)
+    tiny.save(run.scratch / "draft", truth.model, noise=0.1)
+    cells = list(probes.cells(truth, run.probes))
+    for name in run.servers:
+        await _probe(run, name, cells)
+        if keep:
+            write(keep, run.rows)
+
+
+async def _starts(run: Run, name: str) -> None:
+    """Start it some times, the last for good; the first may have to calibrate or to fill caches."""
+    server, python = run.servers[name]
+    command = server.command(python, run.model, server.setting)
+    for n in range(run.starts):
+        run.say(f"start {n + 1}: {name}")
+        try:
+            running = start(name, command, run.env, run.scratch / f"{name}.log")
+        except Ended as error:
+            run.rows.failed(name, "start", n, str(error))
+            return
+        run.up[name] = running
+        try:
+            async with asyncio.timeout(run.limit):
+                answer = await ask(running.url, plain("Once upon a time", 2))
+        except (TimeoutError, *BROKEN) as error:
+            run.rows.failed(name, "start", n, f"{type(error).__name__}: {error}")
+            _drop(run, name)
+            return
+        took, again = answer.at[0] - running.began, n - (run.starts > 1)
+        run.rows.add(name, "start", "first_ever_s" if again < 0 else "first_token_s", max(0, again), took)
+        run.say("", 8)
+        if n < run.starts - 1:
+            run.up.pop(name).end()
+
+
+async def _idle(run: Run) -> None:
+    """CPU that servers use which nobody asks anything."""
+    await asyncio.sleep(PAUSE)
+    before = {name: usage(r.process.pid).cpu for name, r in run.up.items()}
+    await asyncio.sleep(IDLE)
+    for name, r in run.up.items():
+        run.rows.add(name, "idle", "cpu_per_s", 0, (usage(r.process.pid).cpu - before[name]) / IDLE)
+
+
+async def _cell(run: Run, name: str, workload: str, round: int) -> None:
+    """One workload of one server; what goes wrong becomes a row."""
+    if (running := run.up.get(name)) is None:
+        return  # it was said why when it went
+    with _beside(run, name, workload, round):
+        try:
+            async with asyncio.timeout(run.limit):
+                found = await WORKLOADS[workload].cell(running, run.setting, round)
+        except TimeoutError:
+            run.rows.failed(name, workload, round, f"no end within {run.limit:.0f} s; it was ended")
+            _drop(run, name)
+            return
+        except BROKEN as error:
+            why = f"{type(error).__name__}: {error}"
+            try:
+                await _check(running)
+            except Ended as ended:
+                why = str(ended)
+                _drop(run, name)
+            run.rows.failed(name, workload, round, why)
+            return
+    for metric, value in found.items():
+        run.rows.add(name, workload, metric, round, value)
+    if WORKLOADS[workload].settle:
+        await settle(running)
+
+
+@contextmanager
+def _beside(run: Run, name: str, workload: str, round: int) -> Iterator[None]:
+    """Notes what the other servers used meanwhile, which nobody asked anything."""
+    others = [r.process.pid for n, r in run.up.items() if n != name]
+    began, before = time.perf_counter(), sum(usage(pid).cpu for pid in others)
+    yield
+    used = sum(usage(pid).cpu for pid in others) - before
+    run.rows.add(name, workload, "others_cpu_per_s", round, max(0.0, used) / (time.perf_counter() - began))
+
+
+async def _check(running: Running) -> None:
+    """Raises Ended; a process may take a moment longer to end than its connections do."""
+    for _ in range(10):
+        running.check()
+        await asyncio.sleep(0.1)
+
+
+async def settle(running: Running) -> None:
+    """Wait until the server is idle, at most SETTLE_LIMIT."""
+    until, before = time.perf_counter() + SETTLE_LIMIT, usage(running.process.pid).cpu
+    while time.perf_counter() < until:
+        await asyncio.sleep(PAUSE)
+        now = usage(running.process.pid).cpu
+        if now - before < SETTLED * PAUSE:
+            return
+        before = now
+
+
+def _memory(run: Run) -> None:
+    for name, running in run.up.items():
+        used = usage(running.process.pid)
+        run.rows.add(name, "memory", "rss_mb", 0, used.rss / 1e6)
+        if used.peak:
+            run.rows.add(name, "memory", "peak_mb", 0, used.peak / 1e6)
+
+
+def _drop(run: Run, name: str) -> None:
+    run.up.pop(name).end()
+
+
+async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
+    """Every cell of the probes, on the tiny model, without drafts and with."""
+    server, python = run.servers[name]
+    for variant, setting in run.variants(name):
+        run.say(f"probes: {name}, {variant}")
+        try:
+            command = server.command(python, run.scratch / "tiny", setting, run.scratch / "draft")
+            running = start(name, command, run.env, run.scratch / f"{name}-probe.log")
+        except Ended as error:
+            run.rows.failed(name, f"probes, {variant}", 0, str(error))
+            continue
+        try:
+            for cell in cells:
+                workload = f"{cell.name}/{variant}"
+                try:
+                    right = await probes.matches(running, cell)
+                except (TimeoutError, *BROKEN) as error:
+                    run.rows.failed(name, workload, 0, f"{type(error).__name__}: {error}")
+                    await _check(running)
+                    continue
+                run.rows.add(name, workload, "right", 0, right)
+                run.rows.add(name, workload, "asked", 0, len(cell.probes))
+                run.say(f"probes: {name}, {variant}", PROBE_WEIGHT / len(cells))
+                if cell.batch == "joining":
+                    await settle(running)  # a neighbour that goes on would be in the next cell's batch
+        except Ended as error:
+            run.rows.failed(name, f"probes, {variant}", 0, str(error))
+        finally:
+            running.end()
+
+
+def installed(
+    servers: Sequence[Server], folder: Path, rows: Rows, console: Console
+) -> dict[str, tuple[Server, str]]:
+    """Those whose environment is there or could be made, by name; sizes and reasons become rows."""
+    found: dict[str, tuple[Server, str]] = {}
+    for server in servers:
+        try:
+            python = venvs.ready(folder, server, console)
+        except (Ended, OSError) as error:
+            rows.failed(server.name, "install", 0, str(error))
+            continue
+        if not server.only:
+            rows.add(server.name, "install", "size_mb", 0, venvs.megabytes(python))
+            rows.add(server.name, "install", "torch", 0, venvs.has(python, "torch"))
+        found[server.name] = server, os.fspath(python)
+    return found

@@ -1,0 +1,171 @@
+"""mlxspec beside other servers for MLX, on this machine: speed, waits, memory, and whether answers are right.
+
+Every server gets an environment of its own (two of them take 6 GB each) and the same model. Writes a table of
+all values (CSV), a report (Markdown) and pictures. `make bench ARGS=--quick` is short.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from mlxspec import blas
+
+blas.load()
+
+import mlx.core as mx  # noqa: E402  after BLAS
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: E402
+
+from bench import draw, report  # noqa: E402
+from bench.cells import WORKLOADS, Setting  # noqa: E402
+from bench.measure import Run, installed, measure  # noqa: E402
+from bench.rows import ABOUT, Rows, read, write  # noqa: E402
+from bench.servers import DEFAULT, SERVERS, environment  # noqa: E402
+from mlxspec.model.catalog import default_cache_dir, resolve  # noqa: E402
+from mlxspec.model.load import context_of  # noqa: E402
+from mlxspec.text.prompt import load_tokenizer  # noqa: E402
+
+HERE = Path(__file__).parent
+QUICK = 0.25
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
+    several = {"type": lambda text: text.split(","), "metavar": "NAME,..."}
+    parser.add_argument("--model", default="", help="as for mlxspec serve; default: the embedded model")
+    parser.add_argument("--servers", default=list(DEFAULT), help=f"default: {','.join(DEFAULT)}", **several)
+    parser.add_argument(
+        "--workloads",
+        default=list(WORKLOADS),
+        help="default: all; see --list; empty: probes alone",
+        **several,
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved; the median counts")
+    parser.add_argument(
+        "--probes", type=int, default=2, help="correctness probes of a length and cell; 0: none"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, short prompts and answers: does it run?"
+    )
+    parser.add_argument("--limit", type=float, default=600, help="seconds that a workload may take")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where the results go")
+    parser.add_argument("--peers-dir", type=Path, default=HERE / ".peers", help="where the environments are")
+    parser.add_argument("--report", type=Path, metavar="CSV", help="make report and pictures of a table anew")
+    parser.add_argument(
+        "--list", action="store_true", help="names of servers and workloads, and nothing else"
+    )
+    args = parser.parse_args(given)
+    for names, known in ((args.servers, SERVERS), (args.workloads, WORKLOADS)):
+        if unknown := [n for n in names if n and n not in known]:
+            parser.error(f"there is no {unknown[0]!r}; there are {', '.join(known)}")
+    if args.rounds < 1 or args.probes < 0 or args.limit <= 0:
+        parser.error("--rounds takes 1 or more, --probes 0 or more, --limit more than 0")
+    return args
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    args = arguments(given)
+    console = Console(stderr=True)
+    if args.list:
+        print("servers:  ", ", ".join(SERVERS))
+        print("workloads:", ", ".join(WORKLOADS))
+    elif args.report:
+        rows = read(args.report)
+        finish(rows, args.report, console)
+    else:
+        finish(run(args, console), args.out / f"{machine()}.csv", console)
+
+
+def run(args: argparse.Namespace, console: Console) -> Rows:
+    """All that is asked for, measured."""
+    model = resolve(args.model, default_cache_dir(), mx.metal.is_available()).path
+    rows, began = Rows(), time.time()
+    servers = installed([SERVERS[n] for n in args.servers], args.peers_dir.absolute(), rows, console)
+    setting = Setting(
+        load_tokenizer(model),
+        window_of(model),
+        default_cache_dir(),
+        int(began) % 10**6,
+        QUICK if args.quick else 1.0,
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="mlxspec-bench-", ignore_cleanup_errors=True) as scratch,
+        Progress(*COLUMNS, console=console) as bar,
+    ):
+        about(rows, model, setting, args)
+        work = Run(
+            servers,
+            model,
+            Path(scratch),
+            setting,
+            rows,
+            bar,
+            1 if args.quick else args.rounds,
+            [w for w in args.workloads if w],
+            starts=2 if args.quick else 3,
+            probes=min(1, args.probes) if args.quick else args.probes,
+            limit=args.limit,
+        )
+        asyncio.run(measure(work, args.out / f"{machine()}.csv"))
+    rows.add("", ABOUT, "minutes", 0, (time.time() - began) / 60, f"{(time.time() - began) / 60:.0f}")
+    return rows
+
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+
+
+def finish(rows: Rows, file: Path, console: Console) -> None:
+    """The table, the report and the pictures, side by side."""
+    write(file, rows)
+    pictures = draw.all_of(rows, file.with_suffix(""))
+    text = report.markdown(rows, [p.name for p in pictures])
+    file.with_suffix(".md").write_text(text, "utf-8")
+    console.print(report.shown(rows))
+    for made in (file, file.with_suffix(".md"), *pictures):
+        console.print(f"wrote {made}", highlight=False)
+
+
+def window_of(model: Path) -> int:
+    return context_of(json.loads((model / "config.json").read_text("utf-8")))
+
+
+def about(rows: Rows, model: Path, setting: Setting, args: argparse.Namespace) -> None:
+    threads = environment(Path(tempfile.gettempdir()))["OPENBLAS_NUM_THREADS"]
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "model": model.name,
+        "window": f"{setting.window} tokens",
+        "session": f"to about {setting.share(1.0)} tokens",
+        "mlx": f"{version('mlx')}, {mx.default_device()}",
+        "python": platform.python_version(),
+        "blas": f"{Path(blas.load() or 'as mlx has it').name}, OPENBLAS_NUM_THREADS={threads}",
+        "rounds": "1, quick: no figure counts" if args.quick else str(args.rounds),
+    }
+    for metric, note in facts.items():
+        rows.add("", ABOUT, metric, 0, 0, note)
+    for name in args.servers:
+        rows.add(name, ABOUT, f"package {name}", 0, 0, SERVERS[name].package or "this checkout")
+
+
+def machine() -> str:
+    """Of the machine's kind, never its name."""
+    kind = f"{platform.machine()}-{os.cpu_count()}-cores"
+    if sys.platform == "darwin":
+        sysctl = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        kind = subprocess.run(sysctl, capture_output=True, text=True, check=True, timeout=10).stdout
+    return re.sub(r"[^a-z0-9_]+", "-", f"{platform.system()}-{kind}".lower()).strip("-")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from mlxspec import chat, stock
 from mlxspec.bench import replay
 from mlxspec.config import ConfigError, load
-from mlxspec.engine import runfile
+from mlxspec.engine import known, runfile
 from mlxspec.kernels import kept
+from mlxspec.model.load import Fit
 from mlxspec.service import ledger, status
-from mlxspec.speculate import calibrate
+from mlxspec.speculate.depth import GRID
 from mlxspec.text.messages import Refused
 from mlxspec.text.parts import Parts
 from mlxspec.text.prompt import load_tokenizer
@@ -244,6 +246,7 @@ SCHEMAS = {
 
 CHILD = """
 import json, sys, threading
+from dataclasses import asdict
 from pathlib import Path
 from mlxspec.text.grammar import Grammars
 from mlxspec.text.messages import Refused
@@ -431,7 +434,9 @@ def test_an_answer_of_400_kb(tokenizer: Any, unit: str) -> None:
 
 HOLES = ["%s", '{"a": %s}']
 VERDICT = {"way": "a", "why": "", "parked": False, "least": 1, "most": 2, "error": 0.1, "gains": {}}
-COSTS = {"seconds": [[1], [1]], "contexts": [1, 2], "rows": [1], "sampling": {"a": 0}}
+COSTS = {"measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
+FIT = asdict(Fit("rows", True, False, 1, {1: 1}, 1))
+KNOWN = {"fit": FIT, "seconds": 1, "costs": COSTS, "kernels": []}
 
 
 def holes(whole: dict[str, Any], around: str = "%s") -> list[str]:
@@ -454,7 +459,9 @@ def settings_of(file: Path) -> None:
 READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], list[str]]] = {
     "verdicts": (kept._read, (), holes(VERDICT, '{"facts": {"a": 1}, "verdict": %s}')),
     "trials": (kept._read, (), ['{"facts": {"a": 1}, "trying": 1, "tries": %s}']),
-    "costs": (calibrate._load, (), holes(COSTS)),
+    "known": (known.recall, (), holes(KNOWN)),
+    "fit": (known.recall, (), holes(FIT, json.dumps({**KNOWN, "fit": "@"}).replace('"@"', "%s"))),
+    "costs": (known.recall, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
     "recording": (replay.read, (ConfigError,), ['{"prompt": %s, "output": [1]}', '{"prompt": [%s]}']),
     "ledger": (ledger.read, (), [f'{{"{name}": %s}}' for name in ledger.Ledger.__slots__]),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
@@ -477,11 +484,11 @@ def test_a_file_that_holds_anything(tmp_path: Path, name: str) -> None:
 
 def test_costs_that_are_read_can_be_reckoned_with(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    for seconds_of in ("[[1e999], [1]]", "[[1], [NaN]]"):
-        file.write_text(json.dumps({**COSTS, "seconds": "@"}).replace('"@"', seconds_of))
-        assert calibrate._load(file) is None
-    file.write_text(json.dumps(COSTS))
-    assert calibrate._load(file) is not None
+    for wrong in ("1e999", "NaN", "-1", "0", "1e7", "1, 1"):
+        file.write_text(json.dumps(KNOWN).replace("[[1, ", f"[[{wrong}, "))
+        assert known.recall(file) is None
+    file.write_text(json.dumps(KNOWN))
+    assert known.recall(file) is not None
 
 
 def test_weights_that_lead_nowhere(tmp_path: Path) -> None:

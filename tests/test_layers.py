@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "engine.start": STEP
     | {"engine.engine", "engine.memory", "engine.disk", "engine.runfile", "engine.snapshots", "engine.tier"}
     | {"engine.known"},
-    "engine.known": MODEL | {"engine.runfile"},
+    "engine.known": MODEL | {"engine.runfile", "speculate.depth"},
     "engine.fleet": STEP | {"engine.engine", "engine.pressure"},
     "engine.worker": ENGINE,
     "server": SERVER | {"chosen"},

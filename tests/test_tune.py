@@ -42,7 +42,7 @@ def test_from_flags_to_table_and_picture(model: Path, tmp_path: Path) -> None:
     assert f"picture: {picture}" in said and picture.read_bytes().startswith(b"\x89PNG")
     [file] = (tmp_path / "cache" / "costs").iterdir()
     before = file.read_text()
-    assert json.loads(before)["rows"] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    assert json.loads(before)["costs"]["rows"] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
     run(*words, "--out", str(tmp_path / "other.png"))
     assert [file] == list((tmp_path / "cache" / "costs").iterdir()) and file.read_text() != before
     assert (tmp_path / "other.png").is_file()

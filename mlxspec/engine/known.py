@@ -1,4 +1,4 @@
-"""What an earlier start found out about a model, so that the next need not: how it runs, how fast it reads.
+"""What an earlier start found out about a model, so that the next need not: how it runs, what steps take.
 
 Rule: it holds for the very files, versions, machine and settings in whose fingerprint's name it is kept; what
 cannot be read is found out again.
@@ -9,25 +9,33 @@ import logging
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from mlxspec import __version__
 from mlxspec.engine.runfile import fingerprint
+from mlxspec.kernels.proven import VERDICTS
 from mlxspec.model.load import Fit
+from mlxspec.speculate.depth import GRID, Costs
 
 log = logging.getLogger("mlxspec")
 
+LONGEST = 1e6  # seconds that a step may have taken
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Known:
-    """`seconds` is how long the slowest step of the warm-up took."""
+    """`seconds` is how long the slowest step of the warm-up took, 0 before it; `costs` are those of steps
+    with the kernels of `kernels`."""
 
     fit: Fit
-    seconds: float
+    seconds: float = 0.0
+    costs: Costs | None = None
+    kernels: list[list[str | int]] = field(default_factory=list)
 
 
 def place(cache: Path | None, model: Path, settings: Mapping[str, object]) -> Path | None:
@@ -39,15 +47,32 @@ def place(cache: Path | None, model: Path, settings: Mapping[str, object]) -> Pa
     return cache and cache / f"known-{fingerprint(model, about)}.json"
 
 
+def kernels() -> list[list[str | int]]:
+    """That are in use, and for which rows."""
+    return sorted([name, v.way, v.least, v.most] for name, v in VERDICTS.items() if v.way)
+
+
 def recall(file: Path | None) -> Known | None:
     try:
         found = json.loads(file.read_text("utf-8")) if file else {}
         fit = found["fit"]
         windows = {int(window): int(size) for window, size in fit["windows"].items()}
         made = Fit(**fit | {"windows": windows, "refused": tuple(fit["refused"])})
-        return Known(made, float(found["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Known(made, float(found["seconds"]), _costs(found["costs"]), found["kernels"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None  # not there yet, or not ours
+
+
+def _costs(found: Mapping[str, Any] | None) -> Costs | None:
+    """Raises ValueError, KeyError, TypeError and AttributeError where these are none."""
+    if found is None:
+        return None
+    (short, long), (low, high) = found["contexts"], found["measured"]
+    drawn = {str(kind): float(s) for kind, s in found["sampling"].items()}
+    sane = len(low) == len(high) == len(GRID) and all(0 < s < LONGEST for s in (*low, *high))
+    if not sane or not all(0 <= s < LONGEST for s in drawn.values()):
+        raise ValueError("not costs")
+    return Costs((int(short), int(long)), GRID, (low, high), drawn)
 
 
 def keep(file: Path | None, known: Known) -> None:

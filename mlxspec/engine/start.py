@@ -84,9 +84,11 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)
-    file = known.place(options.cache, path, dict(layout=options.layout, kv_bits=options.kv_bits))
+    how = dict(layout=options.layout, kv_bits=options.kv_bits, block_size=options.block_size)
+    file = known.place(options.cache, path, how)
     before = None if options.again else known.recall(file)
-    found = before.fit if before else _fit(path, model, options)
+    now = before or known.Known(_fit(path, model, options))
+    found = now.fit
     small = fit_small(options.draft, *models[1], found) if options.draft else None
     stalls = _prove(cases, options, room)  # before the pool is there: it takes memory too
     needs = _needs([found.kept, *([small.fit.kept] if small else [])], context)
@@ -112,9 +114,10 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
     engine.stalls = stalls
-    known.keep(file, known.Known(found, _warm(engine, before.seconds if before else 0.0)))
+    now.seconds = _warm(engine, now.seconds)
     if options.speculate:
-        _speculate(engine, path, small, options)
+        _speculate(engine, now, small, options)
+    known.keep(file, now)
     if options.disk and options.disk_bytes and found.sharing:
         _outlive(engine, Disk(options.disk, known_as, options.disk_bytes, model=name), options)
     if scheduler.limit < context:
@@ -267,8 +270,8 @@ def _chunk(options: Options) -> int:
     return options.prefill_budget or CEILING
 
 
-def _speculate(engine: Engine, path: Path, small: Small | None, options: Options) -> None:
-    """Give the engine its drafter, with the costs of this machine. The engine is idle."""
+def _speculate(engine: Engine, now: known.Known, small: Small | None, options: Options) -> None:
+    """Give the engine its drafter, with this machine's costs, which `now` is told. The engine is idle."""
     scheduler, runner = engine.scheduler, engine.runner
     pool = scheduler.pool
     if not scheduler.drafts:
@@ -277,11 +280,14 @@ def _speculate(engine: Engine, path: Path, small: Small | None, options: Options
     given = pool.given
     table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
     try:
+        used = known.kernels()
+        before = now.costs if now.kernels == used else None
         with _bar("Measuring steps") as tell:
-            costs = calibrate(runner, engine.vocab, table, path, options.cache, options.again, tell)
+            costs = calibrate(runner, engine.vocab, table, before, options.again, tell)
         if costs is None:
             log.warning("no speculation: the KV pool is too small to measure what a draft costs")
             return
+        now.costs, now.kernels = costs, used
         model = None
         if small and options.draft:
             own = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True)

@@ -13,10 +13,10 @@ import pytest
 from mlxspec.engine import memory, start
 from mlxspec.engine.start import Options
 from mlxspec.kernels import prove
-from mlxspec.kernels.proven import VERDICTS, Case
+from mlxspec.kernels.proven import VERDICTS, Case, Verdict
 from mlxspec.model.load import fit, geometry, load, read
 from mlxspec.model.runner import owed
-from mlxspec.speculate import NoDrafter
+from mlxspec.speculate import NoDrafter, calibrate
 from mlxspec.speculate.chain import Chain
 from mlxspec.types import Request, Sampling, Unfit
 from tests import tiny
@@ -158,14 +158,25 @@ def test_the_next_start_does_not_try_again(
     options = Options(cache=tmp_path / "costs")
     first, info = start.start(path, "tiny", options)
     monkeypatch.setattr(start, "fit", None)  # trying again would fail
+    monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
     second, again = start.start(path, "tiny", options)
     assert replace(again, created=info.created) == info
     assert second.scheduler.pace.alone == first.scheduler.pace.alone
     assert second.counters["steps"] == 0
+    assert isinstance(first.drafter, Chain) and isinstance(second.drafter, Chain)
+    assert replace(second.drafter.costs, factors={}) == replace(first.drafter.costs, factors={})
+    start.start(path, "tiny", replace(options, speculate=False))  # forgets nothing
+    with monkeypatch.context() as other:
+        other.setitem(VERDICTS, "a 1", Verdict("plain", 1, 2))  # another kernel, other costs
+        with pytest.raises(TypeError):
+            start.start(path, "tiny", options)
+    start.start(path, "tiny", options)
     with pytest.raises(TypeError):
         start.start(path, "tiny", replace(options, again=True))
-    (kept,) = (tmp_path / "costs").glob("known-*")
-    for text in ("", "[]", '{"fit": {"windows": {}, "refused": []}, "seconds": 1}'):
+    (kept,) = (tmp_path / "costs").iterdir()
+    whole = json.loads(kept.read_text())
+    short = {**whole, "costs": {**whole["costs"], "measured": [[1], [0]]}}
+    for text in (json.dumps(short), "", "[]", '{"fit": {"windows": {}, "refused": []}, "seconds": 1}'):
         kept.write_text(text)
         with pytest.raises(TypeError):
             start.start(path, "tiny", options)

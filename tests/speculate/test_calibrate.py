@@ -1,8 +1,6 @@
-"""What a step costs: measured within its time, kept, and measured anew where the file is not ours."""
+"""What a step costs: measured within its time, and not again where it is known."""
 
-import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +23,9 @@ def table(blocks: int = 12) -> list[int]:
     return list(range(1, blocks + 1))
 
 
-def test_all_rows_at_two_contexts(runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_rows_at_two_contexts(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    costs = calibrate(runner, 97, table(), tmp_path, None)
+    costs = calibrate(runner, 97, table())
     assert costs is not None
     assert tuple(costs.rows) == GRID and costs.contexts == (64, 12 * SIZE - 33)
     assert all(0 < low <= high < 5 for low, high in zip(*costs.measured, strict=True))
@@ -42,71 +40,40 @@ def test_a_sorted_vocabulary_costs_more_than_a_greedy_row() -> None:
     assert found["sorted"] > found["drawn"] > 0 and found["sorted"] > found["narrow"]
 
 
-def test_it_is_measured_once(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
+def test_what_is_known_is_not_measured_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = calibrate(runner, 97, table())
     monkeypatch.setattr(module, "_time", None)  # measuring again would fail
-    again = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
-    assert first is not None and again is not None
-    assert [list(m) for m in again.measured] == [list(m) for m in first.measured]
-    assert again.sampling == first.sampling
-    assert list(again.rows) == list(first.rows) and again.contexts == first.contexts
+    assert first is not None and calibrate(runner, 97, table(), first) is first
+    for blocks, again in ((12, True), (11, False)):
+        with pytest.raises(TypeError):
+            calibrate(runner, 97, table(blocks), first, again)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"seconds": [[1], [0]], "contexts": [1, 2], "rows": [1]}', '{"seconds": 5}']
-)
-def test_a_file_that_is_not_ours_is_replaced(runner: Runner, tmp_path: Path, text: str) -> None:
-    calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
-    [file] = (tmp_path / "costs").iterdir()
-    file.write_text(text)
-    assert calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is not None
-    assert json.loads(file.read_text())["rows"] == list(GRID)
-
-
-def test_another_model_is_measured_anew(runner: Runner, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        calibrate(runner, 97, table(), tmp_path / name, tmp_path / "costs")
-    assert len(list((tmp_path / "costs").iterdir())) == 2
-
-
-def test_a_cache_that_cannot_be_written_is_said(
-    runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "costs").write_text("a file")
-    assert calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is not None
-    assert "will be measured again" in caplog.text
-
-
-def test_a_slow_model_is_measured_once_at_each_point(
-    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The time is over at once; the next start knows all the same, and a longer context is never cheaper."""
+def test_a_slow_model_is_measured_once_at_each_point(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is over at once; all is known all the same, and a longer context is never cheaper."""
     asked: list[Any] = []
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(
         module, "_time", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
-    costs = calibrate(runner, 97, table(), tmp_path, tmp_path / "costs")
+    costs = calibrate(runner, 97, table())
     assert asked[0] == (64, 1) and sorted(asked[1:]) == [(c, r) for c in (64, 159) for r in GRID]
     assert costs is not None and list(costs.rows) == list(GRID)
     assert costs.measured == ([r / 8 for r in GRID],) * 2
-    asked.clear()
-    assert calibrate(runner, 97, table(), tmp_path, tmp_path / "costs") is not None and not asked
 
 
-def test_a_pool_that_is_too_small(runner: Runner, tmp_path: Path) -> None:
-    assert calibrate(runner, 97, table(2), tmp_path, None) is None
+def test_a_pool_that_is_too_small(runner: Runner) -> None:
+    assert calibrate(runner, 97, table(2)) is None
 
 
 @pytest.mark.parametrize("rewind", ["tape", "refeed"])
 def test_layers_with_a_state_take_half_of_each_draft_back(
-    rewind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rewind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(tiny.model("qwen3_next"), "rect", SIZE, 16, rewind=rewind)
     back, asked = runner.rewind, []
     monkeypatch.setattr(runner, "rewind", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n))
-    costs = calibrate(runner, 97, table(), tmp_path, None)
+    costs = calibrate(runner, 97, table())
     assert costs is not None and {(1, 1), (2, 1), (8, 4), (32, 16)} <= set(asked)
 
 

@@ -38,10 +38,10 @@ class Known:
     kernels: list[list[str | int]] = field(default_factory=list)
 
 
-def place(cache: Path | None, model: Path, settings: Mapping[str, object]) -> Path | None:
+def place(cache: Path | None, model: Path, *settings: object) -> Path | None:
     """The file for what is known of `model` under `settings`; None where nothing is kept."""
-    about = {name: str(value) for name, value in settings.items()}
-    about |= {name: version(name) for name in ("mlx", "mlx-lm")} | {"mlxspec": __version__}
+    about = {name: version(name) for name in ("mlx", "mlx-lm")} | {"mlxspec": __version__}
+    about |= {"settings": str(settings)}
     about |= {"machine": platform.node() + platform.machine(), "device": str(mx.default_device())}
     about |= {"threads": f"{os.cpu_count()} {os.environ.get('OPENBLAS_NUM_THREADS', '')}"}
     return cache and cache / f"known-{fingerprint(model, about)}.json"
@@ -52,9 +52,10 @@ def kernels() -> list[list[str | int]]:
     return sorted([name, v.way, v.least, v.most] for name, v in VERDICTS.items() if v.way)
 
 
-def recall(file: Path | None) -> Known | None:
+def recall(file: Path | None, again: bool = False) -> Known | None:
+    """None where nothing of ours is there, or all is to be found out `again`."""
     try:
-        found = json.loads(file.read_text("utf-8")) if file else {}
+        found = json.loads(file.read_text("utf-8")) if file and not again else {}
         fit = found["fit"]
         windows = {int(window): int(size) for window, size in fit["windows"].items()}
         made = Fit(**fit | {"windows": windows, "refused": tuple(fit["refused"])})

@@ -84,10 +84,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
         read(m)
-    how = dict(layout=options.layout, kv_bits=options.kv_bits, block_size=options.block_size)
-    file = known.place(options.cache, path, how)
-    before = None if options.again else known.recall(file)
-    now = before or known.Known(_fit(path, model, options))
+    file = known.place(options.cache, path, options.layout, options.kv_bits, options.block_size)
+    now = known.recall(file, options.again) or known.Known(_fit(path, model, options))
     found = now.fit
     small = fit_small(options.draft, *models[1], found) if options.draft else None
     stalls = _prove(cases, options, room)  # before the pool is there: it takes memory too
@@ -114,9 +112,8 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     )
     engine = Engine(runner, scheduler, vocab=found.vocab)
     engine.stalls = stalls
-    now.seconds = _warm(engine, now.seconds)
-    if options.speculate:
-        _speculate(engine, now, small, options)
+    _warm(engine, now)
+    _speculate(engine, now, small, options)
     known.keep(file, now)
     if options.disk and options.disk_bytes and found.sharing:
         _outlive(engine, Disk(options.disk, known_as, options.disk_bytes, model=name), options)
@@ -274,6 +271,8 @@ def _speculate(engine: Engine, now: known.Known, small: Small | None, options: O
     """Give the engine its drafter, with this machine's costs, which `now` is told. The engine is idle."""
     scheduler, runner = engine.scheduler, engine.runner
     pool = scheduler.pool
+    if not options.speculate:
+        return
     if not scheduler.drafts:
         log.warning("no speculation: the solo layout cannot take a draft back")
         return
@@ -306,10 +305,10 @@ def _places(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(engine.runner.view.held.values()), engine.runner.places()
 
 
-def _warm(engine: Engine, known: float) -> float:
+def _warm(engine: Engine, now: known.Known) -> None:
     """Short requests through the real pool. The first pair allocates it and compiles what is compiled lazily;
     the second shows what a step costs and that it writes the pool in place, which all stands on. Where an
-    earlier start has found that one takes `known` seconds, a single row does. Seconds of the slowest step."""
+    earlier start has found what one takes, a single row does. `now` is told the seconds of the slowest."""
     limit, worst = engine.scheduler.limit, 0.0
     if limit < 2:
         raise Unfit(f"a context of {limit} tokens cannot hold a prompt and an answer; raise --context")
@@ -317,7 +316,7 @@ def _warm(engine: Engine, known: float) -> float:
 
     def run(first: int, rows: int, tokens: int) -> None:
         nonlocal worst
-        for i in (first, first + 1)[: 1 if known else 2]:
+        for i in (first, first + 1)[: 1 if now.seconds else 2]:
             prompt = tuple((i + at) % engine.vocab for at in range(rows))
             engine.add(Request(f"warm-up {i}", prompt, min(tokens, limit - rows), Sampling(seed=1)))
         worst = 0.0
@@ -325,8 +324,8 @@ def _warm(engine: Engine, known: float) -> float:
             engine.step()
             worst = max(worst, engine.step_seconds)
 
-    run(1, *((1, 1) if known else (rows, 4)))
-    if not known:
+    run(1, *((1, 1) if now.seconds else (rows, 4)))
+    if not now.seconds:
         seen = {_places(engine)}
         # Odd and even numbers of steps: two buffers that take turns are where they were after two.
         for first, tokens in ((3, 4), (5, 3)):
@@ -337,6 +336,6 @@ def _warm(engine: Engine, known: float) -> float:
                 "steps take memory beside the KV pool: MLX copies the pool instead of writing in place."
                 " Answers are right but slow; please report it"
             )
-    engine.scheduler.pace.calibrate(2 * rows, known or worst)
+    now.seconds = now.seconds or worst
+    engine.scheduler.pace.calibrate(2 * rows, now.seconds)
     engine.forget()
-    return known or worst

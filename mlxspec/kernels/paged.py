@@ -31,7 +31,7 @@ RACED = (1, 2, 4, 8, 16)  # with 8 heads to each of K and V, one for each versio
 # Of the largest value: fp32's own in scores of 256 products and exponentials, with room for a GPU's.
 TOLERANCE = 1e-4
 PackingPair = tuple[Packing | None, Packing | None]
-ASKED: dict[str, "Shape"] = {}  # that attention was called with, by name
+ASKED: list[dict["Shape", None]] = []  # where whoever asks now is told the shapes of calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,17 @@ def _shape(
         shape.check()
     except Unfit as e:
         return None, str(e)
-    return ASKED.setdefault(shape.name, shape), ""
+    return shape, ""
 
 
 @contextmanager
-def asked() -> Iterator[list[Shape]]:
-    """At its end, the shapes that attention was called with inside: what there is to prove."""
-    _shape.cache_clear()  # what is remembered is not asked for again
-    ASKED.clear()
-    found: list[Shape] = []
-    yield found
-    found += ASKED.values()
+def asked() -> Iterator[dict[Shape, None]]:
+    """The shapes that attention is called with inside: what there is to prove."""
+    ASKED.append({})
+    try:
+        yield ASKED[-1]
+    finally:
+        ASKED.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,9 @@ def proven_attention(
 ) -> mx.array:
     """reference.paged_attention, by the kernel where the verdicts of all contexts name the same way."""
     args = q, keys, values, groups, scale, window, sinks, packings
-    shape = _shape_of(q, keys, values, groups, window, sinks, packings)[0]
+    shape = _shape_of(q, keys, values, groups, window, sinks, packings)[0] if VERDICTS or ASKED else None
+    for told in ASKED:
+        told |= {shape: None} if shape else {}
     verdicts = [VERDICTS.get(name) for name in _trials(shape)] if shape else [None]
     ways = {verdict.way if verdict else "" for verdict in verdicts}
     if len(ways) > 1 or "" in ways:

@@ -25,14 +25,13 @@ def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, *rest = step.make()
     args = (q, mx.nan_to_num(k), mx.nan_to_num(v), *rest)
     want = reference.paged_attention(*args)
-    monkeypatch.setattr(paged, "ASKED", {})
-    paged._shape.cache_clear()
-    with reports() as found:
+    with reports() as found, paged.asked() as shapes:
         assert mx.array_equal(paged.proven_attention(*args), want) and not found
-        (name,) = paged.ASKED
+        (shape,) = shapes
+        name = shape.name
         assert name == "paged_attention float32 8/2x32 block 32"
         contexts = [f"{name} context 512", f"{name} ragged", f"{name} context 32768"]
-        assert [case.name for case in paged.paged_attention_cases(paged.ASKED[name])] == contexts
+        assert [case.name for case in paged.paged_attention_cases(shape)] == contexts
         verdicts = [Verdict("matrix", 1, 4), Verdict("matrix", 2, 16)]
         for context, verdict in zip(contexts, verdicts, strict=False):
             monkeypatch.setitem(VERDICTS, context, verdict)
@@ -46,7 +45,7 @@ def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         for way in ("plain", ""):  # another than for the others; parked
             verdicts[0].way = way
             assert mx.array_equal(paged.proven_attention(*args), want) and len(found) == 2
-        assert [name] == list(paged.ASKED)
+        assert [shape] == list(shapes)
 
 
 def small(shape: paged.Shape, monkeypatch: pytest.MonkeyPatch) -> list[Case]:
@@ -196,7 +195,7 @@ def test_an_engine_with_the_kernel_says_the_same(
         def get(self, name: str, default: object = None) -> Verdict:
             return Verdict("matrix", 1, paged.ROWS)
 
-    monkeypatch.setattr(paged, "VERDICTS", Proven())
+    monkeypatch.setattr(paged, "VERDICTS", Proven(some=Verdict()))
     places, late = paged._places, []
     monkeypatch.setattr(
         paged, "_places", lambda g, w: late.append(any(x.late is not None for x in g)) or places(g, w)

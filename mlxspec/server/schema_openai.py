@@ -18,23 +18,10 @@ from pydantic import (
     model_validator,
 )
 
+from mlxspec.server import fields
 from mlxspec.server.errors import ApiError, unfit
-from mlxspec.server.fields import (
-    HARMLESS,
-    HARMLESS_INSIDE,
-    MAX_BIASES,
-    MAX_PARTS,
-    MAX_PROMPTS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    REFUSED,
-    RENDERING,
-    WRONG,
-    Refusals,
-)
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, shown
 
-INT64 = 2**63
 OBJECT = TypeAdapter(dict[str, Any])
 MOST_FIELDS = 1000  # of a body: a million of them keep the event loop for seconds
 INFINITE = re.compile(rb"[eE]\+?\d{3}|\d{300}|NaN|Infinity")  # where a number may be none that JSON can tell
@@ -43,10 +30,17 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class JsonSchema(BaseModel):
-    """The schema of an answer. `strict` makes no difference: an answer always keeps to it."""
+class Strict(BaseModel):
+    """A body or an object in one: its types are taken as they are, and `refuses` says which other fields of a
+    body are refused."""
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    refuses: ClassVar[fields.Refusals] = {}
+
+
+class JsonSchema(Strict):
+    """The schema of an answer. `strict` makes no difference: an answer always keeps to it."""
 
     name: str | None = None
     description: str | None = None
@@ -54,9 +48,7 @@ class JsonSchema(BaseModel):
     body: Any = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -67,26 +59,20 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Part(Strict):
     type: Literal["text"]
     text: str
 
 
-class Prediction(BaseModel):
+class Prediction(Strict):
     """What the client expects the answer to be."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     type: Literal["content"]
-    content: Annotated[list[Part], Field(max_length=MAX_PARTS)]
+    content: Annotated[list[Part], Field(max_length=fields.MAX_PARTS)]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -102,14 +88,6 @@ class Prediction(BaseModel):
         return "".join(part.text for part in self.content)
 
 
-class Strict(BaseModel):
-    """A body: its types are taken as they are, and `refuses` says which other fields are refused."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    refuses: ClassVar[Refusals] = {}
-
-
 class Common(Strict):
     """What both endpoints take. None, or no such field: the model's own setting, or the effect is off.
 
@@ -117,7 +95,7 @@ class Common(Strict):
     number of top log-probabilities per token, None for no log-probabilities.
     """
 
-    refuses: ClassVar[Refusals] = REFUSED
+    refuses: ClassVar[fields.Refusals] = fields.REFUSED
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -125,7 +103,7 @@ class Common(Strict):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: list[str] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=fields.MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
@@ -137,11 +115,13 @@ class Common(Strict):
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+            Field(
+                max_length=fields.MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
+            ),
         ]
         | None
     ) = None
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    seed: Annotated[int, Field(ge=-fields.INT64, lt=fields.INT64)] | None = None
     prediction: Prediction | None = None
 
     @field_validator("stop", mode="before")
@@ -152,10 +132,12 @@ class Common(Strict):
             return None
         if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
             raise ValueError("is neither a string nor a list of strings; send one of these")
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"holds {len(stops)} strings; send {MAX_STOPS} at most")
-        if not all(0 < len(s) <= MAX_STOP_CHARS for s in stops):
-            raise ValueError(f"holds an empty or overlong string; send 1 to {MAX_STOP_CHARS} characters each")
+        if len(stops) > fields.MAX_STOPS:
+            raise ValueError(f"holds {len(stops)} strings; send {fields.MAX_STOPS} at most")
+        if not all(0 < len(s) <= fields.MAX_STOP_CHARS for s in stops):
+            raise ValueError(
+                f"holds an empty or overlong string; send 1 to {fields.MAX_STOP_CHARS} characters each"
+            )
         return stops
 
     @field_validator("logit_bias")
@@ -230,8 +212,8 @@ class Completion(Common):
         some = value if isinstance(value, list) and value and not is_ids(value) else [value]
         if not all(isinstance(prompt, str) or is_ids(prompt) for prompt in some):
             raise ValueError("must be a string, a list of token ids, or a list of either; send one of these")
-        if len(some) > MAX_PROMPTS:
-            raise ValueError(f"holds {len(some)} prompts; send {MAX_PROMPTS} at most in one request")
+        if len(some) > fields.MAX_PROMPTS:
+            raise ValueError(f"holds {len(some)} prompts; send {fields.MAX_PROMPTS} at most in one request")
         return some
 
     @property
@@ -244,7 +226,7 @@ class Completion(Common):
 
 
 class Tokenize(Strict):
-    refuses: ClassVar[Refusals] = RENDERING
+    refuses: ClassVar[fields.Refusals] = fields.RENDERING
 
     model: str | None = None
     prompt: str | None = None
@@ -311,10 +293,10 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
 def unknown(kind: type[Body], given: Mapping[str, Any]) -> Iterator[str]:
     """Names of fields that are neither used, nor harmless, nor refused; inner ones as `messages[].name`."""
     for name in given:
-        if name not in kind.model_fields and name not in HARMLESS and name not in kind.refuses:
+        if name not in kind.model_fields and name not in fields.HARMLESS and name not in kind.refuses:
             yield name
     if isinstance(options := given.get("stream_options"), dict):
-        known = {*StreamOptions.model_fields, *HARMLESS_INSIDE["stream_options"]}
+        known = {*StreamOptions.model_fields, *fields.HARMLESS_INSIDE["stream_options"]}
         yield from (f"stream_options.{name}" for name in options if name not in known)
     if isinstance(predicted := given.get("prediction"), dict) and "prediction" in kind.model_fields:
         yield from _inside("prediction", predicted)
@@ -333,7 +315,7 @@ def unknown(kind: type[Body], given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _inside(where: str, given: Mapping[str, Any]) -> Iterator[str]:
-    return (f"{where}.{name}" for name in given if name not in HARMLESS_INSIDE[where])
+    return (f"{where}.{name}" for name in given if name not in fields.HARMLESS_INSIDE[where])
 
 
 def _inside_parts(where: str, parts: Any) -> Iterator[str]:
@@ -351,5 +333,7 @@ def _refusal(error: ValidationError) -> ApiError:
         return unfit(where, f"{where} is missing; send it")
     said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     # What a validator of ours said may hold the client's own braces.
-    why = WRONG[first["type"]].format(**first.get("ctx", {})) if first["type"] in WRONG else said
+    why = (
+        fields.WRONG[first["type"]].format(**first.get("ctx", {})) if first["type"] in fields.WRONG else said
+    )
     return unfit(where, f"{where} = {shown(first['input'])} {why}")

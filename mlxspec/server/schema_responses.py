@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxspec.server import fields
 from mlxspec.server.ask import Format
 from mlxspec.server.errors import ApiError, unfit
 from mlxspec.server.fields import Refusals
-from mlxspec.server.schema_openai import Common, parse
+from mlxspec.server.schema_openai import Common, Strict, parse
 from mlxspec.types import shown
 
 Json = dict[str, Any]
@@ -62,18 +62,14 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", 
 GAP = "\n\n"  # between two texts of one kind that were apart
 
 
-class Reasoning(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Reasoning(Strict):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class TextFormat(BaseModel):
+class TextFormat(Strict):
     """As chat's response_format, with what that has in json_schema beside the type."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     shape: Any = Field(None, alias="schema")
@@ -88,9 +84,7 @@ class TextFormat(BaseModel):
         return self
 
 
-class Text(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Text(Strict):
     format: TextFormat | None = None
 
 

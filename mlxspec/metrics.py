@@ -4,7 +4,7 @@ Rule: a registry of our own, nothing global; reading costs the engine nothing.
 """
 
 from collections import Counter as Count
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -66,33 +66,16 @@ class Metrics:
     refused: Counter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first_token = Histogram(
-            "mlxspec_first_token_seconds",
-            "From arrival to the first token.",
-            ("model",),
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.between_tokens = Histogram(
-            "mlxspec_between_tokens_seconds",
-            "From token to token.",
-            ("model",),
-            buckets=GAPS,
-            registry=self.registry,
-        )
-        self.duration = Histogram(
-            "mlxspec_request_seconds",
-            "From arrival to the end, by how the request ended.",
-            ("model", "finish"),
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.refused = Counter(
-            "mlxspec_refused",
-            "Requests answered with an error, by status.",
-            ("status",),
-            registry=self.registry,
-        )
+        def times(name: str, text: str, buckets: Sequence[float], *more: str) -> Histogram:
+            labels = ("model", *more)
+            return Histogram(f"mlxspec_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        self.first_token = times("first_token_seconds", "From arrival to the first token.", SECONDS)
+        self.between_tokens = times("between_tokens_seconds", "From token to token.", GAPS)
+        ended = "From arrival to the end, by how the request ended."
+        self.duration = times("request_seconds", ended, SECONDS, "finish")
+        told = "Requests answered with an error, by status."
+        self.refused = Counter("mlxspec_refused", told, ("status",), registry=self.registry)
         self.registry.register(self)
 
     def between(self, model: str, seconds: float, tokens: int) -> None:

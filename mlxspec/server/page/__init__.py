@@ -6,7 +6,6 @@ are made of what the engine has published, so watching costs it nothing.
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import cache
 from importlib.resources import files
@@ -147,13 +146,5 @@ def _model(served: Served) -> Json:
 
 def _verdict(name: str, verdict: Any) -> Json:
     """A `mlxspec.kernels.proven.Verdict`, or whatever has its fields."""
-    gains: Mapping[int, float] = verdict.gains
-    return {
-        "name": name,
-        "way": verdict.way,
-        "least": verdict.least,
-        "most": verdict.most,
-        "error": verdict.error,
-        "gains": sorted(gains.items()),
-        "why": verdict.why,
-    }
+    told = {each: getattr(verdict, each) for each in ("way", "least", "most", "error", "why")}
+    return {"name": name, **told, "gains": sorted(verdict.gains.items())}

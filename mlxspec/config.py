@@ -5,11 +5,15 @@ reads the same wherever it was set: source, field, value, mend.
 """
 
 import difflib
+import fcntl
 import math
+import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,6 +182,38 @@ def data_dir(name: str) -> Path:
     package = Path(__file__).resolve().parent
     installed = package / "_data" / name
     return installed if installed.is_dir() else package.parent / name
+
+
+def keep(path: Path, data: bytes, flush: bool = False) -> None:
+    """Write a file whole or not at all, in folders that are made; `flush`: it is on the medium when this
+    returns. Raises OSError, and then leaves nothing of it behind."""
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as out:
+            out.write(data)
+            out.flush()
+            if flush:
+                to_medium(out.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    if flush:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # not every file system can
+                to_medium(folder)
+        finally:
+            os.close(folder)
+
+
+def to_medium(fd: int) -> None:
+    """A system that goes down may take the drive's memory along, where fsync ends on a Mac."""
+    if sys.platform == "darwin":
+        with suppress(OSError):  # not every file system can
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(fd)
 
 
 def url_of(host: str, port: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec import __version__
+from mlxspec import __version__, config
 from mlxspec.engine.runfile import fingerprint
 from mlxspec.kernels.proven import VERDICTS
 from mlxspec.model.load import Fit
@@ -77,13 +77,9 @@ def _costs(found: Mapping[str, Any] | None) -> Costs | None:
 
 
 def keep(file: Path | None, known: Known) -> None:
-    """Write it beside and move it there. Without it the next start is slower, no more: failures are told."""
-    if file is None:
-        return
+    """Without it the next start is slower, no more: failures are told."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        made = file.with_suffix(f".{os.getpid()}")
-        made.write_text(json.dumps(asdict(known)), "utf-8")
-        made.replace(file)
+        if file is not None:
+            config.keep(file, json.dumps(asdict(known)).encode())
     except OSError as error:
         log.warning("%s: %s; the next start will find it out again", file, error.strerror)

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.config import data_dir
+from mlxspec.config import data_dir, keep
 from mlxspec.kernels.proven import Verdict
 
 log = logging.getLogger("mlxspec")
@@ -135,23 +134,7 @@ class Shelf:
     def _write(self, name: str, what: dict[str, Any]) -> None:
         if self.folder is None:
             return
-        file = self._file(name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        made = file.with_suffix(".new")  # one for each case: what a killed writer left is overwritten
-        try:
-            with made.open("w", encoding="utf-8") as out:
-                out.write(json.dumps({"facts": self._about(name), **what}))
-                out.flush()
-                _flush(out.fileno())
-            made.replace(file)
-        finally:
-            made.unlink(missing_ok=True)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # not every file system can
-                _flush(folder)
-        finally:
-            os.close(folder)
+        keep(self._file(name), json.dumps({"facts": self._about(name), **what}).encode(), flush=True)
 
 
 @contextmanager
@@ -188,15 +171,6 @@ def _locked(lock: int, how: int, wait: Callable[[], bool]) -> bool:
                 return False
         except OSError:  # a file system without locks
             return True
-
-
-def _flush(fd: int) -> None:
-    """To the medium: a system that goes down may take the drive's memory along, where fsync ends on a Mac."""
-    if sys.platform == "darwin":
-        with suppress(OSError):  # not every file system can
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(fd)
 
 
 def _told(found: dict[str, Any], alone: bool) -> Verdict:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from mlxspec.config import keep
 from mlxspec.service.job import Job
 from mlxspec.types import Unfit
 
@@ -67,13 +68,8 @@ class Hands:
         if self.dry:
             return self.say(f"would write: {path}\n{data.decode()}")
         self.folder(path.parent)
-        part = path.with_name(path.name + ".part")
         with named(path):
-            try:
-                part.write_bytes(data)
-                part.replace(path)
-            finally:
-                part.unlink(missing_ok=True)
+            keep(path, data)
 
     def remove(self, path: Path) -> None:
         """A file, or a folder if it is empty; what is not there is fine."""

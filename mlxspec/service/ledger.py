@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mlxspec.config import keep
+
 log = logging.getLogger("mlxspec")
 
 WINDOW_S = 600.0
@@ -92,15 +94,10 @@ def read(path: Path) -> Ledger:
 
 def write(path: Path, ledger: Ledger) -> None:
     """A disk that is full is no reason not to serve."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        part.write_text(json.dumps(asdict(ledger)), "utf-8")
-        part.replace(path)
+        keep(path, json.dumps(asdict(ledger)).encode())
     except OSError as error:
         log.warning("%s: %s; crashes are not counted", path, error.strerror)
-    with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
 
 
 def begin(past: Ledger, now: float, panics: list[tuple[float, str]]) -> Ledger:

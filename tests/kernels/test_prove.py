@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlxspec import config
 from mlxspec.kernels import kept, prove
 from mlxspec.kernels.draw import sample_accept_case
 from mlxspec.kernels.kept import CRASHED, Shelf
@@ -443,10 +444,10 @@ def test_the_mark_is_on_the_disk_before_the_trial(
 
     def look(y: mx.array) -> mx.array:
         [(new, text), folder] = flushed
-        assert new.endswith(".new") and "trying" in text and folder == (tmp_path.name, "")
+        assert new.endswith(f".json.{os.getpid()}") and "trying" in text and folder == (tmp_path.name, "")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kept, "_flush", flush)
+    monkeypatch.setattr(config, "to_medium", flush)
     if Path("/proc/self/fd").exists():
         with pytest.raises(KeyboardInterrupt):
             prover(tmp_path, clock).prove([case(clock, plain=(1e-4, look))])
@@ -469,13 +470,13 @@ def test_a_full_disk_is_no_crash(
     assert "is forgotten" in caplog.text and not list(tmp_path.glob("*.json"))
 
 
-def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_no_verdict(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path, FACTS)
     shelf.mark("a 1")
     [file] = tmp_path.iterdir()
-    file.with_suffix(".new").write_text("torn" * 99)
+    file.with_name(f"{file.name}.1").write_text("torn" * 99)
     shelf.save("a 1", Verdict("plain"))
-    assert shelf.load("a 1", True) == Verdict("plain") and list(tmp_path.iterdir()) == [file]
+    assert shelf.load("a 1", True) == Verdict("plain") and [*shelf.all(True)] == ["a 1"]
 
 
 def short(y: mx.array) -> mx.array:

@@ -16,7 +16,7 @@ import typer
 from mlxspec import __version__, blas
 from mlxspec.chat import ChatError
 from mlxspec.config import ARGUMENTS, TABLE, Config, ConfigError, flag, kind, limits, load, size
-from mlxspec.launch import AGENTS, LaunchError
+from mlxspec.launch import AGENTS
 from mlxspec.launch import launch as become
 from mlxspec.types import Unfit
 from mlxspec.verbs import LOOK, MEASURE, RUN, USE, Dry, Key, Url, menubar, server_of, verbs, working
@@ -42,7 +42,7 @@ def main() -> None:
         if end.code == 2 and sys.argv[1:2] == ["serve"]:
             _refuse_words()
         raise
-    except (ConfigError, ChatError, LaunchError, Unfit) as error:
+    except (ConfigError, ChatError, Unfit) as error:
         from rich.console import Console
         from rich.text import Text
 

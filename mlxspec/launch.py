@@ -7,19 +7,14 @@ import json
 import os
 import shlex
 import shutil
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
-from urllib.error import HTTPError
+
+from mlxspec.chat import ChatError, call
 
 TIMEOUT_S = 10
 COMPACTS = 0.8  # of the window: where an agent is to, that reserves no room for its answer
 QWEN = ("--auth-type", "openai", "--model")
-
-
-class LaunchError(Exception):
-    """The agent cannot be started. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +133,12 @@ AGENTS = {
 
 def launch(name: str, words: Sequence[str], url: str, key: str = "", show: bool = False) -> None:
     """Becomes the agent, so that its exit status is ours; with `show` prints the shell line that starts it.
-    Raises LaunchError."""
+    Raises ChatError."""
     if name not in AGENTS:
-        raise LaunchError(f"there is no agent {name!r}; give one of {', '.join(AGENTS)}")
+        raise ChatError(f"there is no agent {name!r}; give one of {', '.join(AGENTS)}")
     agent = AGENTS[name]
     if not show and not shutil.which(name):
-        raise LaunchError(f"{name} is not installed; install it with: {agent.install}")
+        raise ChatError(f"{name} is not installed; install it with: {agent.install}")
     server = find(url.rstrip("/"), key)
     variables = agent.variables(server)
     command = [name, *agent.flags(server), *(words[1:] if words[:1] == ["--"] else words)]
@@ -153,20 +148,7 @@ def launch(name: str, words: Sequence[str], url: str, key: str = "", show: bool 
 
 
 def find(url: str, key: str) -> Server:
-    """What the server at `url` serves. Raises LaunchError."""
-    if not url.startswith(("http://", "https://")):
-        raise LaunchError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(urllib.request.Request(f"{url}/v1/models", headers=headers), None, TIMEOUT_S) as got:
-            model = json.load(got)["data"][0]
+    """What the server at `url` serves. Raises ChatError."""
+    with call(url, key, "GET", "/v1/models", patience=TIMEOUT_S) as response:
+        model = json.load(response)["data"][0]
         return Server(url, key or "none", str(model["id"]), int(model["context_window"]))
-    except HTTPError as error:
-        error.close()
-        mend = "give --api-key" if error.code == 401 else "see the server's log"
-        raise LaunchError(f"the server at {url} answered {error.code}; {mend}") from error
-    except OSError as error:
-        raise LaunchError(f"no server answers at {url}; start one with: mlxspec serve") from error
-    except (ValueError, LookupError, TypeError, HTTPException) as error:
-        raise LaunchError(f"{url} does not answer as mlxspec does ({error!r}); give another --url") from error

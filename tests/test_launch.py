@@ -36,7 +36,7 @@ class Peer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         right = self.headers["Authorization"] in (f"Bearer {KEY}", None) and self.path == "/v1/models"
-        text = json.dumps(self.server.answer).encode()
+        text = json.dumps(self.server.answer if right else {"error": {"message": "wrong API key"}}).encode()
         self.send_response(200 if right else 401)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -169,15 +169,15 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_what_cannot_be_started(server: Server, env: dict[str, str]) -> None:
     assert "there is no agent 'cloud'; give one of claude, codex, " in refusal(launch(env, "cloud"))
-    assert "answered 401; give --api-key" in refusal(launch(env | {"MLXSPEC_API_KEY": "x"}, "qwen"))
+    assert "answered 401: wrong API key; give --api-key" in refusal(
+        launch(env | {"MLXSPEC_API_KEY": "x"}, "qwen")
+    )
     assert "--url = 'localhost' is not a URL" in refusal(launch(env, "--url", "localhost", "qwen"))
     for wrong in ({}, {"data": []}, [], {"data": [{"id": "m"}]}):
         server.answer = wrong
-        assert "does not answer as mlxspec does" in refusal(launch(env, "qwen"))
+        assert "something else answers at" in refusal(launch(env, "qwen"))
     none = env | {"MLXSPEC_PORT": "9"}
-    assert "no server answers at http://127.0.0.1:9; start one with: mlxspec serve\n" in refusal(
-        launch(none, "qwen")
-    )
+    assert "no server at http://127.0.0.1:9; start one with: mlxspec serve\n" in refusal(launch(none, "qwen"))
 
 
 def test_an_agent_that_is_not_installed(env: dict[str, str]) -> None:

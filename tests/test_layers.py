@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "stock": MODEL | {"chosen", "service.status"},
     "verbs": PLAIN | {"chat", "service", "stock"},
     "chat": PLAIN,
-    "launch": PLAIN,
+    "launch": PLAIN | {"chat"},
     "cache": PLAIN | {"engine.runfile"},
     "chosen": ENGINE | {"text"},
     "doctor": ENGINE | {"chosen", "server.run", "service", "stock"},

@@ -98,7 +98,7 @@ def test_a_server_goes_on_with_misses(root: Path) -> None:
     disk = fill(root, MODEL, "m", 2)
     assert command("clear", "--yes").exit_code == 0
     key = (4).to_bytes(16, "big")
-    assert key in disk and (fetch := disk.fetch([key])) and fetch.wait(30) and fetch.runs == []
+    assert key in disk and (fetch := disk.fetch([key])) and fetch.ready.wait(30) and fetch.runs == []
     assert key not in disk and disk.save(Run((key,), {}, {})) and disk.flush(30)
     assert disk.stats().bytes == sum(path.stat().st_size for path in (root / MODEL).iterdir())
     assert disk.stats().files == 1 and disk.close(30)

@@ -28,7 +28,7 @@ def finish(e: Engine, disk: Disk) -> list[Output]:
         e.check()
         if e.rests:
             assert e.tier is not None
-            assert all(land.fetch.wait(5) for land in e.tier._landings.values() if land.fetch)
+            assert all(land.fetch.ready.wait(5) for land in e.tier._landings.values() if land.fetch)
             assert disk.flush(5)
     assert disk.flush(5)
     return outputs

@@ -47,31 +47,18 @@ class DiskStats:
 
 
 class Fetch:
-    """What `Disk.fetch` will bring: `runs`, verified, in the order of the keys, complete once `ready`. Its
-    bytes count as under way while anybody holds it; to let go of it is to cancel it."""
+    """What `Disk.fetch` will bring: `runs`, verified, in the order of the keys, complete once `ready` is set.
+    Its bytes count as under way while anybody holds it; to let go of it is to cancel it."""
 
-    __slots__ = ("__weakref__", "_bytes", "_done", "_event", "_freed", "runs")
+    __slots__ = ("__weakref__", "_bytes", "_freed", "ready", "runs")
 
-    def __init__(self, size: int, freed: deque[int], done: Callable[[], None] | None) -> None:
+    def __init__(self, size: int, freed: deque[int]) -> None:
         self.runs: list[Run] = []
-        self._bytes, self._freed, self._done, self._event = size, freed, done, threading.Event()
+        self.ready = threading.Event()
+        self._bytes, self._freed = size, freed
 
     def __del__(self) -> None:
         self._freed.append(self._bytes)  # on any thread, at any moment: so no lock
-
-    @property
-    def ready(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout: float) -> bool:
-        return self._event.wait(timeout)
-
-    def finish(self, runs: list[Run]) -> None:
-        """Reader thread."""
-        self.runs = runs
-        self._event.set()
-        if self._done is not None:
-            self._done()
 
 
 @dataclass(slots=True)
@@ -165,9 +152,9 @@ class Disk:
             self._index.touch(self._index.names(keys))
             self._lock.notify_all()
 
-    def fetch(self, keys: Iterable[bytes], done: Callable[[], None] | None = None) -> Fetch | None:
-        """Have the runs read that hold these keys, as many from the front as there is room for; `done` is
-        called on the reader's thread. None: nothing of it is here, or too much is under way."""
+    def fetch(self, keys: Iterable[bytes]) -> Fetch | None:
+        """Have the runs read that hold these keys, as many from the front as there is room for. None: nothing
+        of it is here, or too much is under way."""
         with self._lock:
             while self._freed:
                 self._reading -= self._freed.popleft()
@@ -182,7 +169,7 @@ class Disk:
             if not chosen or self._closing or len(self._asked) >= FETCHES:
                 return None
             self._reading += total
-            fetch = Fetch(total, self._freed, done)
+            fetch = Fetch(total, self._freed)
             self._asked.append((weakref.ref(fetch), chosen))
             self._index.touch(chosen)
             self._lock.notify_all()
@@ -358,8 +345,8 @@ class Disk:
             if asked() is not None and not self._closing and (run := self._load(name)) is not None:
                 runs.append(run)
         if (fetch := asked()) is not None:
-            with self._guarded("brought runs, and who asked failed to take them"):
-                fetch.finish(runs)
+            fetch.runs = runs
+            fetch.ready.set()
 
     def _load(self, name: str) -> Run | None:
         with self._lock:

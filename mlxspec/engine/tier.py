@@ -237,7 +237,7 @@ class Tier:
                 landing.left = landing.asked + landing.left
             else:
                 landing.left = []
-        if landing.fetch is not None and landing.fetch.ready:
+        if landing.fetch is not None and landing.fetch.ready.is_set():
             if landing.runs is None:
                 landing.runs = deque(landing.fetch.runs)
             if landing.runs:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlxspec.engine import runindex
-from mlxspec.engine.disk import BURST, FETCHES, REST, Bucket, Disk, Fetch
+from mlxspec.engine.disk import BURST, FETCHES, REST, Bucket, Disk
 from mlxspec.engine.runfile import LABEL, Run, keys_of, label, listing, read
 from tests.engine.diskwriter import MODEL, key, run_of, total, watched
 from tests.engine.test_runfile import same
@@ -67,7 +67,7 @@ def got(disk: Disk, *numbers: int) -> list[Run]:
     fetch = disk.fetch(keys(*numbers))
     if fetch is None:
         return []
-    assert fetch.wait(WAIT) and fetch.ready
+    assert fetch.ready.wait(WAIT)
     return fetch.runs
 
 
@@ -132,21 +132,6 @@ def test_a_longer_run_with_the_same_end_takes_the_place_of_a_shorter_one(opened:
     assert not disk.save(run(2, 3))
     for each in (disk, opened()):
         assert [x.keys for x in got(each, 1)] == [run(1, 2, 3).keys]
-
-
-def test_done_is_called_when_the_runs_are_there_and_may_fail(opened: Opener) -> None:
-    disk, seen, called = saved(opened(), run(1)), [], threading.Event()
-
-    def done() -> None:
-        seen.append((fetch and fetch.ready, threading.current_thread().name))
-        called.set()
-        raise RuntimeError("of who asked")
-
-    fetch: Fetch | None = None
-    with disk._lock:  # so that `fetch` is set before the reader starts
-        fetch = disk.fetch(keys(1), done)
-    assert called.wait(WAIT) and seen == [(True, "disk reader")]
-    assert len(got(disk, 1)) == 1
 
 
 def test_only_the_owner_may_look(opened: Opener, root: Path) -> None:
@@ -276,7 +261,9 @@ def test_the_queue_is_bounded(opened: Opener) -> None:
 def test_what_is_under_way_is_bounded_in_bytes_until_it_is_let_go(opened: Opener) -> None:
     disk = saved(opened(reading=5000), *(run(i) for i in range(5)), run(9, size=6000))
     fetch = disk.fetch(keys(*range(5)))
-    assert fetch and fetch.wait(WAIT) and [x.keys for x in fetch.runs] == [run(i).keys for i in range(3)]
+    assert (
+        fetch and fetch.ready.wait(WAIT) and [x.keys for x in fetch.runs] == [run(i).keys for i in range(3)]
+    )
     assert disk.fetch(keys(4)) is None
     del fetch
     assert len(got(disk, 4)) == 1 and got(disk, 9) == []
@@ -301,7 +288,7 @@ def test_fetches_that_wait_are_bounded_and_end_with_who_asked(
     last = waiting.pop()
     waiting.clear()
     go.set()
-    assert last and last.wait(WAIT) and len(last.runs) == 1 and len(reads) == 2
+    assert last and last.ready.wait(WAIT) and len(last.runs) == 1 and len(reads) == 2
 
 
 def test_the_rate_holds_and_a_burst_is_let_through(opened: Opener) -> None:
@@ -454,7 +441,7 @@ def test_closing_ends_fetches_as_misses(opened: Opener, monkeypatch: pytest.Monk
     assert first and second and began.wait(WAIT)
     disk.close(0)
     go.set()
-    assert first.wait(WAIT) and second.wait(WAIT) and (len(first.runs), second.runs) == (1, [])
+    assert first.ready.wait(WAIT) and second.ready.wait(WAIT) and (len(first.runs), second.runs) == (1, [])
 
 
 def test_a_fingerprint_is_hex(tmp_path: Path) -> None:

@@ -91,25 +91,13 @@ def pull(config: Config) -> list[Kept]:
 def show(found: Sequence[Kept], served: Sequence[Model], as_json: bool) -> None:
     """On stdout, with those that the server has, whatever it calls them."""
     states = {one.name: one for one in served}
-    rows = [
-        {
-            "name": one.name,
-            "bytes": one.bytes,
-            "state": _state(one, states.pop(one.name, None)),
-            "path": str(one.path or ""),
-        }
-        for one in found
-    ]
-    rows += [
-        {"name": m.name, "bytes": m.bytes, "state": f"served, {m.state}", "path": ""} for m in states.values()
-    ]
+    rows = [(k.name, k.bytes, _state(k, states.pop(k.name, None)), str(k.path or "")) for k in found]
+    rows += [(m.name, m.bytes, f"served, {m.state}", "") for m in states.values()]
     if as_json:
-        return print(json.dumps(rows, indent=2))
+        heads = ("name", "bytes", "state", "path")
+        return print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows], indent=2))
     home = str(Path.home())
-    lines = [
-        [str(r["name"]), size(int(str(r["bytes"]))), str(r["state"]), str(r["path"]).replace(home, "~")]
-        for r in rows
-    ]
+    lines = [(name, size(count), state, path.replace(home, "~")) for name, count, state, path in rows]
     table(("name", "size", "state", "path"), lines)
 
 

@@ -56,10 +56,10 @@ class Chance:
 class Costs:
     """Seconds of a step by its rows and its context, as measured, corrected by what steps took.
 
-    `measured[i][j]` is a step of `rows[j]` rows with `contexts[i]` tokens of context over all its sequences.
-    Between these it is interpolated; beyond them it goes on with the last slope. `sampling` is what drawing a
-    row's token takes beyond a greedy one, by Sampling.kind. `factors` correct it all, by how a step ran:
-    "exact" waited for the tokens before it, "overlap" did not."""
+    `measured[i][j]` is a step of `rows[j]` rows, of which there are two at least, with `contexts[i]` tokens
+    of context over all its sequences. Between these it is interpolated; beyond them it goes on with the last
+    slope. `sampling` is what drawing a row's token takes beyond a greedy one, by Sampling.kind. `factors`
+    correct it all, by how a step ran: "exact" waited for the tokens before it, "overlap" did not."""
 
     contexts: tuple[int, int]
     rows: Sequence[int]
@@ -91,7 +91,7 @@ class Costs:
 
     def _one(self, measured: Sequence[float], rows: int) -> float:
         known, n = self.rows, bisect_left(self.rows, rows)
-        if n == 0 or len(known) < 2:
+        if n == 0:
             return measured[0]
         i = min(n, len(known) - 1)
         slope = (measured[i] - measured[i - 1]) / (known[i] - known[i - 1])
@@ -100,8 +100,6 @@ class Costs:
     def _extended(self, measured: Sequence[float], rows: int) -> Floats:
         at = np.arange(1, rows + 1, dtype=np.float64)
         inside = np.interp(at, self.rows, measured)
-        if len(self.rows) < 2:
-            return inside
         slope = max(0.0, (measured[-1] - measured[-2]) / (self.rows[-1] - self.rows[-2]))
         return inside + slope * np.maximum(0.0, at - self.rows[-1])
 

@@ -48,8 +48,6 @@ def test_costs_lie_between_what_was_measured_and_go_on_behind_it() -> None:
     assert costs.curve(3, 600, "exact").tolist() == [1.5, 2.0, 2.5]
     assert costs.curve(1, 2100, "exact").tolist() == [3.0]
     assert costs.curve(1, 0, "exact").tolist() == [1.0], "less context than measured is no cheaper"
-    lone = Costs((10, 10), (1,), ((0.5,), (0.5,)))
-    assert lone.curve(3, 10, "exact").tolist() == [0.5] * 3
     falling = Costs((1, 2), (1, 2), ((2.0, 1.0), (0.0, 0.0)))
     assert falling.curve(4, 1, "exact").tolist() == [2.0, 1.0, 1.0, 1.0], "noise is not carried on"
     assert (falling.curve(4, 50, "exact") > 0).all()

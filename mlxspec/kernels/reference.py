@@ -13,7 +13,8 @@ import numpy as np
 from mlxspec.kernels.packed import Packing
 from mlxspec.types import NULL_BLOCK
 
-Selection = tuple[mx.array, mx.array | str | None, slice]  # blocks [B, n], mask, the slots to keep
+# Blocks [B, n], or the slots of a lone sequence whose blocks lie in a row; mask; what to keep of those slots.
+Selection = tuple[mx.array | slice, mx.array | str | None, slice]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,7 @@ class Group:
     def select(self, window: int | None) -> Selection:
         """Blocks to gather, mask over them, and the slots to keep, for a sliding window or None.
 
+        Blocks that lie in a row need no gathering, which would copy all K/V at every step and layer.
         A lone sequence is cut to the exact slots and needs no mask for one row; several are padded with
         null blocks to the longest and masked. Made once per step and window, shared by the layers."""
         found = self._selections.get(window or 0)
@@ -54,7 +56,11 @@ class Group:
         width = max(e - f for e, f in zip(ends, firsts, strict=True))
         tables = self.tables.get(window) or self.tables[None]
         held = [t[first:end] for t, first, end in zip(tables, firsts, ends, strict=True)]
-        blocks = mx.array([h + [NULL_BLOCK] * (width - len(h)) for h in held], mx.int32)
+        blocks: mx.array | slice
+        if len(held) == 1 and held[0] == list(range(held[0][0], held[0][0] + width)):
+            blocks = slice(held[0][0] * size, (held[0][0] + width) * size)
+        else:
+            blocks = mx.array([h + [NULL_BLOCK] * (width - len(h)) for h in held], mx.int32)
         keep = slice(0, width * size)
         if len(ends) == 1 and self.late is None:
             start, base = self.starts[0], firsts[0] * size
@@ -72,11 +78,14 @@ class Group:
 
 
 def gather(
-    pool: mx.array, blocks: mx.array, block_size: int, keep: slice, packing: Packing | None = None
+    pool: mx.array, blocks: mx.array | slice, block_size: int, keep: slice, packing: Packing | None = None
 ) -> mx.array:
-    """Slots of `blocks` [B, n] out of `pool` [H, slots, D], cut to `keep`: dense [B, H, S, D]. The rows of a
-    packed pool are unpacked once they are gathered."""
+    """Slots of `blocks` out of `pool` [H, slots, D], see Selection, cut to `keep`: dense [B, H, S, D]. The rows
+    of a packed pool are unpacked once they are gathered."""
     heads, _, dim = pool.shape
+    if isinstance(blocks, slice):
+        rows = pool[None, :, blocks.start + keep.start : blocks.start + keep.stop]
+        return packing.unpack(rows) if packing else rows
     batch, n = blocks.shape
     dense = pool.reshape(heads, -1, block_size, dim)[:, blocks].reshape(heads, batch, n * block_size, dim)
     if keep != slice(0, n * block_size):

@@ -4,9 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import Group, paged_attention
+from mlxspec.kernels import Group, Packing, paged_attention
 
 HEADS, KV, DIM, SIZE, BLOCKS = 4, 2, 16, 8, 24
+WIDE = 32  # what a head must divide into to be quantized
 
 
 def truth(q, keys, values, table, start, scale, window, sinks):
@@ -59,6 +60,30 @@ def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
     )
     assert got.dtype == dtype and got.shape == (lo, HEADS, DIM)
     assert np.abs(np.array(got.astype(mx.float32)) - np.concatenate(want)).max() < tolerance
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("window", [None, 12, 100])
+@pytest.mark.parametrize("length, start", [(1, 0), (1, 37), (5, 30), (20, 11)])
+def test_blocks_in_a_row_are_not_gathered_and_give_the_same_bits(length, start, window, bits) -> None:
+    """Where a sequence's blocks came to lie must not show."""
+    rng, n = np.random.default_rng(1), -(-(start + length) // SIZE)
+    packing = Packing(WIDE, mx.float32, bits) if bits else None
+    pools = [mx.array(rng.normal(size=(KV, BLOCKS * SIZE, WIDE)).astype(np.float32)) for _ in "kv"]
+    pools = [packing.pack(pool) for pool in pools] if packing else pools
+    table = [1 + 3 * i for i in range(n)]
+    source = mx.array([b * SIZE + i for b in table for i in range(SIZE)])
+    target = mx.arange(2 * SIZE, (2 + n) * SIZE)
+    moved = [mx.array(pool) for pool in pools]
+    for pool, old in zip(moved, pools, strict=True):
+        pool[:, target] = old[:, source]
+    q = mx.array(rng.normal(size=(length, HEADS, WIDE)).astype(np.float32))
+    found = []
+    for (keys, values), blocks in ((pools, table), (moved, list(range(2, 2 + n)))):
+        group = Group(0, length, length, [start], {None: [blocks]}, SIZE)
+        found.append(paged_attention(q, keys, values, [group], 0.3, window, None, (packing, packing)))
+        assert isinstance(group.select(window)[0], slice) == (blocks != table or n == 1)
+    assert mx.array_equal(*found)
 
 
 def test_a_window_gathers_only_its_blocks() -> None:

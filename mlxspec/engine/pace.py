@@ -8,7 +8,7 @@ from dataclasses import dataclass
 FLOOR = 8  # rows; a prefill always gets on
 CEILING = 2048  # rows; bounds a step's memory
 IDLE_GAP = 1.0  # seconds a prefill step may take when nobody decodes: how late a cancel or an arrival is seen
-MARGIN = 0.7  # aim below the bound, a step's cost varies
+MARGIN = 0.9  # aim below the bound: steps vary, but what they cost without prefill is paid for each
 RISE = 1.3  # at most this much more at once: one fast step is no promise
 
 

@@ -21,7 +21,7 @@ def test_a_step_beside_decodes_stays_inside_the_gap(fixed: float, row: float) ->
 def test_warm_up_gives_the_first_estimate() -> None:
     pace = Pace(gap=0.25)
     pace.calibrate(64, 0.4)
-    assert (pace.shared, pace.alone) == pytest.approx((28, 112))
+    assert (pace.shared, pace.alone) == pytest.approx((36, 144))
     pace.calibrate(64, 1e-9)
     assert pace.rows(True) == pace.rows(False) == CEILING
 

@@ -206,10 +206,11 @@ def engine(
     rewind: Rewind = "tape",
     states: int = 32,
     kv_bits: int = 0,
+    whole: bool = False,
     **kw: Any,
 ) -> Engine:
     """`own`: sliding windows have as few blocks of their own as are enough; else they share the others.
-    `states` are kept of recurrent layers."""
+    `states` are kept of recurrent layers. `whole`: the pools do not begin with two blocks and grow."""
     sizes: dict[int, int] = {}
     for w in windows_of(m) if own and layout != "solo" else ():
         sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
@@ -220,6 +221,9 @@ def engine(
         [Window(w, BlockPool(n, block, SALT)) for w, n in sizes.items()],
         Snapshots(states, STRIDE, own_state) if stateful else None,
     )
+    if not whole:
+        runner.by_need(lambda: [pool.given for pool in groups.pools])
+        runner.view.held = {pool: min(2, size) for pool, size in runner.view.blocks.items()}
     scheduler = Scheduler(
         groups,
         context=context,

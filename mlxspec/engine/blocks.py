@@ -40,6 +40,7 @@ class BlockPool:
         self.spent: OrderedDict[int, None] = OrderedDict()  # of the free ones, what is hardly of use
         self.refs = [0] * blocks
         self.given = NULL_BLOCK  # the highest block that was ever given out
+        self.thrifty = False  # rather forget than take memory for a block that was never given out
         self.index: dict[bytes, int] = {}
         self.key: dict[int, bytes] = {}
         self.parts: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent key -> block -> its tokens
@@ -83,6 +84,8 @@ class BlockPool:
     def _take(self) -> int:
         """A block without known content, else one that is spent, else the one not used for longest."""
         block = next(iter(self.free))
+        if self.thrifty and block > self.given:
+            block = next((b for b in self.free if b <= self.given), block)
         if self.spent and self._known(block):
             block = next(iter(self.spent))
         self.cached -= self._known(block)
@@ -142,8 +145,9 @@ class BlockPool:
     def forget(self) -> int:
         """Forget what the free blocks hold; how many were known."""
         known = [block for block in self.free if self._known(block)]
-        for block in known:
+        for block in reversed(known):
             self._forget(block)
+            self.free.move_to_end(block, last=False)  # before those that would take new memory
         self.cached = 0
         self.spent.clear()
         return len(known)

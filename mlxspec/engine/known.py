@@ -10,16 +10,18 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 
-from mlxspec import __version__, config
+from mlxspec import __version__, blas, config
 from mlxspec.engine.runfile import fingerprint
 from mlxspec.kernels.proven import VERDICTS
 from mlxspec.model.load import Fit
+from mlxspec.model.runner import Layout
 from mlxspec.speculate.depth import GRID, Costs
 
 log = logging.getLogger("mlxspec")
@@ -42,9 +44,18 @@ def place(cache: Path | None, model: Path, *settings: object) -> Path | None:
     """The file for what is known of `model` under `settings`; None where nothing is kept."""
     about = {name: version(name) for name in ("mlx", "mlx-lm")} | {"mlxspec": __version__}
     about |= {"settings": str(settings)}
-    about |= {"machine": platform.node() + platform.machine(), "device": str(mx.default_device())}
-    about |= {"threads": f"{os.cpu_count()} {os.environ.get('OPENBLAS_NUM_THREADS', '')}"}
+    about |= {"machine": platform.platform() + platform.processor(), "device": str(mx.default_device())}
+    about |= {"blas": f"{blas.load()} {os.cpu_count()} {os.environ.get('OPENBLAS_NUM_THREADS', '')}"}
+    about |= {"code": _code()}
     return cache and cache / f"known-{fingerprint(model, about)}.json"
+
+
+def _code() -> str:
+    """Of what runs a model: a version may be worked on."""
+    digest, here = blake2b(digest_size=16), Path(config.__file__).parent
+    for file in sorted(file for part in ("model", "kernels") for file in (here / part).glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def kernels() -> list[list[str | int]]:
@@ -59,7 +70,12 @@ def recall(file: Path | None, again: bool = False) -> Known | None:
         fit = found["fit"]
         windows = {int(window): int(size) for window, size in fit["windows"].items()}
         made = Fit(**fit | {"windows": windows, "refused": tuple(fit["refused"])})
-        return Known(made, float(found["seconds"]), _costs(found["costs"]), found["kernels"])
+        sizes = (made.token_bytes, made.state_bytes, made.vocab, *windows.values())
+        if made.layout not in get_args(Layout) or not all(type(n) is int and n >= 0 for n in sizes):
+            raise ValueError("not a fit")
+        if not 0 <= (seconds := float(found["seconds"])) < LONGEST:
+            raise ValueError("not seconds")
+        return Known(made, seconds, _costs(found["costs"]), found["kernels"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None  # not there yet, or not ours
 
@@ -77,9 +93,10 @@ def _costs(found: Mapping[str, Any] | None) -> Costs | None:
 
 
 def keep(file: Path | None, known: Known) -> None:
-    """Without it the next start is slower, no more: failures are told."""
+    """Without it the next start is slower, no more: failures are told. What want of memory may have decided
+    is decided anew."""
     try:
-        if file is not None:
+        if file is not None and known.fit.sure:
             config.keep(file, json.dumps(asdict(known)).encode())
     except OSError as error:
         log.warning("%s: %s; the next start will find it out again", file, error.strerror)

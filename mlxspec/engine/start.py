@@ -137,15 +137,14 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 def _fit(path: Path, model: Module, options: Options) -> Fit:
     try:
-        found = fit(model, options.layout, options.kv_bits)
+        return fit(model, options.layout, options.kv_bits)
     except Unfit as error:
         raise Unfit(f"{path}: {error}") from error
-    for reason in found.refused:
-        log.info("layout refused: %s", reason)
-    return found
 
 
 def _how(found: Fit) -> str:
+    for reason in found.refused:
+        log.info("layout refused: %s", reason)
     how = found.layout + " layout" + ", one sequence at a time" * (found.lone and found.layout != "solo")
     if found.rewind:
         how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"

@@ -88,8 +88,10 @@ class Worker:
         atexit.register(self.stop)  # the interpreter must not end under a thread that uses MLX
         try:
             meanwhile()
-        finally:
-            self._ready.wait()
+        except BaseException:
+            self.stop()
+            raise
+        self._ready.wait()
         if self._error is not None:
             self._thread.join(STOP)
             raise self._error

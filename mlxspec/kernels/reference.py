@@ -80,8 +80,8 @@ class Group:
 def gather(
     pool: mx.array, blocks: mx.array | slice, block_size: int, keep: slice, packing: Packing | None = None
 ) -> mx.array:
-    """Slots of `blocks` out of `pool` [H, slots, D], see Selection, cut to `keep`: dense [B, H, S, D]. The rows
-    of a packed pool are unpacked once they are gathered."""
+    """Slots of `blocks` out of `pool` [H, slots, D], see Selection, cut to `keep`: dense [B, H, S, D]. The
+    rows of a packed pool are unpacked once they are gathered."""
     heads, _, dim = pool.shape
     if isinstance(blocks, slice):
         rows = pool[None, :, blocks.start + keep.start : blocks.start + keep.stop]

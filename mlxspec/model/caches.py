@@ -102,10 +102,11 @@ class Pages:
         assert self.keys is not None and self.values is not None, "read before the first write"
         return self.keys, self.values
 
-    def grow(self) -> None:
-        """Bring the pools to the size that the view holds by now. What they hold stays."""
-        slots = self.view.held[self.pool] * self.view.block_size
-        grown = []
+    def grow(self, blocks: int) -> None:
+        """Bring the pools to so many blocks, unless they are there. What they hold stays."""
+        slots, grown = blocks * self.view.block_size, []
+        if self.pools()[0].shape[1] == slots:
+            return
         for pool in self.pools():
             more = mx.zeros((pool.shape[0], slots - pool.shape[1], pool.shape[2]), pool.dtype)
             grown.append(mx.concatenate([pool, more], axis=1))

@@ -60,6 +60,7 @@ class Fit:
     state_bytes: int = 0
     rewind: Rewind | None = None
     kv_bits: int = 0
+    sure: bool = True  # no layout was refused for what may have been want of memory
 
     @property
     def kept(self) -> Kept:
@@ -180,6 +181,7 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
     if any(mx.isnan(rows).any().item() for rows in want):
         raise Unfit("its logits are not numbers: the weights are damaged; fetch them again")
     refused: list[str] = []
+    sure = True
     rewinds: tuple[Rewind, Rewind] = ("tape", "refeed")
     for (layout, lone), trunk, rewind in product(WAYS, (True, False), rewinds):
         if wanted not in ("auto", layout):
@@ -196,6 +198,7 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
             error = differ(got, want)
         except Exception as failed:  # the model's own code decides what it raises
             error, carried = line_of(failed), 0
+            sure = sure and not isinstance(failed, MemoryError | RuntimeError)
         if error:
             refused += [reason] if (reason := f"{way}: {error}") not in refused else []
             continue
@@ -207,5 +210,7 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Fit:
             sizes[pages.window] = sizes.get(pages.window, 0) + kept
         windows = {w: size for w, size in sizes.items() if w}
         vocab, took = want[0].shape[-1], rewind if stateful else None
-        return Fit(layout, trunk, lone, sizes[None], windows, vocab, tuple(refused), carried, took, kv_bits)
+        return Fit(
+            layout, trunk, lone, sizes[None], windows, vocab, tuple(refused), carried, took, kv_bits, sure
+        )
     raise Unfit("no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused))

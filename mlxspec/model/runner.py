@@ -142,11 +142,12 @@ class Runner:
         for (pool, size), highest in zip(view.blocks.items(), self._given(), strict=True):
             if highest < view.held[pool]:
                 continue
-            view.held[pool] = min(size, (highest + 1) * 3 // 2)
+            blocks = min(size, (highest + 1) * 3 // 2)
             for pages in self.pages():
                 if pages.pool == pool:
-                    pages.grow()
+                    pages.grow(blocks)
                     mx.clear_cache()
+            view.held[pool] = blocks  # last: where memory is short on the way, it is tried again
 
     def owed(self) -> int:
         """Bytes by which the pools may still grow."""

@@ -76,6 +76,28 @@ def test_forgetting_spares_what_is_held() -> None:
     pool.check([held])
 
 
+def test_what_was_forgotten_comes_before_what_would_take_new_memory() -> None:
+    pool = BlockPool(20, 4)
+    for first in (0, 100):
+        table, keys = pool.alloc(3) or [], []
+        pool.publish(range(first, first + 12), table, keys, 12)
+        pool.drop(table)
+    assert pool.given == 6 and pool.forget() == 6
+    assert sorted(pool.alloc(6) or []) == [1, 2, 3, 4, 5, 6]
+    pool.check()
+
+
+def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
+    pool = BlockPool(20, 4)
+    table, keys = pool.alloc(3) or [], []
+    pool.publish(range(12), table, keys, 12)
+    pool.drop(table)
+    pool.thrifty = True
+    assert sorted(pool.alloc(2) or []) == [2, 3] and pool.cached == 1
+    assert pool.alloc(2) == [1, 4], "and takes it where nothing else is left"
+    pool.check()
+
+
 def test_unknown_blocks_are_reused_before_known_ones() -> None:
     pool = BlockPool(4, SIZE)
     known = hold(pool, [1, 2, 3, 4])

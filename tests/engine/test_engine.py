@@ -99,7 +99,9 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
     """No step may copy a pool, with ragged batches, whole and partial hits: memory beyond the first step
     stays far below one layer's keys."""
     bits = tiny.kv_bits(kind)
-    e = tiny.engine(tiny.model(kind), layout=layout, lone=lone, block=32, blocks=4000, kv_bits=bits)
+    e = tiny.engine(
+        tiny.model(kind), layout=layout, lone=lone, block=32, blocks=4000, kv_bits=bits, whole=True
+    )
     e.add(tiny.request("warm", range(70), 8))
     tiny.run(e)
     layer = max(pool.nbytes for pages in e.runner.pages() for pool in pages.pools())

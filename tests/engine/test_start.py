@@ -14,8 +14,10 @@ from mlxspec.engine import memory, start
 from mlxspec.engine.start import Options
 from mlxspec.kernels import prove
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
+from mlxspec.model import load as loading
+from mlxspec.model.caches import Pages
 from mlxspec.model.load import fit, geometry, load, read
-from mlxspec.model.runner import owed
+from mlxspec.model.runner import Runner, owed
 from mlxspec.speculate import NoDrafter, calibrate
 from mlxspec.speculate.chain import Chain
 from mlxspec.types import Request, Sampling, Unfit
@@ -147,9 +149,47 @@ def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
     want = tiny.Plain(model)(prompt, 20)
     engine.add(Request("short", prompt[:40], 3, Sampling(temperature=0)))
     tiny.run(engine)
-    engine.add(Request("long", prompt, 20, Sampling(temperature=0)))
+    for name, own in (("long", prompt), ("other", prompt[::-1]), ("third", prompt[1:])):
+        engine.add(Request(name, own, 20, Sampling(temperature=0)))
     assert tiny.tokens(tiny.run(engine), "long") == want
     assert sum(pool.nbytes for pages in runner.pages() for pool in pages.pools()) > 2 * held
+
+
+def test_a_pool_that_could_not_grow_tries_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of its layers had grown: nothing may be written behind the others' ends."""
+    engine, _ = start.start(path, "tiny", Options(block_size=8, kv_blocks=400, speculate=False))
+    runner, real, done = engine.runner, Pages.grow, []
+
+    def short(self: Pages, blocks: int) -> None:
+        if len(done) == 1:
+            raise RuntimeError("[malloc] Unable to allocate")
+        done.append(self)
+        real(self, blocks)
+
+    engine.scheduler.groups.pool.alloc(200)
+    with monkeypatch.context() as broken:
+        broken.setattr(Pages, "grow", short)
+        with pytest.raises(RuntimeError, match="malloc"):
+            runner.grow()
+    runner.grow()
+    slots = {pool.shape[1] for pages in runner.pages() for pool in pages.pools()}
+    assert slots == {runner.view.held[None] * 8} and min(slots) > 200 * 8
+
+
+def test_want_of_memory_decides_nothing_for_good(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, options = loading.probe, Options(cache=tmp_path / "costs")
+
+    def short(runner: Runner) -> object:
+        if runner.layout == "rows":
+            raise RuntimeError("[malloc] Unable to allocate")
+        return real(runner)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(loading, "probe", short)
+        assert start.start(path, "tiny", options)[1].layout != "rows"
+    assert start.start(path, "tiny", options)[1].layout == "rows"
 
 
 def test_the_next_start_does_not_try_again(

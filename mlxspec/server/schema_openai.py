@@ -24,7 +24,7 @@ from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, shown
 
 OBJECT = TypeAdapter(dict[str, Any])
 MOST_FIELDS = 1000  # of a body: a million of them keep the event loop for seconds
-INFINITE = re.compile(rb"[eE]\+?\d{3}|\d{300}|NaN|Infinity")  # where a number may be none that JSON can tell
+INFINITE = re.compile(rb"[eE]\+?\d\d|\d{300}|NaN|Infinity")  # where a number may be none that JSON can tell
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]

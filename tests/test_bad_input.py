@@ -185,7 +185,14 @@ async def test_hundreds_of_thousands_of_fields_do_not_hold_up_the_loop(path: Pat
 async def test_a_number_that_json_cannot_tell_names_its_field(path: Path, tokenizer: Any) -> None:
     """It would have to stand in the response."""
     s = server(tokenizer, path)
-    infinite = ("1e999", "NaN", "[-Infinity]", "9" * 400 + ".0", "9" * 250 + "e99", "-" + "9" * 299 + ".0E+10")
+    infinite = (
+        "1e999",
+        "NaN",
+        "[-Infinity]",
+        "9" * 400 + ".0",
+        "9" * 250 + "e99",
+        "-" + "9" * 299 + ".0E+10",
+    )
     for value in infinite:
         answer = await s.post("/v1/responses", b'{"input": "a", "metadata": {"a": %s}}' % value.encode())
         assert answer.status == 400 and answer.error["param"] == "metadata"

@@ -14,7 +14,6 @@ STAMPS = {  # who asks for it, and why a jump does no harm there
     "server/openai.py": "created",
     "server/responses.py": "created_at",
     "service/daemon.py": "crashes in the future are forgotten",
-    "service/ledger.py": "what was known before is no news",
 }
 
 

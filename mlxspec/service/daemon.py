@@ -44,7 +44,7 @@ def serve(settings: Callable[[], Config], listeners: Sequence[socket.socket]) ->
         if status == 0:  # it may be held by now, if a panic was found late
             ledger.write(path, replace(ledger.read(path), open=False))
 
-    late = past.point if past.open and not now.held else 0.0
+    late = past.reports if past.open and not now.held else None
     threading.Thread(target=_look, args=(path, late), name="look", daemon=True).start()
     note = ""
     if now.held:
@@ -103,12 +103,12 @@ async def _hold(listeners: Sequence[socket.socket], reason: str, seconds: float 
     return 0
 
 
-def _look(path: Path, since: float) -> None:
+def _look(path: Path, known: list[str] | None) -> None:
     """For ever: keep the log small. After a life without an end, look for the report of a panic, which macOS
     may write only when this is running again."""
     while True:
         rotate(launchd.log_file())
-        if since and (found := [name for at, name in ledger.panics() if at > since]):
+        if known is not None and (found := [name for name in ledger.panics() if name not in known]):
             reason = f"the machine panicked while it ran ({found[0]}); {ledger.START}"
             log.critical("%s", reason)
             ledger.write(path, replace(ledger.read(path), panic=reason))

@@ -22,17 +22,18 @@ log = logging.getLogger("mlxspec")
 WINDOW_S = 600.0
 SAFE, DOWN = 3, 6  # crashes in the window, from which on it serves in safe mode, or not at all
 PATIENCE = 50  # looks at the lock
+MOST = 1000  # reports of panics that are looked at, the newest
 PANICS = ("/Library/Logs/DiagnosticReports", "~/Library/Logs/DiagnosticReports")
 START = "`mlxspec service start` starts it"
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Times are unix time. `open`: it serves, and has not said that it ends;
-    `point`: nothing was wrong until then; `panic`: why it stays down until the user starts it."""
+    """Times are unix time. `open`: it serves, and has not said that it ends; `reports`: the panics that were
+    known when nothing was wrong; `panic`: why it stays down until the user starts it."""
 
     open: bool = False
-    point: float = 0.0
+    reports: list[str] = field(default_factory=list)  # by name: a date may be of a clock that was wrong
     crashes: list[float] = field(default_factory=list)  # when they were noticed
     safe: bool = False
     held: str = ""
@@ -82,7 +83,8 @@ def read(path: Path) -> Ledger:
         found = {**json.loads(path.read_text("utf-8"))}
         known = {name: found[name] for name in Ledger.__slots__ if name in found}
         right = all(type(value) is type(getattr(Ledger(), name)) for name, value in known.items())
-        if right and all(type(at) is float for at in known.get("crashes", [])):
+        kinds = {"crashes": float, "reports": str}
+        if right and all(type(one) is kind for name, kind in kinds.items() for one in known.get(name, ())):
             return Ledger(**known)
     except FileNotFoundError:
         return Ledger()
@@ -100,22 +102,21 @@ def write(path: Path, ledger: Ledger) -> None:
         log.warning("%s: %s; crashes are not counted", path, error.strerror)
 
 
-def begin(past: Ledger, now: float, panics: list[tuple[float, str]]) -> Ledger:
-    """The ledger of a life that begins; `held` says why it must not serve. `panics` are the kernel's, with
-    their times: one since `point` holds it, if it served when the machine went down. None does that was known
-    when the life began, whatever the clock said then."""
+def begin(past: Ledger, now: float, panics: list[str]) -> Ledger:
+    """The ledger of a life that begins; `held` says why it must not serve. `panics` are the kernel's reports:
+    one that is new holds it, if it served when the machine went down."""
     crashes = [at for at in past.crashes if now - WINDOW_S < at <= now]
     if past.open:
         crashes = [*crashes, now][-DOWN:]
     panic = past.panic
-    if past.open and (fresh := [name for at, name in panics if at > past.point]):
+    if past.open and (fresh := [name for name in panics if name not in past.reports]):
         panic = f"the machine panicked while it ran ({fresh[0]}); {START}"
     held = panic
     if not held and len(crashes) >= DOWN:
         held = f"it crashed {len(crashes)} times in {WINDOW_S / 60:.0f} minutes, also in safe mode; {START}"
     return Ledger(
         open=not held,
-        point=past.point if past.open or panic else max([now, *(at for at, _ in panics)]),
+        reports=past.reports if past.open or panic else panics,
         crashes=crashes,
         safe=not held and len(crashes) >= SAFE,
         held=held,
@@ -125,12 +126,13 @@ def begin(past: Ledger, now: float, panics: list[tuple[float, str]]) -> Ledger:
 
 def forgive(path: Path) -> None:
     """The user has been told, and starts it."""
-    write(path, Ledger(point=max([time.time(), *(at for at, _ in panics())])))
+    write(path, Ledger(reports=panics()))
 
 
-def panics() -> list[tuple[float, str]]:
+def panics() -> list[str]:
     """The kernel's reports on this machine, the newest first; empty where they may not be read."""
-    return sorted(((at, name) for folder in PANICS for at, name in _reports(folder)), reverse=True)
+    found = sorted((one for folder in PANICS for one in _reports(folder)), reverse=True)
+    return [name for _, name in found[:MOST]]
 
 
 def closed() -> list[str]:

@@ -82,7 +82,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_request_starts_it_and_a_kill_does_not_end_it(model: Path) -> None:
     """The third crash in a short time brings safe mode, and the same answer."""
     file = model / STATE
-    ledger.write(file, Ledger(point=1.0, crashes=[time.time() - 20, time.time() - 10]))
+    ledger.write(file, Ledger(crashes=[time.time() - 20, time.time() - 10]))
     with activator(model, model) as service:
         assert service.process is None
         found = read(service.url)
@@ -164,7 +164,7 @@ def test_after_a_panic_it_stays_down(tmp_path: Path, bare_settings: None) -> Non
     """Across restarts, whoever connects, without loading anything."""
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports/a.panic").write_text("")
-    ledger.write(tmp_path / STATE, Ledger(open=True, point=time.time() - 100))
+    ledger.write(tmp_path / STATE, Ledger(open=True))
     with held(tmp_path, "a.panic") as service:
         for lives in (1, 2):
             for _ in range(3):
@@ -183,12 +183,12 @@ def test_after_a_panic_it_stays_down(tmp_path: Path, bare_settings: None) -> Non
 def test_a_report_that_comes_late_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS writes it after the restart, when the service may be there before it."""
     file, sent = tmp_path / "service.json", list[tuple[int, int]]()
-    ledger.write(file, Ledger(open=True, point=50.0))
-    reports: list[list[tuple[float, str]]] = [[], [(20.0, "old.panic")], [(60.0, "new.panic")]]
+    ledger.write(file, Ledger(open=True, reports=["old.panic"]))
+    reports = [[], ["old.panic"], ["new.panic", "old.panic"]]
     monkeypatch.setattr(ledger, "panics", lambda: reports.pop(0))
     monkeypatch.setattr(daemon.time, "sleep", lambda s: None)
     monkeypatch.setattr(daemon.os, "kill", lambda *to: sent.append(to))
-    daemon._look(file, 50.0)
+    daemon._look(file, ["old.panic"])
     assert sent == [(os.getpid(), signal.SIGTERM)] and reports == []
     found = ledger.read(file)
     found.open = False  # how it ends by that signal

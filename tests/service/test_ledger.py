@@ -12,7 +12,7 @@ from mlxspec.service import ledger
 from mlxspec.service.ledger import DOWN, SAFE, WINDOW_S, Ledger, begin
 
 
-def life(past: Ledger, now: float, clean: bool, panics: list[tuple[float, str]] | None = None) -> Ledger:
+def life(past: Ledger, now: float, clean: bool, panics: list[str] | None = None) -> Ledger:
     found = begin(past, float(now), panics or [])
     if clean:
         found.open = False
@@ -47,7 +47,7 @@ def test_clean_ends_are_no_crashes() -> None:
     found = Ledger()
     for n in range(20):
         found = life(found, 1000.0 + n, clean=True)
-    assert found.crashes == [] and not found.safe and found.point == 1019
+    assert found.crashes == [] and not found.safe
 
 
 def test_a_clock_that_was_set_back_forgets() -> None:
@@ -57,7 +57,7 @@ def test_a_clock_that_was_set_back_forgets() -> None:
 
 def test_a_panic_holds_until_it_is_forgiven(tmp_path: Path) -> None:
     running = life(Ledger(), 1000, clean=False)
-    report = [(1500.0, "panic-full-2026.panic")]
+    report = ["panic-full-2026.panic"]
     held = life(running, 1600, False, report)
     assert "panicked while it ran (panic-full-2026.panic); `mlxspec service start` starts it" in held.held
     for later in (1700.0, 1e6):  # however often it is started by a connection, and without the report too
@@ -68,29 +68,38 @@ def test_a_panic_holds_until_it_is_forgiven(tmp_path: Path) -> None:
     assert not life(ledger.read(file), 2e9, False, report).held
 
 
-@pytest.mark.parametrize("panic", [900.0, 1000.0])
-def test_a_panic_of_before_does_not(panic: float) -> None:
-    assert not life(life(Ledger(), 1000, clean=False), 1600, False, [(panic, "x.panic")]).held
+def test_a_panic_of_before_does_not() -> None:
+    assert not life(life(Ledger(), 1000, False, ["x.panic"]), 1600, False, ["x.panic"]).held
 
 
 def test_a_panic_while_it_did_not_run_does_not() -> None:
     ended = life(Ledger(), 1000, clean=True)
-    assert not life(ended, 1600, False, [(1500.0, "x.panic")]).held
+    assert not life(ended, 1600, False, ["x.panic"]).held
 
 
-def test_a_clock_that_was_wrong_at_the_start_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It began in 1970, before the network told the time, and crashed: what is an old report of today's clock
-    was known when it began."""
-    old = [(1.7e9, "x.panic")]
-    assert not life(life(Ledger(), 60, False, old), 1.8e9, False, old).held
-    monkeypatch.setattr(ledger, "panics", lambda: old)
-    monkeypatch.setattr(ledger.time, "time", lambda: 60.0)
+@pytest.mark.parametrize("dated", [60.0, 4e9])
+def test_no_date_of_a_report_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dated: float) -> None:
+    """One of the future hides none that comes later, and one of 1970, before the network told the time, is
+    news; what was known when a life began is none, whatever its date."""
+    monkeypatch.setattr(ledger, "PANICS", (str(tmp_path),))
+    (tmp_path / "old.panic").write_text("")
+    os.utime(tmp_path / "old.panic", (4e9, 4e9))
     ledger.forgive(tmp_path / "x")
-    forgiven = life(ledger.read(tmp_path / "x"), 70, False, old)
-    assert not life(forgiven, 1.8e9, False, old).held
-    assert life(forgiven, 1.8e9, False, [(1.75e9, "y.panic"), *old]).held
+    running = life(ledger.read(tmp_path / "x"), 70, False, ledger.panics())
+    again = life(running, 1.8e9, False, ledger.panics())
+    assert not again.held
+    (tmp_path / "new.panic").write_text("")
+    os.utime(tmp_path / "new.panic", (dated, dated))
+    assert "new.panic" in life(again, 1.8e9, False, ledger.panics()).held
+
+
+def test_no_more_reports_are_kept_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "PANICS", (str(tmp_path),))
+    monkeypatch.setattr(ledger, "MOST", 3)
+    for n in range(5):
+        (tmp_path / f"{n}.panic").write_text("")
+        os.utime(tmp_path / f"{n}.panic", (n, n))
+    assert life(Ledger(), 10, True, ledger.panics()).reports == ["4.panic", "3.panic", "2.panic"]
 
 
 @pytest.mark.parametrize("jump", [-86400.0, 365 * 86400.0])
@@ -106,7 +115,7 @@ def test_reports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for n, name in enumerate(["a.panic", "Kernel_b.ips", "panic-full-c.ips", "python.crash", "d.ips"]):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (100 + n, 100 + n))
-    assert ledger.panics() == [(102.0, "panic-full-c.ips"), (101.0, "Kernel_b.ips"), (100.0, "a.panic")]
+    assert ledger.panics() == ["panic-full-c.ips", "Kernel_b.ips", "a.panic"]
 
 
 def test_the_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
@@ -127,7 +136,8 @@ def test_the_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
         "[" * 10**6,
         '{"safe": 1}',
         "9" * 10**4,
-        '{"point": 1}',
+        '{"reports": 1}',
+        '{"reports": [1]}',
         '{"crashes": ["x"]}',
         '{"open": 1}',
         "\0",

@@ -143,6 +143,7 @@ def _schemas() -> Json:
         made[name]["properties"][field] = schema
     for kind in kinds:
         own = made[kind.__name__]
+        own["maxProperties"] = schema_openai.MOST_FIELDS
         refused = {name: {"enum": list(neutral)} for name, (neutral, _) in kind.refuses.items()}
         fields = {**{n: s for n, s in refused.items() if n not in kind.model_fields}, **own["properties"]}
         own["properties"] = {

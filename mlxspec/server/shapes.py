@@ -54,7 +54,9 @@ _MESSAGE = (
 MESSAGES = {"minItems": 1} | form([_MESSAGE])
 TOOLS = form(([of(type="function", function=of(name=NAME, parameters_=("object", "null")))], "null"))
 CHOICES = {"auto", "none", "required"}
-IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+IDS: Json = {
+    "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1
+}  # fmt: skip
 PROMPTS = form(("string", IDS, {**form([("string", IDS)]), "minItems": 1, "maxItems": MAX_PROMPTS}))
 
 _KINDS: dict[type, str] = {str: "string", dict: "object"}

@@ -21,8 +21,8 @@ class Engine(Protocol):
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request, on the event loop; never blocks. The iterator gives the outputs of all its choices
-        and ends after the last `finish`. Raises Busy when no more may wait, Dead when none is taken any
-        more."""
+        and ends after the last `finish`; a cancelled anext() loses none, the next goes on. Raises Busy
+        when no more may wait, Dead when none is taken any more."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it. Idempotent; unknown ids do nothing."""

@@ -172,7 +172,7 @@ async def _merged(outputs: Outputs, pause: float | None) -> AsyncGenerator[tuple
     while len(outputs) == 1:  # as a rule; without a task and what it takes for every token
         try:
             async with asyncio.timeout(pause):
-                output = await anext(outputs[0])  # cancelled, it loses nothing: it waits for a queue
+                output = await anext(outputs[0])  # may be cancelled, see Engine.submit
         except TimeoutError:
             yield None
         except StopAsyncIteration:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
+from mlxspec.engine import worker
 from mlxspec.server import answer as module
-from mlxspec.types import Finish
+from mlxspec.types import Finish, Output, Request
+from tests.server import scripted
 from tests.server.scripted import MESSAGES, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -281,3 +283,29 @@ async def test_grouped_tokens_are_counted_one_by_one(make: Callable[..., Server]
         line for line in page.splitlines() if line.startswith("mlxspec_between_tokens_seconds_count")
     )
     assert float(count.split()[1]) == len(s.engine.tokenizer.encode("hello world the system")) + 1 - 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("make", [worker.Stream, lambda request: scripted.Stream(request.n)])
+async def test_no_pause_loses_an_output(count: int, make: Callable[[Request], Any]) -> None:
+    """Of the engine's own streams, whose wait is given up at every pause, also in the moment of an output."""
+    streams = [make(Request(f"r{k}", (1,), 50)) for k in range(count)]
+    queues = [getattr(each, "queue", None) or each._queue for each in streams]
+    found: list[list[int]] = [[] for _ in streams]
+    pauses = 0
+
+    async def put() -> None:
+        for n in range(50):
+            for k, queue in enumerate(queues):
+                end: Finish | None = "length" if n == 49 else None
+                queue.put_nowait(Output(f"r{k}", 0, (n,), finish=end))
+                await asyncio.sleep(0.0005 * (n % 5))
+
+    async with asyncio.timeout(20):
+        putting = asyncio.ensure_future(put())
+        async for each in module._merged(streams, 0.001):
+            pauses += each is None
+            if each is not None:
+                found[each[0]] += each[1].tokens
+        await putting
+    assert found == [list(range(50))] * count and pauses

@@ -6,8 +6,8 @@ that need the time axis; `gather` too, with K/V handed back dense; `solo` keeps 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, chain, groupby, repeat
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -27,6 +27,7 @@ from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
 from mlxspec.types import Sequence as Seq
 
 FIRST = 32  # blocks that a pool which grows begins with
+MANY = 256  # rows of an entry, from which on numpy is faster than a list
 GROWING: "WeakSet[Runner]" = WeakSet()
 
 Layout = Literal["rows", "rect", "gather", "solo"]
@@ -286,15 +287,11 @@ class Runner:
         starts = list(accumulate((e.rows for e in plan), initial=0))
         place = dict(zip(order, accumulate((plan[i].rows for i in order), initial=0), strict=False))
         if order != sorted(order):
-            ids = ids[mx.array([at for i in order for at in range(starts[i], starts[i + 1])])]
+            ids = ids[_joined(range(starts[i], starts[i + 1]) for i in order)]
             late = late if late is None else late[mx.array(order)]
         self._stage([plan[i] for i in order], late)
-        picked = [
-            place[n] + span - starts[n] + i
-            for n, (e, span) in enumerate(zip(plan, spans, strict=True))
-            for i in range(e.sampled)
-        ]
-        view.sampled = mx.array(picked, mx.int32)
+        firsts = [place[n] + span - starts[n] for n, span in enumerate(spans)]
+        view.sampled = _joined(range(at, at + e.sampled) for at, e in zip(firsts, plan, strict=True))
         logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
         return logits if self.trunk else logits[view.sampled]
 
@@ -302,13 +299,13 @@ class Runner:
         """Positions, slots and groups of entries that lie in bucket order."""
         self.grow()
         size, view = self.view.block_size, self.view
-        view.positions = mx.array([at for e in plan for at in range(e.start, e.end)], mx.int32)
+        view.positions = _joined(range(e.start, e.end) for e in plan)
         if late is not None:
             view.positions = view.positions + _per_row(late, plan, lambda e: e.rows)
         for group, pool in enumerate(view.blocks):
-            slots = mx.array([slot for e in plan for slot in self._slots(e, group)], mx.int32)
+            slots = _joined(self._slots(e, group) for e in plan)
             if late is not None:
-                unknown = mx.array([e.spread > 0 for e in plan for _ in range(e.rows)])
+                unknown = _joined(repeat(e.spread > 0, e.rows) for e in plan) > 0
                 slots = mx.where(unknown, _late_slots(plan, group, view.positions, size), slots)
             view.slots[pool] = slots
         view.groups, lo, first = [], 0, 0
@@ -325,12 +322,13 @@ class Runner:
 
     def _slots(self, entry: Entry, group: int) -> list[int]:
         """Where the entry's rows write; positions in shared blocks go to the null block."""
-        table, size = entry.seq.tables[group], self.view.block_size
+        table, size, rows = entry.seq.tables[group], self.view.block_size, range(entry.start, entry.end)
         shared = 0 if self.shares else entry.seq.shared
-        return [
-            table[at // size] * size + at % size if at >= shared else NULL_BLOCK
-            for at in range(entry.start, entry.end)
-        ]
+        if entry.rows >= MANY:
+            at, first = np.arange(entry.start, entry.end), entry.start // size
+            found = np.array(table[first:])[at // size - first] * size + at % size
+            return np.where(at >= shared, found, NULL_BLOCK).tolist()  # type: ignore[no-any-return]
+        return [table[at // size] * size + at % size if at >= shared else NULL_BLOCK for at in rows]
 
     def _rect(self, plan: Sequence[Entry], ids: mx.array) -> mx.array:
         """One forward per group of entries with equal rows, or per entry where the model cannot batch."""
@@ -386,7 +384,12 @@ def _bucket(entry: Entry, size: int) -> tuple[int, int]:
 
 def _per_row(late: mx.array, plan: Sequence[Entry], rows: Callable[[Entry], int]) -> mx.array:
     """`late` [entries] repeated for each of an entry's `rows`."""
-    return late[mx.array([n for n, e in enumerate(plan) for _ in range(rows(e))])]
+    return late[_joined(repeat(n, rows(e)) for n, e in enumerate(plan))]
+
+
+def _joined(some: Iterable[Iterable[int]]) -> mx.array:
+    """int32: what each entry of a plan has for its rows, one after the other, without Python's loop."""
+    return mx.array(list(chain.from_iterable(some)), mx.int32)
 
 
 def _late_slots(plan: Sequence[Entry], group: int, positions: mx.array, size: int) -> mx.array:
@@ -394,5 +397,5 @@ def _late_slots(plan: Sequence[Entry], group: int, positions: mx.array, size: in
     held = [e.seq.tables[group] for e in plan]
     width = max(map(len, held))
     tables = mx.array([table + [NULL_BLOCK] * (width - len(table)) for table in held], mx.int32)
-    owners = mx.array([n for n, e in enumerate(plan) for _ in range(e.rows)])
+    owners = _joined(repeat(n, e.rows) for n, e in enumerate(plan))
     return tables[owners, positions // size] * size + positions % size

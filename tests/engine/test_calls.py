@@ -1,4 +1,4 @@
-"""How much Python a step is: calls of functions, which no other work on the machine changes.
+"""How much Python a step is: calls and lines, which no other work on the machine changes.
 
 Rule: the bounds are what was counted, with 30 % room. Whoever breaks one has put a loop into every step.
 """
@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -55,3 +56,34 @@ def test_a_step_calls_no_more_than_this(kind: str, streams: int, most: int) -> N
         attach(engine, kind, row=1e-2)  # too dear to draft: what remains is what looking for copies takes
     found = calls(engine, streams)
     assert most / 2 < found <= most, found
+
+
+def lines(rows: int) -> Counter[str]:
+    """Lines of ours, by file, of a step that reads a prompt of `rows` tokens; a turn of a loop counts."""
+    engine = tiny.engine(tiny.model("qwen3"), blocks=400, budget=1024, context=1024)
+    engine.add(tiny.request("r", [(7 * j) % tiny.VOCAB for j in range(rows)], 1))
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        found[frame.f_code.co_filename[len(OURS) + 1 :]] += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        engine.step()
+    finally:
+        sys.settrace(before)
+    while engine.busy:
+        engine.step()
+    return found
+
+
+def test_a_long_prompt_is_no_longer_loop() -> None:
+    few, many = lines(64), lines(512)
+    by_block = {"engine/blocks.py"}  # each has a hash, of the one before it
+    assert few["model/runner.py"] > 100 and many["engine/blocks.py"] <= 14 * 512 / 8
+    more = {name: many[name] - few[name] for name in many.keys() - by_block}
+    assert sum(more.values()) < 30, more

@@ -1,6 +1,7 @@
 """OpenBLAS answers for the BLAS symbols that MLX calls, or the log says how to get it."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,27 @@ def test_too_late_is_said() -> None:
 def test_elsewhere_nothing_is_needed() -> None:
     said = run("blas.sys = type('s', (), {'platform': 'darwin', 'modules': {}})")
     assert "loaded None None" in said and "OpenBLAS" not in said
+
+
+LIMITS = """
+import resource, sys
+from mlxspec import blas
+now = tuple(map(int, sys.argv[1:]))
+resource.setrlimit(resource.RLIMIT_NOFILE, now)
+blas.load()
+import mlx_lm.utils
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+resource.setrlimit(resource.RLIMIT_NOFILE, (500, now[1]))
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("given", "kept"), [((256, 1024), 1024), ((256, 9000), 2048), ((5000, 9000), 5000)])
+def test_mlx_lm_sets_no_limit_of_open_files(given: tuple[int, int], kept: int) -> None:
+    """Its own would be lower than the user's, or more than is allowed, at which it raises."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < given[1]:
+        pytest.skip(f"{given[1]} open files are needed, {hard} are allowed")
+    command = [sys.executable, "-c", LIMITS, *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == [str(kept), str(given[1]), "500", str(given[1])]

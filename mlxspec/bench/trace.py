@@ -1,8 +1,9 @@
 """A step on a timeline: what the engine's thread does, what the device does, and when it has nothing to do.
 
 Rule: only what was seen is told. A thread beside it waits for every submission, so "ready" comes late: by
-SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much; the walk over the
-graph, which MLX does inside a submission before the first operation runs, is not in it either.
+SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much, and an upper one
+with the CPU time of the submission that ends it, in which MLX walks over the graph before the first operation
+runs; where a submission waits, the device has work.
 """
 
 import asyncio
@@ -41,12 +42,14 @@ Gap = tuple[int, float, float]  # the step that ended it, seconds
 
 @dataclass(slots=True)
 class Submission:
-    """One mx.async_eval: its step, when it was called and came back, when its results were there. Seconds."""
+    """One mx.async_eval: its step, when it was called and came back, when its results were there, and what it
+    took of the CPU. Seconds."""
 
     step: int
     began: float
     ended: float = 0.0
     ready: float = 0.0
+    walk: float = 0.0
 
 
 @dataclass(slots=True)
@@ -65,12 +68,13 @@ class Turn:
         return self.seconds["whole"] - self.seconds["waits"] - self.seconds["graph"]
 
 
-def gaps(submissions: Sequence[Submission]) -> list[Gap]:
-    """When nothing was submitted: from the moment that all before was ready to the next submission."""
+def gaps(submissions: Sequence[Submission], whole: bool = False) -> list[Gap]:
+    """When nothing was submitted: from the moment that all before was ready to the next submission; `whole`:
+    with what that takes of the CPU."""
     found, done = [], submissions[0].ready if submissions else 0.0
     for s in submissions[1:]:
-        if s.began > done:
-            found.append((s.step, done, s.began))
+        if (end := min(s.ended, max(s.began, done) + s.walk) if whole else s.began) > done:
+            found.append((s.step, done, end))
         done = max(done, s.ready)
     return found
 
@@ -78,11 +82,13 @@ def gaps(submissions: Sequence[Submission]) -> list[Gap]:
 @dataclass(slots=True)
 class Figures:
     """Of the steps that only decoded, more than half of the streams in each. `idle`: the share of their time
-    in which nothing was submitted; the rest in milliseconds: a step, then CPU time of the thread in one."""
+    in which nothing was submitted, at least; `most`: at most; the rest in milliseconds: a step, then CPU time
+    of the thread in one."""
 
     steps: int
     drafted: int
     idle: float
+    most: float
     step: float
     ours: float
     ours_p99: float
@@ -105,10 +111,10 @@ class Side:
         full = [t for t in self.turns if 2 * t.rows > self.streams and not t.fresh]
         return full[LEFT_OUT:-LEFT_OUT]
 
-    def idle(self) -> list[Gap]:
-        """Gaps before a step that only decoded."""
+    def idle(self, whole: bool = False) -> float:
+        """Seconds of the gaps before steps that only decoded."""
         steps = {t.step for t in self.decoding()}
-        return [gap for gap in gaps(self.submissions) if gap[0] in steps]
+        return sum(end - began for step, began, end in gaps(self.submissions, whole) if step in steps)
 
     def figures(self) -> Figures | None:
         """None where there were too few steps."""
@@ -121,7 +127,6 @@ class Side:
         for s in self.submissions:
             ready[s.step] = max(s.ready, ready.get(s.step, 0.0))
         took = [ready[n] - ready[n - 1] for n in sorted(steps) if n in ready and n - 1 in ready]
-        idle = sum(end - began for _, began, end in self.idle())
         ours = sorted(t.ours - t.seconds["seam"] for t in turns)
 
         def ms(values: Sequence[float]) -> float:
@@ -130,7 +135,8 @@ class Side:
         return Figures(
             len(turns),
             sum(t.drafted for t in turns),
-            idle / sum(took),
+            self.idle() / sum(took),
+            self.idle(whole=True) / sum(took),
             ms(took),
             ms(ours),
             1000 * ours[min(len(ours) - 1, int(0.99 * len(ours)))],
@@ -271,9 +277,9 @@ class Recorder:
                 return submit(*arrays)
             cpu = time.thread_time()  # what watching takes is not ours to count
             probe = first.flatten()[:1] + 0
-            made = Submission(self._number, time.perf_counter())
+            made, walk = Submission(self._number, time.perf_counter()), time.thread_time()
             submit(*arrays, probe)
-            made.ended = time.perf_counter()
+            made.ended, made.walk = time.perf_counter(), time.thread_time() - walk
             self._note("submit", made.step, made.began, made.ended)
             self.side.submissions.append(made)
             self._queue.put((made, probe))

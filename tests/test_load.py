@@ -341,7 +341,7 @@ def test_a_slow_reader_stalls_nobody_and_is_cut_off(
     blocks are free while it still has its connection, and others are answered all the while."""
     monkeypatch.setattr(protocol, "CLIENT_S", 1.0 if bound == "seconds" else 4.0)
     if bound == "outputs":
-        monkeypatch.setattr(door, "UNREAD", 21 * 100)
+        monkeypatch.setattr(door, "UNREAD", 50 * (door.BYTES + 20 * door.EACH))
     held: list[int] = []
     with served(tmp_path, buffer=4096) as s:
         there = s.server.server_state.connections

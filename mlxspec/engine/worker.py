@@ -24,7 +24,8 @@ log = logging.getLogger("mlxspec")
 
 REST = 0.01  # seconds between two looks at what the disk has done
 STOP = 30.0  # seconds that a step may take to end
-UNREAD = 1 << 14  # outputs that a client may leave unread; with n alternatives per token 1 / (n + 1) of it
+UNREAD = 1 << 23  # bytes of outputs that a client may leave unread, for each choice
+BYTES, EACH = 512, 128  # about what an output takes, and an alternative of its token
 IDLE_S = 5.0  # between two looks at the memory of an idle machine
 
 
@@ -35,7 +36,7 @@ class Stream:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._left = request.n
-        self.most = UNREAD // (1 + (request.sampling.logprobs or 0))
+        self.most = request.n * UNREAD // (BYTES + EACH * (request.sampling.logprobs or 0))
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
     def __aiter__(self) -> "Stream":

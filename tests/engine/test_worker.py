@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import BYTES, Worker
 from mlxspec.types import Busy, Dead, ModelInfo, Output, Unfit
 from tests import tiny
 
@@ -249,7 +249,7 @@ def test_drain_waits_then_aborts(worker: Worker) -> None:
 
 def test_what_nobody_reads_is_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """In outputs, fewer where each carries more; the choices that run are ended."""
-    monkeypatch.setattr("mlxspec.engine.worker.UNREAD", 60)
+    monkeypatch.setattr("mlxspec.engine.worker.UNREAD", 30 * BYTES)
 
     async def main(**kw):
         stream = worker.submit(tiny.request("r", [1], 300, choices=2, **kw))
@@ -261,7 +261,7 @@ def test_what_nobody_reads_is_bounded(worker: Worker, monkeypatch: pytest.Monkey
         assert len(await collect(other)) == 20
         return held, await collect(stream)
 
-    for kw, most in (({}, 60), ({"logprobs": 2}, 20)):
+    for kw, most in (({}, 60), ({"logprobs": 20}, 10)):
         held, outputs = asyncio.run(main(**kw))
         assert most < held <= most + 4 and len(outputs) == held
         assert [(o.finish, o.fault) for o in outputs if o.finish] == [("error", "client")] * 2

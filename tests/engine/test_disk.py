@@ -229,6 +229,17 @@ def test_a_clock_that_is_set_back_makes_nothing_old(opened: Opener, monkeypatch:
     assert [i for i in range(7) if key(i) in disk] == [2, 3, 4, 5, 6]
 
 
+def test_a_file_of_the_future_counts_as_used_now(opened: Opener, root: Path) -> None:
+    disk = saved(opened(), run(0, size=1500))
+    assert disk.close(WAIT)
+    ((name, _),) = listing(root)
+    os.utime(root / name, (4e9, 4e9))
+    disk = opened(5 * 2000)
+    assert disk.flush(WAIT)
+    saved(disk, *(run(i, size=1500) for i in range(1, 6)))
+    assert [i for i in range(6) if key(i) in disk] == [1, 2, 3, 4, 5]
+
+
 def test_a_chains_head_outlives_its_tail(opened: Opener) -> None:
     disk = saved(opened(), *(run(i) for i in range(6)))
     assert len(got(disk, 0, 1, 2)) == 3

@@ -219,7 +219,7 @@ async def _serve(
 
     for number in _ends():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    asyncio.get_running_loop().set_exception_handler(_once_a_second())
+    asyncio.get_running_loop().set_exception_handler(_once_a_second(lambda: server.should_exit))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -265,13 +265,15 @@ def _wanted(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def _once_a_second() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+def _once_a_second(
+    closing: Callable[[], bool],
+) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """What asyncio tells of itself; that no connection can be taken it says for each place in the backlog."""
     told = 0.0
 
     def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         nonlocal told
-        if "_start_serving" in context["message"]:
+        if "_start_serving" in context["message"] and closing():
             return  # tries again, as often, when the server has closed
         if "socket.accept()" not in context["message"]:
             loop.default_exception_handler(context)

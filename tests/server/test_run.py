@@ -381,3 +381,22 @@ def test_nothing_heavy_is_imported_before_blas() -> None:
     assert ours == {"mlxspec", "mlxspec.config", "mlxspec.server", "mlxspec.server.protocol"}
     code = "import sys, mlxspec.server.run; sys.exit(bool({'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_asyncio_says_what_it_says_but_one_thing(caplog: pytest.LogCaptureFixture) -> None:
+    """That it cannot take connections again, when it is not to."""
+    loop, closing = asyncio.new_event_loop(), list[bool]()
+    tell = run._once_a_second(lambda: bool(closing))
+    retry = {"message": "Exception in callback BaseSelectorEventLoop._start_serving(...)"}
+    tell(loop, retry)
+    tell(loop, {"message": "a task was destroyed"})
+    assert [r.name for r in caplog.records] == ["asyncio", "asyncio"]
+    closing.append(True)
+    tell(loop, retry)
+    tell(loop, {"message": "a task was destroyed"})
+    assert len(caplog.records) == 3
+    full = {"message": "socket.accept() out of system resource", "exception": OSError(24, "full")}
+    for _ in range(5):
+        tell(loop, full)
+    assert len(caplog.records) == 4 and "no connection can be taken" in caplog.text
+    loop.close()

@@ -6,7 +6,6 @@ it is rewritten only where the model's template refuses it, always in the same w
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -31,7 +30,7 @@ from mlxspec.text.parts import Call
 from mlxspec.text.reader import token_bytes
 from mlxspec.text.special import MARK, marked, special_of
 from mlxspec.text.special import encode as encode_rendered
-from mlxspec.types import Unfit, blame
+from mlxspec.types import Unfit, blame, shown
 
 log = logging.getLogger("mlxspec")
 
@@ -121,11 +120,15 @@ def generation_defaults(path: Path) -> Defaults:
             continue
         low, high = LIMITS[row.name]
         number = isinstance(value, int if row.name == "top_k" else (int, float))
-        if number and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high:
+        if number and not isinstance(value, bool) and low <= value <= high:
             values[row.name] = value if row.name == "top_k" else float(value)
         else:
             log.warning(
-                "generation_config.json: %s = %r is not used; it must be %s to %s", row.name, value, low, high
+                "generation_config.json: %s = %s is not used; it must be %s to %s",
+                row.name,
+                shown(value),
+                low,
+                high,
             )
     if found.get("do_sample") is False:
         values["temperature"] = 0.0

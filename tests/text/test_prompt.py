@@ -254,7 +254,9 @@ def test_generation_defaults(tmp_path: Path, content: Any, expected: Defaults) -
     assert generation_defaults(tmp_path) == expected
 
 
-@pytest.mark.parametrize("value", [-1, 3, "0.6", True, float("nan"), [0.6]])
+@pytest.mark.parametrize(
+    "value", [-1, 3, 10**400, -(10**400), "0.6", True, float("nan"), float("inf"), [0.6]]
+)
 def test_a_bad_default_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
 ) -> None:

@@ -1,5 +1,6 @@
 """The conversion, on a small GGUF file made here and on the real one (slow)."""
 
+import errno
 import json
 import os
 import struct
@@ -246,6 +247,24 @@ def test_a_foreign_tensor_is_refused_and_nothing_is_left(tmp_path: Path) -> None
     with pytest.raises(Unfit, match="attn_sinks"):
         gguf.convert(tmp_path / "m.gguf", tmp_path / "models/out", "fp32")
     assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["mx.save_safetensors", "_write", "_settle", "os.rename"])
+def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch, place: str) -> None:
+    """Half of the first file is there when it strikes."""
+
+    def full(path: str | Path, *args: object) -> None:
+        if Path(path).parent.is_dir() and not Path(path).is_dir():
+            Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"mlxspec.model.gguf.{place}", full)
+        with pytest.raises(OSError, match="No space left"):
+            gguf.convert(source, tmp_path / "models/out", "fp32")
+    assert list((tmp_path / "models").iterdir()) == []
+    gguf.convert(source, tmp_path / "models/out", "fp32")
+    assert [p.name for p in (tmp_path / "models").iterdir()] == ["out"]
 
 
 def test_a_directory_that_is_there_stays(source: Path, tmp_path: Path) -> None:

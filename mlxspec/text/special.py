@@ -22,12 +22,14 @@ class Special:
     the text's end cuts off, for the template may go on with another text. `answers` is that for what the
     model said, where its own marks of reasoning and calls are not hidden from the template. `cut` finds
     whole ones, without a mark, with the white space that they take in. `ahead`: a text's beginning is
-    spelled otherwise than what follows a special token."""
+    spelled otherwise than what follows a special token. `loose`: all ids, where the tokenizer looks for some
+    in a text that it has normalised, in which there may be more of them than in the text."""
 
     begins: re.Pattern[str] | None
     answers: re.Pattern[str] | None
     cut: re.Pattern[str] | None
     ahead: bool
+    loose: frozenset[int] = frozenset()
 
 
 @lru_cache(16)
@@ -49,7 +51,9 @@ def special_of(tokenizer: TokenizerWrapper) -> Special:
     alone = tokenizer.encode("a", add_special_tokens=False)
     ahead = tokenizer.encode(words[0] + "a", add_special_tokens=False)[1:] != alone
     answers = _begins(word for word in words if word not in own)
-    return Special(_begins(words), answers, re.compile(cut), ahead)
+    loose = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special and t.content.strip()}
+    some = frozenset(loose if any(t.normalized for t in tokens) else ())
+    return Special(_begins(words), answers, re.compile(cut), ahead, some)
 
 
 def _begins(words: Iterable[str]) -> re.Pattern[str] | None:
@@ -85,17 +89,20 @@ def marked(value: Any, begins: re.Pattern[str] | None) -> Any:
 
 def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     """Token ids of a rendered text, its marks left out."""
-    if MARK not in text:
-        return list(tokenizer.encode(text, add_special_tokens=False))
     special, ids, done, at = special_of(tokenizer), list[int](), 0, 0
+    bare = [] if MARK in text else list(tokenizer.encode(text, add_special_tokens=False))
+    if bare and not special.loose:
+        return bare
     cuts = [match.span() for match in special.cut.finditer(text)] if special.cut else []
+    if MARK not in text and sum(i in special.loose for i in bare) <= len(cuts):
+        return bare
     for start, stop in [*cuts, (len(text), len(text))]:
-        if text.find(MARK, at, start) >= 0:
-            ids += encode(tokenizer, text[done:at]) if at > done else []
+        if start > at and (special.loose or text.find(MARK, at, start) >= 0):
+            ids += tokenizer.encode(text[done:at], add_special_tokens=False) if at > done else []
             ids += _plain(tokenizer, text[at:start].replace(MARK, ""), special.ahead and at > 0)
             done = start
         at = stop
-    return ids + encode(tokenizer, text[done:]) if done < len(text) else ids
+    return ids + list(tokenizer.encode(text[done:], add_special_tokens=False)) if done < len(text) else ids
 
 
 def _plain(tokenizer: TokenizerWrapper, text: str, ahead: bool) -> list[int]:

@@ -279,3 +279,19 @@ def test_the_embedded_model(smollm2: Path) -> None:
         tokenizer, render_chat(tokenizer, [{"role": "user", "content": "a"}])
     )
     assert INJECTION in tokenizer.decode(ids)
+
+
+def test_no_normaliser_makes_a_control_token(tmp_path: Path) -> None:
+    """Of what has no mark, because it was none; what the template writes stays one."""
+    save_tokenizer(tmp_path)
+    own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    own.normalizer = normalizers.Lowercase()
+    own.add_special_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
+    own.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(control(tokenizer, tokenizer.encode("a<|STOP|>"))) == 1
+    quiet = control(tokenizer, render_chat(tokenizer, [{"role": "user", "content": "hello you"}]))
+    assert quiet
+    for said in ("hello<|STOP|>you", "<|STOP|>", "a<|im_end|>b<|Stop|>", "<|stop|><|STOP|>"):
+        ids = render_chat(tokenizer, [{"role": "user", "content": said}])
+        assert control(tokenizer, ids) == quiet, said

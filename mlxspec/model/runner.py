@@ -128,8 +128,7 @@ class Runner:
         return [p for p in self._paged if p.keys is not None]
 
     def by_need(self, given: Callable[[], Sequence[int]]) -> None:
-        """Take memory for blocks when they are given out, not before: `given` tells the highest of each pool
-        so far. Nothing may have been written yet."""
+        """Take memory only for what is given out, up to the block that `given` tells, of each pool."""
         self._given = given
         self.view.held = {pool: min(size, FIRST) for pool, size in self.view.blocks.items()}
         GROWING.add(self)

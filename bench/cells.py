@@ -1,7 +1,7 @@
 """The workloads: what is asked of a server, and which figures come of it.
 
-Rule: in a round every server is asked the same, and no round asks what an earlier one did, so nobody gains by
-remembering an answer. Only the hot turns repeat, on purpose.
+Rule: in a round every server is asked the same, and no workload or round asks what another did, so nobody
+gains by remembering an answer. Only the hot turns repeat, on purpose.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ STREAMS = (1, 4, 8, 16)
 LIBRARY = ("argparse.py", "ast.py", "asyncio/tasks.py", "bdb.py", "calendar.py", "cmd.py", "csv.py")
 LEAVE, AFTER = 1.5, 10.0  # seconds: when a client leaves, and how long the server is watched then
 Figures = dict[str, float]
+# The tasks that a round of a workload takes from each list.
+DRAWN: dict[str, dict[str, int]] = {
+    "chat": {"chat": 1},
+    "edit": {"edits": 2},
+    "humaneval": {"humaneval": 1},
+    **{f"streams {n}": {"humaneval": n - n // 2, "chat": n // 2} for n in STREAMS},
+}
 
 
 @dataclass(slots=True)
@@ -76,12 +84,15 @@ async def _alone(server: Running, setting: Setting, bodies: Sequence[dict[str, A
     after = await http.metrics(server.url)
     gaps = [gap for a in answers for gap in a.gaps]
     tokens = sum(a.tokens for a in answers)
+    texts = (encode(setting.tokenizer, a.text, special=False) for a in answers)
     found = {
         "tokens_per_s": statistics.median(a.rate for a in answers),
         "whole_tokens_per_s": tokens / sum(a.at[-1] - a.began for a in answers),
         "gap_p50_s": quantile(gaps, 0.5),
         "gap_p99_s": quantile(gaps, 0.99),
         "tokens": tokens,
+        "text_tokens": sum(map(len, texts)),
+        "prompt_tokens": sum(a.prompt for a in answers),
         "text_hash": float(hash_of("".join(a.text for a in answers))),
     }
     rounds = after.get("mlxspec_rounds_total", 0) - before.get("mlxspec_rounds_total", 0)
@@ -91,10 +102,11 @@ async def _alone(server: Running, setting: Setting, bodies: Sequence[dict[str, A
     return found
 
 
-def some(workload: str, setting: Setting, round: int, count: int) -> list[Task]:
-    """The round's own tasks, in turn from the list; a run of many rounds comes back to the first."""
-    found = tasks(workload, setting.cache_dir)
-    return [found[(round * count + i) % len(found)] for i in range(count)]
+def some(workload: str, corpus: str, setting: Setting, round: int) -> list[Task]:
+    """The tasks of a list that this round of a workload takes; none is taken twice before all were."""
+    found, each = tasks(corpus, setting.cache_dir), [drawn.get(corpus, 0) for drawn in DRAWN.values()]
+    first = round * sum(each) + sum(each[: list(DRAWN).index(workload)])
+    return [found[(first + i) % len(found)] for i in range(DRAWN[workload].get(corpus, 0))]
 
 
 def body_of(task: Task, setting: Setting, tokens: int) -> dict[str, Any]:
@@ -106,9 +118,9 @@ def body_of(task: Task, setting: Setting, tokens: int) -> dict[str, Any]:
     return plain(setting.tokenizer.decode(ids) + task.opening, tokens)
 
 
-def _tasks(workload: str, count: int, tokens: int) -> Cell:
+def _tasks(workload: str, corpus: str, tokens: int) -> Cell:
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
-        asked = some(workload, setting, round, count)
+        asked = some(workload, corpus, setting, round)
         return await _alone(server, setting, [body_of(t, setting, setting.tokens(tokens)) for t in asked])
 
     return cell
@@ -124,8 +136,8 @@ def arrivals(count: int, mean: float, seed: int) -> list[float]:
 
 def _streams(count: int) -> Cell:
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
-        half = some("humaneval", setting, round + count, count), some("chat", setting, round + count, count)
-        asked = [t for pair in zip(*half, strict=True) for t in pair][:count]
+        code, talk = (some(f"streams {count}", corpus, setting, round) for corpus in ("humaneval", "chat"))
+        asked = [t for pair in zip_longest(code, talk) for t in pair if t]
         waits = arrivals(count, 2 / count, setting.seed + round)
 
         async def one(task: Task, wait: float) -> Answer:
@@ -171,7 +183,8 @@ async def _prefill(server: Running, setting: Setting, round: int) -> Figures:
         waiting.cancel()
         stream.cancel()
         await asyncio.gather(stream, waiting, return_exceptions=True)
-    gaps = [gap for a in answers for gap in a.gaps]
+    # Who follows waits too: a server could be smooth by letting nobody in.
+    gaps = [gap for a in answers for gap in a.gaps] + [a.first for a in answers[1:] if a.at]
     found = {f"gap_{i}": gap for i, gap in enumerate(gaps)} if round == 0 else {}
     return {
         "gap_longest_s": max(gaps),
@@ -243,13 +256,13 @@ class Workload:
 
 
 WORKLOADS = {
-    "chat": Workload(_tasks("chat", 1, 48), 7),
-    "edit": Workload(_tasks("edits", 1, 128), 15),
-    "humaneval": Workload(_tasks("humaneval", 1, 64), 9),
+    "chat": Workload(_tasks("chat", "chat", 48), 7),
+    "edit": Workload(_tasks("edit", "edits", 128), 25),
+    "humaneval": Workload(_tasks("humaneval", "humaneval", 64), 9),
     **{f"streams {n}": Workload(_streams(n), 4 + n) for n in STREAMS},
     "prefill": Workload(_prefill, 15, settle=True),
-    "first token": Workload(_first, 25),
-    "session": Workload(_session, 40, every=3),
+    "first token": Workload(_first, 25, settle=True),
+    "session": Workload(_session, 40, every=3, settle=True),
     "disconnect": Workload(_disconnect, 14, every=1_000, settle=True),
 }
 

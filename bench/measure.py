@@ -20,7 +20,7 @@ from bench import probes, tiny, venvs
 from bench.cells import WORKLOADS, Setting
 from bench.http import Refused, ask, plain
 from bench.process import usage
-from bench.rows import Rows, write
+from bench.rows import ABOUT, Rows, write
 from bench.servers import Ended, Running, Server, environment, start
 
 IDLE = 3  # seconds over which idle servers are watched
@@ -48,6 +48,7 @@ class Run:
     limit: float = 600
     env: dict[str, str] = field(default_factory=dict)
     up: dict[str, Running] = field(default_factory=dict)
+    started: set[str] = field(default_factory=set)  # the last time
     task: TaskID = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +92,9 @@ def wanted(server: Server, workload: str) -> bool:
 async def measure(run: Run, keep: Path | None = None) -> None:
     """Fills run.rows; after each turn they are written to `keep` too, in case the rest is never measured."""
     try:
-        for name in run.servers if run.workloads else ():
-            await _starts(run, name)
+        for n in range(run.starts if run.workloads else 0):
+            for name in list(run.servers) if n % 2 == 0 else list(run.servers)[::-1]:
+                await _start(run, name, n)
         if run.up:
             await _idle(run)
         turn = 0
@@ -122,30 +124,33 @@ async def measure(run: Run, keep: Path | None = None) -> None:
             write(keep, run.rows)
 
 
-async def _starts(run: Run, name: str) -> None:
-    """Start it some times, the last for good; the first may have to calibrate or to fill caches."""
+async def _start(run: Run, name: str, n: int) -> None:
+    """Start it, the last time for good; the first time it may have to calibrate or to fill caches."""
+    if n and name not in run.started:
+        return  # it was said why when it did not
     server, python = run.servers[name]
     command = server.command(python, run.model, server.setting)
-    for n in range(run.starts):
-        run.say(f"start {n + 1}: {name}")
-        try:
-            running = start(name, command, run.env, run.scratch / f"{name}.log")
-        except Ended as error:
-            run.rows.failed(name, "start", n, str(error))
-            return
-        run.up[name] = running
-        try:
-            async with asyncio.timeout(run.limit):
-                answer = await ask(running.url, plain("Once upon a time", 2))
-        except (TimeoutError, *BROKEN) as error:
-            run.rows.failed(name, "start", n, f"{type(error).__name__}: {error}")
-            _drop(run, name)
-            return
-        took, again = answer.at[0] - running.began, n - (run.starts > 1)
-        run.rows.add(name, "start", "first_ever_s" if again < 0 else "first_token_s", max(0, again), took)
-        run.say("", 8)
-        if n < run.starts - 1:
-            run.up.pop(name).end()
+    run.say(f"start {n + 1}: {name}")
+    run.started.discard(name)
+    try:
+        running = start(name, command, run.env, run.scratch / f"{name}.log")
+    except Ended as error:
+        run.rows.failed(name, "start", n, str(error))
+        return
+    run.up[name] = running
+    try:
+        async with asyncio.timeout(run.limit):
+            answer = await ask(running.url, plain("Once upon a time", 2))
+    except (TimeoutError, *BROKEN) as error:
+        run.rows.failed(name, "start", n, f"{type(error).__name__}: {error}")
+        _drop(run, name)
+        return
+    run.started.add(name)
+    took, again = answer.at[0] - running.began, n - (run.starts > 1)
+    run.rows.add(name, "start", "first_ever_s" if again < 0 else "first_token_s", max(0, again), took)
+    run.say("", 8)
+    if n < run.starts - 1:
+        run.up.pop(name).end()
 
 
 async def _idle(run: Run) -> None:
@@ -180,8 +185,8 @@ async def _cell(run: Run, name: str, workload: str, round: int) -> None:
             return
     for metric, value in found.items():
         run.rows.add(name, workload, metric, round, value)
-    if WORKLOADS[workload].settle:
-        await settle(running)
+    if WORKLOADS[workload].settle and not await settle(running):
+        run.rows.failed(name, workload, round, f"still busy {SETTLE_LIMIT} s later, beside the next server")
 
 
 @contextmanager
@@ -201,15 +206,16 @@ async def _check(running: Running) -> None:
         await asyncio.sleep(0.1)
 
 
-async def settle(running: Running) -> None:
-    """Wait until the server is idle, at most SETTLE_LIMIT."""
+async def settle(running: Running) -> bool:
+    """Wait until the server is idle, at most SETTLE_LIMIT. Whether it is."""
     until, before = time.perf_counter() + SETTLE_LIMIT, usage(running.process.pid).cpu
     while time.perf_counter() < until:
         await asyncio.sleep(PAUSE)
         now = usage(running.process.pid).cpu
         if now - before < SETTLED * PAUSE:
-            return
+            return True
         before = now
+    return False
 
 
 def _memory(run: Run) -> None:
@@ -269,5 +275,6 @@ def installed(
         if not server.only:
             rows.add(server.name, "install", "size_mb", 0, venvs.megabytes(python))
             rows.add(server.name, "install", "torch", 0, venvs.has(python, "torch"))
+            rows.add(server.name, ABOUT, f"{server.name} runs on", 0, 0, venvs.versions(python))
         found[server.name] = server, os.fspath(python)
     return found

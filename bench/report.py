@@ -18,7 +18,9 @@ def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
     parts = [
         f"# {facts.get('model', 'A model')} on {facts.get('machine', 'a machine')}",
         "Made by `make bench`. Medians of interleaved rounds, in brackets the least and the most; a ratio is"
-        " taken within a round. Every server has the same model and BLAS and is asked while the others idle.",
+        " taken within a round. Every server has the same model and BLAS and is asked while the others idle."
+        " A gap is the time between two pieces that a client sees, which may hold several tokens. Start: from"
+        " the process's start to the first token, later starts than the first, which has a line of its own.",
         "\n".join(f"- {name}: {note}" for name, note in facts.items()),
         "## Goals",
         _table(("goal", "bound", "compared with", "found", ""), goal_lines(rows)),

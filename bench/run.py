@@ -150,6 +150,7 @@ def about(rows: Rows, model: Path, setting: Setting, args: argparse.Namespace) -
         "mlx": f"{version('mlx')}, {mx.default_device()}",
         "python": platform.python_version(),
         "blas": f"{Path(blas.load() or 'as mlx has it').name}, OPENBLAS_NUM_THREADS={threads}",
+        "seed": str(setting.seed),
         "rounds": "1, quick: no figure counts" if args.quick else str(args.rounds),
     }
     for metric, note in facts.items():

@@ -98,7 +98,7 @@ SERVERS = {
             RAPID,
             setting=("--speculative-config", SUFFIX),
             drafted=("--speculative-config", SUFFIX),
-            only=("edit",),
+            only=("edit", "chat", "humaneval"),
             size="6 GB",
         ),
     )
@@ -136,11 +136,13 @@ class Running:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The same for all: no network, no telemetry, files only below `home`, as many BLAS threads as cores."""
+    """The same for all: no network, no telemetry, files only below `home`, as many BLAS threads as cores, and
+    nobody's own settings."""
     home.mkdir(parents=True, exist_ok=True)
+    own = ("MLXSPEC_", "PYTHON", "XDG_", "HF_", "VLLM_", "RAPID_")
     return {
         "OPENBLAS_NUM_THREADS": str(os.cpu_count()),
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith(own)},
         "HOME": str(home),
         "MLXSPEC_CACHE_DIR": str(home / "mlxspec"),
         "HF_HUB_OFFLINE": "1",

@@ -15,6 +15,7 @@ from bench.servers import Ended, Server, last
 ROOT = Path(__file__).parents[1]
 CPU = ["mlx[cpu]"] if sys.platform == "linux" else []  # peers name plain mlx, which is for Macs
 TIMEOUT = 1800  # seconds
+COMPUTE = ("mlx==", "mlx-lm==", "transformers==")
 INSTALLERS = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "wheel")  # not the server's
 
 
@@ -57,6 +58,11 @@ def megabytes(where: Path) -> float:
 
 def has(where: Path, package: str) -> bool:
     return any(where.parents[1].glob(f"lib/python3*/site-packages/{package}"))
+
+
+def versions(where: Path) -> str:
+    """Of what computes: the servers do not all take the same."""
+    return ", ".join(sorted(p.replace("==", " ") for p in _installed(where) if p.startswith(COMPUTE)))
 
 
 def _installed(where: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """The loop: plan, draft, forward, sample, submit; read the step before; accept, commit.
 
-Rule: step n+1 is submitted before step n is read. A stop that is found late costs one wasted row, never a
-wrong token.
+Rule: step n+1 is submitted before step n is read, if that samples. A stop that is found late costs one wasted
+row, never a wrong token.
 """
 
 import logging
@@ -136,7 +136,8 @@ class Engine:
         if plan:
             self._submit(plan, began)
         self.timing.build = time.perf_counter() - planned
-        outputs += self._settle(keep=1 if plan else 0)
+        # A step of prompts alone takes a second and brings nothing: who arrives meanwhile comes before the next.
+        outputs += self._settle(keep=int(any(e.samples for e in plan)))
         self._retire()
         self._tell()
         self._moved = self.tier is not None and self.tier.turn()

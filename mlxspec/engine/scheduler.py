@@ -121,6 +121,8 @@ class Scheduler:
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
+                if plan[-1].samples:  # whoever begins to answer waits no longer than who does already
+                    budget = min(budget, self.pace.rows(decoding=True))
             else:
                 seq.deferred += 1
         drafting = [e for e in plan if e.samples and e.count <= self.drafts]

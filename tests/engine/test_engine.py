@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.engine import constrain
+from mlxspec.engine.pace import Pace
 from mlxspec.engine.pressure import WARN
 from mlxspec.model.runner import Layout, Step
 from mlxspec.speculate import NoDrafter
@@ -63,6 +64,23 @@ def test_a_stop_found_late_costs_one_row(qwen3) -> None:
     assert (now.rounds, now.generated_tokens, now.depths) == (end, end, ((0, end),)), (
         "what was dropped counts"
     )
+
+
+def test_who_comes_during_a_long_prompt_is_in_the_next_step(qwen3) -> None:
+    """A step of prompts alone is read before the next is planned, and one that lets somebody begin to answer
+    takes no more of the long prompt than fits beside answers."""
+    events: list[tuple[str, int]] = []
+    e = tiny.engine(qwen3, trace=lambda event, n: events.append((event, n)))
+    e.scheduler.pace = Pace(shared=8, alone=40)
+    e.add(tiny.request("long", range(150), 2))
+    e.step()
+    e.step()
+    assert events == [("submit", 1), ("read", 1), ("submit", 2), ("read", 2)]
+    e.add(tiny.request("short", range(200, 210), 2))
+    e.step()
+    (_, step), *others = e._flight
+    assert not others and [(x.seq.request.id, x.count) for x in step.plan] == [("short", 10), ("long", 8)]
+    tiny.run(e)
 
 
 def test_what_runs_is_told_before_its_first_token(qwen3) -> None:

@@ -79,6 +79,23 @@ def test_all_are_the_three_workloads(
     assert [w for w in first if w in NAMES] == ["edits", "humaneval", "chat"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--workload", "all", "--prompts", "4", "--max-tokens", "3", "--streams", "1,4", "--out"],
+        ["big", "--draft", "small", "--workload", "edits", "--prompts", "1", "--max-tokens", "3", "--out"],
+    ],
+)
+def test_the_lines_of_the_pages(
+    words: list[str], loaded: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(monkeypatch, *words, str(tmp_path / "b.png")) == 0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert loaded.options.max_sequences == (4 if "1,4" in words else 1)
+    assert loaded.names == (["big", "small"] if "big" in words else [""])
+    assert (loaded.options.draft is not None) == ("big" in words)
+
+
 def test_a_difference_is_the_exit_status(
     loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from mlxspec import cli
 from mlxspec.service import Hands, launchd, menubar
@@ -231,6 +232,20 @@ def test_rumps_shows_the_same_menu_and_follows(
     start.callback(start)
     until(lambda: rumps.alerts == ["error: no"])
     assert ran == [[*PROGRAM, "service", "start"]]
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:9"])
+def test_the_command_shows_the_server_that_is_meant(
+    url: str, bare_settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Callable[[], Menu]] = []
+    asked: list[str] = []
+    look = "mlxspec.service.status.look"
+    monkeypatch.setattr(look, lambda at, key, over: asked.append(at) or STATES["idle"])
+    monkeypatch.setattr(menubar, "show", shown.append)
+    assert CliRunner().invoke(cli.app, ["menubar", *["--url", url][: 2 * bool(url)]]).exit_code == 0
+    assert any("--url" in item.words for item in every(shown[0]().items)) == bool(url)
+    assert asked == [url or URL] and len(shown) == 1
 
 
 def test_without_rumps_it_says_so() -> None:

@@ -69,9 +69,13 @@ ENDS = {
 WAKES = {launchd: f"kickstart {DOMAIN}/dev.mlxspec", systemd: "--user start mlxspec.service"}
 
 
-def status() -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, ["service", "status"])
+def command(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["service", *words])
     return done.exit_code, done.output
+
+
+def status() -> tuple[int, str]:
+    return command("status")
 
 
 def alike(calls: list[str], wanted: list[str]) -> bool:
@@ -98,13 +102,13 @@ def test_a_whole_life(at: Setup, job: Job) -> None:
     verbs.install(at.system, job, at.hands)
     at.tool.calls()
 
-    verbs.stop(at.system, at.hands)
+    assert command("stop")[0] == 0
     assert not at.tool.loaded and alike(at.tool.calls(), ends)
     assert status()[0] == 3
     assert "already" in verbs.stop(at.system, at.hands) and at.tool.calls() == []
-    verbs.start(at.system, at.hands)
+    assert command("start")[0] == 0
     assert at.tool.loaded and alike(at.tool.calls(), [*adds, WAKES[at.system]])
-    verbs.restart(at.system, at.hands)
+    assert command("restart")[0] == 0
     assert at.tool.loaded and alike(at.tool.calls(), [*ends, *adds, WAKES[at.system]])
     assert at.state() == installed
 
@@ -210,6 +214,18 @@ def test_what_is_in_the_way_is_named(at: Setup, job: Job) -> None:
     with pytest.raises(Unfit, match=f"{file}.*; make it one that you may write"):
         verbs.install(at.system, job, at.hands)
     assert at.tool.calls() == [] and not at.tool.loaded
+
+
+@pytest.mark.parametrize("words", [("logs",), ("logs", "-f"), ("service", "logs", "-f")])
+def test_the_log_is_shown(
+    at: Setup, job: Job, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(os, "execvp", lambda file, command: ran.append(command))  # which never returns
+    assert "not installed" in str(CliRunner().invoke(cli.app, words).exception) and not ran
+    verbs.install(at.system, job, at.hands)
+    assert CliRunner().invoke(cli.app, words).exit_code == 0
+    assert ran == [at.system.logs(100, "-f" in words)]
 
 
 def test_a_log_that_cannot_be_shown(at: Setup, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ Rule: each `mlxspec` line is parsed by the real command line, so that no flag of
 command without an entry fails, and so does an entry without a command.
 """
 
+import ast
 import json
 import re
 import shlex
@@ -170,21 +171,39 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "python -m tests.kernels.mutants --count 30 --seed 0",
     ],
     By("metalsim/test_launch.py::test_the_option_sets_the_order"): ["pytest --metal-order N"],
-    Not("continuous integration runs it, or what it consists of: .ci/run"): [
+    By("test_commands.py::test_make_takes_arguments_for_the_comparison"): ["make bench"],
+    Near(
+        "test_commands.py::test_make_would_run_what_the_pages_say", "it installs, or takes minutes to hours"
+    ): [
         "make lint",
+        "make serve",
         "make setup",
         "make test",
-        "scripts/test tests/test_config.py -x",
+        "make test-slow",
     ],
+    By("test_commands.py::test_completion_is_installed"): ["mlxspec --install-completion"],
+    By("bench/test_pair.py::test_the_parts_are_joined_in_order_and_once"): ["python -m bench.pair DIR"],
+    By("bench/test_scripts.py::test_coupling"): [
+        "python -m bench.coupling DIR/qwen2.5-coder-1.5b DIR/qwen2.5-coder-0.5b"
+    ],
+    By("service/test_systemd.py::test_systemd_finds_nothing_wrong_but_what_is"): ["systemd-analyze verify"],
+    Near("service/test_launchd.py::test_what_is_disabled_is_enabled", "a fake launchctl is asked"): [
+        "launchctl enable"
+    ],
+    Near("service/test_launchd.py::test_a_bootstrap_waits_until_the_label_is_gone", "a fake is asked"): [
+        "launchctl print"
+    ],
+    Near("service/test_launchd.py::test_it_is_ended_by_bootout_alone", "the page says that we do not"): [
+        "launchctl stop"
+    ],
+    Not("continuous integration runs all of that script: .ci/run"): ["scripts/test tests/test_config.py -x"],
     By("kernels/test_mutants.py::test_the_battery_and_what_a_mac_compiles"): [
         ".venv/bin/python scripts/metal build/metal"
     ],
-    Not("minutes to hours of measuring and testing"): ["make bench", "make test-slow"],
     Not("it installs or removes programs, from the network"): [
         "apt-get install chromium",
         "apt-get install libopenblas0-pthread",
         "git pull",
-        "make serve",
         "mlxspec serve mlx-community/Qwen3-4B-4bit",
         "npm install -g @anthropic-ai/claude-code",
         "npm install -g @openai/codex",
@@ -196,21 +215,14 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "pipx install --force .",
         "pipx install .",
         "pipx uninstall mlxspec",
-        "python -m bench.coupling DIR/qwen2.5-coder-1.5b DIR/qwen2.5-coder-0.5b",
-        "python -m bench.pair DIR",
         "python -m pip install aider-chat",
         "uv tool install .",
     ],
-    Not("it changes files of the shell's, of another program's or of the system's"): [
-        "chmod 600",
-        "launchctl enable",
-        "launchctl print",
-        "launchctl stop",
+    Not("it changes what another program or the system keeps"): [
         "llm keys set openai",
         "loginctl enable-linger",
-        "mlxspec --install-completion",
-        "systemd-analyze verify",
     ],
+    Not("a mode for a file of the reader's, no line to type"): ["chmod 600"],
     Not("Homebrew: the page says that it is untested"): [
         'HOMEBREW_MLXSPEC_GIT="file://$PWD" brew install --HEAD local/mlxspec/mlxspec',
         "brew tap-new local/mlxspec",
@@ -274,11 +286,26 @@ def test_a_line_of_pytest_has_tests_to_run(line: str) -> None:
     for name in words[words.index("pytest") + 1 :]:
         if name.startswith("tests/"):
             files = [*(ROOT / name).rglob("test_*.py")] or [ROOT / name]
-            texts = [file.read_text("utf-8") for file in files]
-            if "slow" in words:
-                assert any("mark.slow" in text for text in texts), name
-            else:
-                assert any("\npytestmark = pytest.mark.slow" not in text for text in texts), name
+            assert ("slow" in words) in {slow for file in files for slow in slows(file)}, name
+
+
+def slows(file: Path) -> Iterator[bool]:
+    """Of each test of a file, whether it is slow."""
+    tree = ast.parse(file.read_text("utf-8"))
+    marks = [ast.unparse(s) for s in tree.body if isinstance(s, ast.Assign)]
+    whole = any(m.startswith("pytestmark") and "pytest.mark.slow" in m for m in marks)
+    for test in tree.body:
+        if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) and test.name.startswith("test_"):
+            yield whole or any("pytest.mark.slow" in ast.unparse(d) for d in test.decorator_list)
+
+
+def test_slow_tests_are_told_from_others(tmp_path: Path) -> None:
+    """A word in a comment marks nothing, and neither does a mark of one test another."""
+    text = "# pytest.mark.slow\ndef test_a(): ...\n@pytest.mark.slow\ndef test_b(): ...\ndef c(): ...\n"
+    (tmp_path / "test_x.py").write_text(text)
+    assert list(slows(tmp_path / "test_x.py")) == [False, True]
+    (tmp_path / "test_x.py").write_text(f"pytestmark = [pytest.mark.slow]\n{text}")
+    assert list(slows(tmp_path / "test_x.py")) == [True, True]
 
 
 def test_the_named_tests_are_there() -> None:
@@ -297,7 +324,7 @@ def options(command: Any) -> set[str]:
 def test_the_command_line_takes_it(line: str, bare_settings: None) -> None:
     command, words = get_command(cli.app), shlex.split(line)[1:]
     if words in (["--version"], ["--install-completion"]):
-        return None  # which act while they are parsed
+        return None  # which act while they are parsed, and are run
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     given = command.make_context(line, words).params
@@ -330,6 +357,7 @@ def test_every_flag_that_a_page_names_is_one() -> None:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with the real engine and a tiny random model."""
     path = save_tokenizer(tmp_path_factory.mktemp("tiny"))
+    (path / "generation_config.json").write_text('{"temperature": 0}')  # an answer that is always the same
 
     def start() -> Any:
         engine = tiny.engine(tiny.model("llama"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
@@ -352,17 +380,17 @@ def new_user(bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def run(command: str) -> tuple[int, str]:
-    """Its status and all that it prints: ours in this process, others in a shell."""
+def run(command: str) -> tuple[int, str, str]:
+    """Its status, its output and all that it prints: ours in this process, others in a shell."""
     name, *words = shlex.split(command)
     if name == "curl" and shutil.which(name) is None:
-        return 0, curl(words)
+        return 0, *[curl(words)] * 2
     if name.endswith("mlxspec"):
         made = CliRunner().invoke(cli.app, words, input="Name three rivers.\n", prog_name="mlxspec")
-        return made.exit_code, made.output
+        return made.exit_code, made.stdout, made.output
     command = command.replace("curl ", "curl -sS --fail -m 30 ", 1)
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, done.stdout, done.stdout + done.stderr
 
 
 def curl(words: list[str]) -> str:
@@ -381,8 +409,38 @@ def test_it_runs(how: Run, command: str, url: str, new_user: None, monkeypatch: 
         free = f"http://127.0.0.1:{probe.getsockname()[1]}"
     at = free if how.none else url
     monkeypatch.setenv("MLXSPEC_PORT", at.rpartition(":")[2])
-    status, said = run(command.replace(ADDRESS, at))
-    assert status == 0 and how.says in said and said, said
+    status, output, said = run(command.replace(ADDRESS, at))
+    assert status == 0 and (how.says in said if how.says else output.strip()), said
+
+
+@pytest.mark.parametrize(
+    ("target", "runs"),
+    [
+        ("lint", ["scripts/check"]),
+        ("serve", ["pip install", " -e .\n", "/mlxspec serve\n"]),
+        ("setup", ["pip install", " -e .\n"]),
+        ("test", ["scripts/test -n auto "]),
+        ("test-slow", ["scripts/test -m slow "]),
+    ],
+)
+def test_make_would_run_what_the_pages_say(target: str, runs: list[str]) -> None:
+    """With a pyproject.toml that has changed, so that it would install as well."""
+    command = ["make", "-n", "-W", "pyproject.toml", target, f"BIN={sys.prefix}/bin"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0 and [x for x in runs if x not in done.stdout] == [], done.stdout + done.stderr
+
+
+def test_make_takes_arguments_for_the_comparison() -> None:
+    command = ["make", "-o", ".venv/developed", "bench", f"BIN={sys.prefix}/bin", "ARGS=--list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0 and "mlx_lm.server" in done.stdout and "session" in done.stdout, done.stderr
+
+
+def test_completion_is_installed(bare_settings: None, tmp_path: Path) -> None:
+    script = f'"{sys.executable}" -m mlxspec --install-completion; exit $?'  # bash must be its parent
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0 and "bash completion installed" in done.stdout, done.stdout + done.stderr
+    assert [*tmp_path.rglob(".bash_completions/*.sh")]
 
 
 def test_what_a_page_shows_as_data_is_read(bare_settings: None, tmp_path: Path) -> None:

@@ -66,6 +66,34 @@ def test_the_api_page_names_every_field() -> None:
         assert mend[1:] in page, name
 
 
+def test_the_api_page_has_the_limits_of_the_code() -> None:
+    from mlxspec.engine import worker
+    from mlxspec.server import fields, front, page, protocol, responses, schema_openai
+    from mlxspec.text import grammar, schema
+    from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
+
+    table = read("docs/api.md").partition("\n## Limits\n")[2]
+    plain, long = worker.UNREAD // worker.BYTES, worker.UNREAD // (worker.BYTES + 20 * worker.EACH)
+    for limit in (
+        f"within {front.BODY_S:.0f} s (408), {schema_openai.MOST_FIELDS:,} fields",
+        f"| {MAX_CHOICES}, {fields.MAX_PROMPTS}, {fields.MAX_PARTS:,} |",
+        f"| {fields.MAX_STOPS} each; {fields.MAX_STOP_CHARS:,} characters",
+        f"| {fields.MAX_BIASES:,} entries, {MAX_TOP_LOGPROBS} |",
+        f"| {grammar.MOST_BYTES >> 10} KB, {schema.MOST_LEVELS:,} rules",
+        f"| {schema.MOST_BYTES >> 10} KB, {schema.DEEPEST} levels; {schema.MOST_LEVELS:,} levels",
+        f"| {schema.MOST_MULTIPLE:,} in its digits",
+        f"| {schema.MOST_PATTERNS} different ones",
+        f"| {protocol.HELD >> 10} KB on its connection for {protocol.CLIENT_S:.0f} s",
+        f"{worker.UNREAD >> 20} MiB of outputs a choice: about {plain // 1000},000 tokens, or"
+        f" {long // 100 * 100:,} with",
+        f"| {responses.MOST_RESPONSES:,} and {responses.MOST_BYTES >> 20} MB together",
+        f"larger than {responses.MOST_ONE >> 20} MB",
+        f"| {responses.MOST_THREAD >> 20} MB |",
+        f"| {page.LISTENERS} (429); those that may have work and {protocol.SPARE} more (503) |",
+    ):
+        assert limit in table, limit
+
+
 def test_a_stale_configuration_is_seen(tmp_path: Path) -> None:
     for name in ("scripts/docs", "mlxspec/__init__.py", "mlxspec/config.py", "docs/configuration.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

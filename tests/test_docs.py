@@ -124,6 +124,24 @@ def test_the_help_is_current(tmp_path: Path) -> None:
     assert helped().returncode == 0 and page.read_text() == read("docs/cli.md")
 
 
+def test_architecture_names_every_module() -> None:
+    """By itself or as one of `schema_*`; where a package has one line, the package."""
+    parts = read("ARCHITECTURE.md").split("\n## ")[2]
+    tree, prose = parts.split("```")[1:]
+    told = "\n".join([tree, *re.findall(r"`([^`\n]+)`", prose)])
+    whole = ("mlxspec/bench/", "mlxspec/service/", "mlxspec/server/page/")
+    unsaid = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "mlxspec").rglob("*.py")
+        if not path.relative_to(ROOT).as_posix().startswith(whole)
+        and not path.stem.startswith(("__", "schema_"))
+        if not re.search(rf"(?<![\w-]){path.stem}(?![\w-])", told)
+    ]
+    assert unsaid == []
+    for package in (ROOT / "mlxspec").rglob("__init__.py"):
+        assert f"{package.parent.name}/" in told or package.parent.name == "mlxspec", package
+
+
 def test_every_metric_has_its_row() -> None:
     """With its labels and kind; of a histogram the buckets, sum and count are one."""
     from mlxspec.metrics import Metrics

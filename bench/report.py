@@ -1,6 +1,8 @@
 """What was measured, for people: goals, every figure, wrong answers, what did not work."""
 
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -10,6 +12,8 @@ from bench.rows import ABOUT, FAILED, Rows, spread
 
 HIDDEN = {FAILED, "text_hash", "right", "asked"}
 VARIANTS = ("no draft", "draft")
+GOALS_HEAD = ("goal", "bound", "compared with", "found", "")
+BLOCK = re.compile(r"(?<=<!-- begin: bench -->\n).*?(?=<!-- end: bench -->)", re.S)
 
 
 def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
@@ -23,7 +27,7 @@ def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
         " the process's start to the first token, later starts than the first, which has a line of its own.",
         "\n".join(f"- {name}: {note}" for name, note in facts.items()),
         "## Goals",
-        _table(("goal", "bound", "compared with", "found", ""), goal_lines(rows)),
+        _table(GOALS_HEAD, goal_lines(rows)),
         "## Figures",
         _figures(rows),
         *(f"![{name}]({name})" for name in pictures),
@@ -36,9 +40,49 @@ def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def goal_lines(rows: Rows) -> list[tuple[str, str, str, str, str]]:
+def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
+    """What a table in `file` says between the marks of the pages in `root`, with the pictures beside it."""
+    facts, failures = rows.about(), len(rows.failures())
+    what = f"{facts.get('model', 'A model')} on {facts.get('machine', 'a machine')}"
+    what += f", {facts.get('date', 'some day')}; medians of {facts.get('rounds', 'some')} interleaved rounds"
+    at = Path("..") / file.relative_to(root)
+    pictures = [at.with_name(p.name) for p in sorted(file.parent.glob(f"{file.stem}-*.png"))]
+    compared = goal_lines(rows, but=("install",))
+    readme = [f"{what} ([all figures](docs/performance.md#measured)):", _table(GOALS_HEAD, compared)]
+    page = [
+        f"Made by `make bench`. {what}, in brackets the least and the most; a ratio is taken within a round.",
+        "\n".join(f"- {name}: {note}" for name, note in facts.items()),
+        f"[All values]({at}); [the report]({at.with_suffix('.md')}) has the right and wrong answers, and"
+        f" what did not work: {failures or 'nothing'}.",
+        _table(GOALS_HEAD, goal_lines(rows)),
+        _figures(rows),
+        *(f"![{p.stem}]({p})" for p in pictures),
+    ]
+    parts = {"README.md": readme, "docs/performance.md": page}
+    return {root / name: "\n\n".join(some) + "\n" for name, some in parts.items()}
+
+
+def fill(rows: Rows, file: Path, root: Path) -> list[Path]:
+    """Write the pages anew. Raises SystemExit for what has no place there."""
+    if not file.is_relative_to(root):
+        raise SystemExit(f"{file} is not in {root}, so no page can link it; copy it to bench/results")
+    if "quick" in rows.about().get("rounds", ""):
+        raise SystemExit(f"{file} is of a --quick run, of which no figure counts")
+    made = blocks(rows, file, root)
+    for page, text in made.items():
+        old = page.read_text("utf-8")
+        if not BLOCK.search(old):
+            raise SystemExit(f"{page} has no <!-- begin: bench --> and <!-- end: bench -->")
+        page.write_text(BLOCK.sub(lambda _, text=text: text, old), "utf-8")
+    return list(made)
+
+
+def goal_lines(rows: Rows, but: Sequence[str] = ()) -> list[tuple[str, str, str, str, str]]:
+    """All, but those of some workloads."""
     found = []
     for v in verdicts(rows):
+        if v.goal.workload in but:
+            continue
         bound = f"{'≥' if v.goal.least else '≤'} {v.goal.bound:.3g}"
         peer = v.peer or v.goal.against or "-"
         found.append((v.goal.text, bound, peer, str(v.found) if v.found else "-", v.said))
@@ -48,7 +92,7 @@ def goal_lines(rows: Rows) -> list[tuple[str, str, str, str, str]]:
 def shown(rows: Rows) -> Table:
     """The goals, for a terminal."""
     table = Table(box=None, pad_edge=False)
-    for column in ("goal", "bound", "compared with", "found", ""):
+    for column in GOALS_HEAD:
         table.add_column(column)
     for line in goal_lines(rows):
         table.add_row(*line)

@@ -62,12 +62,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers-dir", type=Path, default=HERE / ".peers", help="where the environments are")
     parser.add_argument("--report", type=Path, metavar="CSV", help="make report and pictures of a table anew")
     parser.add_argument(
+        "--docs", action="store_true", help="with --report: write it into README and docs too"
+    )
+    parser.add_argument(
         "--list", action="store_true", help="names of servers and workloads, and nothing else"
     )
     args = parser.parse_args(given)
     for names, known in ((args.servers, SERVERS), (args.workloads, WORKLOADS)):
         if unknown := [n for n in names if n and n not in known]:
             parser.error(f"there is no {unknown[0]!r}; there are {', '.join(known)}")
+    if args.docs and not args.report:
+        parser.error("--docs is for --report, whose table it writes into the pages")
     if args.rounds < 1 or args.probes < 0 or args.limit <= 0:
         parser.error("--rounds takes 1 or more, --probes 0 or more, --limit more than 0")
     return args
@@ -82,6 +87,8 @@ def main(given: Sequence[str] | None = None) -> None:
     elif args.report:
         rows = read(args.report)
         finish(rows, args.report, console)
+        for page in report.fill(rows, args.report.resolve(), HERE.parent) if args.docs else ():
+            console.print(f"wrote {page}", highlight=False)
     else:
         finish(run(args, console), args.out / f"{machine()}.csv", console)
 

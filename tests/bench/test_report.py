@@ -1,0 +1,80 @@
+"""The pages of the repository say what a table of the comparison says."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import report, run
+from bench.rows import ABOUT, Rows, read, write
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/performance.md")
+
+
+def test_the_pages_show_a_table_of_the_repository() -> None:
+    """The one that they link: what stands there is made of it, to the letter."""
+    if not any((ROOT / "bench/results").glob("*.csv")):
+        pytest.skip("no table of a whole comparison is in the repository yet")
+    linked = re.search(r"\[All values\]\(\.\./(\S+\.csv)\)", (ROOT / PAGES[1]).read_text("utf-8"))
+    assert linked, "run python -m bench --report CSV --docs"
+    file = ROOT / linked[1]
+    for page, text in report.blocks(read(file), file, ROOT).items():
+        found = report.BLOCK.search(page.read_text("utf-8"))
+        assert found and found[0] == text, f"{page} is stale; run python -m bench --report {linked[1]} --docs"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "bench/results").mkdir(parents=True)
+    for page in PAGES:
+        shutil.copy(ROOT / page, tmp_path / page)
+    monkeypatch.setattr(run, "HERE", tmp_path / "bench")
+    return tmp_path
+
+
+def table(root: Path, rounds: str = "2") -> Path:
+    rows = Rows()
+    for metric, note in {"model": "tiny", "machine": "linux-2-cores", "rounds": rounds}.items():
+        rows.add("", ABOUT, metric, 0, 0, note)
+    for server, speeds in {"mlxspec": (30, 33), "mlx_lm.server": (20, 20)}.items():
+        for n, speed in enumerate(speeds):
+            rows.add(server, "chat", "tokens_per_s", n, speed)
+            rows.add(server, "streams 4", "tokens_per_s", n, speed)
+    rows.failed("mlx_lm.server", "edit", 0, "it died")
+    write(file := root / "bench/results/m.csv", rows)
+    return file
+
+
+def test_pages_are_filled_between_their_marks(root: Path) -> None:
+    before = {page: report.BLOCK.split((root / page).read_text("utf-8")) for page in PAGES}
+    texts = []
+    for _ in range(2):
+        run.main(["--report", str(table(root)), "--docs"])
+        texts.append({page: (root / page).read_text("utf-8") for page in PAGES})
+    assert texts[0] == texts[1]
+    assert {page: report.BLOCK.split(text) for page, text in texts[0].items()} == before
+    readme, page = (report.BLOCK.search(texts[0][name]) for name in PAGES)
+    assert readme and page
+    line = "| one chat, tokens/s | \u2265 1 | mlx_lm.server | 1.57"
+    assert line in readme[0] and line in page[0] and "what did not work: 1." in page[0]
+    assert "installed" not in readme[0] and "installed, MB" in page[0]
+    for link in re.findall(r"\]\((\.\./[^)]+)\)", page[0]):
+        assert (root / "docs" / link).is_file(), link
+    assert "(../bench/results/m-streams.png)" in page[0]
+
+
+def test_what_has_no_place_in_a_page_is_refused(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(SystemExit, match="no figure counts"):
+        run.main(["--report", str(table(root, "1, quick: no figure counts")), "--docs"])
+    away = tmp_path_factory.mktemp("away")
+    (away / "bench/results").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="copy it to bench/results"):
+        run.main(["--report", str(table(away)), "--docs"])
+    (root / "README.md").write_text("# no marks")
+    with pytest.raises(SystemExit, match=r"README\.md has no <!-- begin"):
+        run.main(["--report", str(table(root)), "--docs"])
+    with pytest.raises(SystemExit):
+        run.arguments(["--docs"])

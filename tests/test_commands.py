@@ -171,7 +171,13 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "python -m tests.kernels.mutants --count 30 --seed 0",
     ],
     By("metalsim/test_launch.py::test_the_option_sets_the_order"): ["pytest --metal-order N"],
-    By("test_commands.py::test_make_takes_arguments_for_the_comparison"): ["make bench"],
+    By("test_commands.py::test_make_takes_arguments_for_the_comparison"): [
+        "make bench",
+        "make bench ARGS=--quick",
+    ],
+    By("bench/test_run.py::test_a_timeline_from_the_flag_to_the_file"): [
+        "mlxspec bench --workload edits --max-tokens 64 --trace trace.json"
+    ],
     Near(
         "test_commands.py::test_make_would_run_what_the_pages_say", "it installs, or takes minutes to hours"
     ): [
@@ -341,7 +347,8 @@ def test_a_stale_flag_is_seen() -> None:
 
 def test_every_flag_that_a_page_names_is_one() -> None:
     """Also alone, as `--kv-bits 8`; those of the scripts and of others' programs are listed."""
-    others = {"--check", "--rows", "--reached", "--model"}
+    others = {"--check", "--rows", "--reached", "--model", "--list", "--servers", "--workloads"}
+    others |= {"--report", "--docs"}
     known = options(get_command(cli.app)) | others | {"--help"}
     named = {
         (flag, page.name)

@@ -321,6 +321,12 @@ def test_the_named_tests_are_there() -> None:
             assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text("utf-8"), how.test
 
 
+def test_the_scripts_that_the_notes_name_are_there() -> None:
+    """Old commands are not run again, but what they ran is, by tests/bench."""
+    named = set(re.findall(r"python -m ((?:bench|tests)\.[\w.]+)", (ROOT / "NOTES.md").read_text("utf-8")))
+    assert named and [x for x in named if not (ROOT / f"{x.replace('.', '/')}.py").is_file()] == []
+
+
 def options(command: Any) -> set[str]:
     own = {name for param in command.params for name in param.opts}
     return own.union(*map(options, getattr(command, "commands", {}).values()))

@@ -136,7 +136,7 @@ class Engine:
         if plan:
             self._submit(plan, began)
         self.timing.build = time.perf_counter() - planned
-        # A step of prompts alone takes a second and brings nothing: who arrives meanwhile comes before the next.
+        # A step of prompts alone takes a second and brings nothing: who comes meanwhile goes before the next.
         outputs += self._settle(keep=int(any(e.samples for e in plan)))
         self._retire()
         self._tell()

@@ -155,7 +155,7 @@ class Engine:
         if level > before[0]:
             log.info("%d cached KV blocks were forgotten, and all states", self.scheduler.groups.forget())
         self.scheduler.short, self._pressed = level > NORMAL, (level, self.guard.read)
-        for pool in self.scheduler.groups.pools:
+        for pool in self.scheduler.groups.pools if level != before[0] else ():
             pool.thrifty = level > NORMAL
 
     def _tell(self) -> None:

@@ -42,12 +42,14 @@ class Known:
 
 def place(cache: Path | None, model: Path, *settings: object) -> Path | None:
     """The file for what is known of `model` under `settings`; None where nothing is kept."""
+    if cache is None:
+        return None
     about = {name: version(name) for name in ("mlx", "mlx-lm")} | {"mlxspec": __version__}
     about |= {"settings": str(settings)}
     about |= {"machine": platform.platform() + platform.processor(), "device": str(mx.default_device())}
     about |= {"blas": f"{blas.load()} {os.cpu_count()} {os.environ.get('OPENBLAS_NUM_THREADS', '')}"}
     about |= {"code": _code()}
-    return cache and cache / f"known-{fingerprint(model, about)}.json"
+    return cache / f"known-{fingerprint(model, about)}.json"
 
 
 def _code() -> str:

@@ -118,9 +118,11 @@ def paged_attention(
             for pool, packing in zip((keys, values), packings, strict=True)
         )
         rows = q[g.lo : g.hi] if len(groups) > 1 else q
-        rows = rows.reshape(-1, g.length, heads, dim).transpose(0, 2, 1, 3)  # [B, heads, L, D]
+        one = g.length == 1  # nothing to transpose, which each layer of each step would build and run
+        rows = rows[:, :, None] if one else rows.reshape(-1, g.length, heads, dim).transpose(0, 2, 1, 3)
         o = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=mask, sinks=sinks)
-        out.append(o.transpose(0, 2, 1, 3).reshape(g.hi - g.lo, heads, -1))
+        o = o if one else o.transpose(0, 2, 1, 3)
+        out.append(o.reshape(g.hi - g.lo, heads, -1))
     return mx.concatenate(out) if len(out) > 1 else out[0]
 
 

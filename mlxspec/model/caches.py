@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels import Group, Packing
 from mlxspec.kernels.reference import gather
@@ -18,15 +19,15 @@ from mlxspec.types import Unfit
 
 @dataclass(slots=True)
 class View:
-    """The step as the layers see it. `positions` [batch rows], `slots` [T] where K/V of each row go, `groups`
-    partition the rows, `sampled` is the index of the rows that reach lm_head (None: all). `blocks` are the
-    sizes of the pools: under None for layers that see everything, under a window for those with their own;
-    `held` is how many of those blocks there is memory for by now."""
+    """The step as the layers see it. `positions` [batch rows], `slots` [T] where K/V of each row go, a slice
+    where they follow each other, `groups` partition the rows, `sampled` is the index of the rows that reach
+    lm_head (None: all). `blocks` are the sizes of the pools: under None for layers that see everything, under
+    a window for those with their own; `held` is how many of those blocks there is memory for by now."""
 
     block_size: int
     blocks: Mapping[int | None, int]
     positions: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
-    slots: dict[int | None, mx.array] = field(default_factory=dict)
+    slots: dict[int | None, mx.array | slice] = field(default_factory=dict)
     groups: Sequence[Group] = ()
     sampled: Any = None
     kv_bits: int = 0  # of what the pools hold; 0: as the model computes it
@@ -91,7 +92,7 @@ class Pages:
         rows = (p.pack(x) if p else x for p, x in zip(self.packings, (_rows(k), _rows(v)), strict=True))
         self.put(self.view.slots[self.pool], *rows)
 
-    def put(self, slots: mx.array, k: mx.array, v: mx.array) -> None:
+    def put(self, slots: mx.array | slice, k: mx.array, v: mx.array) -> None:
         """Write k, v [kv_heads, n, D], as the pools hold them, at `slots` [n], in place."""
         keys, values = self.pools()
         keys[:, slots] = k
@@ -143,6 +144,24 @@ class DensePages(Pages):
         return k, v
 
 
+def window_of(cache: Any) -> int | None:
+    """The sliding window that mlx-lm's cache of this layer stands for. Raises Unfit for other memories."""
+    if type(cache) is KVCache:
+        return None
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return int(cache.max_size)
+    raise Unfit(f"a layer keeps {type(cache).__name__}, which is not paged")
+
+
+def placed(slots: list[int]) -> mx.array | slice:
+    """What indexes a pool at `slots`: a slice where they follow each other, which MLX writes and reads as one
+    piece and with fewer operations."""
+    row = slice(slots[0], slots[0] + len(slots))
+    return row if slots == list(range(row.start, row.stop)) else mx.array(slots, mx.int32)
+
+
 def _rows(x: mx.array) -> mx.array:
     """[B, H, L, D] -> [H, B * L, D]."""
+    if x.shape[0] == 1:
+        return x[0]
     return x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1, x.shape[3])

@@ -15,12 +15,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.kernels import Group
 from mlxspec.model import states
 from mlxspec.model.attention import graft, install, ungraft
-from mlxspec.model.caches import DensePages, Pages, View
+from mlxspec.model.caches import DensePages, Pages, View, placed, window_of
 from mlxspec.model.sample import Row, Sampled, drafts_of, read, rows_of, sample
 from mlxspec.model.states import State, States
 from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
@@ -167,7 +167,7 @@ class Runner:
             return CacheList(*(self._cache(c) for c in cache.caches))  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
             return State(len(cache.cache))
-        return (DensePages if self.layout == "gather" else Pages)(self.view, _window(cache))
+        return (DensePages if self.layout == "gather" else Pages)(self.view, window_of(cache))
 
     # ---- one step -------------------------------------------------------------------------------------
 
@@ -198,7 +198,8 @@ class Runner:
             firsts = [s for e, s in zip(plan, spans, strict=True) for _ in range(e.sampled)]
             behind = late if late is None else _per_row(late, plan, lambda e: e.sampled)
             sampled = sample(logits, rows, ids, firsts, behind, drafts_of(plan, spans))
-        state = self._state(plan)
+        # The samples need every page of the rows layout; to name all pools besides takes MLX 1 ms on a CPU.
+        state = [] if sampled and self.layout == "rows" else self._state(plan)
         # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
         marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
         began = time.perf_counter()
@@ -234,7 +235,7 @@ class Runner:
             end - 1 - len(e.draft) for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)
         ]
         logits = self._forward(plan, ids, spans, late)
-        mx.async_eval(logits, *self._pools())
+        mx.async_eval(logits, *(() if self.layout == "rows" else self._pools()))
         return logits
 
     def _inputs(
@@ -302,11 +303,12 @@ class Runner:
         if late is not None:
             view.positions = view.positions + _per_row(late, plan, lambda e: e.rows)
         for group, pool in enumerate(view.blocks):
-            slots = _joined(self._slots(e, group) for e in plan)
+            slots = list(chain.from_iterable(self._slots(e, group) for e in plan))
+            view.slots[pool] = placed(slots)
             if late is not None:
                 unknown = _joined(repeat(e.spread > 0, e.rows) for e in plan) > 0
-                slots = mx.where(unknown, _late_slots(plan, group, view.positions, size), slots)
-            view.slots[pool] = slots
+                found = _late_slots(plan, group, view.positions, size)
+                view.slots[pool] = mx.where(unknown, found, mx.array(slots, mx.int32))
         view.groups, lo, first = [], 0, 0
         for _, members in groupby(plan, key=lambda e: _bucket(e, size)):
             batch = list(members)
@@ -365,15 +367,6 @@ class Runner:
                     found[i] = row[most - e.sampled :]
         picked = [found[i] for i in sorted(found)]
         return mx.concatenate(picked) if picked else mx.zeros((0, 1))
-
-
-def _window(cache: Any) -> int | None:
-    """The sliding window that mlx-lm's cache of this layer stands for. Raises Unfit for other memories."""
-    if type(cache) is KVCache:
-        return None
-    if type(cache) is RotatingKVCache and not cache.keep:
-        return int(cache.max_size)
-    raise Unfit(f"a layer keeps {type(cache).__name__}, which is not paged")
 
 
 def _bucket(entry: Entry, size: int) -> tuple[int, int]:

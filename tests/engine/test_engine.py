@@ -117,9 +117,10 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
     """No step may copy a pool, with ragged batches, whole and partial hits: memory beyond the first step
     stays far below one layer's keys."""
     bits = tiny.kv_bits(kind)
-    e = tiny.engine(
-        tiny.model(kind), layout=layout, lone=lone, block=32, blocks=4000, kv_bits=bits, whole=True
-    )
+    # MLX copies a pool with a reader under way, and submits up to about 100 operations ahead of what runs:
+    # those of two layers, not of eight.
+    model = tiny.model(kind, num_hidden_layers=8)
+    e = tiny.engine(model, layout=layout, lone=lone, block=32, blocks=4000, kv_bits=bits, whole=True)
     e.add(tiny.request("warm", range(70), 8))
     tiny.run(e)
     layer = max(pool.nbytes for pages in e.runner.pages() for pool in pages.pools())
@@ -127,9 +128,7 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
     def some() -> None:
         for i in range(4):
             e.add(tiny.request(f"r{i}", [*range(40 + 10 * i), 300 + i], 24, temperature=0.7))
-        # MLX copies a pool with a reader under way, and with two layers the forward before may still be at it
-        # where what is gathered has to be unpacked. With eight layers nothing was copied without waiting.
-        tiny.run(e, lambda i: mx.synchronize() if bits else None)
+        tiny.run(e)
 
     assert growth(some) < layer / 2
     # What a window of its own has passed goes first.
@@ -144,9 +143,9 @@ def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:
     tiny.run(e)
     e.add(tiny.request("r", range(24), 3))
     e.step()
-    assert e.counters["cached"] == 23 and e.runner.view.slots[None].tolist() == [NULL_BLOCK]
+    assert e.counters["cached"] == 23 and e.runner.view.slots[None] == slice(0, 1)
     e.step()
-    (own,) = e.runner.view.slots[None].tolist()
+    own = e.runner.view.slots[None].start
     shared = e.scheduler.running[0].table[:3]
     assert own // 8 not in (NULL_BLOCK, *shared)
     tiny.run(e)

@@ -33,17 +33,6 @@ _COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
 
 
 @dataclass(slots=True)
-class Timing:
-    """Seconds of the last step: `plan` and `book` are our own Python, `build` the model's graph and its
-    submission, `wait` the host read."""
-
-    plan: float = 0.0
-    build: float = 0.0
-    wait: float = 0.0
-    book: float = 0.0
-
-
-@dataclass(slots=True)
 class Tally:
     """What was drafted and kept, by source and position; rounds by draft length; seconds of decoding without
     any draft. Keys are bounded: a handful of sources, MAX_DEPTH positions."""
@@ -74,7 +63,6 @@ class Engine:
     vocab: int = 0  # 0: token ids are not checked
     tier: Tier | None = None  # None: nothing outlives the process
     trace: Callable[[str, int], None] = lambda event, step: None
-    timing: Timing = field(default_factory=Timing)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
     drafts: "Tally" = field(default_factory=lambda: Tally())
     step_seconds: float = 0.0
@@ -86,6 +74,7 @@ class Engine:
     _pressed: tuple[int, float] = (NORMAL, 0.0)  # the guard's level and reading that were heeded last
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
+    _waited: float = 0.0  # seconds, for what the last step brought
     _told: float = field(default_factory=time.monotonic)
     _live: dict[Seq, None] = field(default_factory=dict)
 
@@ -129,13 +118,10 @@ class Engine:
         for seq, why in constrain.mask(plan):
             outputs.append(self.scheduler.fail(seq, why))
             plan = [e for e in plan if e.seq is not seq]
-        planned = time.perf_counter()
-        self.timing.plan = planned - began
         self.runner.copy(self.scheduler.copies)
         self.scheduler.copies.clear()
         if plan:
             self._submit(plan, began)
-        self.timing.build = time.perf_counter() - planned
         # A step of prompts alone takes a second and brings nothing: who comes meanwhile goes before the next.
         outputs += self._settle(keep=int(any(e.samples for e in plan)))
         self._retire()
@@ -206,10 +192,9 @@ class Engine:
             tokens, logprobs, kept = step.read()
             now = time.perf_counter()
             self.trace("read", number)
-            self.timing.wait = now - began
+            self._waited = now - began
             self._clock(step, now)
             outputs += self._book(step, tokens, logprobs, kept)
-            self.timing.book = time.perf_counter() - now
         return outputs
 
     def _book(
@@ -261,7 +246,7 @@ class Engine:
         if not any(e.fresh > 1 for e in (beside.plan if beside else ())):
             held = (0.0 if step.overlaps else step.held) + (beside.held if beside else 0.0)
             rows = [sum(e.rows for e in s.plan) if s else 0 for s in (step, beside)]
-            self.stalls.took(rows[0], self.step_seconds, self.timing.wait + held, rows[1])
+            self.stalls.took(rows[0], self.step_seconds, self._waited + held, rows[1])
 
     def _enlist(self, seqs: Iterable[Seq]) -> None:
         for seq in seqs:

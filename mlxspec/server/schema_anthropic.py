@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from mlxspec.server import fields, schema_openai
 from mlxspec.server.errors import unfit
-from mlxspec.server.fields import MAX_STOP_CHARS, MAX_STOPS, Refusals
+from mlxspec.server.fields import MAX_STOPS, Refusals, stops
 from mlxspec.server.schema_openai import Fraction, Strict
 from mlxspec.text.messages import canonical
 from mlxspec.types import shown
@@ -169,7 +169,9 @@ class Messages(Prompt):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
+    stop_sequences: Annotated[
+        list[str], Field(default_factory=list, max_length=MAX_STOPS), AfterValidator(stops)
+    ]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     top_p: Fraction | None = None
@@ -179,13 +181,6 @@ class Messages(Prompt):
     def _to_answer(cls, value: list[Any]) -> list[Any]:
         if isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
             raise ValueError("ends with the assistant's: an answer cannot be begun here; end with the user's")
-        return value
-
-    @field_validator("stop_sequences")
-    @classmethod
-    def _stops(cls, value: list[str]) -> list[str]:
-        if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in value):
-            raise ValueError(f"holds an empty or overlong string; send 1 to {MAX_STOP_CHARS} characters each")
         return value
 
 

@@ -134,11 +134,7 @@ class Common(Strict):
             raise ValueError("is neither a string nor a list of strings; send one of these")
         if len(stops) > fields.MAX_STOPS:
             raise ValueError(f"holds {len(stops)} strings; send {fields.MAX_STOPS} at most")
-        if not all(0 < len(s) <= fields.MAX_STOP_CHARS for s in stops):
-            raise ValueError(
-                f"holds an empty or overlong string; send 1 to {fields.MAX_STOP_CHARS} characters each"
-            )
-        return stops
+        return fields.stops(stops)
 
     @field_validator("logit_bias")
     @classmethod

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlxspec.model.runner import Step
 from mlxspec.speculate.depth import Controller, Costs, Key, Option, Pilot, corrected
@@ -63,14 +64,14 @@ class Chain:
     def begin(self, seq: Sequence) -> None:
         self._live[seq] = Live(self.control.pilot(), self.lookup(seq.request.prediction))
         if self.model:
-            self.model.begin(seq)
+            self._ask(self.model.begin, seq)
 
     def end(self, seq: Sequence) -> None:
         if self._live.pop(seq, None) and seq.generated:
             start = seq.prompt_len
             self.corpus.add(seq.tokens[max(0, start - CONTEXT) : start], seq.tokens[start:])
         if self.model:
-            self.model.end(seq)
+            self._ask(self.model.end, seq)
 
     def forget(self) -> None:
         self.corpus = Corpus(self.corpus.capacity)
@@ -106,13 +107,16 @@ class Chain:
                 e.draft = Draft(list(made.tokens[: e.depth]), made.source)
         if self.model:
             wanted = {e.seq: e.depth for e in entries if e.depth and self._chosen.get(e.seq, e) is None}
-            self.model.draft(entries, before, wanted)
+            self._ask(self.model.draft, entries, before, wanted)
+            if self.model is None:  # it may have failed half way
+                for e in entries:
+                    e.draft = Draft() if e.draft.source == SOURCE else e.draft
 
     def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str) -> None:
         self._clock(entries, seconds, how)
         self._tell(entries)
         if self.model:
-            self.model.observe(entries, accepted)
+            self._ask(self.model.observe, entries, accepted)
         left = INDEXED - self.corpus.index(INDEXED)
         for e, new in zip(entries, accepted, strict=True):
             live = self._live.get(e.seq)
@@ -160,18 +164,22 @@ class Chain:
         for s, live, made in zip(seqs, lives, found, strict=True):
             some = [self._option(live.pilot, made)] if made else []
             forced = made is not None and made.source == GRAMMAR
-            if (
-                self.model
-                and not forced
-                and self.model.ready(s)
-                and (most := min(MODEL_DEPTH, s.room - 1)) > 0
-            ):
+            most = 0 if forced else min(MODEL_DEPTH, s.room - 1)
+            if most > 0 and self.model and self._ask(self.model.ready, s) and self.model:
                 keys = [(SOURCE, i) for i in range(1, most + 1)]
                 some.append(Option(SOURCE, [live.pilot.chance.of(k) for k in keys], self.model.seconds))
             options.append(some)
         how = "overlap" if self.model and self.late else "exact"  # a copy is waited for, a model may not be
         pilots, context = [live.pilot for live in lives], sum(s.known for s in seqs)
         return self.control.decide(pilots, options, context, how, self._draw(seqs))
+
+    def _ask(self, verb: Callable[..., Any], *args: object) -> Any:
+        """Ask the model. Where it fails, copies go on without it."""
+        try:
+            return verb(*args)
+        except Exception:
+            log.exception("the draft model failed; drafts are copies alone until the next start")
+            self.model = None
 
     def _draw(self, seqs: Seq[Sequence]) -> float:
         return self.costs.draw([s.request.sampling.kind for s in seqs])

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate.chain import FIRST, PARKED, Chain, bucket
 from mlxspec.speculate.depth import Costs
+from mlxspec.speculate.draft_model import DraftModel
 from mlxspec.types import MAX_DEPTH, Draft, Entry, Request, Sequence
 from tests import tiny
 from tests.drafters import KINDS, attach, costs, like
@@ -337,3 +338,28 @@ def test_the_log_says_when_drafting_stops_and_goes_on(caplog: pytest.LogCaptureF
     for _ in range(2):
         chain.observe([drafted], [[1]], 0.1, "exact")
     assert [r.getMessage() for r in caplog.records][1:] == ["speculation pays again"]
+
+
+@pytest.mark.parametrize("verb", ["begin", "ready", "draft", "_sample", "observe", "end"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_that_raises_leaves_copies(
+    verb: str, temperature: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it was asked, half of a draft included: no token differs, and copies are drafted as before."""
+    r, calls = request(temperature=temperature), count(1)
+    run = Traced("chain", each=1e-6)
+    own = getattr(DraftModel, verb)
+
+    def fails(*args: Any) -> Any:
+        if next(calls) >= (1 if verb in ("begin", "end") else 4):
+            raise ZeroDivisionError("injected")
+        return own(*args)
+
+    monkeypatch.setattr(DraftModel, verb, fails)
+    assert tiny.tokens(run(r), "a") == truth(r)
+    again = replace(r, id="b")
+    out = run(again)
+    assert tiny.tokens(out, "b") == truth(r)
+    assert run.chain.model is None and run.engine.drafter is run.chain
+    assert dict(out[-1].accepted).keys() and dict(out[-1].accepted).keys() <= COPIES
+    assert caplog.text.count("the draft model failed") == 1 and "the drafter failed" not in caplog.text

@@ -245,6 +245,13 @@ def test_a_client_that_reads_slowly_but_enough_gets_it_all(monkeypatch: pytest.M
 
 def test_a_burst_stays_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have been idle for longest go, not those whose request is on its way."""
+    seen, own = [], protocol.Bounded.connection_made
+
+    def made(self: protocol.Bounded, transport: Any) -> None:
+        own(self, transport)
+        seen.append(len(self.connections))
+
+    monkeypatch.setattr(protocol.Bounded, "connection_made", made)
     with serving(pour, most=1) as (server, port), ExitStack() as opened:
         there = server.server_state.connections
 
@@ -262,7 +269,7 @@ def test_a_burst_stays_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(sock.recv(10) == b"HTTP/1.1 2" for sock in new)
         assert len(there) <= 1 + protocol.SPARE
         many = [connect() for _ in range(6 * protocol.SPARE)]
-        assert soon(lambda: len(there) <= 1 + 2 * protocol.SPARE)
+        assert soon(lambda: len(seen) == 1 + 8 * protocol.SPARE and len(there) <= 1 + 2 * protocol.SPARE)
         time.sleep(2 * protocol.FRESH_S)
         last = connect()
         last.sendall(GET.replace(b"/health", b"/1"))

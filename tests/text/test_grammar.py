@@ -5,12 +5,14 @@ import random
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxspec.text import grammar
 from mlxspec.text.grammar import KNOWN, MOST_DIGITS, Grammars
 from mlxspec.text.messages import Refused
 from mlxspec.text.parts import Parts
@@ -97,7 +99,8 @@ def test_masks_of_a_draft_are_those_of_its_tokens(agent: Grammars, schema: Any, 
     one, other = by(agent, schema)(), by(agent, schema)()
     one.take(said[:at])
     other.take(said[:at])
-    masks, again = one.masks(draft), one.masks(draft)
+    with mock.patch.object(grammar, "SLOW_S", 60):  # on a busy machine a draft would be cut for its time
+        masks, again = one.masks(draft), one.masks(draft)
     assert masks == again
     for i, mask in enumerate(masks):
         assert [mask] == other.masks([])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import http
-from bench.http import Answer, ask, chat, plain, words
+from bench.http import Answer, Silent, ask, chat, plain, words
 from bench.process import usage
 from bench.servers import Running
 from mlxspec.bench.workloads import Task, tasks
@@ -221,16 +221,22 @@ def turns(setting: Setting, round: int) -> Iterator[str]:
 
 
 async def _session(server: Running, setting: Setting, round: int) -> Figures:
-    """A conversation as a coding agent has it: every turn sends all that was said, and a file more."""
+    """A conversation as a coding agent has it: every turn sends all that was said, and a file more. A turn to
+    which the model says nothing has no time of its first token, with no server."""
     messages: list[dict[str, str]] = []
     found: Figures = {}
     for turn, text in enumerate(turns(setting, round), 1):
         messages.append({"role": "user", "content": text})
-        answer = await ask(server.url, chat(messages, 12))
+        try:
+            answer = await ask(server.url, chat(messages, 12))
+        except Silent:
+            messages.append({"role": "assistant", "content": "I see."})
+            continue
         messages.append({"role": "assistant", "content": answer.text})
         found[f"ttft_turn_{turn}_s"] = answer.first
         found[f"prompt_turn_{turn}"] = answer.prompt
-    found["ttft_later_s"] = statistics.median(found[f"ttft_turn_{t}_s"] for t in range(2, TURNS + 1))
+    if later := [found[key] for t in range(2, TURNS + 1) if (key := f"ttft_turn_{t}_s") in found]:
+        found["ttft_later_s"] = statistics.median(later)
     return found
 
 

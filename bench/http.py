@@ -34,6 +34,10 @@ class Refused(Exception):
     """An answer that is not one: a status, or a stream that breaks off."""
 
 
+class Silent(Refused):
+    """An answer without text: the model ended at once."""
+
+
 @dataclass(slots=True)
 class Answer:
     """What came: `at` is the time of each piece that holds text. `tokens` and `prompt` are as the server
@@ -89,7 +93,7 @@ async def ask(url: str, body: dict[str, Any], answer: Answer | None = None) -> A
                 if line.startswith("data: {"):
                     _take(json.loads(line.removeprefix("data: ")), answer)
     if not answer.at:
-        raise Refused(f"{path}: an answer without text")
+        raise Silent(f"{path}: an answer without text")
     return answer
 
 

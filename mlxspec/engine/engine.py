@@ -74,7 +74,7 @@ class Engine:
     _pressed: tuple[int, float] = (NORMAL, 0.0)  # the guard's level and reading that were heeded last
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
-    _waited: float = 0.0  # seconds, for what the last step brought
+    _waited: float = 0.0  # seconds that the last read took
     _told: float = field(default_factory=time.monotonic)
     _live: dict[Seq, None] = field(default_factory=dict)
 

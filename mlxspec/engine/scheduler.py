@@ -114,7 +114,8 @@ class Scheduler:
         for seq in ready:
             if seq.remaining == seq.again + 1:
                 self._place(plan, seq, seq.remaining)
-        budget = self.pace.rows(decoding=bool(plan))
+        # Somebody also waits for what is in flight, if it is the end of an answer.
+        budget = self.pace.rows(decoding=bool(plan) or any(s.pending for s in self.running))
         prefills = [s for s in ready if s.remaining > s.again + 1]
         for seq in sorted(prefills, key=lambda s: (s.deferred < PATIENCE, s.remaining, s.order)):
             n = self.groups.cut(seq, min(seq.remaining, budget))

@@ -33,9 +33,8 @@ def attention(
     batch, heads, length, dim = queries.shape
     if batch * length != keys.view.groups[-1].hi:
         raise TypeError(f"attention for {batch * length} rows in a step of {keys.view.groups[-1].hi}")
-    q = queries if length == 1 else queries.transpose(0, 2, 1, 3)
+    q = (queries if length == 1 else queries.transpose(0, 2, 1, 3)).reshape(-1, heads, dim)
     k, v = keys.pools()
-    q = q.reshape(-1, heads, dim)
     out = paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks, keys.packings)
     if length == 1:
         return out[:, :, None]

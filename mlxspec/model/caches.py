@@ -154,8 +154,8 @@ def window_of(cache: Any) -> int | None:
 
 
 def placed(slots: list[int]) -> mx.array | slice:
-    """What indexes a pool at `slots`: a slice where they follow each other, which MLX writes and reads as one
-    piece and with fewer operations."""
+    """What indexes a pool at `slots`: a slice where they follow each other, which MLX writes as one piece and
+    with fewer operations."""
     row = slice(slots[0], slots[0] + len(slots))
     return row if slots == list(range(row.start, row.stop)) else mx.array(slots, mx.int32)
 

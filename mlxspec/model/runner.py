@@ -228,14 +228,14 @@ class Runner:
         return self._forward(plan, *self._inputs(plan, None, None), None)
 
     def forward(self, plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
-        """Lazy logits [R, vocab] of a plan, its input tokens int32 [T] given; submits the pages' new state,
-        so that the next forward may write in place. `late` int32 [entries] is added to
-        the entries' starts."""
+        """Lazy logits [R, vocab] of a plan in the rows layout, its input tokens int32 [T] given; submits them,
+        and with them the pages' new state, so that the next forward may write in place. `late` int32
+        [entries] is added to the entries' starts."""
         spans = [
             end - 1 - len(e.draft) for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)
         ]
         logits = self._forward(plan, ids, spans, late)
-        mx.async_eval(logits, *(() if self.layout == "rows" else self._pools()))
+        mx.async_eval(logits)
         return logits
 
     def _inputs(
@@ -304,8 +304,9 @@ class Runner:
             view.positions = view.positions + _per_row(late, plan, lambda e: e.rows)
         for group, pool in enumerate(view.blocks):
             slots = list(chain.from_iterable(self._slots(e, group) for e in plan))
-            view.slots[pool] = placed(slots)
-            if late is not None:
+            if late is None:
+                view.slots[pool] = placed(slots)
+            else:
                 unknown = _joined(repeat(e.spread > 0, e.rows) for e in plan) > 0
                 found = _late_slots(plan, group, view.positions, size)
                 view.slots[pool] = mx.where(unknown, found, mx.array(slots, mx.int32))

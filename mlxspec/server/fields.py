@@ -12,14 +12,6 @@ MAX_BIASES = 1024
 MAX_PARTS = 1024
 INT64 = 2**63
 
-
-def stops(value: list[str]) -> list[str]:
-    """The texts that end an answer. Raises ValueError."""
-    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in value):
-        raise ValueError(f"holds an empty or overlong string; send 1 to {MAX_STOP_CHARS} characters each")
-    return value
-
-
 # Accepted without effect. None of them could change the text of an answer.
 HARMLESS = {
     "user": "who asks makes no difference here",
@@ -122,3 +114,10 @@ WRONG = {
     "less_than_equal": "is too large; send {le} or less",
     "less_than": "is too large; send less than {lt}",
 }
+
+
+def stops(value: list[str]) -> list[str]:
+    """What is checked of a field that is used, `stop` or `stop_sequences`. Raises ValueError."""
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in value):
+        raise ValueError(f"holds an empty or overlong string; send 1 to {MAX_STOP_CHARS} characters each")
+    return value

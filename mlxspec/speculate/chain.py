@@ -45,8 +45,8 @@ class Live:
 
 @dataclass(slots=True)
 class Chain:
-    """`costs` are those of the target's steps, `model` drafts where there is nothing to copy. `late`: the
-    target can begin a step where nobody knows yet how far the one before it got."""
+    """`costs` are those of the target's steps, `model` drafts where there is nothing to copy, until it
+    fails. `late`: the target can begin a step where nobody knows yet how far the one before it got."""
 
     costs: Costs
     model: DraftModel | None = None
@@ -108,9 +108,6 @@ class Chain:
         if self.model:
             wanted = {e.seq: e.depth for e in entries if e.depth and self._chosen.get(e.seq, e) is None}
             self._ask(self.model.draft, entries, before, wanted)
-            if self.model is None:  # it may have failed half way
-                for e in entries:
-                    e.draft = Draft() if e.draft.source == SOURCE else e.draft
 
     def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str) -> None:
         self._clock(entries, seconds, how)
@@ -139,11 +136,11 @@ class Chain:
         rows, context = sum(e.rows for e in entries), sum(e.end for e in entries)
         draw = self._draw([e.seq for e in entries])
         deepest = max((len(e.draft) for e in entries if e.draft.source == SOURCE), default=0)
-        if self.model and deepest:
+        if not deepest:
+            self.costs.learn(rows, context, how, seconds, draw)
+        elif self.model:
             own = seconds - self.costs.step(rows, context, how, draw)
             self.model.seconds *= corrected(own / deepest / self.model.seconds)
-        else:
-            self.costs.learn(rows, context, how, seconds, draw)
 
     def _tell(self, entries: Seq[Entry]) -> None:
         """Say when drafting stops for long, and when it goes on."""
@@ -165,9 +162,10 @@ class Chain:
             some = [self._option(live.pilot, made)] if made else []
             forced = made is not None and made.source == GRAMMAR
             most = 0 if forced else min(MODEL_DEPTH, s.room - 1)
-            if most > 0 and self.model and self._ask(self.model.ready, s) and self.model:
+            model = self.model
+            if most > 0 and model and self._ask(model.ready, s):
                 keys = [(SOURCE, i) for i in range(1, most + 1)]
-                some.append(Option(SOURCE, [live.pilot.chance.of(k) for k in keys], self.model.seconds))
+                some.append(Option(SOURCE, [live.pilot.chance.of(k) for k in keys], model.seconds))
             options.append(some)
         how = "overlap" if self.model and self.late else "exact"  # a copy is waited for, a model may not be
         pilots, context = [live.pilot for live in lives], sum(s.known for s in seqs)
@@ -178,8 +176,9 @@ class Chain:
         try:
             return verb(*args)
         except Exception:
-            log.exception("the draft model failed; drafts are copies alone until the next start")
+            log.exception("the draft model failed; drafts are copies alone until the model is loaded again")
             self.model = None
+            return None
 
     def _draw(self, seqs: Seq[Sequence]) -> float:
         return self.costs.draw([s.request.sampling.kind for s in seqs])

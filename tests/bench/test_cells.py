@@ -1,12 +1,16 @@
 """What is asked: nothing twice, whatever the workload and the round."""
 
+import asyncio
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from bench import cells
 from bench.cells import DRAWN, WORKLOADS, Setting, some
+from bench.http import Answer, Silent
 from mlxspec.bench.workloads import Task
 
 
@@ -25,3 +29,20 @@ def test_nothing_is_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert set(asked.values()) == {1} and len(asked) == 4 * sum(sum(d.values()) for d in DRAWN.values())
     assert set(DRAWN) <= set(WORKLOADS)
+
+
+def test_a_turn_without_an_answer_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has nothing to say to it, whoever serves; the others count."""
+    asked: list[int] = []
+
+    async def ask(url: str, body: dict[str, Any]) -> Answer:
+        asked.append(len(body["messages"]))
+        if len(asked) == 3:
+            raise Silent("no text")
+        return Answer(began=0.0, at=[1.0 * len(asked)], text="x", prompt=10 * len(asked))
+
+    monkeypatch.setattr(cells, "ask", ask)
+    monkeypatch.setattr(cells, "turns", lambda *_: iter("abcdefghij"))
+    found = asyncio.run(cells._session(cast(Any, SimpleNamespace(url="")), cast(Any, None), 0))
+    assert asked == list(range(1, 20, 2)) and "ttft_turn_3_s" not in found
+    assert found["ttft_turn_10_s"] == 10 and found["ttft_later_s"] == 6.5

@@ -94,6 +94,26 @@ def test_what_runs_is_told_before_its_first_token(qwen3) -> None:
     assert told["b"] > 0 and e.stats().seated == ()
 
 
+def test_the_end_of_an_answer_does_not_wait_for_a_long_step(qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last token is in flight while the next step is submitted, which may take a second on its own."""
+    monkeypatch.setattr(Pace, "learn", lambda *_: None)
+    submitted: list[dict[str, int]] = []
+
+    def trace(event: str, _: int) -> None:
+        if event == "submit":
+            submitted.append({x.seq.request.id: x.count for x in e._flight[-1][1].plan})
+
+    e = tiny.engine(qwen3, trace=trace)
+    e.scheduler.pace = Pace(shared=8, alone=40)
+    e.add(tiny.request("short", range(4), 3))
+    e.add(tiny.request("long", range(100, 250), 2))
+    while not any(o.finish for o in e.step()):
+        pass
+    assert "short" in submitted[-2] and submitted[-1] == {"long": 8}
+    e.step()
+    assert submitted[-1] == {"long": 40}
+
+
 def growth(work) -> int:
     """Bytes that `work` takes at its peak beyond what MLX holds now."""
     mx.reset_peak_memory()

@@ -228,8 +228,8 @@ class Runner:
         return self._forward(plan, *self._inputs(plan, None, None), None)
 
     def forward(self, plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
-        """Lazy logits [R, vocab] of a plan in the rows layout, its input tokens int32 [T] given; submits them,
-        and with them the pages' new state, so that the next forward may write in place. `late` int32
+        """Lazy logits [R, vocab] of a plan in the rows layout, its input tokens int32 [T] given; submits
+        them, and with them the pages' new state, so that the next forward may write in place. `late` int32
         [entries] is added to the entries' starts."""
         spans = [
             end - 1 - len(e.draft) for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)

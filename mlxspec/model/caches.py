@@ -163,5 +163,5 @@ def placed(slots: list[int]) -> mx.array | slice:
 def _rows(x: mx.array) -> mx.array:
     """[B, H, L, D] -> [H, B * L, D]."""
     if x.shape[0] == 1:
-        return x[0]
+        return x.squeeze(0)
     return x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1, x.shape[3])

@@ -5,6 +5,7 @@ Rule: `plain` is mlx-lm's own forward with mlx-lm's own caches, one sequence, on
 
 import functools
 import importlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -250,6 +251,7 @@ def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0
         if e.busy:
             outputs += e.step()
             e.check()
+            time.sleep(1e-3 * e.rests)  # it waits for the disk
         elif i >= last:
             break
     assert not e.busy, "the engine did not come to rest"

@@ -137,7 +137,7 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_this_machine() -> None:
     assert 1 << 20 < memory.available() < memory.total() < 1 << 50
     before, held = memory.footprint(), b"x" * (64 << 20)
-    assert memory.footprint() - before > 60 << 20 and held
+    assert memory.footprint() - before > 32 << 20 and held  # others may give some back meanwhile
 
 
 def test_nothing_sets_the_wired_limit() -> None:

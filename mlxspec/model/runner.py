@@ -198,22 +198,27 @@ class Runner:
             firsts = [s for e, s in zip(plan, spans, strict=True) for _ in range(e.sampled)]
             behind = late if late is None else _per_row(late, plan, lambda e: e.sampled)
             sampled = sample(logits, rows, ids, firsts, behind, drafts_of(plan, spans))
-        # The samples need every page of the rows layout; to name all pools besides takes MLX 1 ms on a CPU.
-        state = [] if sampled and self.layout == "rows" else self._state(plan)
-        # New memory, not a view: whoever holds a view of a pool forbids the next step to write in place.
-        marker = sampled.tokens if sampled else state[-1].flatten()[:1] + 0
+        # The samples need every pool. One that is named, MLX holds until all of the step is done, and copies
+        # where the next writes it before that. So what tells of a step is new memory, not a view of a pool.
+        marks = [sampled.tokens] if sampled else [end.flatten()[:1] + 0 for end in self._ends(plan)]
+        own = self._own(plan) if self.layout == "solo" else []
         began = time.perf_counter()
-        mx.async_eval(marker, *(sampled.arrays() if sampled else ()), *state)
-        step = Step(plan, ids, spans, rows, sampled, marker)
+        mx.async_eval(*marks, *(sampled.arrays() if sampled else ()), *own)
+        step = Step(plan, ids, spans, rows, sampled, marks[-1])
         step.held = time.perf_counter() - began
         return step
 
-    def _state(self, plan: Sequence[Entry]) -> list[mx.array]:
-        """What a step leaves behind on the device."""
+    def _ends(self, plan: Sequence[Entry]) -> list[mx.array]:
+        """What all else that a step leaves on the device is computed before: K and V of the last layer that
+        has any, which rest on those of the layers before it."""
         if self.layout == "solo":
-            leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
-            return [a for _, a in leaves if isinstance(a, mx.array)]
-        return self._pools() or list(plan[-1].seq.state)
+            return self._own(plan)[-1:]
+        return self._pools()[-2:] or list(plan[-1].seq.state[-1:])
+
+    def _own(self, plan: Sequence[Entry]) -> list[mx.array]:
+        """What mlx-lm's own caches hold."""
+        leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
+        return [a for _, a in leaves if isinstance(a, mx.array)]
 
     def _pools(self) -> list[mx.array]:
         return [pool for pages in self.pages() for pool in pages.pools()]
@@ -361,8 +366,9 @@ class Runner:
             finally:
                 self.states.close()
             logits = logits if self.trunk else logits[view.sampled]
-            # The next forward writes the pools that this one reads; in one graph MLX would copy them.
-            mx.async_eval(logits, *self._pools(), *left)
+            # The next forward writes the pools that this one reads; in one graph MLX would copy them. All of
+            # them are needed for the logits; to name them would hold them until those are there.
+            mx.async_eval(logits, *left)
             for i, e, row in zip(batch, entries, logits, strict=True):
                 if e.samples:
                     found[i] = row[most - e.sampled :]

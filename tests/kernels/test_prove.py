@@ -305,9 +305,8 @@ def test_a_file_that_is_torn_or_about_something_else_is_a_miss(
 
 
 CHILD = """
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 import mlx.core as mx
 from mlxspec.kernels import prove
 from mlxspec.kernels.kept import Shelf

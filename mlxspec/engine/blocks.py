@@ -4,6 +4,7 @@ Rule: a block's content is only trusted under its key, a hash chained over every
 committed blocks carry one. Block 0 is the null block: padding points there, nobody owns it.
 """
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 
 from mlxspec.types import NULL_BLOCK
 
+AGE_S = 300.0  # what is unused for so long gives way before memory is taken; Anthropic's cache keeps as long
 PARTS = 8  # copy sources remembered under one parent; the oldest is forgotten first
 
 
@@ -37,7 +39,8 @@ class BlockPool:
         self.size, self.block_size = blocks, block_size
         self.root = blake2b(salt, digest_size=16).digest()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))  # in eviction order
-        self.spent: OrderedDict[int, None] = OrderedDict()  # of the free ones, what is hardly of use
+        self.kept: OrderedDict[int, float] = OrderedDict()  # those with known content, and since when
+        self.spent: OrderedDict[int, None] = OrderedDict()  # of these, what is hardly of use
         self.refs = [0] * blocks
         self.given = NULL_BLOCK  # the highest block that was ever given out
         self.thrifty = False  # rather forget than take memory for a block that was never given out
@@ -45,7 +48,7 @@ class BlockPool:
         self.key: dict[int, bytes] = {}
         self.parts: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent key -> block -> its tokens
         self.parent: dict[int, bytes] = {}
-        self.cached = 0  # free blocks that still hold known content
+        self.clock = time.monotonic
 
     @property
     def capacity(self) -> int:
@@ -82,14 +85,16 @@ class BlockPool:
         return [self._take() for _ in range(n)]
 
     def _take(self) -> int:
-        """A block without known content, else one that is spent, else the one not used for longest."""
+        """A block without known content, else one that is spent, else the one not used for longest. One that
+        was never given out takes memory: what is not used for AGE_S goes before it."""
         block = next(iter(self.free))
-        if self.thrifty and block > self.given:
-            block = next((b for b in self.free if b <= self.given), block)
+        if block > self.given and self.kept:
+            oldest, since = next(iter(self.kept.items()))
+            block = oldest if self.thrifty or self.clock() - since > AGE_S else block
         if self.spent and self._known(block):
             block = next(iter(self.spent))
-        self.cached -= self._known(block)
         del self.free[block]
+        self.kept.pop(block, None)
         self.spent.pop(block, None)
         self._forget(block)
         self.refs[block] = 1
@@ -101,21 +106,23 @@ class BlockPool:
         for block in blocks:
             if self.refs[block] == 0:
                 del self.free[block]
+                self.kept.pop(block, None)
                 self.spent.pop(block, None)
-                self.cached -= self._known(block)
             self.refs[block] += 1
 
     def drop(self, blocks: Sequence[int], spent: bool = False) -> None:
         """One reference less to each, the tail first, so that a prefix outlives what followed it; what is
         `spent` goes before all other known content."""
+        now = self.clock()
         for block in reversed(blocks):
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 self.free[block] = None
-                self.cached += self._known(block)
                 if not self._known(block):
                     self.free.move_to_end(block, last=False)
-                elif spent:
+                    continue
+                self.kept[block] = now
+                if spent:
                     self.spent[block] = None
 
     def publish(self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int) -> None:
@@ -144,11 +151,11 @@ class BlockPool:
 
     def forget(self) -> int:
         """Forget what the free blocks hold; how many were known."""
-        known = [block for block in self.free if self._known(block)]
+        known = list(self.kept)
         for block in reversed(known):
             self._forget(block)
             self.free.move_to_end(block, last=False)  # before those that would take new memory
-        self.cached = 0
+        self.kept.clear()
         self.spent.clear()
         return len(known)
 
@@ -161,8 +168,8 @@ class BlockPool:
             held = Counter(block for table in tables for block in table)
             assert NULL_BLOCK not in held, "a table holds the null block"
             assert all(self.refs[b] == held[b] for b in range(self.size)), "references differ from the tables"
-        assert all(b in self.free and self._known(b) for b in self.spent), "a spent block is not free"
-        assert self.cached == sum(map(self._known, self.free)), "the count of cached blocks is off"
+        assert self.spent.keys() <= self.kept.keys(), "a spent block is not kept"
+        assert list(self.kept) == [b for b in self.free if self._known(b)], "kept and known blocks differ"
         assert self.key == {block: key for key, block in self.index.items()}, "index and keys differ"
         listed = {block: parent for parent, blocks in self.parts.items() for block in blocks}
         assert listed == self.parent, "copy sources differ from their parents"
@@ -185,8 +192,9 @@ class BlockPool:
             oldest = next(iter(blocks))
             self._withdraw(oldest)
             if oldest in self.free and oldest not in self.key:
-                self.cached -= 1
+                self.kept.pop(oldest)
                 self.spent.pop(oldest, None)
+                self.free.move_to_end(oldest, last=False)
 
     def _withdraw(self, block: int) -> None:
         parent = self.parent.pop(block)

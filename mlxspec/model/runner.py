@@ -134,15 +134,15 @@ class Runner:
         GROWING.add(self)
 
     def grow(self) -> None:
-        """Have memory for all blocks that were given out, and half as many again, so that this is rare. Layer
-        by layer: the pool that is copied lies beside its copy."""
+        """Have memory for all blocks that were given out, and half as many again but no more than an eighth
+        of all, so that it is rare. Layer by layer: the pool that is copied lies beside its copy."""
         if self._given is None:
             return
         view = self.view
         for (pool, size), highest in zip(view.blocks.items(), self._given(), strict=True):
             if highest < view.held[pool]:
                 continue
-            blocks = min(size, (highest + 1) * 3 // 2)
+            blocks = min(size, highest + 1 + min((highest + 1) // 2, -(-size // 8)))
             for pages in self.pages():
                 if pages.pool == pool:
                     pages.grow(blocks)
@@ -198,22 +198,17 @@ class Runner:
             firsts = [s for e, s in zip(plan, spans, strict=True) for _ in range(e.sampled)]
             behind = late if late is None else _per_row(late, plan, lambda e: e.sampled)
             sampled = sample(logits, rows, ids, firsts, behind, drafts_of(plan, spans))
-        # The samples need every pool. One that is named, MLX holds until all of the step is done, and copies
-        # where the next writes it before that. So what tells of a step is new memory, not a view of a pool.
-        marks = [sampled.tokens] if sampled else [end.flatten()[:1] + 0 for end in self._ends(plan)]
+        # The samples need every pool; without any, K and V of the last layer rest on those of all before it.
+        # A pool that is named, MLX holds until all of the step is done, and copies where the next writes it
+        # before that. So what tells of a step is new memory, not a view of a pool.
         own = self._own(plan) if self.layout == "solo" else []
+        ends = own[-1:] or self._pools()[-2:] or list(plan[-1].seq.state[-1:])
+        marks = [sampled.tokens] if sampled else [end.flatten()[:1] + 0 for end in ends]
         began = time.perf_counter()
         mx.async_eval(*marks, *(sampled.arrays() if sampled else ()), *own)
         step = Step(plan, ids, spans, rows, sampled, marks[-1])
         step.held = time.perf_counter() - began
         return step
-
-    def _ends(self, plan: Sequence[Entry]) -> list[mx.array]:
-        """What all else that a step leaves on the device is computed before: K and V of the last layer that
-        has any, which rest on those of the layers before it."""
-        if self.layout == "solo":
-            return self._own(plan)[-1:]
-        return self._pools()[-2:] or list(plan[-1].seq.state[-1:])
 
     def _own(self, plan: Sequence[Entry]) -> list[mx.array]:
         """What mlx-lm's own caches hold."""

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlxspec.engine.blocks import PARTS, BlockPool
+from mlxspec.engine.blocks import AGE_S, PARTS, BlockPool
 
 SIZE = 4
 
@@ -58,7 +58,7 @@ def test_dropped_content_lives_until_its_block_is_needed_tails_first() -> None:
     tokens = list(range(16))
     table = hold(pool, tokens)
     pool.drop(table)
-    assert (pool.used, pool.cached) == (0, 4)
+    assert (pool.used, len(pool.kept)) == (0, 4)
     assert pool.alloc(1) == [table[3]]
     assert pool.match(tokens).blocks == tuple(table[:3])
     pool.share(table[:3])
@@ -93,8 +93,26 @@ def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
     pool.publish(range(12), table, keys, 12)
     pool.drop(table)
     pool.thrifty = True
-    assert sorted(pool.alloc(2) or []) == [2, 3] and pool.cached == 1
+    assert sorted(pool.alloc(2) or []) == [2, 3] and len(pool.kept) == 1
     assert pool.alloc(2) == [1, 4], "and takes it where nothing else is left"
+    pool.check()
+
+
+def test_what_nobody_used_for_long_gives_way_before_memory_is_taken() -> None:
+    now = 0.0
+    pool = BlockPool(20, SIZE)
+    pool.clock = lambda: now
+    old, young = hold(pool, [1, 2, 3, 4, 5]), hold(pool, [7] * 8)
+    pool.drop(old)
+    pool.drop(young)
+    now = AGE_S
+    assert pool.alloc(1) == [5], "not yet"
+    hit = pool.match([7] * 9).blocks
+    pool.share(hit)
+    pool.drop(hit)  # used once more
+    now = 1.5 * AGE_S
+    assert pool.alloc(3) == [2, 1, 6], "the old one's, tail first, then what was never given out"
+    assert pool.match([7] * 9).blocks == tuple(young)
     pool.check()
 
 
@@ -128,7 +146,9 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.now = 0.0
         self.pool = BlockPool(12, SIZE)
+        self.pool.clock = lambda: self.now
         self.live: list[tuple[list[int], list[int], list[bytes]]] = []
         self.content: dict[int, dict[int, tuple[int, ...]]] = {}  # block -> slot -> the whole prefix there
 
@@ -165,10 +185,15 @@ class Machine(RuleBasedStateMachine):
         _, table, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.pool.drop(table)
 
+    @rule(thrifty=st.booleans())
+    def time_passes(self, thrifty: bool) -> None:
+        self.now += AGE_S
+        self.pool.thrifty = thrifty
+
     @rule()
     def forget(self) -> None:
-        known, held = self.pool.cached, self.pool.used
-        assert self.pool.forget() == known and (self.pool.cached, self.pool.used) == (0, held)
+        known, held = len(self.pool.kept), self.pool.used
+        assert self.pool.forget() == known and (len(self.pool.kept), self.pool.used) == (0, held)
 
     @invariant()
     def holds(self) -> None:

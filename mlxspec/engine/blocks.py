@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxspec.types import NULL_BLOCK
 
-AGE_S = 300.0  # what is unused for so long gives way before memory is taken; Anthropic's cache keeps as long
+AGE_S = 300.0  # an `age` for content that can be had again; as long as Anthropic's cache keeps what it has
 PARTS = 8  # copy sources remembered under one parent; the oldest is forgotten first
 
 
@@ -39,7 +39,8 @@ class BlockPool:
         self.size, self.block_size = blocks, block_size
         self.root = blake2b(salt, digest_size=16).digest()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))  # in eviction order
-        self.kept: OrderedDict[int, float] = OrderedDict()  # those with known content, and since when
+        self.idle: OrderedDict[int, float] = OrderedDict()  # those with known content, and since when
+        self.age = float("inf")  # seconds that known content is left alone for, while other blocks are free
         self.spent: OrderedDict[int, None] = OrderedDict()  # of these, what is hardly of use
         self.refs = [0] * blocks
         self.given = NULL_BLOCK  # the highest block that was ever given out
@@ -85,16 +86,16 @@ class BlockPool:
         return [self._take() for _ in range(n)]
 
     def _take(self) -> int:
-        """A block without known content, else one that is spent, else the one not used for longest. One that
-        was never given out takes memory: what is not used for AGE_S goes before it."""
+        """A block without known content, else one that is spent, else the one not used for longest. What none
+        used for `age` goes before one that was never given out, for which memory may have to be taken."""
         block = next(iter(self.free))
-        if block > self.given and self.kept:
-            oldest, since = next(iter(self.kept.items()))
-            block = oldest if self.thrifty or self.clock() - since > AGE_S else block
+        if block > self.given and self.idle:
+            oldest, since = next(iter(self.idle.items()))
+            block = oldest if self.thrifty or self.clock() - since > self.age else block
         if self.spent and self._known(block):
             block = next(iter(self.spent))
         del self.free[block]
-        self.kept.pop(block, None)
+        self.idle.pop(block, None)
         self.spent.pop(block, None)
         self._forget(block)
         self.refs[block] = 1
@@ -106,7 +107,7 @@ class BlockPool:
         for block in blocks:
             if self.refs[block] == 0:
                 del self.free[block]
-                self.kept.pop(block, None)
+                self.idle.pop(block, None)
                 self.spent.pop(block, None)
             self.refs[block] += 1
 
@@ -121,7 +122,7 @@ class BlockPool:
                 if not self._known(block):
                     self.free.move_to_end(block, last=False)
                     continue
-                self.kept[block] = now
+                self.idle[block] = now
                 if spent:
                     self.spent[block] = None
 
@@ -151,11 +152,11 @@ class BlockPool:
 
     def forget(self) -> int:
         """Forget what the free blocks hold; how many were known."""
-        known = list(self.kept)
+        known = list(self.idle)
         for block in reversed(known):
             self._forget(block)
             self.free.move_to_end(block, last=False)  # before those that would take new memory
-        self.kept.clear()
+        self.idle.clear()
         self.spent.clear()
         return len(known)
 
@@ -168,8 +169,8 @@ class BlockPool:
             held = Counter(block for table in tables for block in table)
             assert NULL_BLOCK not in held, "a table holds the null block"
             assert all(self.refs[b] == held[b] for b in range(self.size)), "references differ from the tables"
-        assert self.spent.keys() <= self.kept.keys(), "a spent block is not kept"
-        assert list(self.kept) == [b for b in self.free if self._known(b)], "kept and known blocks differ"
+        assert self.spent.keys() <= self.idle.keys(), "a spent block is not idle"
+        assert list(self.idle) == [b for b in self.free if self._known(b)], "idle blocks are not those known"
         assert self.key == {block: key for key, block in self.index.items()}, "index and keys differ"
         listed = {block: parent for parent, blocks in self.parts.items() for block in blocks}
         assert listed == self.parent, "copy sources differ from their parents"
@@ -192,7 +193,7 @@ class BlockPool:
             oldest = next(iter(blocks))
             self._withdraw(oldest)
             if oldest in self.free and oldest not in self.key:
-                self.kept.pop(oldest)
+                self.idle.pop(oldest)
                 self.spent.pop(oldest, None)
                 self.free.move_to_end(oldest, last=False)
 

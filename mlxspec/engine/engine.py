@@ -278,7 +278,7 @@ class Engine:
     def stats(self) -> Stats:
         """A snapshot. The caller adds `progress` and `disk_bytes`, which are not of one model."""
         pool, c = self.scheduler.pool, self.counters
-        used, cached = pool.used, len(pool.kept)
+        used, cached = pool.used, len(pool.idle)
         disk = self.tier.disk.stats() if self.tier is not None else DiskStats()
         states = self.scheduler.groups.states
         return Stats(

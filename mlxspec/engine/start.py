@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mlxspec.engine import known, memory
-from mlxspec.engine.blocks import BlockPool
+from mlxspec.engine.blocks import AGE_S, BlockPool
 from mlxspec.engine.disk import PENDING, READING, Disk
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.groups import Groups, Window
@@ -191,6 +191,8 @@ def _bar(text: str) -> Iterator[Callable[[int, int], None]]:
 def _outlive(engine: Engine, disk: Disk, options: Options) -> None:
     """Let what is computed outlive the process."""
     engine.tier = engine.scheduler.tier = Tier(disk, engine.scheduler.groups, Transfer(engine.runner))
+    for pool in engine.scheduler.groups.pools:
+        pool.age = AGE_S
     held, most = memory.gib(disk.stats().bytes), memory.gib(options.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, options.disk)
     if options.disk_bytes < DISK_LEAST:

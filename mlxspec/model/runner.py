@@ -108,7 +108,7 @@ class Runner:
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
         self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
-        self._given: Callable[[], Sequence[int]] | None = None
+        self._given: Callable[[], Sequence[int]] = tuple  # nobody tells: the pools have their size
         if kv_bits and layout == "solo":
             raise Unfit(f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0")
         self.caches: list[Any] = []
@@ -116,6 +116,7 @@ class Runner:
             install(model)
             self.caches = [self._cache(c) for c in make_prompt_cache(model)]
         flat = [c for cache in self.caches for c in getattr(cache, "caches", [cache])]
+        self._several = len(flat) > len(self.caches)  # in a layer; deepseek_v32 makes one wait for the other
         self._paged = [c for c in flat if isinstance(c, Pages)]
         self.states = States([c for c in flat if isinstance(c, State)], rewind == "tape")
         if self.states.layers:
@@ -136,10 +137,8 @@ class Runner:
     def grow(self) -> None:
         """Have memory for all blocks that were given out, and half as many again but no more than an eighth
         of all, so that it is rare. Layer by layer: the pool that is copied lies beside its copy."""
-        if self._given is None:
-            return
         view = self.view
-        for (pool, size), highest in zip(view.blocks.items(), self._given(), strict=True):
+        for (pool, size), highest in zip(view.blocks.items(), self._given(), strict=False):
             if highest < view.held[pool]:
                 continue
             blocks = min(size, highest + 1 + min((highest + 1) // 2, -(-size // 8)))
@@ -202,7 +201,7 @@ class Runner:
         # A pool that is named, MLX holds until all of the step is done, and copies where the next writes it
         # before that. So what tells of a step is new memory, not a view of a pool.
         own = self._own(plan) if self.layout == "solo" else []
-        ends = own[-1:] or self._pools()[-2:] or list(plan[-1].seq.state[-1:])
+        ends = [] if sampled else own[-1:] or self._pools()[-2:] or list(plan[-1].seq.state[-1:])
         marks = [sampled.tokens] if sampled else [end.flatten()[:1] + 0 for end in ends]
         began = time.perf_counter()
         mx.async_eval(*marks, *(sampled.arrays() if sampled else ()), *own)
@@ -361,9 +360,9 @@ class Runner:
             finally:
                 self.states.close()
             logits = logits if self.trunk else logits[view.sampled]
-            # The next forward writes the pools that this one reads; in one graph MLX would copy them. All of
-            # them are needed for the logits; to name them would hold them until those are there.
-            mx.async_eval(logits, *left)
+            # The next forward writes the pools that this one reads; in one graph MLX would copy them. To name
+            # them would hold them until all is done, so it is left out where the logits need all of them.
+            mx.async_eval(logits, *left, *(self._pools() if self._several else ()))
             for i, e, row in zip(batch, entries, logits, strict=True):
                 if e.samples:
                     found[i] = row[most - e.sampled :]

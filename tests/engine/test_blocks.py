@@ -58,7 +58,7 @@ def test_dropped_content_lives_until_its_block_is_needed_tails_first() -> None:
     tokens = list(range(16))
     table = hold(pool, tokens)
     pool.drop(table)
-    assert (pool.used, len(pool.kept)) == (0, 4)
+    assert (pool.used, len(pool.idle)) == (0, 4)
     assert pool.alloc(1) == [table[3]]
     assert pool.match(tokens).blocks == tuple(table[:3])
     pool.share(table[:3])
@@ -93,7 +93,7 @@ def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
     pool.publish(range(12), table, keys, 12)
     pool.drop(table)
     pool.thrifty = True
-    assert sorted(pool.alloc(2) or []) == [2, 3] and len(pool.kept) == 1
+    assert sorted(pool.alloc(2) or []) == [2, 3] and len(pool.idle) == 1
     assert pool.alloc(2) == [1, 4], "and takes it where nothing else is left"
     pool.check()
 
@@ -101,7 +101,7 @@ def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
 def test_what_nobody_used_for_long_gives_way_before_memory_is_taken() -> None:
     now = 0.0
     pool = BlockPool(20, SIZE)
-    pool.clock = lambda: now
+    pool.clock, pool.age = lambda: now, AGE_S
     old, young = hold(pool, [1, 2, 3, 4, 5]), hold(pool, [7] * 8)
     pool.drop(old)
     pool.drop(young)
@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.pool = BlockPool(12, SIZE)
-        self.pool.clock = lambda: self.now
+        self.pool.clock, self.pool.age = lambda: self.now, AGE_S
         self.live: list[tuple[list[int], list[int], list[bytes]]] = []
         self.content: dict[int, dict[int, tuple[int, ...]]] = {}  # block -> slot -> the whole prefix there
 
@@ -192,8 +192,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        known, held = len(self.pool.kept), self.pool.used
-        assert self.pool.forget() == known and (len(self.pool.kept), self.pool.used) == (0, held)
+        known, held = len(self.pool.idle), self.pool.used
+        assert self.pool.forget() == known and (len(self.pool.idle), self.pool.used) == (0, held)
 
     @invariant()
     def holds(self) -> None:

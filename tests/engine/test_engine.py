@@ -1,5 +1,6 @@
 """The loop's own promises: overlap, late stops, one pool in place, no leak."""
 
+import io
 import random
 import time
 from types import SimpleNamespace
@@ -182,12 +183,32 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
             e.add(tiny.request(f"r{i}", [*range(40 + 10 * i), 300 + i], 6, temperature=0.7))
         tiny.run(e)
         e.scheduler.pace.fixed = 48
-        e.add(tiny.request("steps without samples", range(300, 520), 2))
+        e.add(tiny.request("steps without samples", [(7 * i + 3) % tiny.VOCAB for i in range(220)], 2))
         tiny.run(e)
 
     assert growth(some) < layer / 2
     # What a window of its own has passed goes first.
     assert e.counters["cached"] >= (70 if kind == "gpt_oss" else 40 + 50 + 60 + 70)
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [("qwen3", "rows"), ("llama", "gather"), ("qwen3_next", "rect"), ("deepseek_v32", "gather")],
+)
+def test_no_step_leaves_a_graph_behind(kind: str, layout: Layout) -> None:
+    """Neither one without samples nor what the samples do not need: it would grow, and hold its inputs."""
+    e = tiny.engine(tiny.model(kind), layout=layout, budget=16)
+    e.add(tiny.request("a", [7 * i % 64 for i in range(50)], 3))
+
+    def look(_: int) -> None:
+        graph = io.StringIO()
+        for pool in e.runner._pools():
+            mx.export_to_dot(graph, pool)
+        assert "rectangle" not in graph.getvalue()
+
+    tiny.run(e, look)
+    look(0)
+    assert e.counters["steps"] >= 6
 
 
 def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:
@@ -198,7 +219,7 @@ def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:
     tiny.run(e)
     e.add(tiny.request("r", range(24), 3))
     e.step()
-    assert e.counters["cached"] == 23 and e.runner.view.slots[None] == slice(NULL_BLOCK, NULL_BLOCK + 1)
+    assert e.counters["cached"] == 23 and e.runner.view.slots[None] == slice(0, 1)
     e.step()
     (own,) = range(8 * 64)[e.runner.view.slots[None]]
     shared = e.scheduler.running[0].table[:3]

@@ -283,6 +283,7 @@ def test_logits_of_another_width(width: int, temperature: float, monkeypatch: py
 
     monkeypatch.setattr(Chain, "draft", lambda self, entries, before: draft(entries, before))
     for r, answer in zip((free, common), right, strict=True):
+        seen.clear()
         e.add(r)
         out = tiny.run(e)
         assert tiny.tokens(out, r.id) == answer

@@ -28,6 +28,7 @@ TURNS = 10
 AROUND = 40  # tokens of a turn besides its text: template, answer
 STREAMS = (1, 4, 8, 16)
 LIBRARY = ("argparse.py", "ast.py", "asyncio/tasks.py", "bdb.py", "calendar.py", "cmd.py", "csv.py")
+ATTEMPTS = 4  # prompts, until the model has more to say than fits before a client leaves
 LEAVE, AFTER = 1.5, 10.0  # seconds: when a client leaves, and how long the server is watched then
 Figures = dict[str, float]
 # The tasks that a round of a workload takes from each list.
@@ -241,10 +242,16 @@ async def _session(server: Running, setting: Setting, round: int) -> Figures:
 
 
 async def _disconnect(server: Running, setting: Setting, round: int) -> Figures:
-    """CPU that goes on being used after the client of a whole answer has hung up."""
-    prompt = setting.long(40, setting.seed + 10 * round + 7)
-    body = plain(prompt, min(1000, setting.window // 2))
-    await http.leave(server.url, body, LEAVE)
+    """CPU that goes on being used after the client of a whole answer has hung up. The model may end one of
+    them before that."""
+    for attempt in range(ATTEMPTS):
+        prompt = setting.long(40, setting.seed + 10 * round + 7 + 100 * attempt)
+        try:
+            await http.leave(server.url, plain(prompt, min(1000, setting.window // 2)), LEAVE)
+            break
+        except http.Early:
+            if attempt == ATTEMPTS - 1:
+                raise
     await asyncio.sleep(0.5)
     before = usage(server.process.pid).cpu
     await asyncio.sleep(AFTER)

@@ -38,6 +38,10 @@ class Silent(Refused):
     """An answer without text: the model ended at once."""
 
 
+class Early(Refused):
+    """An answer that was whole before it was wanted to be."""
+
+
 @dataclass(slots=True)
 class Answer:
     """What came: `at` is the time of each piece that holds text. `tokens` and `prompt` are as the server
@@ -112,13 +116,13 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
 
 
 async def leave(url: str, body: dict[str, Any], after: float) -> None:
-    """Ask for a whole answer, and hang up after `after` seconds."""
+    """Ask for a whole answer, and hang up after `after` seconds. Raises Early where it is there by then."""
     async with httpx.AsyncClient(timeout=TIMEOUT) as client:
         path = CHAT if "messages" in body else TEXT
         request = asyncio.create_task(client.post(url + path, json={"model": NAME, **body}))
         await asyncio.wait((request,), timeout=after)
         if request.done():
-            raise Refused(f"{path}: answered before the client could leave: {request.result().text[:200]}")
+            raise Early(f"{path}: answered before the client could leave: {request.result().text[:200]}")
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
 

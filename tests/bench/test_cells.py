@@ -10,7 +10,7 @@ import pytest
 
 from bench import cells
 from bench.cells import DRAWN, WORKLOADS, Setting, some
-from bench.http import Answer, Silent
+from bench.http import Answer, Early, Silent
 from mlxspec.bench.workloads import Task
 
 
@@ -46,3 +46,25 @@ def test_a_turn_without_an_answer_has_no_time(monkeypatch: pytest.MonkeyPatch) -
     found = asyncio.run(cells._session(cast(Any, SimpleNamespace(url="")), cast(Any, None), 0))
     assert asked == list(range(1, 20, 2)) and "ttft_turn_3_s" not in found
     assert found["ttft_turn_10_s"] == 10 and found["ttft_later_s"] == 6.5
+
+
+def test_a_client_that_was_answered_too_soon_asks_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    early = 2
+
+    async def leave(url: str, body: dict[str, Any], after: float) -> None:
+        asked.append(body["prompt"])
+        if len(asked) <= early:
+            raise Early("answered")
+
+    monkeypatch.setattr(cells.http, "leave", leave)
+    monkeypatch.setattr(cells, "AFTER", 0.0)
+    monkeypatch.setattr(cells, "usage", lambda pid: SimpleNamespace(cpu=3.0))
+    server = cast(Any, SimpleNamespace(url="", process=SimpleNamespace(pid=0)))
+    setting = cast(Any, SimpleNamespace(long=lambda n, seed: f"{n} {seed}", seed=1, window=8192))
+    assert asyncio.run(cells._disconnect(server, setting, 0)) == {"cpu_after_leaving_s": 0.0}
+    assert len(asked) == len(set(asked)) == 3
+    early = 100
+    with pytest.raises(Early):
+        asyncio.run(cells._disconnect(server, setting, 0))
+    assert len(asked) == 3 + cells.ATTEMPTS

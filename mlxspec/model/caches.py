@@ -81,8 +81,10 @@ class Pages:
         return self, self
 
     def write(self, k: mx.array, v: mx.array) -> None:
-        """k, v: [B, kv_heads, L, D], rows B-major as in the view."""
+        """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises Unfit where one has no width."""
         if self.keys is None or self.values is None:
+            if not k.shape[3] * v.shape[3]:  # some reads of such a pool would work, others end the process
+                raise Unfit("a layer keeps keys without values, or the other way round")
             if bits := self.view.kv_bits:
                 self.packings = Packing(k.shape[3], k.dtype, bits), Packing(v.shape[3], v.dtype, bits)
             self.keys, self.values = map(self._pool, (k, v), self.packings)

@@ -137,16 +137,15 @@ class Runner:
     def grow(self) -> None:
         """Have memory for all blocks that were given out, and half as many again but no more than an eighth
         of all, so that it is rare. Layer by layer: the pool that is copied lies beside its copy."""
-        view = self.view
-        for (pool, size), highest in zip(view.blocks.items(), self._given(), strict=False):
-            if highest < view.held[pool]:
+        for (pool, size), highest in zip(self.view.blocks.items(), self._given(), strict=False):
+            if highest < self.view.held[pool]:
                 continue
             blocks = min(size, highest + 1 + min((highest + 1) // 2, -(-size // 8)))
             for pages in self.pages():
                 if pages.pool == pool:
                     pages.grow(blocks)
                     mx.clear_cache()
-            view.held[pool] = blocks  # last: where memory is short on the way, it is tried again
+            self.view.held[pool] = blocks  # last: where memory is short on the way, it is tried again
 
     def owed(self) -> int:
         """Bytes by which the pools may still grow."""

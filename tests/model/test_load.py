@@ -31,6 +31,7 @@ from tests import tiny
         ("deepseek_v3", "gather", False),
         ("internlm2", "rect", True),
         ("llama4", "solo", True),
+        ("minimax_m3_vl", "solo", True),  # keys without values; some reads of such pages would work
     ],
 )
 def test_layouts(kind: str, layout: str, lone: bool) -> None:

@@ -5,6 +5,7 @@ Rule: `plain` is mlx-lm's own forward with mlx-lm's own caches, one sequence, on
 
 import functools
 import importlib
+import io
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -241,6 +242,14 @@ def request(
 ) -> Request:
     stop = kw.pop("stop_tokens", frozenset())
     return Request(name, tuple(prompt), n, Sampling(temperature=temperature, **kw), stop, choices)
+
+
+def settled(e: Engine) -> bool:
+    """Whether no pool waits for a graph, which would grow and hold its inputs."""
+    graph = io.StringIO()
+    for pool in e.runner._pools():
+        mx.export_to_dot(graph, pool)
+    return "rectangle" not in graph.getvalue()
 
 
 def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0) -> list[Output]:

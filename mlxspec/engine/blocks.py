@@ -92,7 +92,7 @@ class BlockPool:
         if block > self.given and self.idle:
             oldest, since = next(iter(self.idle.items()))
             block = oldest if self.thrifty or self.clock() - since > self.age else block
-        if self.spent and self._known(block):
+        if self.spent and block in self.idle:
             block = next(iter(self.spent))
         del self.free[block]
         self.idle.pop(block, None)

@@ -108,7 +108,7 @@ class Runner:
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
         self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
-        self._given: Callable[[], Sequence[int]] = tuple  # nobody tells: the pools have their size
+        self._given: Callable[[], Sequence[int]] = lambda: [0] * len(self.view.blocks)  # they have their size
         if kv_bits and layout == "solo":
             raise Unfit(f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0")
         self.caches: list[Any] = []
@@ -137,7 +137,7 @@ class Runner:
     def grow(self) -> None:
         """Have memory for all blocks that were given out, and half as many again but no more than an eighth
         of all, so that it is rare. Layer by layer: the pool that is copied lies beside its copy."""
-        for (pool, size), highest in zip(self.view.blocks.items(), self._given(), strict=False):
+        for (pool, size), highest in zip(self.view.blocks.items(), self._given(), strict=True):
             if highest < self.view.held[pool]:
                 continue
             blocks = min(size, highest + 1 + min((highest + 1) // 2, -(-size // 8)))

@@ -33,11 +33,12 @@ LEAVE, AFTER = 1.5, 10.0  # seconds: when a client leaves, and how long the serv
 Figures = dict[str, float]
 # The tasks that a round of a workload takes from each list.
 DRAWN: dict[str, dict[str, int]] = {
-    "chat": {"chat": 1},
+    "chat": {"chat": 4},
     "edit": {"edits": 2},
     "humaneval": {"humaneval": 1},
     **{f"streams {n}": {"humaneval": n - n // 2, "chat": n // 2} for n in STREAMS},
 }
+TOKENS = {"chat": 48, "edit": 128, "humaneval": 64, **{f"streams {n}": 32 for n in STREAMS}}  # of an answer
 
 
 @dataclass(slots=True)
@@ -119,10 +120,12 @@ def body_of(task: Task, setting: Setting, tokens: int) -> dict[str, Any]:
     return plain(setting.tokenizer.decode(ids) + task.opening, tokens)
 
 
-def _tasks(workload: str, corpus: str, tokens: int) -> Cell:
+def _tasks(workload: str, corpus: str) -> Cell:
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
         asked = some(workload, corpus, setting, round)
-        return await _alone(server, setting, [body_of(t, setting, setting.tokens(tokens)) for t in asked])
+        return await _alone(
+            server, setting, [body_of(t, setting, setting.tokens(TOKENS[workload])) for t in asked]
+        )
 
     return cell
 
@@ -139,11 +142,12 @@ def _streams(count: int) -> Cell:
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
         code, talk = (some(f"streams {count}", corpus, setting, round) for corpus in ("humaneval", "chat"))
         asked = [t for pair in zip_longest(code, talk) for t in pair if t]
+        tokens = setting.tokens(TOKENS[f"streams {count}"])
         waits = arrivals(count, 2 / count, setting.seed + round)
 
         async def one(task: Task, wait: float) -> Answer:
             await asyncio.sleep(wait)
-            return await ask(server.url, body_of(task, setting, setting.tokens(32)))
+            return await ask(server.url, body_of(task, setting, tokens))
 
         began = time.perf_counter()
         answers = await asyncio.gather(*(one(t, w) for t, w in zip(asked, waits, strict=True)))
@@ -269,9 +273,9 @@ class Workload:
 
 
 WORKLOADS = {
-    "chat": Workload(_tasks("chat", "chat", 48), 7),
-    "edit": Workload(_tasks("edit", "edits", 128), 25),
-    "humaneval": Workload(_tasks("humaneval", "humaneval", 64), 9),
+    "chat": Workload(_tasks("chat", "chat"), 20),
+    "edit": Workload(_tasks("edit", "edits"), 25),
+    "humaneval": Workload(_tasks("humaneval", "humaneval"), 9),
     **{f"streams {n}": Workload(_streams(n), 4 + n) for n in STREAMS},
     "prefill": Workload(_prefill, 15, settle=True),
     "first token": Workload(_first, 25, settle=True),

@@ -45,7 +45,11 @@ def streams(axes: "Axes", rows: Rows) -> bool:
     drawn = _lines(axes, rows, STREAMS, lambda n: (f"streams {n}", "tokens_per_s"))
     axes.set_xscale("log", base=2)
     axes.set_xticks(STREAMS, [str(n) for n in STREAMS])
-    axes.set(xlabel="requests that arrive together", ylabel="tokens/s of all", ylim=(0, None))
+    axes.set(
+        xlabel="requests, each at a random time in about two seconds",
+        ylabel="tokens/s of all",
+        ylim=(0, None),
+    )
     axes.set_title("Throughput by streams, and the spread of the rounds", **TITLE | {"pad": 10})
     return drawn
 
@@ -78,7 +82,7 @@ def gaps(axes: "Axes", rows: Rows) -> bool:
             drawn = True
     axes.set_yscale("log")
     axes.set(xlabel="of all pieces of the running answer, %", ylabel="seconds waited for a piece")
-    axes.set_title("Waits of a running answer beside a long prompt", **TITLE | {"pad": 10})
+    axes.set_title("Waits of a running answer beside a long prompt, first round", **TITLE | {"pad": 10})
     return drawn
 
 

@@ -13,6 +13,8 @@ from bench.rows import Rows, Spread, ratios, spread
 OURS = "mlxspec"
 MLX_LM = "mlx_lm.server"
 BEST = "the best peer"
+ANSWERS = "answers"  # the workload of a goal that counts those of the probes which are right
+RIGHT = {"right answers without drafts": "no draft", "right answers with drafts": "draft"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ GOALS = (
     Goal("memory after the workloads", "memory", "rss_mb", MLX_LM, 1.1, False),
     Goal("start to first token", "start", "first_token_s", MLX_LM, 1.0, False),
     Goal("the first start with a model", "start", "first_ever_s", MLX_LM, 1.0, False),
+    *(Goal(f"{text}, of those asked for", ANSWERS, variant, "", 1.0) for text, variant in RIGHT.items()),
     Goal("installed, MB", "install", "size_mb", "", 400, False),
     Goal("installed without torch", "install", "torch", "", 0, False),
 )
@@ -67,10 +70,13 @@ class Verdict:
         if not self.goal.bound or not self.found.median:
             return "missed"
         off = self.found.median / self.goal.bound
-        return f"missed: {off:.2f} of it" if self.goal.least else f"missed: {off:.2f} times it"
+        return f"missed: {off:.2f} {'of' if self.goal.least else 'times'} the bound"
 
 
 def verdict(goal: Goal, rows: Rows) -> Verdict:
+    if goal.workload == ANSWERS:
+        right, asked = rows.answered(OURS, goal.metric)
+        return Verdict(goal, "", spread([right / asked] if asked else []))
     ours = rows.values(OURS, goal.workload, goal.metric)
     if not goal.against:
         return Verdict(goal, "", spread(ours.values()))

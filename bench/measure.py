@@ -18,7 +18,7 @@ from rich.progress import Progress, TaskID
 
 from bench import probes, tiny, venvs
 from bench.cells import WORKLOADS, Setting
-from bench.http import Refused, ask, plain
+from bench.http import Early, Refused, ask, plain
 from bench.process import usage
 from bench.rows import ABOUT, Rows, write
 from bench.servers import Ended, Running, Server, environment, start
@@ -243,15 +243,7 @@ async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
             continue
         try:
             for cell in cells:
-                workload = f"{cell.name}/{variant}"
-                try:
-                    right = await probes.matches(running, cell)
-                except (TimeoutError, *BROKEN) as error:
-                    run.rows.failed(name, workload, 0, f"{type(error).__name__}: {error}")
-                    await _check(running)
-                    continue
-                run.rows.add(name, workload, "right", 0, right)
-                run.rows.add(name, workload, "asked", 0, len(cell.probes))
+                await _judge(run, name, running, cell, f"{cell.name}/{variant}")
                 run.say(f"probes: {name}, {variant}", PROBE_WEIGHT / len(cells))
                 if cell.batch == "joining":
                     await settle(running)  # a neighbour that goes on would be in the next cell's batch
@@ -259,6 +251,22 @@ async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
             run.rows.failed(name, f"probes, {variant}", 0, str(error))
         finally:
             running.end()
+
+
+async def _judge(run: Run, name: str, running: Running, cell: probes.Cell, workload: str) -> None:
+    """Right answers of a cell; one that does not come is not right, unless it could not be asked for. Raises
+    Ended."""
+    try:
+        right = await probes.matches(running, cell)
+    except (TimeoutError, *BROKEN) as error:
+        run.rows.failed(name, workload, 0, f"{type(error).__name__}: {error}")
+        if not isinstance(error, Early):
+            run.rows.add(name, workload, "right", 0, 0)
+            run.rows.add(name, workload, "asked", 0, len(cell.probes))
+        await _check(running)
+    else:
+        run.rows.add(name, workload, "right", 0, right)
+        run.rows.add(name, workload, "asked", 0, len(cell.probes))
 
 
 def installed(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import tiny
-from bench.http import Answer, Refused, ask, plain
+from bench.http import Answer, Early, ask, plain
 from bench.servers import Running
 
 PREFIXES = ("none", "hit", "partial", "grown")
@@ -79,7 +79,8 @@ def cells(truth: Truth, each: int) -> Iterator[Cell]:
 
 
 async def matches(server: Running, cell: Cell) -> int:
-    """How many of the cell's probes are answered right. Raises Refused and TimeoutError."""
+    """How many of the cell's probes are answered right. Raises Refused and TimeoutError;
+    Early where it could not be asked."""
     async with asyncio.timeout(LIMIT):
         for probe in cell.probes:
             if probe.before:
@@ -108,7 +109,7 @@ async def _begun(task: "asyncio.Task[Answer]", answer: Answer) -> None:
     waiting.cancel()
     if task.done():
         task.result()
-        raise Refused("the neighbour's answer ended before anyone could join it")
+        raise Early("the neighbour's answer ended before anyone could join it")
 
 
 def _body(prompt: str) -> dict[str, Any]:

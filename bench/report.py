@@ -6,13 +6,45 @@ from pathlib import Path
 
 from rich.table import Table
 
-from bench.goals import OURS, verdicts
+from bench.cells import DRAWN, MOST_CONTEXT, TOKENS, TURNS
+from bench.goals import OURS, RIGHT, verdicts
 from bench.probes import BATCHES, LENGTHS, PREFIXES
-from bench.rows import ABOUT, FAILED, Rows, spread
+from bench.rows import ABOUT, FAILED, Rows, shown, spread
 
-HIDDEN = {FAILED, "text_hash", "right", "asked"}
-VARIANTS = ("no draft", "draft")
+HIDDEN = {FAILED, "text_hash", "right", "asked", "tokens", "text_tokens", "others_cpu_per_s"}
+# What the README shows of every server: a name, the workload, its figure.
+SHORT = (
+    ("one chat, tokens/s", "chat", "tokens_per_s"),
+    ("code edit, tokens/s behind the first", "edit", "tokens_per_s"),
+    ("8 streams, tokens/s of all", "streams 8", "tokens_per_s"),
+    ("first token of a long prompt, s", "first token", "cold_s"),
+    ("the same prompt again, s", "first token", "hot_s"),
+    ("longest gap beside a long prompt, s", "prefill", "gap_longest_s"),
+    ("memory after the workloads, MB", "memory", "rss_mb"),
+    ("start to first token, s", "start", "first_token_s"),
+)
+ALONE = ("chat", "edit", "humaneval")
+LEGEND = f"""\
+- **{", ".join(ALONE)}**: one request after the other, in a round
+  {", ".join(f"{sum(DRAWN[w].values())} of {TOKENS[w]} tokens" for w in ALONE)}.
+  `tokens_per_s` counts from the first token on, `whole_tokens_per_s` from the request on.
+- **streams N**: N requests of {TOKENS["streams 1"]} tokens, half chats and half code, each at a random time
+  (Poisson, about two seconds in all).
+- **prefill**: a long answer is running, and a prompt of a quarter of the window comes. `gap_*`: the time
+  between two pieces that a client sees, which may hold several tokens; the longest may be the wait for an
+  answer that begins meanwhile. `ttft_s`: of the prompt.
+- **first token**: a prompt of half the window, new (`cold_s`) and once more (`hot_s`).
+- **session**: {TURNS} turns, each of which sends all that was said and a file more, at last 15/16 of the
+  window, {MOST_CONTEXT:,} tokens at most.
+- **start**: from the process's start to the first token; `first_ever_s` is the first start with this model.
+- **idle, disconnect**: CPU seconds in a second in which nobody asks anything, and in 10 after a client has
+  left its answer.
+- **memory**: after all of it. Every server is asked while the others idle."""
 GOALS_HEAD = ("goal", "bound", "compared with", "found", "")
+MEDIANS = (
+    "Medians of the rounds, in brackets the least and the most where they differ; memory, idle, session,"
+    " disconnect and the first start were taken once. A ratio is taken within a round."
+)
 BLOCK = re.compile(r"(?<=<!-- begin: bench -->\n).*?(?=<!-- end: bench -->)", re.S)
 
 
@@ -21,14 +53,12 @@ def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
     facts = rows.about()
     parts = [
         f"# {facts.get('model', 'A model')} on {facts.get('machine', 'a machine')}",
-        "Made by `make bench`. Medians of interleaved rounds, in brackets the least and the most; a ratio is"
-        " taken within a round. Every server has the same model and BLAS and is asked while the others idle."
-        " A gap is the time between two pieces that a client sees, which may hold several tokens. Start: from"
-        " the process's start to the first token, later starts than the first, which has a line of its own.",
+        f"Made by `make bench`. Every server has the same model and BLAS. {MEDIANS}",
         "\n".join(f"- {name}: {note}" for name, note in facts.items()),
         "## Goals",
         _table(GOALS_HEAD, goal_lines(rows)),
         "## Figures",
+        LEGEND,
         _figures(rows),
         *(f"![{name}]({name})" for name in pictures),
         "## Right answers",
@@ -44,17 +74,24 @@ def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
     """What a table in `file` says between the marks of the pages in `root`, with the pictures beside it."""
     facts, failures = rows.about(), len(rows.failures())
     what = f"{facts.get('model', 'A model')} on {facts.get('machine', 'a machine')}"
-    what += f", {facts.get('date', 'some day')}; medians of {facts.get('rounds', 'some')} interleaved rounds"
+    what += f", {facts.get('date', 'some day')}, {facts.get('rounds', 'some')} interleaved rounds"
     at = Path("..") / file.relative_to(root)
     pictures = [at.with_name(p.name) for p in sorted(file.parent.glob(f"{file.stem}-*.png"))]
-    compared = goal_lines(rows, but=("install",))
-    readme = [f"{what} ([all figures](docs/performance.md#measured)):", _table(GOALS_HEAD, compared)]
+    servers = rows.servers()
+    readme = [
+        f"`make bench` makes this table on your machine ([how](docs/performance.md)). {what}. {MEDIANS} Bold:"
+        " some answers were wrong or did not come.",
+        _table(("", *servers), [*_short(rows, servers), *_answers(rows, servers)]),
+        f"What we want to reach, with {OURS}'s figure by the other's:",
+        _table(GOALS_HEAD, goal_lines(rows, but=("install",))),
+    ]
     page = [
-        f"Made by `make bench`. {what}, in brackets the least and the most; a ratio is taken within a round.",
+        f"Made by `make bench`: {what}. {MEDIANS}",
         "\n".join(f"- {name}: {note}" for name, note in facts.items()),
         f"[All values]({at}); [the report]({at.with_suffix('.md')}) has the right and wrong answers, and"
         f" what did not work: {failures or 'nothing'}.",
         _table(GOALS_HEAD, goal_lines(rows)),
+        LEGEND,
         _figures(rows),
         *(f"![{p.stem}]({p})" for p in pictures),
     ]
@@ -89,7 +126,7 @@ def goal_lines(rows: Rows, but: Sequence[str] = ()) -> list[tuple[str, str, str,
     return found
 
 
-def shown(rows: Rows) -> Table:
+def goals(rows: Rows) -> Table:
     """The goals, for a terminal."""
     table = Table(box=None, pad_edge=False)
     for column in GOALS_HEAD:
@@ -99,6 +136,17 @@ def shown(rows: Rows) -> Table:
     for r in rows.failures():
         table.add_row(f"{r.server}, {r.workload}", "", "", "", r.note, style="red")
     return table
+
+
+def _short(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
+    for text, workload, metric in SHORT:
+        found = (spread(rows.values(s, workload, metric).values()) for s in servers)
+        yield text, *(shown(s.median) if s else "-" for s in found)
+
+
+def _answers(rows: Rows, servers: Sequence[str]) -> Iterable[Sequence[str]]:
+    for text, variant in RIGHT.items():
+        yield text, *(_of(rows.answered(s, variant)) for s in servers)
 
 
 def _figures(rows: Rows) -> str:
@@ -121,14 +169,14 @@ def _correct(rows: Rows) -> Iterable[str]:
         "Greedy answers equal to plain decoding with a fresh cache, of those asked for. The model is tiny and"
         " random: each answer depends on every token before it."
     )
-    columns = [(s, v) for s in rows.servers() for v in VARIANTS if _count(rows, s, "", v)[1]]
+    columns = [(s, v) for s in rows.servers() for v in RIGHT.values() if rows.answered(s, v)[1]]
     lines = []
     for prefix in PREFIXES:
         for batch in BATCHES:
             for length in LENGTHS:
                 cell = f"{prefix}/{batch}/{length}"
-                lines.append((prefix, batch, length, *(_of(_count(rows, s, cell, v)) for s, v in columns)))
-    lines.append(("all", "", "", *(_of(_count(rows, s, "", v)) for s, v in columns)))
+                lines.append((prefix, batch, length, *(_of(rows.answered(s, v, cell)) for s, v in columns)))
+    lines.append(("all", "", "", *(_of(rows.answered(s, v)) for s, v in columns)))
     yield _table(("prefix", "batch", "length", *(f"{s}, {v}" for s, v in columns)), lines)
     yield "Answers of the workloads equal to mlxspec's, of those that both gave:"
     lines = [(s, *same(rows, s)) for s in rows.servers() if s != OURS]
@@ -143,16 +191,6 @@ def same(rows: Rows, server: str) -> tuple[int, int]:
         both += len(ours.keys() & theirs.keys())
         equal += sum(ours[n] == theirs[n] for n in ours.keys() & theirs.keys())
     return equal, both
-
-
-def _count(rows: Rows, server: str, cell: str, variant: str) -> tuple[int, int]:
-    """Right and asked, of a cell, or of all where it is empty."""
-    right = asked = 0
-    for r in rows.rows:
-        if r.server == server and r.workload.endswith(f"/{variant}") and r.workload.startswith(cell):
-            right += int(r.value) * (r.metric == "right")
-            asked += int(r.value) * (r.metric == "asked")
-    return right, asked
 
 
 def _of(count: tuple[int, int]) -> str:

@@ -51,6 +51,15 @@ class Rows:
     def about(self) -> dict[str, str]:
         return {r.metric: r.note for r in self.rows if r.workload == ABOUT}
 
+    def answered(self, server: str, variant: str, cell: str = "") -> tuple[int, int]:
+        """Right answers and those asked for, of the probes of a cell, or of all where it is empty."""
+        right = asked = 0
+        for r in self.rows:
+            if r.server == server and r.workload.endswith(f"/{variant}") and r.workload.startswith(cell):
+                right += int(r.value) * (r.metric == "right")
+                asked += int(r.value) * (r.metric == "asked")
+        return right, asked
+
     def failures(self) -> list[Row]:
         return [r for r in self.rows if r.metric == FAILED]
 

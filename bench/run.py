@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, console: Console) -> Rows:
             bar,
             1 if args.quick else args.rounds,
             [w for w in args.workloads if w],
-            starts=2 if args.quick else 3,
+            starts=2 if args.quick else 4,
             probes=min(1, args.probes) if args.quick else args.probes,
             limit=args.limit,
         )
@@ -137,7 +137,7 @@ def finish(rows: Rows, file: Path, console: Console) -> None:
     pictures = draw.all_of(rows, file.with_suffix(""))
     text = report.markdown(rows, [p.name for p in pictures])
     file.with_suffix(".md").write_text(text, "utf-8")
-    console.print(report.shown(rows))
+    console.print(report.goals(rows))
     for made in (file, file.with_suffix(".md"), *pictures):
         console.print(f"wrote {made}", highlight=False)
 
@@ -159,11 +159,25 @@ def about(rows: Rows, model: Path, setting: Setting, args: argparse.Namespace) -
         "blas": f"{Path(blas.load() or 'as mlx has it').name}, OPENBLAS_NUM_THREADS={threads}",
         "seed": str(setting.seed),
         "rounds": "1, quick: no figure counts" if args.quick else str(args.rounds),
+        "probes": f"{args.probes} of a length and cell",
+        "commit": commit(),
     }
     for metric, note in facts.items():
         rows.add("", ABOUT, metric, 0, 0, note)
     for name in args.servers:
         rows.add(name, ABOUT, f"package {name}", 0, 0, SERVERS[name].package or "this checkout")
+
+
+def commit() -> str:
+    """Of this checkout, and whether it was changed since; "unknown" where git does not say."""
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=HERE, capture_output=True, text=True, check=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return said.stdout.strip()
 
 
 def machine() -> str:

@@ -115,7 +115,9 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "up to the settings; the port may be anybody's, and the embedded model is a fetch",
     ): ["mlxspec serve", "mlxspec serve --port 8081"],
     By("server/test_verbs.py::test_stop_ends_a_server_that_was_started_by_hand"): ["mlxspec stop"],
-    By("test_stock.py::test_models_and_pull"): ["mlxspec pull MODEL"],
+    Near("test_stock.py::test_models_and_pull", "MODEL is a directory there, so nothing is fetched"): [
+        "mlxspec pull MODEL"
+    ],
     By("test_launch.py::test_an_agent_is_pointed_at_the_server"): [
         "mlxspec launch AGENT",
         "mlxspec launch aider",
@@ -171,7 +173,10 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "python -m tests.kernels.mutants --count 30 --seed 0",
     ],
     By("metalsim/test_launch.py::test_the_option_sets_the_order"): ["pytest --metal-order N"],
-    By("test_commands.py::test_make_takes_arguments_for_the_comparison"): [
+    Near(
+        "bench/test_compare.py::test_every_workload_gives_figures",
+        "an hour, and the network for the others; the same code measures a tiny model and stand-ins",
+    ): [
         "make bench",
         "make bench ARGS=--quick",
     ],
@@ -314,11 +319,24 @@ def test_slow_tests_are_told_from_others(tmp_path: Path) -> None:
     assert list(slows(tmp_path / "test_x.py")) == [True, True]
 
 
-def test_the_named_tests_are_there() -> None:
-    for how, _ in ALL:
+def test_the_named_tests_are_there_and_speak_of_the_command() -> None:
+    for how, command in ALL:
         if isinstance(how, By | Near):
             file, name = how.test.split("::")
-            assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text("utf-8"), how.test
+            source = (ROOT / "tests" / file).read_text("utf-8")
+            assert f"\ndef {name}(" in source, how.test
+            if isinstance(how, By):
+                word = rf"(?<![\w-]){re.escape(verb(command))}(?![\w-])"
+                assert re.search(word, source), f"{how.test} says nothing of {command}"
+
+
+def verb(command: str) -> str:
+    """What tells a command from others: mlxspec's own verb, a module's or a program's name."""
+    words = [w for w in shlex.split(command) if "=" not in w]
+    program, *rest = words
+    if program.startswith("python") or program.endswith("/python"):
+        return rest[1].rpartition(".")[2] if rest[0] == "-m" else rest[0]
+    return rest[0] if program == "mlxspec" else Path(program).name
 
 
 def test_the_scripts_that_the_notes_name_are_there() -> None:

@@ -75,6 +75,8 @@ def bench(config: Config, ask: Ask) -> int:
             raise ConfigError(
                 f"{name} = {str(file)!r} cannot be written; name a file in a directory that is there"
             )
+    if ask.trace and (unused := "--out" if ask.out else "--json" if ask.json else ""):
+        raise ConfigError(f"--trace writes a timeline in place of the comparison; leave out {unused}")
     if ask.out:
         plot.need()
     console = Console()
@@ -109,16 +111,15 @@ def offline(recording: Path | None, acceptance: float | None, row_cost: float, d
 
 
 def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
-    """Serve the first prompts of the first workload at every number of streams, on a timeline."""
+    """Serve the first prompts of every workload at every number of streams, on a timeline."""
     blas.load()
     from mlxspec.bench import measure, timeline, trace
     from mlxspec.chosen import choose
     from mlxspec.engine.start import start
     from mlxspec.model.catalog import cache_of
 
-    name = ask.workloads[0]
-    tasks = workloads.tasks(name, cache_of(config))
-    groups = [measure.groups(tasks, 1, n)[0] for n in ask.streams]
+    found = [(name, workloads.tasks(name, cache_of(config))) for name in ask.workloads]
+    groups = [(name, measure.groups(tasks, 1, n)[0]) for name, tasks in found for n in ask.streams]
     model = choose(
         replace(config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0)
     )
@@ -132,7 +133,7 @@ def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
                 f"{name}, {len(g)} stream{'s' * (len(g) > 1)}",
                 [bench.request(measure.prompt_of(task, model.tokenizer), ask.max_tokens) for task in g],
             )
-            for g in groups
+            for name, g in groups
         ]
 
     sides = trace.record(

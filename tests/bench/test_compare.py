@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import cells, draw, goals, measure, probes, report, run, tiny
+from bench import cells, draw, goals, http, measure, probes, report, run, tiny
 from bench.cells import WORKLOADS, Setting, arrivals, quantile
 from bench.rows import Rows, read
-from bench.servers import SERVERS, Server
+from bench.servers import SERVERS, Ended, Server
 from mlxspec.bench.workloads import Task
 from mlxspec.text.prompt import load_tokenizer
 
@@ -71,7 +72,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     servers = [
         dataclasses.replace(SERVERS["mlxspec"], drafted=None),
         peer,
-        dataclasses.replace(peer, name="brittle", arguments=("{port}", "3"), only=BRITTLE),
+        dataclasses.replace(peer, name="brittle", arguments=("{port}", "6"), only=BRITTLE),
         dataclasses.replace(peer, name="absent", entry="nowhere:main", only=BRITTLE),
     ]
     rows = Rows()
@@ -120,7 +121,7 @@ def test_every_workload_gives_figures(measured: Rows) -> None:
             assert value > 0, (server, workload, metric)
         assert measured.values(server, "disconnect", "cpu_after_leaving_s")[0] < 0.5
     assert measured.values("mlxspec", "edit", "tokens_per_round")[0] >= 1
-    assert measured.values("peer", "chat", "tokens") == {0: 14}  # 48 * 0.3, counted here
+    assert measured.values("peer", "chat", "tokens") == {0: 56}  # 4 * 48 * 0.3, counted here
 
 
 def test_what_dies_is_named_and_the_others_go_on(measured: Rows) -> None:
@@ -140,6 +141,46 @@ def test_right_and_wrong_answers_are_told_apart(measured: Rows) -> None:
         assert set(found.values()) == {3.0 if right else 0.0}, found
 
 
+def test_an_answer_that_does_not_come_is_not_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Unless it could not be asked for: then it counts neither way. Who has died is asked nothing more."""
+    asked = [probes.Cell(name, "alone", "other", (probes.Probe("", "p", "a"),) * 3) for name in "abcde"]
+    ends = {"a": http.Refused("no"), "b": http.Early("too soon"), "d": http.Refused("gone")}
+
+    async def matches(running: "Fake", cell: probes.Cell) -> int:
+        running.died = cell.prefix == "d"
+        if error := ends.get(cell.prefix):
+            raise error
+        return 2
+
+    class Fake:
+        died = False
+
+        def check(self) -> None:
+            if self.died:
+                raise Ended("it died")
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(probes, "matches", matches)
+    monkeypatch.setattr(measure, "start", lambda *_: Fake())
+    server = dataclasses.replace(SERVERS["mlxspec"], drafted=None)
+    with Progress(console=Console(quiet=True)) as bar:
+        setting = Setting(None, 1, tmp_path, 0)  # type: ignore[arg-type]
+        work = measure.Run({"mlxspec": (server, "python")}, tmp_path, tmp_path, setting, Rows(), bar, 1, [])
+        asyncio.run(measure._probe(work, "mlxspec", asked))
+    counts = {name: work.rows.answered("mlxspec", "no draft", name) for name in "abcde"}
+    assert counts == {"a": (0, 3), "b": (0, 0), "c": (2, 3), "d": (0, 3), "e": (0, 0)}
+    assert {r.workload: r.note for r in work.rows.failures()} == {
+        "a/alone/other/no draft": "Refused: no",
+        "b/alone/other/no draft": "Early: too soon",
+        "d/alone/other/no draft": "Refused: gone",
+        "probes, no draft": "it died",
+    }
+    found = {v.goal.metric: v for v in goals.verdicts(work.rows) if v.goal.workload == goals.ANSWERS}
+    assert found["no draft"].found is not None and found["no draft"].found.median == 2 / 9
+    assert found["no draft"].met is False and found["draft"].met is None
+
+
 def test_the_report_has_it_all(measured: Rows, tmp_path: Path) -> None:
     text = report.markdown(measured)
     assert "| one chat, tokens/s | ≥ 1 | " in text and "**0/12**" in text and "| 12/12 |" in text
@@ -152,6 +193,43 @@ def test_the_report_has_it_all(measured: Rows, tmp_path: Path) -> None:
     }
     run.main(["--report", str(tmp_path / "m.csv")])
     assert (tmp_path / "m.md").read_text("utf-8").startswith("# ") and read(tmp_path / "m.csv") == measured
+
+
+def test_a_run_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the flags to what is measured: how often, and what the table tells of it."""
+    model, seen = tiny.save(tmp_path / "model", tiny.model()), []
+
+    async def watched(work: measure.Run, keep: Path) -> None:
+        seen.append((work, keep))
+
+    monkeypatch.setattr(run, "measure", watched)
+    monkeypatch.setattr(run, "installed", lambda servers, *_: {s.name: (s, "python") for s in servers})
+    words = ["--model", str(model), "--servers", "mlxspec", "--rounds", "2", "--probes", "1"]
+    for quick in (False, True):
+        out = tmp_path / f"quick-{quick}"
+        run.main([*words, "--out", str(out), *(["--quick"] if quick else [])])
+        ((work, keep),), seen = seen, []
+        assert (work.rounds, work.probes, work.starts) == ((1, 1, 2) if quick else (2, 1, 4))
+        assert list(work.servers) == ["mlxspec"] and work.workloads == list(WORKLOADS)
+        about = read(keep).about()
+        assert keep == out / f"{run.machine()}.csv" and about["model"] == "model"
+        assert about["probes"] == "1 of a length and cell" and ("quick" in about["rounds"]) == quick
+        assert about["commit"] and about["package mlxspec"] == "this checkout"
+
+
+def test_the_commit_is_named_where_git_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run.commit() == "unknown"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "a").write_text("a")
+    subprocess.run([*git, "add", "a"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
+    named = run.commit()
+    assert named != "unknown" and set(named) <= set("0123456789abcdef")
+    (tmp_path / "a").write_text("b")
+    assert run.commit() == f"{named}-dirty"
 
 
 def test_nothing_measured_is_reported_too(tmp_path: Path) -> None:
@@ -174,4 +252,4 @@ def test_names_are_checked() -> None:
     assert run.arguments(["--servers", "mlxspec,vllm-mlx"]).servers == ["mlxspec", "vllm-mlx"]
     with pytest.raises(SystemExit):
         run.arguments(["--workloads", "chat,nothing"])
-    assert {g.workload for g in goals.GOALS} <= {*WORKLOADS, "memory", "start", "install"}
+    assert {g.workload for g in goals.GOALS} <= {*WORKLOADS, "memory", "start", "install", goals.ANSWERS}

@@ -31,7 +31,8 @@ def test_our_own_settings_are_no_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "met", "said"), [(1.0, True, "met"), (1.01, False, "missed: 1.01 times it"), (0.1, True, "met")]
+    ("ours", "met", "said"),
+    [(1.0, True, "met"), (1.01, False, "missed: 1.01 times the bound"), (0.1, True, "met")],
 )
 def test_less_is_better_where_it_says_so(ours: float, met: bool, said: str) -> None:
     v = verdict(SHORT, rows("gap_s", mlxspec=[ours], a=[0.01], b=[2.0]))
@@ -39,7 +40,7 @@ def test_less_is_better_where_it_says_so(ours: float, met: bool, said: str) -> N
 
 
 def test_missed_by_how_much() -> None:
-    assert verdict(FAST, rows("tokens_per_s", mlxspec=[3], a=[2])).said == "missed: 0.75 of it"
+    assert verdict(FAST, rows("tokens_per_s", mlxspec=[3], a=[2])).said == "missed: 0.75 of the bound"
     assert verdict(Goal("t", "chat", "torch", "", 0, False), rows("torch", mlxspec=[1])).said == "missed"
     assert verdict(Goal("t", "chat", "torch", "", 0, False), rows("torch", mlxspec=[0])).said == "met"
 

@@ -183,4 +183,11 @@ def test_a_timeline_from_the_flag_to_the_file(
         ["2", "streams,", "plain"],
     ]
     assert {"plan", "run", "read"} <= {e["name"] for e in json.loads(file.read_text())["traceEvents"]}
+    assert command(monkeypatch, "--max-tokens", "20", "--trace", str(file)) == 0
+    lines = [x.split(",")[0] for x in capsys.readouterr().out.splitlines()]
+    assert [x for x in lines if x in NAMES] == ["edits", "humaneval", "chat"]
     assert command(monkeypatch, "--trace", "/gone/t.json") == 2
+    capsys.readouterr()
+    for flag in ("--out", "--json"):
+        assert command(monkeypatch, "--trace", str(file), flag, str(file.with_suffix(".x"))) == 2
+        assert f"leave out {flag}" in " ".join(capsys.readouterr().err.split())

@@ -308,6 +308,7 @@ class Sequence:
     spread: int = 0  # drafted tokens in flight: so many more than `pending` may turn out to exist
     admitted: bool = False
     matcher: Matcher | None = None  # of the request's grammar; it has seen all of `tokens` behind the prompt
+    counts: Any = None  # what penalties go by, up to a token: the sampler's
 
     @property
     def prompt_len(self) -> int:

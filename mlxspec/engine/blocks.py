@@ -6,7 +6,7 @@ committed blocks carry one. Block 0 is the null block: padding points there, nob
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxspec.types import NULL_BLOCK
 
-AGE_S = 300.0  # an `age` for content that can be had again; as long as Anthropic's cache keeps what it has
+AGE_S = 300.0  # that content is left alone which can be had again; as long as Anthropic's cache keeps its own
 PARTS = 8  # copy sources remembered under one parent; the oldest is forgotten first
 
 
@@ -40,7 +40,9 @@ class BlockPool:
         self.root = blake2b(salt, digest_size=16).digest()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))  # in eviction order
         self.idle: OrderedDict[int, float] = OrderedDict()  # those with known content, and since when
-        self.age = float("inf")  # seconds that known content is left alone for, while other blocks are free
+        self.kept: Callable[[bytes], bool] | None = (
+            None  # whether a key's content can be had again; None: none
+        )
         self.spent: OrderedDict[int, None] = OrderedDict()  # of these, what is hardly of use
         self.refs = [0] * blocks
         self.given = NULL_BLOCK  # the highest block that was ever given out
@@ -86,12 +88,12 @@ class BlockPool:
         return [self._take() for _ in range(n)]
 
     def _take(self) -> int:
-        """A block without known content, else one that is spent, else the one not used for longest. What none
-        used for `age` goes before one that was never given out, for which memory may have to be taken."""
+        """A block without known content, else one that is spent, else the one not used for longest. One that
+        can be had again goes, once it is old, before one that was never given out, which may take memory."""
         block = next(iter(self.free))
         if block > self.given and self.idle:
             oldest, since = next(iter(self.idle.items()))
-            block = oldest if self.thrifty or self.clock() - since > self.age else block
+            block = oldest if self.thrifty or self._spare(oldest, since) else block
         if self.spent and block in self.idle:
             block = next(iter(self.spent))
         del self.free[block]
@@ -179,6 +181,12 @@ class BlockPool:
     @property
     def used(self) -> int:
         return self.size - 1 - len(self.free)
+
+    def _spare(self, block: int, since: float) -> bool:
+        """Less than a block's tokens are no loss."""
+        if self.kept is None or self.clock() - since <= AGE_S:
+            return False
+        return block not in self.key or self.kept(self.key[block])
 
     def _known(self, block: int) -> bool:
         return block in self.key or block in self.parent

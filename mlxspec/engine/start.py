@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mlxspec.engine import known, memory
-from mlxspec.engine.blocks import AGE_S, BlockPool
+from mlxspec.engine.blocks import BlockPool
 from mlxspec.engine.disk import PENDING, READING, Disk
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.groups import Groups, Window
@@ -190,9 +191,9 @@ def _bar(text: str) -> Iterator[Callable[[int, int], None]]:
 
 def _outlive(engine: Engine, disk: Disk, options: Options) -> None:
     """Let what is computed outlive the process."""
-    engine.tier = engine.scheduler.tier = Tier(disk, engine.scheduler.groups, Transfer(engine.runner))
-    for pool in engine.scheduler.groups.pools:
-        pool.age = AGE_S
+    tier = engine.tier = engine.scheduler.tier = Tier(disk, engine.scheduler.groups, Transfer(engine.runner))
+    for group, pool in enumerate(engine.scheduler.groups.pools):
+        pool.kept = partial(tier.keeps, group)
     held, most = memory.gib(disk.stats().bytes), memory.gib(options.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, options.disk)
     if options.disk_bytes < DISK_LEAST:

@@ -104,6 +104,10 @@ class Tier:
                 self._chains.popleft()
             self._chains.append(self._runs(tuple(seq.keys)))
 
+    def keeps(self, group: int, key: bytes) -> bool:
+        """Whether a block of this group can be had again."""
+        return not self.broken and _name(key, group) in self.disk
+
     @property
     def saving(self) -> bool:
         return bool(self._chains or self._leaving)

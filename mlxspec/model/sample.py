@@ -15,6 +15,7 @@ import numpy as np
 from mlxspec.kernels import Draws, sample_accept
 from mlxspec.kernels.reference import allow
 from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Sampling
+from mlxspec.types import Sequence as Seq
 
 
 @dataclass(slots=True)
@@ -129,23 +130,22 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
         return x
     x, some = x.astype(mx.float32), len(chosen) < len(rows)
     y = x[mx.array(chosen)] if some else x
-    vocab = x.shape[-1]
-    output, prompt = (
-        mx.zeros((len(chosen) * vocab,), mx.float32),
-        mx.zeros((len(chosen) * vocab,), mx.float32),
-    )
+    base: dict[Seq, tuple[int, mx.array, mx.array]] = {}
+    owners, spread, at = [], [], []  # of each row; of each token of a span, and where it is in `inputs`
     for i, r in enumerate(chosen):
         row, seq = rows[r], rows[r].entry.seq
         first = row.position - row.behind  # the span's first token may be unread; those before it are not
-        told = np.array(seq.tokens[: min(first, seq.prompt_len)], np.int64)
-        said = np.array(seq.tokens[seq.prompt_len : first], np.int64)
-        prompt = prompt.at[mx.array(told + i * vocab)].add(1.0) if len(told) else prompt
-        output = output.at[mx.array(said + i * vocab)].add(1.0) if len(said) else output
-        span = inputs[spans[r] : spans[r] + row.behind] + i * vocab
-        if first < seq.prompt_len:  # the prompt's last token
-            prompt, span = prompt.at[span[:1]].add(1.0), span[1:]
-        output = output.at[span].add(1.0) if span.size else output
-    output, seen = output.reshape(y.shape), (output + prompt).reshape(y.shape) > 0
+        if seq not in base:
+            base[seq] = len(base), *_counts(seq, first, x.shape[-1])
+        owners.append(base[seq][0])
+        span = range(spans[r] + max(0, seq.prompt_len - first), spans[r] + row.behind)  # without the prompt's
+        at += span
+        spread += [i] * len(span)
+    told, said = (
+        mx.stack(each)[mx.array(owners)] for each in zip(*(b[1:] for b in base.values()), strict=True)
+    )
+    output = said.at[mx.array(spread), inputs[mx.array(at)]].add(1.0) if at else said
+    seen = told | (output > 0)
 
     def column(value: Callable[[Sampling], float]) -> mx.array:
         return mx.array([value(rows[r].sampling) for r in chosen])[:, None]
@@ -161,6 +161,20 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
         return y
     x[mx.array(chosen)] = y
     return x
+
+
+def _counts(seq: Seq, upto: int, vocab: int) -> tuple[mx.array, mx.array]:
+    """Which tokens stand in the prompt, bool [vocab], and how often each was generated before the position
+    `upto`, float32 [vocab]. Kept with the sequence: a step counts what is new, whatever the context."""
+    if seq.counts is None:
+        told = mx.zeros((vocab,), mx.bool_)
+        told[mx.array(np.unique(np.array(seq.request.prompt, np.int32)))] = True
+        seq.counts = seq.prompt_len, told, mx.zeros((vocab,))
+    counted, told, said = seq.counts
+    if upto > counted:
+        said = said.at[mx.array(seq.tokens[counted:upto])].add(1.0)
+        seq.counts = upto, told, said
+    return told, said
 
 
 def _draws(x: mx.array, rows: Sequence[Row], late: mx.array | None) -> Draws:

@@ -101,7 +101,7 @@ def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
 def test_what_nobody_used_for_long_gives_way_before_memory_is_taken() -> None:
     now = 0.0
     pool = BlockPool(20, SIZE)
-    pool.clock, pool.age = lambda: now, AGE_S
+    pool.clock, pool.kept = lambda: now, lambda key: True
     old, young = hold(pool, [1, 2, 3, 4, 5]), hold(pool, [7] * 8)
     pool.drop(old)
     pool.drop(young)
@@ -113,6 +113,24 @@ def test_what_nobody_used_for_long_gives_way_before_memory_is_taken() -> None:
     now = 1.5 * AGE_S
     assert pool.alloc(3) == [2, 1, 6], "the old one's, tail first, then what was never given out"
     assert pool.match([7] * 9).blocks == tuple(young)
+    pool.check()
+
+
+def test_what_cannot_be_had_again_does_not_give_way_before_memory_is_taken() -> None:
+    """Not the block that the disk lacks, nor what comes after it; less than a block is no loss."""
+    now, lost = 0.0, set[bytes]()
+    pool = BlockPool(20, SIZE)
+    pool.clock, pool.kept = lambda: now, lambda key: key not in lost
+    table, keys = pool.alloc(3) or [], list[bytes]()
+    pool.publish([1] * 11, table, keys, 11)
+    pool.publish_tail([1] * 11, table, keys, 11)
+    pool.drop(table)
+    lost.add(keys[0])
+    now = 2 * AGE_S
+    assert pool.alloc(4) == [3, 2, 4, 5]
+    lost.clear()
+    assert pool.alloc(1) == [1]
+    pool.kept = None
     pool.check()
 
 
@@ -148,7 +166,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.pool = BlockPool(12, SIZE)
-        self.pool.clock, self.pool.age = lambda: self.now, AGE_S
+        self.pool.clock, self.pool.kept = lambda: self.now, lambda key: key[0] < 128
         self.live: list[tuple[list[int], list[int], list[bytes]]] = []
         self.content: dict[int, dict[int, tuple[int, ...]]] = {}  # block -> slot -> the whole prefix there
 

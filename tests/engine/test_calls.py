@@ -13,16 +13,18 @@ import pytest
 
 import mlxspec
 from mlxspec.engine.engine import Engine
+from mlxspec.model.runner import MANY
 from tests import tiny
 from tests.drafters import attach
 
 OURS = str(Path(mlxspec.__file__).parent)
 LAYERS = ("kernels", "model/caches.py", "model/attention.py")  # grow with a model's depth, not with its rows
+LAYER = 30  # calls
 STEPS = 30
 
 
-def calls(engine: Engine, streams: int) -> float:
-    """Functions of ours that a step calls, layers aside, with `streams` that decode."""
+def calls(engine: Engine, streams: int) -> tuple[float, float]:
+    """Functions of ours that a step calls, without layers and in them, with `streams` that decode."""
     for i in range(streams):
         prompt = [(31 * i + 7 * j) % tiny.VOCAB for j in range(24)]
         engine.add(tiny.request(f"r{i}", prompt, 80, temperature=0.9, seed=i))
@@ -43,7 +45,8 @@ def calls(engine: Engine, streams: int) -> float:
             sys.setprofile(None)
         steps += decoding
     assert steps == STEPS
-    return sum(n for file, n in found.items() if not file.startswith(LAYERS)) / STEPS
+    inside = sum(n for file, n in found.items() if file.startswith(LAYERS))
+    return (found.total() - inside) / STEPS, inside / STEPS
 
 
 @pytest.mark.parametrize(
@@ -54,8 +57,18 @@ def test_a_step_calls_no_more_than_this(kind: str, streams: int, most: int) -> N
     engine = tiny.engine(tiny.model("qwen3"), blocks=400, max_sequences=16)
     if kind:
         attach(engine, kind, row=1e-2)  # too dear to draft: what remains is what looking for copies takes
-    found = calls(engine, streams)
+    found, _ = calls(engine, streams)
     assert most / 2 < found <= most, found
+
+
+@pytest.mark.parametrize("streams", [1, 16])
+def test_a_layer_calls_no_more_than_this(streams: int) -> None:
+    """Whatever the streams: what is in a step's view is made once, for all layers."""
+    few, many = (
+        calls(tiny.engine(tiny.model("qwen3", num_hidden_layers=n), blocks=400, max_sequences=16), streams)[1]
+        for n in (2, 6)
+    )
+    assert 1 < (many - few) / 4 <= LAYER, (many - few) / 4
 
 
 def lines(rows: int) -> Counter[str]:
@@ -82,8 +95,8 @@ def lines(rows: int) -> Counter[str]:
 
 
 def test_a_long_prompt_is_no_longer_loop() -> None:
-    few, many = lines(64), lines(512)
+    few, many = lines(MANY), lines(2 * MANY)  # below, a list is faster
     by_block = {"engine/blocks.py"}  # each has a hash, of the one before it
-    assert few["model/runner.py"] > 100 and many["engine/blocks.py"] <= 16 * 512 / 8
+    assert few["model/runner.py"] > 100 and many["engine/blocks.py"] <= 16 * 2 * MANY / 8
     more = {name: many[name] - few[name] for name in many.keys() - by_block}
     assert sum(more.values()) < 30, more

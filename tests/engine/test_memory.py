@@ -326,6 +326,7 @@ def test_500_requests_to_smollm2(smollm2: Path) -> None:
     e, info = start(smollm2, "smollm2", Options())
     rng = random.Random(1)
     serve(e, 50, info.vocab, 60, rng)
-    early = resident()
+    early, owed = resident(), e.runner.owed()
     serve(e, 450, info.vocab, 60, rng)
-    assert resident() < 1.05 * early
+    taken = owed - e.runner.owed()  # the pools grow with what they keep, and that was set aside
+    assert taken and resident() < 1.05 * (early + taken)

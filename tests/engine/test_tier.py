@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from mlxspec.engine import tier
+from mlxspec.engine.blocks import AGE_S
 from mlxspec.engine.disk import Disk
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.runfile import keys_of, label
+from mlxspec.engine.start import Options, _outlive
 from mlxspec.engine.tier import CHAINS, GAIN
 from mlxspec.model.transfer import Transfer
 from tests import tiny
@@ -200,6 +202,28 @@ def test_what_another_model_wrote_does_not_fit(tmp_path: Path) -> None:
         outputs = finish(e, disk)
         assert tiny.tokens(outputs, "r") == plain(kind)(PROMPT, 12) and outputs[-1].cached == 0
         disk.close(5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_is_old_gives_way_only_where_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, broken: bool
+) -> None:
+    """While there are blocks that were never used: a prompt that a full disk lost is found in memory."""
+    now, (e, disk) = 0.0, start(tmp_path, kind, blocks=100)
+    _outlive(e, disk, Options(disk=tmp_path, disk_bytes=1 << 30))
+    for pool in e.scheduler.groups.pools:
+        pool.clock = lambda: now
+    if broken:
+        monkeypatch.setattr(Disk, "save", lambda self, run: False)
+    for name, prompt in (("old", PROMPT), ("new", [3, *PROMPT[1:]]), ("old again", PROMPT)):
+        e.add(tiny.request(name, prompt, 4))
+        outputs = finish(e, disk)
+        now += 2 * AGE_S
+    one = -(-len(PROMPT) // BLOCK)
+    assert (e.scheduler.pool.given >= 2 * one - 1) == broken, "the part of a block is no loss"
+    assert outputs[-1].cached >= READ, "in memory, or on the disk"
+    assert disk.close(5)
 
 
 def test_a_window_is_saved_where_a_chain_ends(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Each sampling parameter has the distribution it promises, and no row depends on another."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.sample import _floors, read, rows_of, sample, seed32
-from mlxspec.types import NARROW, Entry, Logprob, Request, Sampling, Sequence
+from mlxspec.model.sample import _floors, _penalize, read, rows_of, sample, seed32
+from mlxspec.types import NARROW, Draft, Entry, Logprob, Request, Sampling, Sequence
 
 VOCAB = 23
 RNG = np.random.default_rng(5)
@@ -31,15 +34,19 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-def expected(s: Sampling, prompt, output) -> np.ndarray:
-    """The distribution in float64, written down from the definitions."""
+def expected_logits(s: Sampling, prompt, output) -> np.ndarray:
     x = LOGITS.astype(np.float64)
     for token, value in s.logit_bias:
         x[token] += value
     counts = np.bincount(output, minlength=VOCAB)
     for token in {*prompt, *output}:
         x[token] = x[token] / s.repetition_penalty if x[token] > 0 else x[token] * s.repetition_penalty
-    x = (x - s.frequency_penalty * counts - s.presence_penalty * (counts > 0)) / s.temperature
+    return x - s.frequency_penalty * counts - s.presence_penalty * (counts > 0)
+
+
+def expected(s: Sampling, prompt, output) -> np.ndarray:
+    """The distribution in float64, written down from the definitions."""
+    x = expected_logits(s, prompt, output) / s.temperature
     order = np.argsort(-x)
     if s.top_k:
         x[order[s.top_k :]] = -np.inf
@@ -174,6 +181,42 @@ def test_penalties_count_the_token_that_is_still_on_the_device() -> None:
     x = mx.array(LOGITS[None])
     after = {t: read(sample(x, rows, mx.array([t]), [0]), rows)[0][0] for t in (best, (best + 1) % VOCAB)}
     assert after[(best + 1) % VOCAB] == best != after[best]
+
+
+def test_penalties_read_what_is_new_alone() -> None:
+    """Of 5,000 tokens a step reads the one that came, and the rows of a draft share what is known."""
+
+    class Watched(list[int]):
+        read = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            self.read += len(found) if isinstance(at, slice) else 1
+            return found
+
+        def __iter__(self) -> Iterator[int]:
+            self.read += len(self)
+            return super().__iter__()
+
+    s = Sampling(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
+    output = RNG.integers(0, VOCAB, 2500).tolist()
+    e = entry(s, RNG.integers(0, VOCAB - 9, 2500).tolist(), output)
+    tokens = e.seq.tokens = Watched(e.seq.tokens)
+    draw([e])
+    assert 2500 <= tokens.read < 2510
+    tokens.read = 0
+    for new in (3, 4, 5):
+        tokens.append(new)
+        e = Entry(e.seq, len(tokens) - 1, 1, samples=True, draft=Draft([7] * 8, "liar"))
+        rows, inputs = rows_of([e]), mx.array([new, *[7] * 8])
+        x = mx.array(np.stack([LOGITS] * 9))
+        got = _penalize(x, rows, inputs, [0] * 9)
+        assert tokens.read <= 3
+        for i, row in enumerate(np.array(got)):
+            said = [*list.__getitem__(tokens, slice(2500, None)), *[7] * i]
+            want = expected_logits(s, list.__getitem__(tokens, slice(2500)), said)
+            assert np.allclose(row, want, atol=1e-4), i
+        tokens.read = 0
 
 
 def test_logprobs_are_the_models_own_and_sorted() -> None:

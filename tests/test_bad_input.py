@@ -1,7 +1,9 @@
 """What others wrote and nobody checked: bodies, grammars, answers of a model, files. Nothing raises what its
 reader does not promise, or takes time that grows faster than it. The wire is in server/test_wire.py."""
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -20,17 +22,32 @@ from mlxspec.config import ConfigError, load
 from mlxspec.engine import known, runfile
 from mlxspec.kernels import kept
 from mlxspec.model.load import Fit
+from mlxspec.server import schema_anthropic, schema_openai, schema_responses
+from mlxspec.server.errors import ApiError
+from mlxspec.server.fields import MAX_ITEMS
+from mlxspec.server.schema_openai import Strict
 from mlxspec.service import ledger, status
 from mlxspec.speculate.depth import GRID
 from mlxspec.text.messages import Refused
 from mlxspec.text.parts import Parts
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.prompt import check_length, load_tokenizer
 from mlxspec.text.reader import Reader
 from mlxspec.text.schema import checked_lark, plain
 from tests.schemas import schemas
 from tests.server.scripted import Server, server
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
+KINDS: dict[type[Strict], dict[str, Any]] = {
+    schema_openai.Chat: {"messages": [{"role": "user", "content": "a"}]},
+    schema_openai.Completion: {"prompt": "a"},
+    schema_openai.Tokenize: {"prompt": "a"},
+    schema_openai.Detokenize: {},
+    schema_openai.Load: {"model": "a"},
+    schema_openai.Unload: {"model": "a"},
+    schema_anthropic.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    schema_anthropic.Prompt: {"messages": [{"role": "user", "content": "a"}]},
+    schema_responses.Create: {"input": "a"},
+}
 DEEP = 100_000
 VALUES = {  # JSON texts, as they stand in a body or a file
     "deep list": "[" * DEEP + "]" * DEEP,
@@ -179,6 +196,81 @@ async def test_hundreds_of_thousands_of_fields_do_not_hold_up_the_loop(path: Pat
     assert answer.status == 400 and "has 200001 fields; send 1000 at most" in answer.error["message"]
     json.loads(MANY)
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(("kind", "rest"), KINDS.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_of_many_wrong_values_the_first_is_told(
+    kind: type[Strict], rest: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every field that is a list or an object: pydantic would describe all, a gigabyte for a few MB."""
+    told: list[int] = []
+    refusal = schema_openai._refusal
+    monkeypatch.setattr(schema_openai, "_refusal", lambda e: (told.append(e.error_count()), refusal(e))[1])
+    for name in kind.model_fields:
+        for wrong in (-1, "x", {}, [], True):
+            for many in ([wrong] * 3_000, dict.fromkeys(map(str, range(3_000)), wrong)):
+                with contextlib.suppress(ApiError):
+                    schema_openai.parse(kind, json.dumps(rest | {name: many}).encode())
+    assert told and max(told) < 5
+
+
+def test_a_body_has_no_more_values_than_a_context_tokens() -> None:
+    most = schema_openai.MOST_VALUES
+    with pytest.raises(ApiError, match=f"has {most + 1} commas; send {most} at most"):
+        schema_openai.parse(schema_openai.Detokenize, b'{"tokens": [%s65]}' % (b"65," * (most + 1)))
+    body = b'{"messages": [%s]}' % b",".join([b'{"role": "user"}'] * (MAX_ITEMS + 1))
+    with pytest.raises(ApiError, match=f"holds more than {MAX_ITEMS}; leave some out"):
+        schema_openai.parse(schema_openai.Chat, body)
+
+
+@pytest.mark.anyio
+async def test_a_text_far_beyond_the_context_is_not_read(
+    path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused in the words by which agents know to compact, with the tokens that it may have."""
+    s, read = server(tokenizer, path), list[int]()
+    context = s.app.state.front.engine.info.context
+    own = type(tokenizer._tokenizer)
+    encode = own.encode
+
+    def watched(self: Any, text: str, **kw: Any) -> Any:
+        read.append(len(text))
+        return encode(self, text, **kw)
+
+    monkeypatch.setattr(own, "encode", watched)
+    text = "hello world " * 400_000
+    said = {"role": "user", "content": text}
+    for at, body in (
+        ("/v1/chat/completions", {"messages": [said]}),
+        ("/v1/messages", {"messages": [said], "max_tokens": 2}),
+        ("/v1/messages/count_tokens", {"messages": [said]}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/completions", {"prompt": ["a", text]}),
+        ("/v1/tokenize", {"prompt": text}),
+        ("/v1/tokenize", {"messages": [said]}),
+    ):
+        answer = await s.post(at, json.dumps(body).encode())
+        assert answer.status == 400, at
+        found = re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", json.dumps(answer.json))
+        assert found and int(found[2]) == context and 10**5 < int(found[1]) < 10**7, answer.json
+    assert sum(read) < 8 * 20 * context
+    spaces = Sparse(tokenizer)
+    check_length(spaces, "a" * 20 * context, context, "prompt")
+    assert spaces.read == 16 * context, "it may be of long tokens"
+    with pytest.raises(Refused, match="prompt is too long"):
+        check_length(spaces, "a" * 10_000 * context, context, "prompt")
+    assert spaces.read < 2000 * context
+
+
+class Sparse:
+    """A tokenizer with a token for 100 letters."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.read = inner, 0
+
+    def encode(self, text: str, **kw: Any) -> list[int]:
+        self.read += len(text)
+        return [0] * (len(text) // 100)
 
 
 @pytest.mark.anyio

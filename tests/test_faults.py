@@ -30,6 +30,7 @@ from mlxspec.engine.tier import Tier
 from mlxspec.engine.worker import Worker
 from mlxspec.model import runner
 from mlxspec.model.runner import Runner, Step
+from mlxspec.server import ask as asking
 from mlxspec.server import run
 from mlxspec.speculate import NoDrafter
 from mlxspec.speculate.chain import Chain
@@ -248,7 +249,7 @@ def test_a_drafter_that_raises_is_left_out(
 
 @pytest.mark.parametrize("patient", [True, False])
 @pytest.mark.parametrize(
-    "when", ["idle", "prefill", "decode", pytest.param("load", marks=pytest.mark.slow), "swap"]
+    "when", ["idle", "text", "prefill", "decode", pytest.param("load", marks=pytest.mark.slow), "swap"]
 )
 def test_a_signal_ends_it_in_time(
     path: Path,
@@ -258,7 +259,8 @@ def test_a_signal_ends_it_in_time(
     monkeypatch: pytest.MonkeyPatch,
     bare_settings: None,
 ) -> None:
-    """`patient`: with time enough, every answer ends well; else it is told that the server stops."""
+    """`patient`: with time enough, every answer ends well; else it is told that the server stops. So is, at
+    once, whose prompt is not even read."""
     went, slow = list[str](), Fleet._start
     begun, left = threading.Event(), list[int]()
     monkeypatch.setattr(Runner, "run", slowed(Runner.run, went))
@@ -271,6 +273,9 @@ def test_a_signal_ends_it_in_time(
 
     monkeypatch.setattr(Fleet, "_start", load)
     monkeypatch.setattr(run, "_leave", left.append)
+    if when == "text":
+        monkeypatch.setattr(asking, "render", lambda *_, **__: (begun.set(), time.sleep(20)))
+        patient = False
     tokens = 20 if patient else LONG
     bodies = {url: body | {"stream": True} for url, body in BODIES.items()}
     for body in bodies.values():
@@ -279,19 +284,19 @@ def test_a_signal_ends_it_in_time(
         bodies = {}
     elif when == "prefill":
         bodies = {PLAIN: {"prompt": "word " * 150, "max_tokens": 2, "ignore_eos": True}}
-    elif when in ("load", "swap"):
-        bodies = {CHAT: bodies[CHAT] | {"model": "two"}}
+    elif when in ("load", "swap", "text"):
+        bodies = {CHAT: bodies[CHAT] | {"model": "local" if when == "text" else "two"}}
     answers = list[httpx.Response]()
 
     def call(url: str) -> None:
-        def ask(at: str) -> None:
+        def post(at: str) -> None:
             answers.append(httpx.post(url + at, json=bodies[at], timeout=30))
 
         went.clear()
-        threads = [threading.Thread(target=ask, args=(at,), daemon=True) for at in bodies]
+        threads = [threading.Thread(target=post, args=(at,), daemon=True) for at in bodies]
         for thread in threads:
             thread.start()
-        if when in ("load", "swap"):
+        if when in ("load", "swap", "text"):
             assert begun.wait(20)
         elif bodies:
             while len(went) < 6 or worker.stats().running < len(bodies):
@@ -312,6 +317,8 @@ def test_a_signal_ends_it_in_time(
         took = time.monotonic() - since[0]
         caller.check()
     assert left in ([], [0]) and took < drain + run.GRACE_S + 5
+    if when == "text":
+        assert left == [0] and took < 3, took
     for answer in answers:
         good = answer.status_code == 200 and "stopping" not in answer.text
         assert good if patient else "the server is stopping" in answer.text, (answer.status_code, answer.text)

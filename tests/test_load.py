@@ -101,7 +101,7 @@ def at_rest(s: Served) -> None:
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert front._preparing == 0 and not s.worker._inbox and not s.worker._calls
+    assert not front.text.waiting and not s.worker._inbox and not s.worker._calls
 
 
 def descriptors() -> int:

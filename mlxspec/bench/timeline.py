@@ -54,7 +54,7 @@ def table(sides: Sequence[Side]) -> Table:
     """A line for each side."""
     caption = (
         "Steps that only decoded, with more than half of the streams. nothing submitted: share of their time,"
-        " without and with the CPU time of the submission in which it ends."
+        " to the call that ends it; with the CPU time of that call, as it came; if all of that came too late."
         " The last four: CPU ms of the engine's thread in a step."
     )
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
@@ -63,6 +63,7 @@ def table(sides: Sequence[Side]) -> Table:
         "\nsteps",
         "tokens\ndrafted",
         "nothing submitted\nat least",
+        "\nlikely",
         "\nat most",
         "a step\nms",
         "our Python\nmedian",
@@ -79,6 +80,11 @@ def table(sides: Sequence[Side]) -> Table:
             made.add_row(side.title, str(side.streams), "few")
             continue
         times = (f.step, f.ours, f.ours_p99, f.seam, f.graph)
-        counts = (str(side.streams), str(f.steps), str(f.drafted), f"{f.idle:.2%}", f"{f.most:.2%}")
+        counts = (
+            str(side.streams),
+            str(f.steps),
+            str(f.drafted),
+            *(f"{x:.2%}" for x in (f.idle, f.likely, f.most)),
+        )
         made.add_row(side.title, *counts, *(f"{t:.2f}" for t in times))
     return made

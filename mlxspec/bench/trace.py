@@ -1,9 +1,8 @@
 """A step on a timeline: what the engine's thread does, what the device does, and when it has nothing to do.
 
 Rule: only what was seen is told. A thread beside it waits for every submission, so "ready" comes late: by
-SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much, and an upper one
-with the CPU time of the submission that ends it, in which MLX walks over the graph before the first operation
-runs; where a submission waits, the device has work.
+SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much; the submission that
+ends it takes CPU time, in which MLX walks over the graph before the first operation runs. See `gaps`.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import mlx.core as mx
@@ -38,6 +37,7 @@ LEFT_OUT = 2  # steps at both ends, where sequences come and go
 
 Span = tuple[str, int, float, float]  # track, step, seconds
 Gap = tuple[int, float, float]  # the step that ended it, seconds
+Bound = Literal["least", "likely", "most"]
 
 
 @dataclass(slots=True)
@@ -68,12 +68,14 @@ class Turn:
         return self.seconds["whole"] - self.seconds["waits"] - self.seconds["graph"]
 
 
-def gaps(submissions: Sequence[Submission], whole: bool = False) -> list[Gap]:
-    """When nothing was submitted: from the moment that all before was ready to the next submission; `whole`:
-    with what that takes of the CPU."""
+def gaps(submissions: Sequence[Submission], bound: Bound = "least") -> list[Gap]:
+    """When nothing was submitted: from the moment that all before was ready to the next submission (least),
+    to the end of what this takes of the CPU if nothing else holds it up (likely), or if all of that comes
+    after that moment (most); where a submission waits, the device has work."""
     found, done = [], submissions[0].ready if submissions else 0.0
     for s in submissions[1:]:
-        if (end := min(s.ended, max(s.began, done) + s.walk) if whole else s.began) > done:
+        begins = {"least": s.began, "likely": s.began, "most": max(s.began, done)}[bound]
+        if (end := s.began if bound == "least" else min(s.ended, begins + s.walk)) > done:
             found.append((s.step, done, end))
         done = max(done, s.ready)
     return found
@@ -81,13 +83,14 @@ def gaps(submissions: Sequence[Submission], whole: bool = False) -> list[Gap]:
 
 @dataclass(slots=True)
 class Figures:
-    """Of the steps that only decoded, more than half of the streams in each. `idle`: the share of their time
-    in which nothing was submitted, at least; `most`: at most; the rest in milliseconds: a step, then CPU time
-    of the thread in one."""
+    """Of the steps that only decoded, more than half of the streams in each. `idle`, `likely`, `most`: the
+    share of their time in which nothing was submitted, see `gaps`; the rest in milliseconds: a step, then CPU
+    time of the thread in one."""
 
     steps: int
     drafted: int
     idle: float
+    likely: float
     most: float
     step: float
     ours: float
@@ -111,10 +114,10 @@ class Side:
         full = [t for t in self.turns if 2 * t.rows > self.streams and not t.fresh]
         return full[LEFT_OUT:-LEFT_OUT]
 
-    def idle(self, whole: bool = False) -> float:
+    def idle(self, bound: Bound = "least") -> float:
         """Seconds of the gaps before steps that only decoded."""
         steps = {t.step for t in self.decoding()}
-        return sum(end - began for step, began, end in gaps(self.submissions, whole) if step in steps)
+        return sum(end - began for step, began, end in gaps(self.submissions, bound) if step in steps)
 
     def figures(self) -> Figures | None:
         """None where there were too few steps."""
@@ -136,7 +139,8 @@ class Side:
             len(turns),
             sum(t.drafted for t in turns),
             self.idle() / sum(took),
-            self.idle(whole=True) / sum(took),
+            self.idle("likely") / sum(took),
+            self.idle("most") / sum(took),
             ms(took),
             ms(ours),
             1000 * ours[min(len(ours) - 1, int(0.99 * len(ours)))],

@@ -131,7 +131,7 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
     x, some = x.astype(mx.float32), len(chosen) < len(rows)
     y = x[mx.array(chosen)] if some else x
     base: dict[Seq, tuple[int, mx.array, mx.array]] = {}
-    owners, spread, at = [], [], []  # of each row; of each token of a span, and where it is in `inputs`
+    owners, spread, at = list[int](), list[int](), list[int]()  # of rows; of a span's tokens, which are `at`
     for i, r in enumerate(chosen):
         row, seq = rows[r], rows[r].entry.seq
         first = row.position - row.behind  # the span's first token may be unread; those before it are not

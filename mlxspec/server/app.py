@@ -21,12 +21,12 @@ from mlxspec import __version__, metrics
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server import Engine, anthropic, openai, openapi, page, responses
-from mlxspec.server.ask import template_options
+from mlxspec.server.ask import encode_prompt, template_options
 from mlxspec.server.errors import ApiError, dead, on_api_error, on_crash, on_http_error, unavailable, unfit
 from mlxspec.server.front import Front, Gone, Model, on_gone, read_body, while_connected
 from mlxspec.server.schema_openai import Detokenize, Load, Tokenize, Unload, parse
 from mlxspec.server.security import for_browser, guard
-from mlxspec.text.prompt import Tokenizer, encode, render, talk_of
+from mlxspec.text.prompt import Tokenizer, render, talk_of
 from mlxspec.types import Dead, Served, Unfit
 
 VERSION = "anthropic-version"  # a header that all of Anthropic's clients send
@@ -230,7 +230,7 @@ async def tokenize(http: HttpRequest) -> Response:
         ignored += sorted(
             given & {"tools", "add_generation_prompt", "reasoning_effort", "chat_template_kwargs"}
         )
-        work = front.on_text_thread(encode, model.tokenizer, body.prompt, body.add_special_tokens)
+        work = front.on_text_thread(encode_prompt, model, body.prompt, body.add_special_tokens)
     ids = await while_connected(http.receive, work)
     found = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
     return JSONResponse(found, headers=front.report(ignored))
@@ -238,7 +238,8 @@ async def tokenize(http: HttpRequest) -> Response:
 
 def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
     talk = talk_of(body.messages or [], body.tools, options, model.history)
-    return render(model.tokenizer, talk, model.history, body.add_generation_prompt).ids
+    prompted, context = body.add_generation_prompt, model.info.context
+    return render(model.tokenizer, talk, model.history, prompted, context).ids
 
 
 async def detokenize(http: HttpRequest) -> Response:

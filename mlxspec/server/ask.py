@@ -19,7 +19,16 @@ from mlxspec.server.stream import Choice, Dialect, Piece, message
 from mlxspec.text.grammar import Grammars, Make
 from mlxspec.text.messages import Refused
 from mlxspec.text.parts import Parts
-from mlxspec.text.prompt import Rendered, Talk, encode, remember, render, talk_of, template_reads
+from mlxspec.text.prompt import (
+    Rendered,
+    Talk,
+    check_length,
+    encode,
+    remember,
+    render,
+    talk_of,
+    template_reads,
+)
 from mlxspec.text.reader import Reader
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
@@ -111,7 +120,7 @@ class Prepared:
 def prepare(model: Model, ask: Ask) -> Prepared:
     """On the text thread. Raises Refused."""
     talk = talk_of(ask.messages, ask.tools, ask.options, model.history)
-    prompt = render(model.tokenizer, talk, model.history)
+    prompt = render(model.tokenizer, talk, model.history, context=model.info.context, field=ask.source)
     grammars = model.grammars
     grammar = _grammar(grammars, ask, talk, prompt)
     return Prepared(talk, prompt, predicted(model, ask.prediction), grammar, grammars.vocab)
@@ -246,6 +255,12 @@ def template_options(
     read = {path: template_reads(model.tokenizer, name) for path, (name, _) in given.items()}
     options = {name: value for path, (name, value) in given.items() if read[path]}
     return options, [path for path in given if not read[path]]
+
+
+def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:
+    """Token ids of a field `prompt`. Raises Refused for one that is far too long."""
+    check_length(model.tokenizer, text, model.info.context, "prompt")
+    return encode(model.tokenizer, text, special)
 
 
 def predicted(model: Model, text: str) -> tuple[int, ...]:

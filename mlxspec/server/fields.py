@@ -10,6 +10,7 @@ MAX_STOP_CHARS = 1000
 MAX_PROMPTS = 32
 MAX_BIASES = 1024
 MAX_PARTS = 1024
+MAX_ITEMS = 10_000  # messages, or tools
 INT64 = 2**63
 
 # Accepted without effect. None of them could change the text of an answer.

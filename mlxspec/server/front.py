@@ -6,7 +6,6 @@ Rule: tokenizing never runs on the event loop, and no more of it waits than the 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +19,9 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server import Engine
-from mlxspec.server.errors import ApiError, busy, unavailable, unfit
+from mlxspec.server.errors import ApiError, busy, dead, unavailable, unfit
 from mlxspec.server.journal import Journal
+from mlxspec.server.serial import Serial
 from mlxspec.text.grammar import Grammars
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 STALLED_S = 60.0  # without progress while there is work: longer than any step that is well
 LOADING_S = 600.0  # the same while a model is loaded, which is one step for all the others
+LOOK_S = 0.5  # between looks whether anybody could still use a text
 BODY_S = 60.0  # time that a client has to send its request
 KNOWN_NAMES = 1000  # unknown fields that are remembered as logged
 ALIASES = ("default", "local")
@@ -82,9 +83,8 @@ class Front:
     listeners: int = 0  # to the page's snapshots
     note: str = ""  # set in safe mode
     models: dict[str, Model] = field(default_factory=dict)  # those that somebody has asked for
-    _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
+    text: Serial = field(default_factory=lambda: Serial("text"))
     _opening: dict[str, asyncio.Future[None]] = field(default_factory=dict)
-    _preparing: int = 0
     _named: set[str] = field(default_factory=set)
 
     def unwell(self) -> str:
@@ -99,16 +99,19 @@ class Front:
 
     async def on_text_thread(self, work: Callable[..., T], /, *args: Any, **kw: Any) -> T:
         """Run `work` on the one thread for text. Raises ApiError 429 when too many wait for it, 400 for a
-        prompt that cannot be rendered."""
-        if self._preparing >= self.config.max_queue + self.config.max_sequences:
+        prompt that cannot be rendered, 503 as soon as the engine takes no more."""
+        if len(self.text.waiting) + self.text.at_work >= self.config.max_queue + self.config.max_sequences:
             raise busy(Busy(1))
-        self._preparing += 1
+        job = asyncio.wrap_future(self.text.submit(lambda: work(*args, **kw)))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._text, lambda: work(*args, **kw))
+            while not (await asyncio.wait((job,), timeout=LOOK_S))[0]:
+                if self.engine.draining() or not self.engine.alive():
+                    raise dead(self.engine)
+            return job.result()
         except Refused as error:
-            raise unfit(error.field, str(error)) from error
+            raise unfit(error.field, str(error), error.code) from error
         finally:
-            self._preparing -= 1
+            job.cancel()
 
     def later(self, work: Callable[[], None]) -> None:
         """Run `work` on the text thread, after what waits there, before what comes. A failure is logged."""
@@ -119,7 +122,7 @@ class Front:
             except Exception:
                 log.exception("an answer was given, but will not be remembered")
 
-        self._text.submit(told)
+        self.text.submit(told)
 
     def named(self, name: str | None, *, exact: bool = False) -> str:
         """The served model that `name` means; not `exact`: also by names that agents have built in. Raises

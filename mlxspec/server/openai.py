@@ -14,6 +14,7 @@ from mlxspec.server.ask import (
     check_count,
     check_prompt,
     converse,
+    encode_prompt,
     predicted,
     sampling,
     stop_tokens,
@@ -23,7 +24,6 @@ from mlxspec.server.errors import unfit
 from mlxspec.server.front import Front, Model, read_body, while_connected
 from mlxspec.server.schema_openai import Chat, Completion, parse
 from mlxspec.server.stream import Choice, OpenAI
-from mlxspec.text.prompt import encode
 from mlxspec.text.reader import Reader
 from mlxspec.types import Request, shown
 
@@ -105,7 +105,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
 
 def _encode_all(model: Model, body: Completion) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
     """Token ids of each prompt, each one's text where it is to be echoed, and what is predicted."""
-    ids = [encode(model.tokenizer, p) if isinstance(p, str) else p for p in body.prompt]
+    ids = [encode_prompt(model, p) if isinstance(p, str) else p for p in body.prompt]
     texts = [p if isinstance(p, str) else str(model.tokenizer.decode(p)) for p in body.prompt if body.echo]
     return ids, texts, predicted(model, body.prediction.text if body.prediction else "")
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from mlxspec import blas
 from mlxspec.config import Config, ConfigError, as_flags, url_of
-from mlxspec.server import Engine
+from mlxspec.server import Engine, serial
 from mlxspec.server.protocol import bounded
 
 log = logging.getLogger("mlxspec")
@@ -186,8 +186,8 @@ def serve(
 ) -> int:
     """Serve until a signal or the engine's death; the process's exit status. Main thread only.
 
-    `announce` is told once, when requests are answered. A thread of the engine that does not end is left
-    behind by ending the process on the spot.
+    `announce` is told once, when requests are answered. A thread that does not end is left behind by ending
+    the process on the spot.
     """
     if not listener:
         _open(listener := bind(config), config)
@@ -195,12 +195,16 @@ def serve(
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
     stopper.start()
     stopper.join(0.0 if engine.loading() else STOP_S)  # nothing ends a load
+    held = stopper.is_alive() or serial.busy()
     if stopper.is_alive():
         if loading := engine.loading():
             log.info("leaving the engine's thread, which loads %s", loading)
         else:
             log.critical("the engine's thread does not end; leaving it")
         status = 0 if loading else 1
+    elif held:
+        log.info("leaving the thread for text, which is at a prompt")
+    if held:
         ended(status)
         _leave(status)
     return status

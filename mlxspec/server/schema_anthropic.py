@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from mlxspec.server import fields, schema_openai
 from mlxspec.server.errors import unfit
-from mlxspec.server.fields import MAX_STOPS, Refusals, stops
-from mlxspec.server.schema_openai import Fraction, Strict
+from mlxspec.server.fields import MAX_ITEMS, MAX_STOPS, Refusals, stops
+from mlxspec.server.schema_openai import FIRST, Fraction, Items, Strict
 from mlxspec.text.messages import canonical
 from mlxspec.types import shown
 
@@ -117,8 +117,8 @@ class Prompt(Strict):
 
     model: str | None = None
     system: Any = None
-    messages: Annotated[list[Any], Field(min_length=1)]
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Annotated[Items, Field(min_length=1)]
+    tools: Annotated[list[Tool], FIRST, Field(default_factory=list, max_length=MAX_ITEMS)]
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -170,7 +170,7 @@ class Messages(Prompt):
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
     stop_sequences: Annotated[
-        list[str], Field(default_factory=list, max_length=MAX_STOPS), AfterValidator(stops)
+        list[str], FIRST, Field(default_factory=list, max_length=MAX_STOPS), AfterValidator(stops)
     ]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None

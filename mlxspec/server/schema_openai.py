@@ -24,10 +24,15 @@ from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, shown
 
 OBJECT = TypeAdapter(dict[str, Any])
 MOST_FIELDS = 1000  # of a body: a million of them keep the event loop for seconds
+MOST_VALUES = (
+    1_000_000  # by its commas, inside of texts too; each of those is a token, so no context is larger
+)
 INFINITE = re.compile(rb"[eE]\+?\d\d|\d{300}|NaN|Infinity")  # where a number may be none that JSON can tell
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+FIRST = Field(fail_fast=True)  # or what is wrong with each of a million would be described
+Items = Annotated[list[Any], Field(max_length=fields.MAX_ITEMS)]
 
 
 class Strict(BaseModel):
@@ -72,7 +77,7 @@ class Prediction(Strict):
     """What the client expects the answer to be."""
 
     type: Literal["content"]
-    content: Annotated[list[Part], Field(max_length=fields.MAX_PARTS)]
+    content: Annotated[list[Part], FIRST, Field(max_length=fields.MAX_PARTS)]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -103,7 +108,7 @@ class Common(Strict):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: list[str] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=fields.MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Token], FIRST, Field(max_length=fields.MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
@@ -136,10 +141,13 @@ class Common(Strict):
             raise ValueError(f"holds {len(stops)} strings; send {fields.MAX_STOPS} at most")
         return fields.stops(stops)
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _bias_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
+    def _bias_keys(cls, value: Any) -> Any:
+        keys = value if isinstance(value, dict) else ()
+        if len(keys) > fields.MAX_BIASES:
+            raise ValueError(f"has {len(keys)} entries; send {fields.MAX_BIASES} at most")
+        for key in keys:
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise ValueError(
                     f"has the key {key[:40]!r}; keys are token ids in digits, see POST /tokenize"
@@ -152,13 +160,13 @@ class Chat(Common):
     prefix: ClassVar[str] = "chatcmpl"
     source: ClassVar[str] = "messages"
 
-    messages: Annotated[list[Any], Field(min_length=1)]
+    messages: Annotated[Items, Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: Items | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -226,8 +234,8 @@ class Tokenize(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Any], Field(min_length=1)] | None = None
-    tools: list[Any] | None = None
+    messages: Annotated[Items, Field(min_length=1)] | None = None
+    tools: Items | None = None
     add_special_tokens: bool = True  # of a prompt
     add_generation_prompt: bool = True  # of messages, as are those below
     reasoning_effort: str | None = None
@@ -236,7 +244,7 @@ class Tokenize(Strict):
 
 class Detokenize(Strict):
     model: str | None = None
-    tokens: list[Token]
+    tokens: Annotated[list[Token], FIRST]
 
 
 class Load(Strict):
@@ -258,6 +266,8 @@ def is_ids(value: Any) -> bool:
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     """The checked body, and the names of the fields that nobody knows. Raises ApiError 400."""
+    if (values := data.count(b",")) > MOST_VALUES:
+        raise unfit("body", f"the body has {values} commas; send {MOST_VALUES} at most", "invalid_json")
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:

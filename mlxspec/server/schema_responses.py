@@ -15,7 +15,7 @@ from mlxspec.server import fields
 from mlxspec.server.ask import Format
 from mlxspec.server.errors import ApiError, unfit
 from mlxspec.server.fields import Refusals
-from mlxspec.server.schema_openai import Common, Strict, parse
+from mlxspec.server.schema_openai import FIRST, Common, Items, Strict, parse
 from mlxspec.types import shown
 
 Json = dict[str, Any]
@@ -97,18 +97,18 @@ class Create(Common):
     alternatives: ClassVar[None] = None
 
     n: Annotated[int, Field(ge=1, le=1)] | None = None
-    input: Annotated[list[Json], Field(min_length=1)]
+    input: Annotated[list[Json], FIRST, Field(min_length=1, max_length=fields.MAX_ITEMS)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     metadata: Json | None = None
-    tools: list[Any] | None = None
+    tools: Items | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], FIRST] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("input", mode="before")

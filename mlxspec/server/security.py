@@ -7,7 +7,8 @@ Origin is foreign, and a name that was rebound to this address is not ours. CORS
 import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,7 @@ from mlxspec.server.protocol import CROWDED
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
 HOST = re.compile(r"(\[[^\s\[\]]*\]|[^\s:/?#@\[\]\\]+)(:\d*)?")  # urlsplit overlooks tabs and takes paths
+AT_ONCE = 8  # times the largest body, of all that are coming
 OPEN = frozenset({"/health"})  # without a key: what watches a service has none
 PAGE = frozenset(f"/page/{name}" for name in FILES)  # nor has a browser that has yet to ask for one
 SCRIPTS = frozenset({"/page/events", "/page/now"})  # for the page's own scripts, and what is no browser
@@ -30,6 +32,7 @@ def guard(app: ASGIApp, config: Config) -> ASGIApp:
     names = LOOPBACK | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
     addresses = config.host in ANY  # then an address of ours is not known beforehand
     most = config.max_body_mb << 20
+    coming = Coming(most * AT_ONCE)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -39,14 +42,15 @@ def guard(app: ASGIApp, config: Config) -> ASGIApp:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         try:
             if CROWDED in scope["state"] and scope["path"] not in OPEN:
-                raise _crowded()
+                raise _crowded("too many connections are open; close some")
             _check_names(headers, names, addresses)
             _check_fetch(scope["path"], headers)
             _check_key(headers, "" if _open(scope["path"], headers) else config.api_key)
             _check_size(headers, most)
         except ApiError as error:
             return await error.response()(scope, receive, send)
-        await app(scope, _counted(receive, most), send)
+        with coming.counted(receive, most) as bounded:
+            await app(scope, bounded, send)
 
     return guarded
 
@@ -107,10 +111,10 @@ def _foreign(header: str, value: str) -> ApiError:
     )
 
 
-def _crowded() -> ApiError:
+def _crowded(why: str) -> ApiError:
     return ApiError(
         503,
-        "too many connections are open; close some, or try again in 1 s",
+        f"{why}, or try again in 1 s",
         headers={"Retry-After": "1", "Connection": "close"},
     )
 
@@ -147,16 +151,31 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most >> 20} MB; send less, or raise max_body_mb")
 
 
-def _counted(receive: Receive, most: int) -> Receive:
-    """`receive` that refuses a body which turns out too large, whatever its headers said."""
-    seen = 0
+class Coming:
+    """The bodies that have begun to come and are not whole: of all of them, `most` bytes at once."""
 
-    async def counted() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > most:
-            raise _too_large(most)
-        return message
+    def __init__(self, most: int) -> None:
+        self.bytes, self.most = 0, most
 
-    return counted
+    @contextmanager
+    def counted(self, receive: Receive, most: int) -> Iterator[Receive]:
+        """`receive` that refuses a body which turns out too large, whatever its headers said."""
+        seen = held = 0
+
+        async def counted() -> Message:
+            nonlocal seen, held
+            message = await receive()
+            size = len(message.get("body", b""))
+            seen, held, self.bytes = seen + size, held + size, self.bytes + size
+            if seen > most:
+                raise _too_large(most)
+            if self.bytes > self.most:
+                raise _crowded(f"bodies of {self.most >> 20} MB are on their way; send one after the other")
+            if not message.get("more_body"):
+                held, self.bytes = 0, self.bytes - held
+            return message
+
+        try:
+            yield counted
+        finally:
+            self.bytes -= held

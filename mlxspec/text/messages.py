@@ -38,11 +38,12 @@ NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(N
 
 
 class Refused(Unfit):
-    """A prompt that cannot be rendered. `field` names what of the request is at fault: "messages[2].role"."""
+    """A prompt that cannot be rendered. `field` names what of the request is at fault: "messages[2].role";
+    `code` is for programs."""
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field, self.code = field, code
 
 
 def canonical(messages: Sequence[Any]) -> Messages:

@@ -30,11 +30,13 @@ from mlxspec.text.parts import Call
 from mlxspec.text.reader import token_bytes
 from mlxspec.text.special import MARK, marked, special_of
 from mlxspec.text.special import encode as encode_rendered
-from mlxspec.types import Unfit, blame, shown
+from mlxspec.types import Unfit, blame, shown, too_long
 
 log = logging.getLogger("mlxspec")
 
 Tokenizer = TokenizerWrapper  # the name that the server knows it by
+
+FIRST_CHARS = 16  # for each token of the context: few texts have more
 
 OURS = frozenset(  # what a template's caller decides, not a request
     "messages conversation tools chat_template tokenize add_generation_prompt continue_final_message padding"
@@ -141,6 +143,19 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=special and not begun))
 
 
+def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:
+    """Raises Refused for a text that is far too long, by its beginning: else any text would be encoded whole,
+    which takes seconds for each megabyte."""
+    size = context * FIRST_CHARS
+    while size < len(text):
+        n = len(tokenizer.encode(text[:size].replace(MARK, ""), add_special_tokens=False))
+        if n > context + FIRST_CHARS:  # its last token may be cut
+            said = too_long(n * len(text) // size, context)
+            why = f"{said}; that is reckoned from its first {size} characters; shorten {field}"
+            raise Refused(field, why, "context_length_exceeded")
+        size *= 4
+
+
 def template_reads(tokenizer: Tokenizer, name: str) -> bool:
     """Whether the chat template may look at the variable `name`. A template in code is taken to do so."""
     template = getattr(tokenizer, "chat_template", None)
@@ -192,10 +207,15 @@ def same_call(sent: Mapping[str, Any], own: Call) -> dict[str, Any] | None:
     return arguments if same else None
 
 
-def render(tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt: bool = True) -> Rendered:
+def render(
+    tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt: bool = True, context: int = 0,
+    field: str = "messages",
+) -> Rendered:  # fmt: skip
     """The conversation, with `generation_prompt` up to where the assistant is to speak. Raises Refused,
-    naming the message."""
+    naming the message, or the `field` where it is far longer than `context` tokens, if these are given."""
     text = _rendered(tokenizer, talk, generation_prompt)
+    if context:
+        check_length(tokenizer, text, context, field)
     ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
     thinking = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
     return Rendered(text, ids, thinking)

@@ -83,7 +83,7 @@ def test_overlap_leaves_no_gap_and_its_lack_is_seen(monkeypatch: pytest.MonkeyPa
         figures = side.figures()
         assert figures is not None
         shares.append(figures.idle)
-        assert figures.idle <= figures.most < figures.idle + 0.1
+        assert figures.idle <= figures.likely <= figures.most < figures.idle + 0.1
     assert shares[0] < 0.02 and shares[1] > 0.2, shares
 
 
@@ -102,9 +102,10 @@ def test_gaps_lie_where_all_before_was_ready() -> None:
     long = [Submission(1, 0, 1, 5), Submission(2, 1, 2, 6), Submission(3, 8, 9, 9), Submission(4, 8.5, 9, 10)]
     assert gaps(long) == [(3, 6, 8)]
     long[2].walk = long[3].walk = 0.75  # the last one waits for the third, of which 0.25 s may be a walk
-    assert gaps(long, whole=True) == [(3, 6, 8.75)]
+    assert gaps(long, "likely") == [(3, 6, 8.75)] == gaps(long, "most")
     late = [Submission(1, 0, 1, 5), Submission(2, 4, 9, 12, 3.0), Submission(3, 11, 13, 14, 0.5)]
-    assert gaps(late) == [] and gaps(late, whole=True) == [(2, 5, 8), (3, 12, 12.5)]
+    assert gaps(late) == [] and gaps(late, "likely") == [(2, 5, 7)], "the last was called early enough"
+    assert gaps(late, "most") == [(2, 5, 8), (3, 12, 12.5)]
     assert gaps([]) == []
     behind = [Submission(1, 0, 1, 9), Submission(2, 2, 3, 4), Submission(3, 8, 9, 12)]  # seen late
     assert gaps(behind) == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,43 @@ async def test_what_nobody_waits_for_any_more_makes_room(front: Front) -> None:
     gate.set()
     assert await front.on_text_thread(len, "ab") == 2
     await asyncio.gather(*waiting[:2])
+
+
+async def test_nothing_is_kept_of_what_was_taken_back(front: Front) -> None:
+    """A body may have megabytes, and the thread may be at another for long."""
+
+    class Body: ...
+
+    gate, bodies = threading.Event(), weakref.WeakSet[Body]()
+    held = asyncio.ensure_future(front.on_text_thread(gate.wait, 10))
+    for _ in range(20):
+        body = Body()
+        bodies.add(body)
+        gone = asyncio.ensure_future(front.on_text_thread(id, body))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait((gone,))
+        del body, gone
+    await asyncio.sleep(0.05)
+    assert not front.text.waiting and not bodies
+    gate.set()
+    assert await held
+
+
+async def test_who_waits_is_told_when_the_engine_takes_no_more(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: what is rendered then is refused."""
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(type(front.engine), "draining", lambda self: True)
+    for job in waiting:
+        with pytest.raises(ApiError, match="is stopping") as caught:
+            await asyncio.wait_for(job, 2)
+        assert caught.value.status == 503
+    assert not front.text.waiting and front.text.at_work
+    gate.set()
 
 
 async def test_refusals_become_400(front: Front) -> None:

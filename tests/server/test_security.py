@@ -8,7 +8,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
-from mlxspec.server.security import guard
+from mlxspec.server.security import AT_ONCE, guard
 from tests.server.scripted import MESSAGES, Answer, Connection, server
 
 pytestmark = pytest.mark.anyio
@@ -192,6 +192,40 @@ async def test_a_body_that_never_ends(
     connection._receive = receive  # type: ignore[method-assign]
     answer = await connection.answer()
     assert answer.status == 408 and "did not arrive" in answer.error["message"]
+
+
+async def test_bodies_that_come_are_bounded_together(tokenizer: Any, model_dir: Any) -> None:
+    """Who sends slowly must not fill the memory with many at once; what is whole, or gone, counts no more."""
+    s = server(tokenizer, model_dir, Config(max_body_mb=1))
+    whole = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}'.ljust(1 << 20)
+    gate, ways = asyncio.Event(), list[asyncio.Task[Any]]()
+
+    def slow(leaves: bool) -> Any:
+        parts = [whole[-1:], whole[:-1]]
+
+        async def receive() -> Any:
+            if len(parts) == 1:
+                await gate.wait()
+                if leaves:
+                    return {"type": "http.disconnect"}
+            if not parts:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
+
+        connection = Connection(s.app, CHAT)
+        connection._receive = receive  # type: ignore[method-assign]
+        return asyncio.ensure_future(connection.answer())
+
+    for n in range(AT_ONCE):
+        ways.append(slow(leaves=n % 2 == 1))
+    await asyncio.sleep(0.05)
+    refused = await s.post(CHAT, whole)
+    assert refused.status == 503 and "bodies of 8 MB are on their way" in refused.error["message"]
+    assert refused.headers["retry-after"] == "1"
+    gate.set()
+    assert [a.status for a in await asyncio.gather(*ways)] == [200, 499] * (AT_ONCE // 2)
+    for _ in range(2 * AT_ONCE):
+        assert (await s.post(CHAT, whole)).status == 200
 
 
 async def test_a_client_that_leaves_while_it_sends(tokenizer: Any, model_dir: Any) -> None:

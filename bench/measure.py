@@ -254,8 +254,8 @@ async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
 
 
 async def _judge(run: Run, name: str, running: Running, cell: probes.Cell, workload: str) -> None:
-    """Right answers of a cell; one that does not come is not right, unless it could not be asked for. Raises
-    Ended."""
+    """Right answers of a cell; where one does not come, none of it is, unless it could not be asked for.
+    Raises Ended."""
     try:
         right = await probes.matches(running, cell)
     except (TimeoutError, *BROKEN) as error:

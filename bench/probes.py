@@ -8,11 +8,12 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from bench import tiny
-from bench.http import Answer, Early, ask, plain
+from bench.http import Answer, Early, Silent, ask, plain
 from bench.servers import Running
 
 PREFIXES = ("none", "hit", "partial", "grown")
@@ -108,7 +109,8 @@ async def _begun(task: "asyncio.Task[Answer]", answer: Answer) -> None:
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if task.done():
-        task.result()
+        with suppress(Silent):
+            task.result()
         raise Early("the neighbour's answer ended before anyone could join it")
 
 

@@ -71,6 +71,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     for names, known in ((args.servers, SERVERS), (args.workloads, WORKLOADS)):
         if unknown := [n for n in names if n and n not in known]:
             parser.error(f"there is no {unknown[0]!r}; there are {', '.join(known)}")
+    if args.quick:
+        args.probes = min(1, args.probes)
     if args.docs and not args.report:
         parser.error("--docs is for --report, whose table it writes into the pages")
     if args.rounds < 1 or args.probes < 0 or args.limit <= 0:
@@ -120,7 +122,7 @@ def run(args: argparse.Namespace, console: Console) -> Rows:
             1 if args.quick else args.rounds,
             [w for w in args.workloads if w],
             starts=2 if args.quick else 4,
-            probes=min(1, args.probes) if args.quick else args.probes,
+            probes=args.probes,
             limit=args.limit,
         )
         asyncio.run(measure(work, args.out / f"{machine()}.csv"))

@@ -262,7 +262,7 @@ def test_a_signal_ends_it_in_time(
     """`patient`: with time enough, every answer ends well; else it is told that the server stops. So is, at
     once, whose prompt is not even read."""
     went, slow = list[str](), Fleet._start
-    begun, left = threading.Event(), list[int]()
+    begun, left_alone, left = threading.Event(), threading.Event(), list[int]()
     monkeypatch.setattr(Runner, "run", slowed(Runner.run, went))
 
     def load(self: Fleet, member: Any) -> None:
@@ -274,8 +274,7 @@ def test_a_signal_ends_it_in_time(
     monkeypatch.setattr(Fleet, "_start", load)
     monkeypatch.setattr(run, "_leave", left.append)
     if when == "text":
-        monkeypatch.setattr(asking, "render", lambda *_, **__: (begun.set(), time.sleep(20)))
-        patient = False
+        monkeypatch.setattr(asking, "render", lambda *_, **__: (begun.set(), left_alone.wait(20)))
     tokens = 20 if patient else LONG
     bodies = {url: body | {"stream": True} for url, body in BODIES.items()}
     for body in bodies.values():
@@ -316,12 +315,16 @@ def test_a_signal_ends_it_in_time(
         assert run.serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
         took = time.monotonic() - since[0]
         caller.check()
+    left_alone.set()
     assert left in ([], [0]) and took < drain + run.GRACE_S + 5
     if when == "text":
-        assert left == [0] and took < 3, took
+        assert left == [0] and took < 10, took
     for answer in answers:
         good = answer.status_code == 200 and "stopping" not in answer.text
-        assert good if patient else "the server is stopping" in answer.text, (answer.status_code, answer.text)
+        assert good if patient and when != "text" else "the server is stopping" in answer.text, (
+            answer.status_code,
+            answer.text,
+        )
     assert len(answers) == len(bodies)
 
 

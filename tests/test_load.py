@@ -95,13 +95,16 @@ def at_rest(s: Served) -> None:
     """Nothing is left of what was asked: streams, rows, tasks, sequences, blocks."""
     front = s.app.state.front
     assert soon(
-        lambda: not (s.worker._streams or s.worker._busy or front.journal.live or s.server.server_state.tasks)
+        lambda: (
+            not (s.worker._streams or s.worker._busy or front.journal.live or s.server.server_state.tasks)
+            and not (front.text.waiting or front.text.at_work)
+        )
     )
     s.engine.check()
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert not front.text.waiting and not s.worker._inbox and not s.worker._calls
+    assert not s.worker._inbox and not s.worker._calls
 
 
 def descriptors() -> int:

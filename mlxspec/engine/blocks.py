@@ -9,13 +9,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 
 from mlxspec.types import NULL_BLOCK
 
 AGE_S = 300.0  # that content is left alone which can be had again; as long as Anthropic's cache keeps its own
+LOOKS = 64  # blocks that are looked at for one that is no loss
 PARTS = 8  # copy sources remembered under one parent; the oldest is forgotten first
 
 
@@ -92,8 +93,7 @@ class BlockPool:
         can be had again goes, once it is old, before one that was never given out, which may take memory."""
         block = next(iter(self.free))
         if block > self.given and self.idle:
-            oldest, since = next(iter(self.idle.items()))
-            block = oldest if self.thrifty or self._spare(oldest, since) else block
+            block = next(iter(self.idle)) if self.thrifty else self._spare() or block
         if self.spent and block in self.idle:
             block = next(iter(self.spent))
         del self.free[block]
@@ -182,11 +182,15 @@ class BlockPool:
     def used(self) -> int:
         return self.size - 1 - len(self.free)
 
-    def _spare(self, block: int, since: float) -> bool:
-        """Less than a block's tokens are no loss."""
-        if self.kept is None or self.clock() - since <= AGE_S:
-            return False
-        return block not in self.key or self.kept(self.key[block])
+    def _spare(self) -> int | None:
+        """An old block that is no loss, among the oldest: it can be had again, is hardly of use, or is only a
+        part of one."""
+        for block, since in islice(self.idle.items(), LOOKS if self.kept else 0):
+            if self.clock() - since <= AGE_S:
+                break
+            if block in self.spent or block not in self.key or (self.kept and self.kept(self.key[block])):
+                return block
+        return None
 
     def _known(self, block: int) -> bool:
         return block in self.key or block in self.parent

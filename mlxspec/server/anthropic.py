@@ -21,6 +21,7 @@ from mlxspec.server.ask import Ask, Format, Wishes, converse, prepare, template_
 from mlxspec.server.errors import ApiError
 from mlxspec.server.front import Front, Model, read_body, while_connected
 from mlxspec.server.stream import Choice, Json, Piece, Usage, event
+from mlxspec.text.messages import TooLong
 from mlxspec.text.parts import Part
 from mlxspec.types import ModelInfo
 
@@ -46,9 +47,16 @@ async def count_tokens(http: HttpRequest) -> Response:
     body, said, ignored = schema.parsed(schema.Prompt, await read_body(http))
     model = await front.model(body.model)
     ask, unread = _ask(model, body, said)
-    ready = await while_connected(http.receive, front.on_text_thread(prepare, model, ask))
-    found = {"input_tokens": len(ready.prompt.ids)}
-    return JSONResponse(found, headers=front.report([*ignored, *unread]))
+    count = await while_connected(http.receive, front.on_text_thread(_count, model, ask))
+    return JSONResponse({"input_tokens": count}, headers=front.report([*ignored, *unread]))
+
+
+def _count(model: Model, ask: Ask) -> int:
+    """Reckoned where a text is far beyond the context: whoever asks wants to know how much to leave out."""
+    try:
+        return len(prepare(model, ask).prompt.ids)
+    except TooLong as error:
+        return error.tokens
 
 
 def _ask(model: Model, body: schema.Prompt, said: list[Json], **own: Any) -> tuple[Ask, list[str]]:

@@ -112,6 +112,7 @@ class Front:
             raise unfit(error.field, str(error), error.code) from error
         finally:
             job.cancel()
+            del job  # or an error in it would hold it, by its traceback, and it the error
 
     def later(self, work: Callable[[], None]) -> None:
         """Run `work` on the text thread, after what waits there, before what comes. A failure is logged."""
@@ -197,6 +198,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         for task in (job, left):
             task.cancel()
         await asyncio.gather(job, left, return_exceptions=True)
+        del job, left, task  # as above
 
 
 async def _left(receive: Receive) -> None:

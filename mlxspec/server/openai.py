@@ -89,7 +89,6 @@ async def completions(http: HttpRequest) -> ASGIApp:
     ends = stop_tokens(model, body.stop_token_ids or (), bool(body.ignore_eos))
     requests = []
     for k, prompt in enumerate(prompts):
-        check_prompt(model, prompt, "prompt")
         most = min(info.context - len(prompt), body.max_tokens or info.context)
         own = name if len(prompts) == 1 else f"{name}-{k}"
         requests.append(
@@ -104,8 +103,12 @@ async def completions(http: HttpRequest) -> ASGIApp:
 
 
 def _encode_all(model: Model, body: Completion) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
-    """Token ids of each prompt, each one's text where it is to be echoed, and what is predicted."""
-    ids = [encode_prompt(model, p) if isinstance(p, str) else p for p in body.prompt]
+    """Token ids of each prompt, each one's text where it is to be echoed, and what is predicted. Raises
+    ApiError."""
+    ids = []
+    for p in body.prompt:
+        ids.append(encode_prompt(model, p) if isinstance(p, str) else p)
+        check_prompt(model, ids[-1], "prompt")  # before the others are encoded
     texts = [p if isinstance(p, str) else str(model.tokenizer.decode(p)) for p in body.prompt if body.echo]
     return ids, texts, predicted(model, body.prediction.text if body.prediction else "")
 

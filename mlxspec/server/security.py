@@ -22,6 +22,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
 HOST = re.compile(r"(\[[^\s\[\]]*\]|[^\s:/?#@\[\]\\]+)(:\d*)?")  # urlsplit overlooks tabs and takes paths
 AT_ONCE = 8  # times the largest body, of all that are coming
+SMALL = 1 << 20  # bytes of a body that always may come; connections are bounded too
 OPEN = frozenset({"/health"})  # without a key: what watches a service has none
 PAGE = frozenset(f"/page/{name}" for name in FILES)  # nor has a browser that has yet to ask for one
 SCRIPTS = frozenset({"/page/events", "/page/now"})  # for the page's own scripts, and what is no browser
@@ -169,7 +170,7 @@ class Coming:
             seen, held, self.bytes = seen + size, held + size, self.bytes + size
             if seen > most:
                 raise _too_large(most)
-            if self.bytes > self.most:
+            if self.bytes > self.most and held > SMALL:  # or a few slow ones would shut out everybody
                 raise _crowded(f"bodies of {self.most >> 20} MB are on their way; send one after the other")
             if not message.get("more_body"):
                 held, self.bytes = 0, self.bytes - held

@@ -39,8 +39,9 @@ class Serial:
             self.waiting[future] = work
             self._some.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread  # not before: a machine may have no thread to give
         return future
 
     def _forget(self, future: Future[Any]) -> None:
@@ -58,12 +59,14 @@ class Serial:
                 future = next(iter(self.waiting))
                 work, self.at_work = self.waiting.pop(future), True
             _do(work, future)
-            del work, future  # or they would be held until the next
+            del work, future  # or they would be held while it waits
 
 
 def _do(work: Callable[[], T], future: "Future[T]") -> None:
-    if future.set_running_or_notify_cancel():
-        try:
+    try:
+        if future.set_running_or_notify_cancel():
             future.set_result(work())
-        except BaseException as error:  # whoever waits is told
-            future.set_exception(error)
+    except BaseException as error:  # whoever waits is told
+        future.set_exception(error)
+    finally:
+        del work, future  # or the error would hold them, by its traceback, and they it

@@ -46,6 +46,14 @@ class Refused(Unfit):
         self.field, self.code = field, code
 
 
+class TooLong(Refused):
+    """A text of about so many `tokens`."""
+
+    def __init__(self, field: str, tokens: int, message: str) -> None:
+        super().__init__(field, message, "context_length_exceeded")
+        self.tokens = tokens
+
+
 def canonical(messages: Sequence[Any]) -> Messages:
     """Messages with a known role and a string as content. Raises Refused for what this server cannot read."""
     if not messages:

@@ -20,6 +20,7 @@ from mlxspec.text.messages import (
     REWRITES,
     Messages,
     Refused,
+    TooLong,
     Tools,
     canonical,
     check_tools,
@@ -36,7 +37,7 @@ log = logging.getLogger("mlxspec")
 
 Tokenizer = TokenizerWrapper  # the name that the server knows it by
 
-FIRST_CHARS = 16  # for each token of the context: few texts have more
+FIRST_CHARS = 8  # for each token of the context: few texts have more
 
 OURS = frozenset(  # what a template's caller decides, not a request
     "messages conversation tools chat_template tokenize add_generation_prompt continue_final_message padding"
@@ -144,15 +145,15 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
 
 
 def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:
-    """Raises Refused for a text that is far too long, by its beginning: else any text would be encoded whole,
-    which takes seconds for each megabyte."""
+    """Raises TooLong for a text that is far too long, by its beginning: else any text would be encoded whole,
+    which takes a second or two for each megabyte."""
     size = context * FIRST_CHARS
     while size < len(text):
         n = len(tokenizer.encode(text[:size].replace(MARK, ""), add_special_tokens=False))
         if n > context + FIRST_CHARS:  # its last token may be cut
-            said = too_long(n * len(text) // size, context)
-            why = f"{said}; that is reckoned from its first {size} characters; shorten {field}"
-            raise Refused(field, why, "context_length_exceeded")
+            tokens = n * len(text) // size
+            why = f"{too_long(tokens, context)}; that is reckoned from its first {size} characters"
+            raise TooLong(field, tokens, f"{why}; shorten {field}")
         size *= 4
 
 

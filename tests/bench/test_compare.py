@@ -204,16 +204,17 @@ def test_a_run_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(run, "measure", watched)
     monkeypatch.setattr(run, "installed", lambda servers, *_: {s.name: (s, "python") for s in servers})
-    words = ["--model", str(model), "--servers", "mlxspec", "--rounds", "2", "--probes", "1"]
+    words = ["--model", str(model), "--servers", "mlxspec", "--rounds", "2"]
     for quick in (False, True):
         out = tmp_path / f"quick-{quick}"
         run.main([*words, "--out", str(out), *(["--quick"] if quick else [])])
         ((work, keep),), seen = seen, []
-        assert (work.rounds, work.probes, work.starts) == ((1, 1, 2) if quick else (2, 1, 4))
+        assert (work.rounds, work.probes, work.starts) == ((1, 1, 2) if quick else (2, 2, 4))
         assert list(work.servers) == ["mlxspec"] and work.workloads == list(WORKLOADS)
         about = read(keep).about()
         assert keep == out / f"{run.machine()}.csv" and about["model"] == "model"
-        assert about["probes"] == "1 of a length and cell" and ("quick" in about["rounds"]) == quick
+        assert about["probes"] == f"{work.probes} of a length and cell"
+        assert ("quick" in about["rounds"]) == quick
         assert about["commit"] and about["package mlxspec"] == "this checkout"
 
 

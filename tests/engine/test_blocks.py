@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlxspec.engine.blocks import AGE_S, PARTS, BlockPool
+from mlxspec.engine.blocks import AGE_S, LOOKS, PARTS, BlockPool
 
 SIZE = 4
 
@@ -117,20 +117,32 @@ def test_what_nobody_used_for_long_gives_way_before_memory_is_taken() -> None:
 
 
 def test_what_cannot_be_had_again_does_not_give_way_before_memory_is_taken() -> None:
-    """Not the block that the disk lacks, nor what comes after it; less than a block is no loss."""
+    """The blocks that the disk lacks hold up no others, unless they are many; less than a block is no loss,
+    nor is what is hardly of use."""
     now, lost = 0.0, set[bytes]()
-    pool = BlockPool(20, SIZE)
+    pool = BlockPool(20 + LOOKS, SIZE)
     pool.clock, pool.kept = lambda: now, lambda key: key not in lost
-    table, keys = pool.alloc(3) or [], list[bytes]()
-    pool.publish([1] * 11, table, keys, 11)
-    pool.publish_tail([1] * 11, table, keys, 11)
-    pool.drop(table)
-    lost.add(keys[0])
+
+    def chain(blocks: int, token: int, spent: bool = False) -> list[bytes]:
+        table, keys, tokens = pool.alloc(blocks) or [], list[bytes](), [token] * (SIZE * blocks - 1)
+        pool.publish(tokens, table, keys, len(tokens))
+        pool.publish_tail(tokens, table, keys, len(tokens))
+        pool.drop(table, spent)
+        return keys
+
+    keys = chain(4, 1)
+    lost |= {keys[0], keys[2]}
     now = 2 * AGE_S
-    assert pool.alloc(4) == [3, 2, 4, 5]
+    assert pool.alloc(4) == [4, 2, 5, 6], "the tail, what the disk has, and then memory"
     lost.clear()
-    assert pool.alloc(1) == [1]
-    pool.kept = None
+    assert pool.alloc(2) == [3, 1]
+    lost.update(chain(2, 2, spent=True))
+    now = 4 * AGE_S
+    assert pool.alloc(3) == [8, 7, 9]
+    lost.update(chain(LOOKS + 2, 3)[1:])
+    now = 6 * AGE_S
+    first = pool.given
+    assert pool.alloc(3) == [first, first + 1, first + 2], "so many it does not look at"
     pool.check()
 
 

@@ -41,9 +41,7 @@ class BlockPool:
         self.root = blake2b(salt, digest_size=16).digest()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))  # in eviction order
         self.idle: OrderedDict[int, float] = OrderedDict()  # those with known content, and since when
-        self.kept: Callable[[bytes], bool] | None = (
-            None  # whether a key's content can be had again; None: none
-        )
+        self.kept: Callable[[bytes], bool] | None = None  # whether a key's content can be had again
         self.spent: OrderedDict[int, None] = OrderedDict()  # of these, what is hardly of use
         self.refs = [0] * blocks
         self.given = NULL_BLOCK  # the highest block that was ever given out

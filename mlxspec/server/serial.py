@@ -36,12 +36,12 @@ class Serial:
         future: Future[T] = Future()
         future.add_done_callback(self._forget)
         with self._some:
-            self.waiting[future] = work
-            self._some.notify()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread  # not before: a machine may have no thread to give
+            self.waiting[future] = work
+            self._some.notify()
         return future
 
     def _forget(self, future: Future[Any]) -> None:

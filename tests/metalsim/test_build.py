@@ -41,6 +41,26 @@ def test_the_entries_used_longest_ago_go(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".new-under-way", "new", "old"]
 
 
+def test_what_every_kernel_needs_is_in_use_while_kernels_are_made(tmp_path: Path) -> None:
+    """In a process that makes more than the cache holds."""
+    text = """
+import os
+from tests.metalsim import build
+from tests.metalsim.trial import run
+build.ENTRIES = 3
+for k in range(4):
+    assert run(f"o[i] = x[i] + {k}.5f;", n=4, group=4).tolist() == [k + 0.5 + j for j in range(4)]
+    for path in build.cache_dir().iterdir():
+        age = 1000 * path.name.startswith(("mlx-", "run-"))
+        os.utime(path, (os.stat(path).st_mtime - age, os.stat(path).st_mtime - age))
+"""
+    environment = {**os.environ, "METALSIM_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_failed_entry_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METALSIM_CACHE", str(tmp_path))
 

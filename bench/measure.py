@@ -256,17 +256,17 @@ async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
 async def _judge(run: Run, name: str, running: Running, cell: probes.Cell, workload: str) -> None:
     """Right answers of a cell; where one does not come, none of it is, unless it could not be asked for.
     Raises Ended."""
+    right, failed = 0, None
     try:
         right = await probes.matches(running, cell)
     except (TimeoutError, *BROKEN) as error:
+        failed = error
         run.rows.failed(name, workload, 0, f"{type(error).__name__}: {error}")
-        if not isinstance(error, Early):
-            run.rows.add(name, workload, "right", 0, 0)
-            run.rows.add(name, workload, "asked", 0, len(cell.probes))
-        await _check(running)
-    else:
+    if not isinstance(failed, Early):
         run.rows.add(name, workload, "right", 0, right)
         run.rows.add(name, workload, "asked", 0, len(cell.probes))
+    if failed:
+        await _check(running)
 
 
 def installed(

@@ -74,8 +74,8 @@ def gaps(submissions: Sequence[Submission], bound: Bound = "least") -> list[Gap]
     after that moment (most); where a submission waits, the device has work."""
     found, done = [], submissions[0].ready if submissions else 0.0
     for s in submissions[1:]:
-        begins = {"least": s.began, "likely": s.began, "most": max(s.began, done)}[bound]
-        if (end := s.began if bound == "least" else min(s.ended, begins + s.walk)) > done:
+        walks = max(s.began, done) if bound == "most" else s.began
+        if (end := s.began if bound == "least" else min(s.ended, walks + s.walk)) > done:
             found.append((s.step, done, end))
         done = max(done, s.ready)
     return found

@@ -183,10 +183,13 @@ class BlockPool:
     def _spare(self) -> int | None:
         """An old block that is no loss, among the oldest: it can be had again, is hardly of use, or is only a
         part of one."""
-        for block, since in islice(self.idle.items(), LOOKS if self.kept else 0):
-            if self.clock() - since <= AGE_S:
+        if self.kept is None:
+            return None
+        until = self.clock() - AGE_S
+        for block, since in islice(self.idle.items(), LOOKS):
+            if since >= until:
                 break
-            if block in self.spent or block not in self.key or (self.kept and self.kept(self.key[block])):
+            if block in self.spent or block not in self.key or self.kept(self.key[block]):
                 return block
         return None
 

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.server.live import live
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
-CONTEXT = 20_480
+CONTEXT = 40_960
 WORDS = "and the user sent the world a system; "
 
 
@@ -45,7 +45,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Anthropic]:
 
 @pytest.mark.slow
 def test_three_turns(client: Anthropic) -> None:
-    """15,000 tokens of system text and tools behind a header that changes; each turn a call, which the client
+    """30,000 tokens of system text and tools behind a header that changes; each turn a call, which the client
     sends back with a default in front, its result, and `content` now as a list, now as a string."""
     tools: Any = [
         {
@@ -65,7 +65,7 @@ def test_three_turns(client: Anthropic) -> None:
     for turn in range(3):
         system: Any = [
             {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.329.{turn}a{turn};"},
-            {"type": "text", "text": WORDS * 640, "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": WORDS * 1280, "cache_control": {"type": "ephemeral"}},
         ]
         began, first = time.perf_counter(), 0.0
         with client.messages.stream(
@@ -81,8 +81,7 @@ def test_three_turns(client: Anthropic) -> None:
                     first = first or time.perf_counter() - began
             made = stream.get_final_message()
         cold = cold or first
-        # 1/16 to 1/22 on two cores: most of a later turn's are the steps of the call's head.
-        assert not before or first <= cold / 10, f"{first:.2f} s, the first turn {cold:.2f} s"
+        assert not before or first <= cold / 20, f"{first:.2f} s, the first turn {cold:.2f} s"
         usage = made.usage
         assert made.stop_reason == "tool_use"
         prompt = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens

@@ -250,7 +250,7 @@ def rss(pid: int) -> int:
 def test_it_sleeps_and_wakes(tmp_path: Path) -> None:
     """Idle, the memory is back; the next request has the same answer, with keep-alives until it comes, and
     finds its prompt on the disk."""
-    save(tmp_path, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
+    save(tmp_path, hidden_size=1024, intermediate_size=32768, num_attention_heads=16)
     weights = (tmp_path / "model.safetensors").stat().st_size
     with activator(tmp_path, tmp_path, "--idle-ttl", "2", "--keepalive-s", "0.1") as service:
         assert read(service.url)["loaded"] == []
@@ -273,7 +273,7 @@ def test_it_sleeps_and_wakes(tmp_path: Path) -> None:
             assert (
                 "".join(p["choices"][0]["delta"].get("content") or "" for p in parts if p["choices"]) == first
             )
-            assert ": keep-alive" in lines, lines  # a load takes a quarter of a second
+            assert lines.count(": keep-alive") > 2, lines
             cached = parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
             print(
                 f"{time.monotonic() - began:.2f} s, {cached} of {parts[-1]['usage']['prompt_tokens']} cached"

@@ -1,1 +1,2 @@
-"""Measurements, as ratios of one interleaved run: `python -m bench --help`. Not tests: nothing here fails."""
+"""Measurements, as ratios of one interleaved run: `python -m bench --help`. Not tests: nothing here
+fails."""

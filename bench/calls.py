@@ -1,8 +1,8 @@
-"""Tool calls of a real model, asked for in the manner of the Berkeley function-calling leaderboard: simple,
-one of several tools, several calls at once, and none that fits.
+"""Tool calls of a real model, asked for in the manner of the Berkeley function-calling leaderboard:
+simple, one of several tools, several calls at once, and none that fits.
 
-Rule: what counts is what a client sees: calls that are read, that keep to the schema, with the name and the
-arguments that were meant. `python -m bench.calls MODEL`, greedy, tool_choice auto.
+Rule: what counts is what a client sees: calls that are read, that keep to the schema, with the name
+and the arguments that were meant. `python -m bench.calls MODEL`, greedy, tool_choice auto.
 """
 
 import argparse
@@ -20,14 +20,16 @@ from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from mlxspec.engine.start import Options, start  # noqa: E402
+from mlxspec.engine.loader import Options, start  # noqa: E402
+from mlxspec.text.chat import load_tokenizer, render, talk_of  # noqa: E402
 from mlxspec.text.history import History  # noqa: E402
-from mlxspec.text.parts import Parts  # noqa: E402
-from mlxspec.text.prompt import load_tokenizer, render, talk_of  # noqa: E402
+from mlxspec.text.output_parser import Parts  # noqa: E402
 from mlxspec.types import Request, Sampling  # noqa: E402
 
 
-def tool(name: str, description: str, required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
+def tool(
+    name: str, description: str, required: tuple[str, ...], **properties: Any
+) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": list(required)}
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
@@ -65,7 +67,9 @@ class Case:
 
 
 CASES = [
-    Case("simple", "What is the weather in Paris?", [WEATHER], [("get_weather", {"city": "Paris"})]),
+    Case(
+        "simple", "What is the weather in Paris?", [WEATHER], [("get_weather", {"city": "Paris"})]
+    ),
     Case(
         "simple",
         "How warm is it in Boston, in fahrenheit?",
@@ -80,8 +84,15 @@ CASES = [
     ),
     Case("simple", "What is the factorial of 5?", [FACTORIAL], [("factorial", {"n": 5})]),
     Case("of several", "Show me what is in setup.py.", ALL, [("read_file", {"path": "setup.py"})]),
-    Case("of several", "Run the command `git status`.", ALL, [("run_command", {"command": "git status"})]),
-    Case("of several", "What's the weather like in Rome?", ALL, [("get_weather", {"city": "Rome"})]),
+    Case(
+        "of several",
+        "Run the command `git status`.",
+        ALL,
+        [("run_command", {"command": "git status"})],
+    ),
+    Case(
+        "of several", "What's the weather like in Rome?", ALL, [("get_weather", {"city": "Rome"})]
+    ),
     Case(
         "of several",
         "Write a mail to ann@example.com with the subject Lunch.",
@@ -126,7 +137,10 @@ def main() -> None:
         reader.finish()
         made = [(call.name, json.loads(call.arguments)) for call in reader.calls]
         schemas = {t["function"]["name"]: t["function"]["parameters"] for t in case.tools}
-        valid = all(n in schemas and jsonschema.Draft202012Validator(schemas[n]).is_valid(a) for n, a in made)
+        valid = all(
+            n in schemas and jsonschema.Draft202012Validator(schemas[n]).is_valid(a)
+            for n, a in made
+        )
         right = len(made) == len(case.want) and all(
             name == n and all(a.get(k) == v for k, v in wanted.items())
             for (name, wanted), (n, a) in zip(case.want, made, strict=True)

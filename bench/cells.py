@@ -1,7 +1,7 @@
 """The workloads: what is asked of a server, and which figures come of it.
 
-Rule: in a round every server is asked the same, and no workload or round asks what another did, so nobody
-gains by remembering an answer. Only the hot turns repeat, on purpose.
+Rule: in a round every server is asked the same, and no workload or round asks what another did, so
+nobody gains by remembering an answer. Only the hot turns repeat, on purpose.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from bench.http import Answer, Silent, ask, chat, plain, words
 from bench.process import usage
 from bench.servers import Running
 from mlxspec.bench.workloads import Task, tasks
-from mlxspec.text.prompt import Tokenizer, encode, render_chat
+from mlxspec.text.chat import Tokenizer, encode, render_chat
 
 MOST_CONTEXT = 16_384  # tokens of the last turn of a session, where the window allows it
 TURNS = 10
@@ -38,13 +38,18 @@ DRAWN: dict[str, dict[str, int]] = {
     "humaneval": {"humaneval": 1},
     **{f"streams {n}": {"humaneval": n - n // 2, "chat": n // 2} for n in STREAMS},
 }
-TOKENS = {"chat": 48, "edit": 128, "humaneval": 64, **{f"streams {n}": 32 for n in STREAMS}}  # of an answer
+TOKENS = {
+    "chat": 48,
+    "edit": 128,
+    "humaneval": 64,
+    **{f"streams {n}": 32 for n in STREAMS},
+}  # of an answer
 
 
 @dataclass(slots=True)
 class Setting:
-    """What the workloads need to know. `seed` is of the run: prompts that no cache has seen. `scale` shortens
-    everything for a quick look; `window` is the model's, in tokens."""
+    """What the workloads need to know. `seed` is of the run: prompts that no cache has seen.
+    `scale` shortens everything for a quick look; `window` is the model's, in tokens."""
 
     tokenizer: Tokenizer
     window: int
@@ -57,7 +62,9 @@ class Setting:
 
     def share(self, part: float) -> int:
         """Tokens: a part of the window that is used, which has room for answers too."""
-        return int(part * min(MOST_CONTEXT, self.window * 15 // 16) * (self.scale if self.scale < 1 else 1))
+        return int(
+            part * min(MOST_CONTEXT, self.window * 15 // 16) * (self.scale if self.scale < 1 else 1)
+        )
 
     def long(self, count: int, seed: int) -> str:
         """Text of about `count` tokens; its words are one token each in most tokenizers."""
@@ -105,17 +112,26 @@ async def _alone(server: Running, setting: Setting, bodies: Sequence[dict[str, A
 
 
 def some(workload: str, corpus: str, setting: Setting, round: int) -> list[Task]:
-    """The tasks of a list that this round of a workload takes; none is taken twice before all were."""
-    found, each = tasks(corpus, setting.cache_dir), [drawn.get(corpus, 0) for drawn in DRAWN.values()]
+    """The tasks of a list that this round of a workload takes; none is taken twice before all
+    were."""
+    found, each = (
+        tasks(corpus, setting.cache_dir),
+        [drawn.get(corpus, 0) for drawn in DRAWN.values()],
+    )
     first = round * sum(each) + sum(each[: list(DRAWN).index(workload)])
     return [found[(first + i) % len(found)] for i in range(DRAWN[workload].get(corpus, 0))]
 
 
 def body_of(task: Task, setting: Setting, tokens: int) -> dict[str, Any]:
-    """As a chat; where the answer's beginning is given, as the text that the chat's template makes of it."""
+    """As a chat; where the answer's beginning is given, as the text that the chat's template makes
+    of it."""
     messages = [{"role": "user", "content": task.text}]
     if not task.opening or not setting.tokenizer.has_chat_template:
-        return chat(messages, tokens) if setting.tokenizer.has_chat_template else plain(task.text, tokens)
+        return (
+            chat(messages, tokens)
+            if setting.tokenizer.has_chat_template
+            else plain(task.text, tokens)
+        )
     ids = render_chat(setting.tokenizer, messages)
     return plain(setting.tokenizer.decode(ids) + task.opening, tokens)
 
@@ -131,7 +147,8 @@ def _tasks(workload: str, corpus: str) -> Cell:
 
 
 def arrivals(count: int, mean: float, seed: int) -> list[float]:
-    """Seconds from the start at which each of `count` requests comes, a Poisson process; the first at 0."""
+    """Seconds from the start at which each of `count` requests comes, a Poisson process; the first
+    at 0."""
     rng, at = random.Random(seed), [0.0]
     while len(at) < count:
         at.append(at[-1] + rng.expovariate(1 / mean))
@@ -140,7 +157,9 @@ def arrivals(count: int, mean: float, seed: int) -> list[float]:
 
 def _streams(count: int) -> Cell:
     async def cell(server: Running, setting: Setting, round: int) -> Figures:
-        code, talk = (some(f"streams {count}", corpus, setting, round) for corpus in ("humaneval", "chat"))
+        code, talk = (
+            some(f"streams {count}", corpus, setting, round) for corpus in ("humaneval", "chat")
+        )
         asked = [t for pair in zip_longest(code, talk) for t in pair if t]
         tokens = setting.tokens(TOKENS[f"streams {count}"])
         waits = arrivals(count, 2 / count, setting.seed + round)
@@ -165,8 +184,8 @@ def _streams(count: int) -> Cell:
 
 
 async def _prefill(server: Running, setting: Setting, round: int) -> Figures:
-    """A running answer, and a long prompt that comes beside it. An answer that ends is followed by another:
-    a server that does not stall may well be through with one."""
+    """A running answer, and a long prompt that comes beside it. An answer that ends is followed by
+    another: a server that does not stall may well be through with one."""
     seed, answers = setting.seed + 1000 * round, [Answer()]
 
     async def running() -> None:
@@ -226,8 +245,8 @@ def turns(setting: Setting, round: int) -> Iterator[str]:
 
 
 async def _session(server: Running, setting: Setting, round: int) -> Figures:
-    """A conversation as a coding agent has it: every turn sends all that was said, and a file more. A turn to
-    which the model says nothing has no time of its first token, with no server."""
+    """A conversation as a coding agent has it: every turn sends all that was said, and a file more.
+    A turn to which the model says nothing has no time of its first token, with no server."""
     messages: list[dict[str, str]] = []
     found: Figures = {}
     for turn, text in enumerate(turns(setting, round), 1):
@@ -246,8 +265,8 @@ async def _session(server: Running, setting: Setting, round: int) -> Figures:
 
 
 async def _disconnect(server: Running, setting: Setting, round: int) -> Figures:
-    """CPU that goes on being used after the client of a whole answer has hung up. The model may end one of
-    them before that."""
+    """CPU that goes on being used after the client of a whole answer has hung up. The model may end
+    one of them before that."""
     for attempt in range(ATTEMPTS):
         prompt = setting.long(40, setting.seed + 10 * round + 7 + 100 * attempt)
         try:
@@ -264,7 +283,8 @@ async def _disconnect(server: Running, setting: Setting, round: int) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`weight` is about how long it takes, for the progress bar; `every`: of how many rounds it has one."""
+    """`weight` is about how long it takes, for the progress bar; `every`: of how many rounds it has
+    one."""
 
     cell: Cell
     weight: float

@@ -1,22 +1,29 @@
-"""What others published: bandwidths of Apple's chips, the cost of a verified row on them, speeds of models.
+"""What others published: bandwidths of Apple's chips, the cost of a verified row on them, speeds of
+models.
 
-Rule: every figure has its source beside it, and none was measured by this project. A chip without a source is
-not here.
+Rule: every figure has its source beside it, and none was measured by this project. A chip without a
+source is not here.
 """
 
 from dataclasses import dataclass
 
-# Peak memory bandwidth in GB/s as Apple announced it, and where that was read. A Max with fewer GPU cores has
+# Peak memory bandwidth in GB/s as Apple announced it, and where that was read. A Max with fewer GPU
+# cores has
 # less, from M3 on; it is a chip of its own here where its figure has a source.
 M1_PRO = "https://www.apple.com/gw/newsroom/2021/10/introducing-m1-pro-and-m1-max-the-most-powerful-chips-apple-has-ever-built"
-M2_PRO = "https://www.iphoneincanada.ca/mac/apple-unveils-m2-pro-and-m2-max-its-most-powerful-chips-yet/"
+M2_PRO = (
+    "https://www.iphoneincanada.ca/mac/apple-unveils-m2-pro-and-m2-max-its-most-powerful-chips-yet/"
+)
 M3_PRO = "https://support.apple.com/en-au/117737"
 M5_PRO = "https://mikeshouts.com/apple-m5-pro-m5-max/amp"
 CHIPS: dict[str, tuple[float, str]] = {
     "M1": (68.2, "https://github.com/ggml-org/llama.cpp/pull/1642"),
     "M1 Pro": (200, M1_PRO),
     "M1 Max": (400, M1_PRO),
-    "M1 Ultra": (800, "https://thetechportal.com/2022/03/09/apple-mac-studio-display-m1-ultra-chip/"),
+    "M1 Ultra": (
+        800,
+        "https://thetechportal.com/2022/03/09/apple-mac-studio-display-m1-ultra-chip/",
+    ),
     "M2": (
         100,
         "https://www.macrumors.com/2022/06/06/apple-announces-m2-chip-with-support-for-up-to-24gb-memory/",
@@ -42,7 +49,10 @@ CHIPS: dict[str, tuple[float, str]] = {
     ),
     "M4 Max 32-core": (410, "https://english.worldmagazine.it/431260"),
     "M4 Max": (546, "https://www.macrumors.com/2024/10/30/apple-announces-m4-max-chip/"),
-    "M5": (153, "https://the-decoder.com/apples-m5-chip-brings-faster-ai-to-macbook-ipad-and-vision-pro/"),
+    "M5": (
+        153,
+        "https://the-decoder.com/apples-m5-chip-brings-faster-ai-to-macbook-ipad-and-vision-pro/",
+    ),
     "M5 Pro": (307, M5_PRO),
     "M5 Max": (614, M5_PRO),
 }
@@ -50,8 +60,8 @@ CHIPS: dict[str, tuple[float, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What reading the weights costs with some rows, in units of one row: points (rows, cost) from 1 row up.
-    `shared`: rows that go to the same expert read it once."""
+    """What reading the weights costs with some rows, in units of one row: points (rows, cost) from
+    1 row up. `shared`: rows that go to the same expert read it once."""
 
     points: tuple[tuple[int, float], ...]
     shared: bool
@@ -61,7 +71,9 @@ class Curve:
         """Between two points on their line. Raises ValueError beyond the last one."""
         if not 1 <= rows <= self.points[-1][0]:
             known = self.points[-1][0]
-            raise ValueError(f"{rows} rows: this cost curve is known for 1 to {known}; take a smaller depth")
+            raise ValueError(
+                f"{rows} rows: this cost curve is known for 1 to {known}; take a smaller depth"
+            )
         for (r0, c0), (r1, c1) in zip(self.points, self.points[1:], strict=False):
             if r0 <= rows <= r1:
                 return c0 + (c1 - c0) * (rows - r0) / (r1 - r0)
@@ -70,7 +82,9 @@ class Curve:
 
 # Measured ones: of MLX's own kernels, relative to one row of the same source.
 CURVES: dict[str, Curve] = {
-    "ideal": Curve(((1, 1), (64, 1)), True, "the roofline: every weight is read once, whatever the rows"),
+    "ideal": Curve(
+        ((1, 1), (64, 1)), True, "the roofline: every weight is read once, whatever the rows"
+    ),
     "m4pro-4bit": Curve(
         ((1, 1), (2, 1.03), (3, 1.22), (4, 1.47), (6, 2.07), (8, 2.69)),
         False,
@@ -104,8 +118,9 @@ CURVES: dict[str, Curve] = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A speed that someone else published. `plain` and `drafted` are tokens/s without and with speculation,
-    `tokens` those of a round; 0: not given. `context` is a guess where the source names none."""
+    """A speed that someone else published. `plain` and `drafted` are tokens/s without and with
+    speculation, `tokens` those of a round; 0: not given. `context` is a guess where the source
+    names none."""
 
     chip: str
     config: str
@@ -120,14 +135,17 @@ class Published:
 
 
 DSPARK = "https://github.com/ARahim3/mlx-dspark"
-# Measured on 2026-09-27 (Qwen3-8B) and 2026-09-28, as it says; its README gave others at other times.
+# Measured on 2026-09-27 (Qwen3-8B) and 2026-09-28, as it says; its README gave others at other
+# times.
 DSPARK_DATA = f"{DSPARK}/blob/ed106c1e97ceeec204d23c976451512f4d42dfe1/docs/data/models.json"
 MLX_LM = "https://github.com/ml-explore/mlx-lm"
 RAPID = "https://github.com/raullenchai/Rapid-MLX/blob/main/evals/SCORECARD.md"
 MLX_VLM = "https://github.com/Blaizzy/mlx-vlm/pull/2014"
 LM_STUDIO = "https://github.com/lmstudio-ai/mlx-engine/issues/113"
 PUBLISHED = (
-    Published("M1 Ultra", "qwen2.5-32b", 8, 512, 15.1, LM_STUDIO),  # of DeepSeek-R1-Distill-Qwen-32B
+    Published(
+        "M1 Ultra", "qwen2.5-32b", 8, 512, 15.1, LM_STUDIO
+    ),  # of DeepSeek-R1-Distill-Qwen-32B
     Published("M3 Pro", "qwen3-4b", 4, 2048, 44.62, f"{MLX_LM}/pull/1569"),
     Published("M4 Max", "qwen3-4b", 16, 2048, 52.5, MLX_LM),
     Published("M4 Max", "qwen3-4b", 8, 2048, 86.9, MLX_LM),

@@ -1,7 +1,8 @@
-"""How often a drafted token is kept at a temperature, by each rule that keeps the target's distribution.
+"""How often a drafted token is kept at a temperature, by each rule that keeps the target's
+distribution.
 
-Rule: nothing is drawn to measure it. The target writes the text; at each of its positions both models' whole
-distributions over the same prefix give every rule's acceptance exactly.
+Rule: nothing is drawn to measure it. The target writes the text; at each of its positions both
+models' whole distributions over the same prefix give every rule's acceptance exactly.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from mlxspec.bench.workloads import ALONE, Task, tasks  # noqa: E402
-from mlxspec.model.catalog import default_cache_dir  # noqa: E402
+from mlxspec.model.hub import default_cache_dir  # noqa: E402
 
 RULES = ("optimal, Σ min(p, q)", "shared noise", "greedy draft, p(argmax q)", "independent, Σ p·q")
 Kept = list[np.ndarray]  # one [positions, rules] for each task
@@ -32,8 +33,12 @@ def main() -> None:
     parser.add_argument("target", help="a directory in mlx-lm's format")
     parser.add_argument("draft", help="another, with the same tokens")
     parser.add_argument("--workloads", nargs="+", choices=ALONE, default=["humaneval", "chat"])
-    parser.add_argument("--tasks", type=int, default=8, help="of each workload; they run as one batch")
-    parser.add_argument("--tokens", type=int, default=64, help="that the target writes for each, at most")
+    parser.add_argument(
+        "--tasks", type=int, default=8, help="of each workload; they run as one batch"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="that the target writes for each, at most"
+    )
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -46,7 +51,9 @@ def main() -> None:
             chosen = tasks(name, default_cache_dir())[: args.tasks]
             prompts = [_prompt(tokenizer, task) for task in chosen]
             step = bar.add_task(f"{name}: writing", total=args.tokens)
-            texts = _write(target, prompts, args, tokenizer.eos_token_ids, lambda s=step: bar.advance(s))
+            texts = _write(
+                target, prompts, args, tokenizer.eos_token_ids, lambda s=step: bar.advance(s)
+            )
             step = bar.add_task(f"{name}: drafting", total=len(chosen))
             kept[name] = []
             for prompt, (tokens, logits) in zip(prompts, texts, strict=True):
@@ -54,19 +61,25 @@ def main() -> None:
                 kept[name].append(np.stack(list(_rows(logits, theirs, args.temperature))))
                 bar.advance(step)
     widths = f"{logits.shape[1]} tokens of the target's, {theirs.shape[1]} of the draft's"
-    console.print(f"{Path(args.target).name} + {Path(args.draft).name}: {widths}; those of both are compared")
+    console.print(
+        f"{Path(args.target).name} + {Path(args.draft).name}: {widths}; those of both are compared"
+    )
     console.print(_table(kept, args.temperature))
 
 
 def _prompt(tokenizer, task: Task) -> list[int]:
     message = [{"role": "user", "content": task.text}]
     tokens = tokenizer.apply_chat_template(message, add_generation_prompt=True)
-    return [*tokens, *tokenizer.encode(task.opening, add_special_tokens=False)] if task.opening else tokens
+    return (
+        [*tokens, *tokenizer.encode(task.opening, add_special_tokens=False)]
+        if task.opening
+        else tokens
+    )
 
 
 def _write(model, prompts, args, ends, advance) -> list[tuple[list[int], np.ndarray]]:
-    """What the target writes after each prompt, without the end token's successor, and its log-probabilities
-    float32 [tokens, vocab] at temperature 1."""
+    """What the target writes after each prompt, without the end token's successor, and its
+    log-probabilities float32 [tokens, vocab] at temperature 1."""
     batch = BatchGenerator(
         model,
         max_tokens=args.tokens,
@@ -87,7 +100,8 @@ def _write(model, prompts, args, ends, advance) -> list[tuple[list[int], np.ndar
 
 
 def _logits(model, prompt: list[int], tokens: list[int]) -> np.ndarray:
-    """float32 [tokens, vocab]: what the model says at the place of each of `tokens`, all before it given."""
+    """float32 [tokens, vocab]: what the model says at the place of each of `tokens`, all before it
+    given."""
     whole = mx.array([prompt + tokens[:-1]])
     return np.array(model(whole)[0, len(prompt) - 1 :].astype(mx.float32))
 
@@ -105,10 +119,12 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 
 def shared(p: np.ndarray, q: np.ndarray) -> float:
-    """The chance that argmax(log p + g) == argmax(log q + g) for one Gumbel noise g: p, q positive [vocab].
+    """The chance that argmax(log p + g) == argmax(log q + g) for one Gumbel noise g: p, q positive
+    [vocab].
 
-    Token i wins both with the chance 1 / Σ_j max(p_j / p_i, q_j / q_i). In the order of q / p the first is
-    the larger up to i and the second after it, so that two running sums give all the terms."""
+    Token i wins both with the chance 1 / Σ_j max(p_j / p_i, q_j / q_i). In the order of q / p the
+    first is the larger up to i and the second after it, so that two running sums give all the
+    terms."""
     order = np.argsort(q / p)
     p, q = p[order], q[order]
     before, after = np.cumsum(p), q[::-1].cumsum()[::-1] - q
@@ -116,13 +132,17 @@ def shared(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def _table(kept: dict[str, Kept], temperature: float) -> Table:
-    table = Table(title=f"share of drafted tokens kept at T = {temperature:g} (± one standard error)")
+    table = Table(
+        title=f"share of drafted tokens kept at T = {temperature:g} (± one standard error)"
+    )
     if len(kept) > 1:
         kept = {**kept, "all": [task for found in kept.values() for task in found]}
     for column in ("", *kept):
         table.add_column(column)
     table.add_row("tasks", *(str(len(found)) for found in kept.values()))
-    table.add_row("positions", *(str(sum(map(len, found))) for found in kept.values()), end_section=True)
+    table.add_row(
+        "positions", *(str(sum(map(len, found))) for found in kept.values()), end_section=True
+    )
     for i, rule in enumerate(RULES):
         table.add_row(rule, *(_figure([task[:, i] for task in found]) for found in kept.values()))
     lost = ([task[:, 0] - task[:, 1] for task in found] for found in kept.values())
@@ -131,7 +151,8 @@ def _table(kept: dict[str, Kept], temperature: float) -> Table:
 
 
 def _figure(values: list[np.ndarray]) -> str:
-    """The mean over positions. Its error is of whole tasks: the positions of one are not independent."""
+    """The mean over positions. Its error is of whole tasks: the positions of one are not
+    independent."""
     count, mean = sum(map(len, values)), np.concatenate(values).mean()
     if len(values) == 1:
         return f"{mean:.4f}"

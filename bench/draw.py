@@ -1,4 +1,5 @@
-"""The pictures: throughput by streams, the first token by turn of a session, gaps beside a long prompt."""
+"""The pictures: throughput by streams, the first token by turn of a session, gaps beside a long
+prompt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,9 @@ def session(axes: "Axes", rows: Rows) -> bool:
     drawn = _lines(axes, rows, turns, lambda n: ("session", f"ttft_turn_{n}_s"))
     axes.set_xticks(turns)
     axes.set(xlabel="turn of the conversation", ylabel="seconds to the first token", ylim=(0, None))
-    axes.set_title("How soon an agent is answered, as its conversation grows", **TITLE | {"pad": 10})
+    axes.set_title(
+        "How soon an agent is answered, as its conversation grows", **TITLE | {"pad": 10}
+    )
     return drawn
 
 
@@ -77,16 +80,25 @@ def gaps(axes: "Axes", rows: Rows) -> bool:
             share = [100 * (i + 1) / len(found) for i in range(len(found))]
             colour = COLOURS.get(name, OTHER)
             axes.plot(
-                share, found, color=colour, label=f"{name}: longest {found[-1]:.2g} s", marker=".", ms=4
+                share,
+                found,
+                color=colour,
+                label=f"{name}: longest {found[-1]:.2g} s",
+                marker=".",
+                ms=4,
             )
             drawn = True
     axes.set_yscale("log")
     axes.set(xlabel="of all pieces of the running answer, %", ylabel="seconds waited for a piece")
-    axes.set_title("Waits of a running answer beside a long prompt, first round", **TITLE | {"pad": 10})
+    axes.set_title(
+        "Waits of a running answer beside a long prompt, first round", **TITLE | {"pad": 10}
+    )
     return drawn
 
 
-def _lines(axes: "Axes", rows: Rows, at: tuple[int, ...], what: Callable[[int], tuple[str, str]]) -> bool:
+def _lines(
+    axes: "Axes", rows: Rows, at: tuple[int, ...], what: Callable[[int], tuple[str, str]]
+) -> bool:
     """A line a server: medians of the rounds, with bars from the least to the most."""
     drawn = False
     for name in rows.servers():
@@ -96,7 +108,14 @@ def _lines(axes: "Axes", rows: Rows, at: tuple[int, ...], what: Callable[[int], 
             bars = [[s.median - s.low for _, s in points], [s.high - s.median for _, s in points]]
             colour = COLOURS.get(name, OTHER)
             axes.errorbar(
-                [n for n, _ in points], middle, bars, color=colour, label=name, marker="o", ms=4, capsize=3
+                [n for n, _ in points],
+                middle,
+                bars,
+                color=colour,
+                label=name,
+                marker="o",
+                ms=4,
+                capsize=3,
             )
             drawn = True
     return drawn

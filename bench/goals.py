@@ -1,7 +1,7 @@
 """What mlxspec is to reach beside the others: one table, and how far a run is from it.
 
-Rule: a ratio is of one round; what counts is the median of the rounds. The best peer is the one with the best
-median, with the best setting that was measured of it.
+Rule: a ratio is of one round; what counts is the median of the rounds. The best peer is the one
+with the best median, with the best setting that was measured of it.
 """
 
 import operator
@@ -19,8 +19,8 @@ RIGHT = {"right answers without drafts": "no draft", "right answers with drafts"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`against`: a server, BEST, or empty for a figure of ours alone. `least`: ours is to be at least `bound`
-    times theirs, else at most."""
+    """`against`: a server, BEST, or empty for a figure of ours alone. `least`: ours is to be at
+    least `bound` times theirs, else at most."""
 
     text: str
     workload: str
@@ -35,12 +35,17 @@ GOALS = (
     Goal("code edit, tokens/s behind the first", "edit", "tokens_per_s", BEST, 2.5),
     Goal("code edit, tokens/s with the prompt's time", "edit", "whole_tokens_per_s", BEST, 2.5),
     Goal("8 streams, tokens/s of all", "streams 8", "tokens_per_s", BEST, 1.3),
-    Goal("first token of a long prompt, again / new", "first token", "hot_by_cold", "", 1 / 50, False),
+    Goal(
+        "first token of a long prompt, again / new", "first token", "hot_by_cold", "", 1 / 50, False
+    ),
     Goal("longest gap beside a long prompt", "prefill", "gap_longest_s", MLX_LM, 1 / 5, False),
     Goal("memory after the workloads", "memory", "rss_mb", MLX_LM, 1.1, False),
     Goal("start to first token", "start", "first_token_s", MLX_LM, 1.0, False),
     Goal("the first start with a model", "start", "first_ever_s", MLX_LM, 1.0, False),
-    *(Goal(f"{text}, of those asked for", ANSWERS, variant, "", 1.0) for text, variant in RIGHT.items()),
+    *(
+        Goal(f"{text}, of those asked for", ANSWERS, variant, "", 1.0)
+        for text, variant in RIGHT.items()
+    ),
     Goal("installed, MB", "install", "size_mb", "", 400, False),
     Goal("installed without torch", "install", "torch", "", 0, False),
 )

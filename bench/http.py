@@ -1,4 +1,5 @@
-"""What a client sees of a server: the pieces of a streamed answer and when they came, text and token counts.
+"""What a client sees of a server: the pieces of a streamed answer and when they came, text and
+token counts.
 
 Rule: greedy unless said otherwise; every wait has a limit. Times are time.perf_counter().
 """
@@ -44,8 +45,8 @@ class Early(Refused):
 
 @dataclass(slots=True)
 class Answer:
-    """What came: `at` is the time of each piece that holds text. `tokens` and `prompt` are as the server
-    counts them, 0 where it does not."""
+    """What came: `at` is the time of each piece that holds text. `tokens` and `prompt` are as the
+    server counts them, 0 where it does not."""
 
     began: float = 0.0
     at: list[float] = field(default_factory=list)
@@ -116,19 +117,23 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
 
 
 async def leave(url: str, body: dict[str, Any], after: float) -> None:
-    """Ask for a whole answer, and hang up after `after` seconds. Raises Early where it is there by then."""
+    """Ask for a whole answer, and hang up after `after` seconds. Raises Early where it is there by
+    then."""
     async with httpx.AsyncClient(timeout=TIMEOUT) as client:
         path = CHAT if "messages" in body else TEXT
         request = asyncio.create_task(client.post(url + path, json={"model": NAME, **body}))
         await asyncio.wait((request,), timeout=after)
         if request.done():
-            raise Early(f"{path}: answered before the client could leave: {request.result().text[:200]}")
+            raise Early(
+                f"{path}: answered before the client could leave: {request.result().text[:200]}"
+            )
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
 
 
 async def metrics(url: str) -> dict[str, float]:
-    """The counters of mlxspec's /metrics, summed over models; empty where a server has none of that name."""
+    """The counters of mlxspec's /metrics, summed over models; empty where a server has none of that
+    name."""
     async with httpx.AsyncClient(timeout=10) as client:
         text = (await client.get(f"{url}/metrics")).text
     found: dict[str, float] = {}

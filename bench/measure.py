@@ -1,7 +1,8 @@
-"""One run: every server is started, asked the same in turn, probed and ended; one that fails stops no other.
+"""One run: every server is started, asked the same in turn, probed and ended; one that fails stops
+no other.
 
-Rule: the servers run side by side and one is asked at a time; the order alternates. One that dies or hangs is
-named with the reason, and is asked nothing more.
+Rule: the servers run side by side and one is asked at a time; the order alternates. One that dies
+or hangs is named with the reason, and is asked nothing more.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ BROKEN = (Refused, httpx.HTTPError, KeyError, ValueError, ZeroDivisionError)
 
 @dataclass(slots=True)
 class Run:
-    """`limit`: seconds that one server may take for one workload. `starts`: how often each is started, the
-    first time uncounted where there are more."""
+    """`limit`: seconds that one server may take for one workload. `starts`: how often each is
+    started, the first time uncounted where there are more."""
 
     servers: dict[str, tuple[Server, str]]  # and its interpreter
     model: Path
@@ -90,7 +91,8 @@ def wanted(server: Server, workload: str) -> bool:
 
 
 async def measure(run: Run, keep: Path | None = None) -> None:
-    """Fills run.rows; after each turn they are written to `keep` too, in case the rest is never measured."""
+    """Fills run.rows; after each turn they are written to `keep` too, in case the rest is never
+    measured."""
     try:
         for n in range(run.starts if run.workloads else 0):
             for name in list(run.servers) if n % 2 == 0 else list(run.servers)[::-1]:
@@ -125,7 +127,8 @@ async def measure(run: Run, keep: Path | None = None) -> None:
 
 
 async def _start(run: Run, name: str, n: int) -> None:
-    """Start it, the last time for good; the first time it may have to calibrate or to fill caches."""
+    """Start it, the last time for good; the first time it may have to calibrate or to fill
+    caches."""
     if n and name not in run.started:
         return  # it was said why when it did not
     server, python = run.servers[name]
@@ -147,7 +150,9 @@ async def _start(run: Run, name: str, n: int) -> None:
         return
     run.started.add(name)
     took, again = answer.at[0] - running.began, n - (run.starts > 1)
-    run.rows.add(name, "start", "first_ever_s" if again < 0 else "first_token_s", max(0, again), took)
+    run.rows.add(
+        name, "start", "first_ever_s" if again < 0 else "first_token_s", max(0, again), took
+    )
     run.say("", 8)
     if n < run.starts - 1:
         run.up.pop(name).end()
@@ -186,7 +191,9 @@ async def _cell(run: Run, name: str, workload: str, round: int) -> None:
     for metric, value in found.items():
         run.rows.add(name, workload, metric, round, value)
     if WORKLOADS[workload].settle and not await settle(running):
-        run.rows.failed(name, workload, round, f"still busy {SETTLE_LIMIT} s later, beside the next server")
+        run.rows.failed(
+            name, workload, round, f"still busy {SETTLE_LIMIT} s later, beside the next server"
+        )
 
 
 @contextmanager
@@ -196,7 +203,9 @@ def _beside(run: Run, name: str, workload: str, round: int) -> Iterator[None]:
     began, before = time.perf_counter(), sum(usage(pid).cpu for pid in others)
     yield
     used = sum(usage(pid).cpu for pid in others) - before
-    run.rows.add(name, workload, "others_cpu_per_s", round, max(0.0, used) / (time.perf_counter() - began))
+    run.rows.add(
+        name, workload, "others_cpu_per_s", round, max(0.0, used) / (time.perf_counter() - began)
+    )
 
 
 async def _check(running: Running) -> None:
@@ -246,7 +255,9 @@ async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
                 await _judge(run, name, running, cell, f"{cell.name}/{variant}")
                 run.say(f"probes: {name}, {variant}", PROBE_WEIGHT / len(cells))
                 if cell.batch == "joining":
-                    await settle(running)  # a neighbour that goes on would be in the next cell's batch
+                    await settle(
+                        running
+                    )  # a neighbour that goes on would be in the next cell's batch
         except Ended as error:
             run.rows.failed(name, f"probes, {variant}", 0, str(error))
         finally:
@@ -254,8 +265,8 @@ async def _probe(run: Run, name: str, cells: Sequence[probes.Cell]) -> None:
 
 
 async def _judge(run: Run, name: str, running: Running, cell: probes.Cell, workload: str) -> None:
-    """Right answers of a cell; where one does not come, none of it is, unless it could not be asked for.
-    Raises Ended."""
+    """Right answers of a cell; where one does not come, none of it is, unless it could not be asked
+    for. Raises Ended."""
     right, failed = 0, None
     try:
         right = await probes.matches(running, cell)

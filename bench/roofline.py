@@ -1,7 +1,8 @@
-"""Predicts tokens per second on Apple's chips from a model's config.json, by depth and acceptance of drafts.
+"""Predicts tokens per second on Apple's chips from a model's config.json, by depth and acceptance
+of drafts.
 
-Rule: a prediction, and named so wherever it is printed. A step takes as long as reading what it needs at the
-chip's whole bandwidth; nothing here was run on a Mac.
+Rule: a prediction, and named so wherever it is printed. A step takes as long as reading what it
+needs at the chip's whole bandwidth; nothing here was run on a Mac.
 """
 
 import argparse
@@ -27,18 +28,26 @@ from rich.table import Table  # noqa: E402
 
 from bench.chips import CHIPS, CURVES, PUBLISHED, Curve  # noqa: E402
 from mlxspec.bench.synthetic import expected  # noqa: E402
-from mlxspec.model.load import geometry  # noqa: E402
+from mlxspec.model.layout import geometry  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs"
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+)
 NOTE = "A PREDICTION from a formula. Nothing of it was run on these chips."
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What steps read, in bytes: `dense` weights by every step; `experts` weights in all, of which a row
-    takes `chosen` (part of 1); K/V of one `token` in layers with full attention, and (window in tokens, bytes
-    of one token) in those with a window; `state` of one sequence in recurrent ones."""
+    """What steps read, in bytes: `dense` weights by every step; `experts` weights in all, of which
+    a row takes `chosen` (part of 1); K/V of one `token` in layers with full attention, and (window
+    in tokens, bytes of one token) in those with a window; `state` of one sequence in recurrent
+    ones."""
 
     dense: int
     token: int
@@ -48,10 +57,12 @@ class Model:
     state: int = 0
 
     def read(self, rows: int, context: int, curve: Curve) -> float:
-        """Bytes that a step with `rows` rows of one sequence behind `context` tokens is charged for. K/V are
-        read once for all rows; a state is read and written."""
+        """Bytes that a step with `rows` rows of one sequence behind `context` tokens is charged
+        for. K/V are read once for all rows; a state is read and written."""
         part = 1 - (1 - self.chosen) ** rows if curve.shared else self.chosen * rows
-        kept = self.token * context + sum(size * min(context, window) for window, size in self.windows)
+        kept = self.token * context + sum(
+            size * min(context, window) for window, size in self.windows
+        )
         return self.dense * curve.at(rows) + self.experts * part + kept + 2 * self.state
 
 
@@ -65,9 +76,9 @@ def speed(
     draft: float = 0.0,
     reached: float = 1.0,
 ) -> float:
-    """Tokens per second where a round drafts `depth` tokens and gives `tokens`. `bandwidth` in GB/s,
-    `reached` the part of it that is; a drafted token costs `draft` plain steps. Raises ValueError for what
-    cannot be."""
+    """Tokens per second where a round drafts `depth` tokens and gives `tokens`. `bandwidth` in
+    GB/s, `reached` the part of it that is; a drafted token costs `draft` plain steps. Raises
+    ValueError for what cannot be."""
     if not 1 <= tokens <= depth + 1:
         raise ValueError(f"a round that drafts {depth} gives 1 to {depth + 1} tokens, not {tokens}")
     if bandwidth <= 0 or not 0 < reached <= 1 or context < 0 or draft < 0:
@@ -79,21 +90,27 @@ def speed(
 
 
 def sized(config: dict[str, Any], bits: int = 0) -> Model:
-    """A model's bytes, from mlx-lm's own code of it, built without weights. `bits` (4, 8; 16: none) replaces
-    the config's quantization, in groups of 64. Raises ValueError where the config does not say enough."""
+    """A model's bytes, from mlx-lm's own code of it, built without weights. `bits` (4, 8; 16: none)
+    replaces the config's quantization, in groups of 64. Raises ValueError where the config does not
+    say enough."""
     text = config | (config.get("text_config") or {})
     if bits:
-        config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+        config = {
+            k: v for k, v in config.items() if k not in ("quantization", "quantization_config")
+        }
         if bits != 16:
             config["quantization"] = {"group_size": 64, "bits": bits}
     classes = _get_classes(config)
     model = classes[0](classes[1].from_dict(config))
     model.set_dtype(getattr(mx, text.get("torch_dtype") or text.get("dtype") or "bfloat16"))
-    # A table of embeddings is read row by row, but wholly where it is the output too: where nothing else is.
+    # A table of embeddings is read row by row, but wholly where it is the output too: where nothing
+    # else is.
     found = dict(model.named_modules())
     tables = {n: m.weight.shape for n, m in found.items() if isinstance(m, nn.Embedding)}
     outputs = {m.weight.shape for m in found.values() if isinstance(m, nn.Linear)}
-    rows_only = {n for n, s in tables.items() if s in outputs or s[1] != text.get("hidden_size", s[1])}
+    rows_only = {
+        n for n, s in tables.items() if s in outputs or s[1] != text.get("hidden_size", s[1])
+    }
     _quantize(model, config)
     kinds = (SwitchLinear, QuantizedSwitchLinear)
     switches = [m for m in model.modules() if isinstance(m, kinds)]
@@ -105,7 +122,9 @@ def sized(config: dict[str, Any], bits: int = 0) -> Model:
             "what this model keeps of a token is not known: mlx-lm's code of it does not run here"
         )
     dense = _bytes(model) - experts - sum(map(_bytes, skipped))
-    return Model(dense, token, experts, _chosen(text, switches) if switches else 0.0, windows, state)
+    return Model(
+        dense, token, experts, _chosen(text, switches) if switches else 0.0, windows, state
+    )
 
 
 def _bytes(module: nn.Module) -> int:
@@ -145,12 +164,17 @@ def _quantize(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def curve(text: str) -> Curve:
-    """One of CURVES by its name, or points measured elsewhere, as 1:1,2:1.03,8:2.7. Raises ValueError."""
+    """One of CURVES by its name, or points measured elsewhere, as 1:1,2:1.03,8:2.7. Raises
+    ValueError."""
     if text in CURVES:
         return CURVES[text]
     rows, costs = zip(*(point.split(":") for point in text.split(",")), strict=True)
     points = tuple(zip(map(int, rows), map(float, costs), strict=True))
-    if points[0] != (1, 1) or points != tuple(sorted(dict(points).items())) or any(c < 1 for _, c in points):
+    if (
+        points[0] != (1, 1)
+        or points != tuple(sorted(dict(points).items()))
+        or any(c < 1 for _, c in points)
+    ):
         raise ValueError
     return Curve(points, False, f"given: {text}")
 
@@ -168,14 +192,21 @@ def table(model: Model, args: argparse.Namespace) -> Table:
 
 
 def compared() -> Table:
-    """Each published speed beside what is predicted for it; "part" is published plain / predicted."""
+    """Each published speed beside what is predicted for it; "part" is published plain /
+    predicted."""
     names = ("model", "chip", "context", "plain*", "published", "part")
     made = _empty((*names, "tokens/round", "ideal*", "stock rows*", "published"), 2)
     for p in PUBLISHED:
         model = sized(json.loads((CONFIGS / f"{p.config}.json").read_text("utf-8")), p.bits)
         width = CHIPS[p.chip][0]
         plain = speed(model, width, p.context, 0, 1, CURVES["ideal"])
-        cells = [f"{p.config}, {p.bits} bits", p.chip, f"{p.context}", f"{plain:.1f}", f"{p.plain:.1f}"]
+        cells = [
+            f"{p.config}, {p.bits} bits",
+            p.chip,
+            f"{p.context}",
+            f"{plain:.1f}",
+            f"{p.plain:.1f}",
+        ]
         cells.append(f"{p.plain / plain:.0%}")
         if p.drafted:
             how = (model, width, p.context, p.depth, p.tokens)
@@ -198,9 +229,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "config", nargs="?", help="a config.json in mlx-lm's format; default: compare published"
     )
-    parser.add_argument("--bits", type=int, default=0, choices=(0, 4, 8, 16), help="instead of the config's")
     parser.add_argument(
-        "--chips", nargs="+", choices=CHIPS, default=["M1 Max", "M2 Ultra", "M3 Ultra", "M4 Pro", "M5 Max"]
+        "--bits", type=int, default=0, choices=(0, 4, 8, 16), help="instead of the config's"
+    )
+    parser.add_argument(
+        "--chips",
+        nargs="+",
+        choices=CHIPS,
+        default=["M1 Max", "M2 Ultra", "M3 Ultra", "M4 Pro", "M5 Max"],
     )
     parser.add_argument(
         "--rows",
@@ -209,12 +245,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="one of docs/performance.md, or points as 1:1,4:1.3",
     )
     parser.add_argument("--context", type=int, default=4096, help="tokens before the step")
-    parser.add_argument("--depths", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="drafted tokens")
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="drafted tokens"
+    )
     parser.add_argument(
         "--acceptance", type=float, nargs="+", default=[0.6, 0.8], help="chance of each, 0 to 1"
     )
-    parser.add_argument("--draft", type=float, default=0.0, help="plain steps that a drafted token costs")
-    parser.add_argument("--reached", type=float, default=1.0, help="part of the bandwidth that is reached")
+    parser.add_argument(
+        "--draft", type=float, default=0.0, help="plain steps that a drafted token costs"
+    )
+    parser.add_argument(
+        "--reached", type=float, default=1.0, help="part of the bandwidth that is reached"
+    )
     args = parser.parse_args(argv)
     console = Console()
     try:
@@ -222,13 +264,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             model = sized(json.loads(Path(args.config).read_text("utf-8")), args.bits)
             made = table(model, args)
             plain = model.read(1, args.context, CURVES["ideal"]) / 1e9
-            console.print(f"tokens/s at {args.context} tokens of context; a plain step reads {plain:.2f} GB.")
+            console.print(
+                f"tokens/s at {args.context} tokens of context; a plain step reads {plain:.2f} GB."
+            )
             console.print(f"Rows: {args.rows.source}")
         else:
             made = compared()
             console.print("tokens/s; * is predicted, published figures are others'.")
     except (ValueError, KeyError, TypeError, OSError) as error:
-        parser.error(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
+        parser.error(
+            f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        )
     console.print(NOTE, style="bold")
     whole = console.measure(made, options=console.options.update(max_width=10_000)).maximum
     console.width = max(console.width, whole)  # a heading that is cut would lose its *

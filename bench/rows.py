@@ -31,7 +31,9 @@ class Rows:
 
     rows: list[Row] = field(default_factory=list)
 
-    def add(self, server: str, workload: str, metric: str, round: int, value: float, note: str = "") -> None:
+    def add(
+        self, server: str, workload: str, metric: str, round: int, value: float, note: str = ""
+    ) -> None:
         self.rows.append(Row(server, workload, metric, round, float(value), note))
 
     def failed(self, server: str, workload: str, round: int, why: str) -> None:
@@ -52,10 +54,15 @@ class Rows:
         return {r.metric: r.note for r in self.rows if r.workload == ABOUT}
 
     def answered(self, server: str, variant: str, cell: str = "") -> tuple[int, int]:
-        """Right answers and those asked for, of the probes of a cell, or of all where it is empty."""
+        """Right answers and those asked for, of the probes of a cell, or of all where it is
+        empty."""
         right = asked = 0
         for r in self.rows:
-            if r.server == server and r.workload.endswith(f"/{variant}") and r.workload.startswith(cell):
+            if (
+                r.server == server
+                and r.workload.endswith(f"/{variant}")
+                and r.workload.startswith(cell)
+            ):
                 right += int(r.value) * (r.metric == "right")
                 asked += int(r.value) * (r.metric == "asked")
         return right, asked

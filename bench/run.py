@@ -1,7 +1,8 @@
-"""mlxspec beside other servers for MLX, on this machine: speed, waits, memory, and whether answers are right.
+"""mlxspec beside other servers for MLX, on this machine: speed, waits, memory, and whether answers
+are right.
 
-Every server gets an environment of its own (two of them take 6 GB each) and the same model. Writes a table of
-all values (CSV), a report (Markdown) and pictures. `make bench ARGS=--quick` is short.
+Every server gets an environment of its own (two of them take 6 GB each) and the same model. Writes
+a table of all values (CSV), a report (Markdown) and pictures. `make bench ARGS=--quick` is short.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from bench.cells import WORKLOADS, Setting  # noqa: E402
 from bench.measure import Run, installed, measure  # noqa: E402
 from bench.rows import ABOUT, Rows, read, write  # noqa: E402
 from bench.servers import DEFAULT, SERVERS, environment  # noqa: E402
-from mlxspec.model.catalog import default_cache_dir, resolve  # noqa: E402
-from mlxspec.model.load import context_of  # noqa: E402
-from mlxspec.text.prompt import load_tokenizer  # noqa: E402
+from mlxspec.model.hub import default_cache_dir, resolve  # noqa: E402
+from mlxspec.model.layout import context_of  # noqa: E402
+from mlxspec.text.chat import load_tokenizer  # noqa: E402
 
 HERE = Path(__file__).parent
 QUICK = 0.25
@@ -42,8 +43,12 @@ QUICK = 0.25
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     several = {"type": lambda text: text.split(","), "metavar": "NAME,..."}
-    parser.add_argument("--model", default="", help="as for mlxspec serve; default: the embedded model")
-    parser.add_argument("--servers", default=list(DEFAULT), help=f"default: {','.join(DEFAULT)}", **several)
+    parser.add_argument(
+        "--model", default="", help="as for mlxspec serve; default: the embedded model"
+    )
+    parser.add_argument(
+        "--servers", default=list(DEFAULT), help=f"default: {','.join(DEFAULT)}", **several
+    )
     parser.add_argument(
         "--workloads",
         default=list(WORKLOADS),
@@ -59,8 +64,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--limit", type=float, default=600, help="seconds that a workload may take")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where the results go")
-    parser.add_argument("--peers-dir", type=Path, default=HERE / ".peers", help="where the environments are")
-    parser.add_argument("--report", type=Path, metavar="CSV", help="make report and pictures of a table anew")
+    parser.add_argument(
+        "--peers-dir", type=Path, default=HERE / ".peers", help="where the environments are"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="CSV", help="make report and pictures of a table anew"
+    )
     parser.add_argument(
         "--docs", action="store_true", help="with --report: write it into README and docs too"
     )
@@ -99,7 +108,9 @@ def run(args: argparse.Namespace, console: Console) -> Rows:
     """All that is asked for, measured."""
     model = resolve(args.model, default_cache_dir(), mx.metal.is_available()).path
     rows, began = Rows(), time.time()
-    servers = installed([SERVERS[n] for n in args.servers], args.peers_dir.absolute(), rows, console)
+    servers = installed(
+        [SERVERS[n] for n in args.servers], args.peers_dir.absolute(), rows, console
+    )
     setting = Setting(
         load_tokenizer(model),
         window_of(model),
@@ -126,11 +137,18 @@ def run(args: argparse.Namespace, console: Console) -> Rows:
             limit=args.limit,
         )
         asyncio.run(measure(work, args.out / f"{machine()}.csv"))
-    rows.add("", ABOUT, "minutes", 0, (time.time() - began) / 60, f"{(time.time() - began) / 60:.0f}")
+    rows.add(
+        "", ABOUT, "minutes", 0, (time.time() - began) / 60, f"{(time.time() - began) / 60:.0f}"
+    )
     return rows
 
 
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    TaskProgressColumn(),
+    TimeRemainingColumn(),
+)
 
 
 def finish(rows: Rows, file: Path, console: Console) -> None:

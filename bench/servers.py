@@ -1,7 +1,8 @@
-"""The servers under measurement: how each is started, in its own process, with the same BLAS loaded first.
+"""The servers under measurement: how each is started, in its own process, with the same BLAS loaded
+first.
 
-Rule: one table; a server is a line of it. Each has the flags that it needs to serve several clients at all
-(vllm-mlx answers one otherwise) and no others, except where its name says so.
+Rule: one table; a server is a line of it. Each has the flags that it needs to serve several clients
+at all (vllm-mlx answers one otherwise) and no others, except where its name says so.
 """
 
 import json
@@ -36,9 +37,10 @@ SUFFIX = json.dumps({"method": "suffix", "num_speculative_tokens": 8})
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """`arguments` have {model} and {port} in them. `plain` and `drafted` are what turns its drafting off and
-    on, where the probes want it so, with {draft} for a small model; None: it cannot draft. `only`: the
-    workloads that it is measured in, else all. `package`: what pip installs, empty for this checkout."""
+    """`arguments` have {model} and {port} in them. `plain` and `drafted` are what turns its
+    drafting off and on, where the probes want it so, with {draft} for a small model; None: it
+    cannot draft. `only`: the workloads that it is measured in, else all. `package`: what pip
+    installs, empty for this checkout."""
 
     name: str
     venv: str
@@ -55,7 +57,9 @@ class Server:
         self, python: str, model: Path, setting: Sequence[str], draft: Path | None = None
     ) -> list[str]:
         """{port} is left to who starts it."""
-        library = "" if self.entry.startswith("mlxspec.") else blas.load() or ""  # mlxspec finds it itself
+        library = (
+            "" if self.entry.startswith("mlxspec.") else blas.load() or ""
+        )  # mlxspec finds it itself
         arguments = [
             part.replace("{model}", str(model)).replace("{draft}", str(draft))
             for part in (*self.arguments, *setting)
@@ -64,13 +68,29 @@ class Server:
 
 
 OURS = ("serve", "{model}", "--port", "{port}", "--name", NAME, "--log-level", "warning")
-VLLM = ("serve", "{model}", "--port", "{port}", "--served-model-name", NAME, "--continuous-batching")
+VLLM = (
+    "serve",
+    "{model}",
+    "--port",
+    "{port}",
+    "--served-model-name",
+    NAME,
+    "--continuous-batching",
+)
 RAPID = ("serve", "{model}", "--port", "{port}", "--served-model-name", NAME)
 OFF = ("--speculate", "off")
 SERVERS = {
     s.name: s
     for s in (
-        Server("mlxspec", "mlxspec", "", "mlxspec.cli:main", OURS, plain=OFF, drafted=("--draft", "{draft}")),
+        Server(
+            "mlxspec",
+            "mlxspec",
+            "",
+            "mlxspec.cli:main",
+            OURS,
+            plain=OFF,
+            drafted=("--draft", "{draft}"),
+        ),
         Server("mlxspec-plain", "mlxspec", "", "mlxspec.cli:main", OURS, setting=OFF, plain=OFF),
         Server(
             "mlx_lm.server",
@@ -89,7 +109,9 @@ SERVERS = {
             (*VLLM, "--use-paged-cache"),
             size="6 GB",
         ),
-        Server("rapid-mlx", "rapid-mlx", "rapid-mlx==0.16.10", "rapid_mlx.cli:main", RAPID, size="6 GB"),
+        Server(
+            "rapid-mlx", "rapid-mlx", "rapid-mlx==0.16.10", "rapid_mlx.cli:main", RAPID, size="6 GB"
+        ),
         Server(
             "rapid-mlx-suffix",
             "rapid-mlx",
@@ -112,7 +134,8 @@ class Ended(Exception):
 
 @dataclass(slots=True)
 class Running:
-    """A server that answers, at `url`. `began` is time.perf_counter() when its process was started."""
+    """A server that answers, at `url`. `began` is time.perf_counter() when its process was
+    started."""
 
     name: str
     url: str
@@ -136,8 +159,8 @@ class Running:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The same for all: no network, no telemetry, files only below `home`, as many BLAS threads as cores, and
-    nobody's own settings."""
+    """The same for all: no network, no telemetry, files only below `home`, as many BLAS threads as
+    cores, and nobody's own settings."""
     home.mkdir(parents=True, exist_ok=True)
     own = ("MLXSPEC_", "PYTHON", "XDG_", "HF_", "VLLM_", "RAPID_")
     return {
@@ -155,8 +178,8 @@ def environment(home: Path) -> dict[str, str]:
 def start(
     name: str, command: list[str], env: dict[str, str], log: Path, wait: float = START_TIMEOUT
 ) -> Running:
-    """A server that answers /health. The command has {port} in it. Raises Ended where it does not within
-    `wait` seconds."""
+    """A server that answers /health. The command has {port} in it. Raises Ended where it does not
+    within `wait` seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

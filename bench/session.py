@@ -1,8 +1,9 @@
-"""A session as a coding agent has it: what of each turn's prompt is cached, and how soon the answer begins.
+"""A session as a coding agent has it: what of each turn's prompt is cached, and how soon the answer
+begins.
 
-Rule: the shape is Claude Code's (a system text behind its billing header, a dozen tools, more text with each
-turn), the text is the standard library's. Turn 1 is asked of a server that has seen nothing, each later turn
-carries all that was said. `python -m bench.session MODEL`.
+Rule: the shape is Claude Code's (a system text behind its billing header, a dozen tools, more text
+with each turn), the text is the standard library's. Turn 1 is asked of a server that has seen
+nothing, each later turn carries all that was said. `python -m bench.session MODEL`.
 """
 
 import argparse
@@ -22,7 +23,9 @@ TOOLS, TURNS = 12, 3
 
 
 def text(at: int, chars: int) -> str:
-    return (LIBRARY / ("argparse.py", "ast.py", "asyncio/tasks.py", "bdb.py")[at % 4]).read_text()[:chars]
+    return (LIBRARY / ("argparse.py", "ast.py", "asyncio/tasks.py", "bdb.py")[at % 4]).read_text()[
+        :chars
+    ]
 
 
 def body(system: int, tools: int, hash: str) -> dict[str, Any]:
@@ -45,7 +48,9 @@ def body(system: int, tools: int, hash: str) -> dict[str, Any]:
         "max_tokens": 16,
         "temperature": 0,
         "stream": True,
-        "system": [{"type": "text", "text": b, "cache_control": {"type": "ephemeral"}} for b in blocks],
+        "system": [
+            {"type": "text", "text": b, "cache_control": {"type": "ephemeral"}} for b in blocks
+        ],
         "tools": described,
         "messages": [{"role": "user", "content": "Read the files and tell me what they do."}],
     }
@@ -79,7 +84,14 @@ def main() -> None:
     parser.add_argument("--result", type=int, default=2_000, help="characters that each turn adds")
     args = parser.parse_args()
     table = Table(title=f"{args.model.name}: a session like Claude Code's")
-    for column in ("turn", "prompt", "cached", "of the prompt before", "first token, s", "of turn 1's"):
+    for column in (
+        "turn",
+        "prompt",
+        "cached",
+        "of the prompt before",
+        "first token, s",
+        "of turn 1's",
+    ):
         table.add_column(column, justify="right")
     with started("mlxspec", args.model) as url:
         ask, before, cold = body(args.system, args.tools, "a1b"), 0, 0.0
@@ -89,7 +101,9 @@ def main() -> None:
             prompt = usage["input_tokens"] + cached + usage["cache_creation_input_tokens"]
             cold = cold or first
             shared = f"{cached / before:.1%}" if before else "-"
-            table.add_row(str(n), str(prompt), str(cached), shared, f"{first:.2f}", f"1/{cold / first:.0f}")
+            table.add_row(
+                str(n), str(prompt), str(cached), shared, f"{first:.2f}", f"1/{cold / first:.0f}"
+            )
             before = prompt
             ask["messages"] += [
                 {"role": "assistant", "content": said or [{"type": "text", "text": "I see."}]},

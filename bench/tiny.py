@@ -1,7 +1,8 @@
 """A tiny random model whose every answer depends on every token before it, and its plain decoding.
 
-Rule: the probes ask for a text, so each token is one letter or digit, and the end token is one that the model
-cannot give. The prompts are those whose answers have no near tie, so a wrong token is a wrong cache.
+Rule: the probes ask for a text, so each token is one letter or digit, and the end token is one that
+the model cannot give. The prompts are those whose answers have no near tie, so a wrong token is a
+wrong cache.
 """
 
 import json
@@ -48,10 +49,14 @@ def model() -> qwen3.Model:
 
 
 def save(folder: Path, of: qwen3.Model, noise: float = 0.0) -> Path:
-    """As a model's directory; with `noise`, of the weights' size, a draft for it that is often right."""
+    """As a model's directory; with `noise`, of the weights' size, a draft for it that is often
+    right."""
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(5)
-    weights = {k: v + noise * mx.std(v) * mx.random.normal(v.shape) for k, v in tree_flatten(of.parameters())}
+    weights = {
+        k: v + noise * mx.std(v) * mx.random.normal(v.shape)
+        for k, v in tree_flatten(of.parameters())
+    }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(LETTERS)}, merges=[]))
@@ -59,7 +64,11 @@ def save(folder: Path, of: qwen3.Model, noise: float = 0.0) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder
 

@@ -1,6 +1,7 @@
 """A virtual environment for each server, made where there is none yet, and what it takes on disk.
 
-Rule: versions are pinned in `servers`; what cannot be installed is reported with pip's own last line.
+Rule: versions are pinned in `servers`; what cannot be installed is reported with pip's own last
+line.
 """
 
 import os
@@ -24,7 +25,8 @@ def python(folder: Path, server: Server) -> Path:
 
 
 def ready(folder: Path, server: Server, console: Console) -> Path:
-    """The interpreter of the server's environment, installed if need be. Raises Ended with the reason.
+    """The interpreter of the server's environment, installed if need be. Raises Ended with the
+    reason.
 
     This checkout is installed again every time, so that what is measured is what is here."""
     where = python(folder, server)
@@ -50,7 +52,9 @@ def megabytes(where: Path) -> float:
         if entry.name.partition("-")[0] in INSTALLERS or entry.name == "__pycache__":
             continue
         files = (
-            [entry] if entry.is_file() else [Path(at) / f for at, _, names in os.walk(entry) for f in names]
+            [entry]
+            if entry.is_file()
+            else [Path(at) / f for at, _, names in os.walk(entry) for f in names]
         )
         total += sum(f.lstat().st_size for f in files)
     return total / 1e6
@@ -62,7 +66,9 @@ def has(where: Path, package: str) -> bool:
 
 def versions(where: Path) -> str:
     """Of what computes: the servers do not all take the same."""
-    return ", ".join(sorted(p.replace("==", " ") for p in _installed(where) if p.startswith(COMPUTE)))
+    return ", ".join(
+        sorted(p.replace("==", " ") for p in _installed(where) if p.startswith(COMPUTE))
+    )
 
 
 def _installed(where: Path) -> set[str]:
@@ -75,7 +81,9 @@ def _run(command: list[str], log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         try:
-            status = subprocess.run(command, stdout=out, stderr=out, timeout=TIMEOUT, check=False).returncode
+            status = subprocess.run(
+                command, stdout=out, stderr=out, timeout=TIMEOUT, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             raise Ended(f"was not installed within {TIMEOUT} s: {last(log)}") from None
     if status:

@@ -1,7 +1,9 @@
-"""A fast BLAS for MLX on Linux, which must be in the process before `mlx.core` is, as must its limits.
+"""A fast BLAS for MLX on Linux, which must be in the process before `mlx.core` is, as must its
+limits.
 
-Rule: load it first. MLX's CPU wheel carries a reference BLAS that is 10 to 30 times slower; OpenBLAS, loaded
-with RTLD_GLOBAL, answers for its symbols instead. macOS needs nothing: MLX uses Accelerate and Metal there.
+Rule: load it first. MLX's CPU wheel carries a reference BLAS that is 10 to 30 times slower;
+OpenBLAS, loaded with RTLD_GLOBAL, answers for its symbols instead. macOS needs nothing: MLX uses
+Accelerate and Metal there.
 """
 
 import ctypes
@@ -31,17 +33,19 @@ MEND = (
 
 @functools.cache
 def load() -> str | None:
-    """The OpenBLAS that was loaded, or None where there is none or none is needed; said once in the log. How
-    many files may be open is the user's affair from here on, whatever mlx-lm would set."""
+    """The OpenBLAS that was loaded, or None where there is none or none is needed; said once in the
+    log. How many files may be open is the user's affair from here on, whatever mlx-lm would set."""
     _keep_limits()
     if sys.platform != "linux":
         return None
     if "mlx.core" in sys.modules:
-        log.warning("OpenBLAS not loaded: MLX was imported before it, and keeps its slow reference BLAS")
+        log.warning(
+            "OpenBLAS not loaded: MLX was imported before it, and keeps its slow reference BLAS"
+        )
         return None
     for name in _candidates():
         try:
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # noqa: B018  another library has none
+            _ = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # another library has none
         except (OSError, AttributeError):
             continue
         log.info("BLAS: %s", name)
@@ -51,8 +55,9 @@ def load() -> str | None:
 
 
 def _keep_limits() -> None:
-    """mlx-lm, when imported, sets (2048, 4096): that lowers a higher limit, and raises ValueError where the
-    hard one is lower. So its one call does nothing, and what it is for is done here as far as allowed."""
+    """mlx-lm, when imported, sets (2048, 4096): that lowers a higher limit, and raises ValueError
+    where the hard one is lower. So its one call does nothing, and what it is for is done here as
+    far as allowed."""
     if "mlx_lm" in sys.modules:
         return
     setrlimit, (soft, hard) = resource.setrlimit, resource.getrlimit(resource.RLIMIT_NOFILE)

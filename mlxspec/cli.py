@@ -1,4 +1,5 @@
-"""The `mlxspec` command. It loads nothing heavy until a command needs it, so that --help is instant.
+"""The `mlxspec` command. It loads nothing heavy until a command needs it, so that --help is
+instant.
 
 Whatever a user can mend ends in one line on stderr and exit status 2; a traceback is a bug of ours.
 """
@@ -14,21 +15,28 @@ from typing import Annotated, Any
 import typer
 
 from mlxspec import __version__, blas
-from mlxspec.chat import ChatError
-from mlxspec.config import ARGUMENTS, TABLE, Config, ConfigError, flag, kind, limits, load, size
-from mlxspec.launch import AGENTS
-from mlxspec.launch import launch as become
-from mlxspec.types import Unfit
+from mlxspec.commands.chat import ChatError
+from mlxspec.commands.launch import AGENTS
+from mlxspec.commands.launch import launch as become
+from mlxspec.config import ARGUMENTS, TABLE, Config, ConfigError, flag, kind, limits, load
+from mlxspec.files import format_size
+from mlxspec.types import UserError
 from mlxspec.verbs import LOOK, MEASURE, RUN, USE, Dry, Key, Url, menubar, server_of, verbs, working
 
 METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)]
-CacheDir = Annotated[str | None, typer.Option(help="As for serve; without it, the one of your settings.")]
+Model = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)
+]
+CacheDir = Annotated[
+    str | None, typer.Option(help="As for serve; without it, the one of your settings.")
+]
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 cache = typer.Typer(no_args_is_help=True, help="Look at the prompt cache on disk, or empty it.")
 app.add_typer(cache, name="cache", rich_help_panel=LOOK)
-service = typer.Typer(no_args_is_help=True, help="Run the server after each login: launchd or systemd.")
+service = typer.Typer(
+    no_args_is_help=True, help="Run the server after each login: launchd or systemd."
+)
 app.add_typer(service, name="service", rich_help_panel=RUN)
 app.add_typer(menubar, name="menubar", rich_help_panel=RUN)
 app.add_typer(verbs)
@@ -42,11 +50,13 @@ def main() -> None:
         if end.code == 2 and sys.argv[1:2] == ["serve"]:
             _refuse_words()
         raise
-    except (ConfigError, ChatError, Unfit) as error:
+    except (ConfigError, ChatError, UserError) as error:
         from rich.console import Console
         from rich.text import Text
 
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        Console(stderr=True).print(
+            Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True
+        )
         sys.exit(2)
 
 
@@ -54,7 +64,9 @@ def _refuse_words() -> None:
     """A service's definition may have a flag that this version no longer knows."""
 
     def settings() -> Config:
-        raise Unfit("its command line is not understood, see the log: `mlxspec service install` anew")
+        raise UserError(
+            "its command line is not understood, see the log: `mlxspec service install` anew"
+        )
 
     _serve_given(settings)
 
@@ -78,14 +90,16 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """A local server for language models on Apple Silicon, built on MLX."""
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the models as its arguments and a flag for each other row of the settings' table."""
+    """Gives a command the models as its arguments and a flag for each other row of the settings'
+    table."""
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is p.KEYWORD_ONLY]
     parameters = []
     for name, row in TABLE.items():
@@ -95,7 +109,9 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
         text = " ".join(notes)
         info: Any = typer.Argument(help=text, show_default=False, metavar=flag(name))
         if name not in ARGUMENTS:
-            info = typer.Option(flag(name), help=text, show_default=False, metavar=METAVARS[kind(row)])
+            info = typer.Option(
+                flag(name), help=text, show_default=False, metavar=METAVARS[kind(row)]
+            )
         taken: Any = list[str] if name == "others" else str
         given: Any = Annotated[taken | None, info]
         parameters.append(
@@ -110,7 +126,8 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
 @app.command(rich_help_panel=RUN)
 @_with_flags
 def serve(**flags: str | list[str] | None) -> None:
-    """Serve models: directories in mlx-lm's format, hub ids, or, without MODEL, the embedded one."""
+    """Serve models: directories in mlx-lm's format, hub ids, or, without MODEL, the embedded
+    one."""
     log_to_stderr("info")
 
     def settings() -> Config:
@@ -120,7 +137,7 @@ def serve(**flags: str | list[str] | None) -> None:
 
     _serve_given(settings)
     config = settings()
-    from mlxspec.server.run import serve_model
+    from mlxspec.server.process import serve_model
 
     sys.exit(serve_model(config))
 
@@ -135,7 +152,7 @@ def chat(
     ] = None,
 ) -> None:
     """Chat with the running server. /reset starts anew, /exit ends, Ctrl-C stops an answer."""
-    from mlxspec.chat import run
+    from mlxspec.commands.chat import run
 
     run(*server_of(url, api_key), system, temperature)
 
@@ -146,7 +163,9 @@ def launch(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="All behind AGENT is for it.")
     ] = None,
-    show: Annotated[bool, typer.Option("--print", help="Show the command, and start nothing.")] = False,
+    show: Annotated[
+        bool, typer.Option("--print", help="Show the command, and start nothing.")
+    ] = False,
     url: Url = None,
     api_key: Key = None,
 ) -> None:
@@ -160,16 +179,26 @@ def bench(
     draft: Annotated[str, typer.Option(metavar="MODEL", help="A small model that drafts.")] = "",
     workload: Annotated[
         str,
-        typer.Option(help="edits, humaneval, chat, mixed, or all: the first three. edits needs no network."),
+        typer.Option(
+            help="edits, humaneval, chat, mixed, or all: the first three. edits needs no network."
+        ),
     ] = "all",
     prompts: Annotated[int, typer.Option(min=1, max=1000, help="Prompts of each workload.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Of the likeliest tokens.")] = 1.0,
-    streams: Annotated[str, typer.Option(metavar="N,N", help="How many prompts run at a time.")] = "1",
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="How often all of it is repeated.")] = 1,
-    out: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw a picture; needs matplotlib.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all that was measured.")] = None,
+    streams: Annotated[
+        str, typer.Option(metavar="N,N", help="How many prompts run at a time.")
+    ] = "1",
+    rounds: Annotated[
+        int, typer.Option(min=1, max=100, help="How often all of it is repeated.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw a picture; needs matplotlib.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all that was measured.")
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -180,16 +209,25 @@ def bench(
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Score copying on recorded tokens instead; loads no model."),
+        typer.Option(
+            metavar="FILE", help="Score copying on recorded tokens instead; loads no model."
+        ),
     ] = None,
     synthetic_acceptance: Annotated[
         float | None,
-        typer.Option(min=0, max=1, metavar="P", help="Measure the controller instead; loads no model."),
+        typer.Option(
+            min=0, max=1, metavar="P", help="Measure the controller instead; loads no model."
+        ),
     ] = None,
-    row_cost: Annotated[float, typer.Option(min=0, max=2, help="Of a row, in steps; for these two.")] = 0.1,
-    draft_cost: Annotated[float, typer.Option(min=0, max=10, help="Of a drafted token, in steps.")] = 0.1,
+    row_cost: Annotated[
+        float, typer.Option(min=0, max=2, help="Of a row, in steps; for these two.")
+    ] = 0.1,
+    draft_cost: Annotated[
+        float, typer.Option(min=0, max=10, help="Of a drafted token, in steps.")
+    ] = 0.1,
 ) -> None:
-    """Measure what speculation brings: the same prompts with it and without, in turn, on this machine.
+    """Measure what speculation brings: the same prompts with it and without, in turn, on this
+    machine.
 
     Exits with 1 if any answer differs.
     """
@@ -221,7 +259,8 @@ def doctor(
     cache_dir: CacheDir = None,
     json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
 ) -> None:
-    """Show the machine, the paths, and which kernels were proven and are used here. It measures nothing.
+    """Show the machine, the paths, and which kernels were proven and are used here. It measures
+    nothing.
 
     Exits with 1 if something is broken.
     """
@@ -231,7 +270,7 @@ def doctor(
     except ConfigError as error:
         wrong = str(error)
     log_to_stderr("error")
-    from mlxspec.doctor import doctor
+    from mlxspec.commands.doctor import doctor
 
     sys.exit(doctor(config, wrong, json))
 
@@ -245,7 +284,8 @@ def tune(
         typer.Option(metavar="PNG", help="Where the picture goes; default: tune.png in the cache."),
     ] = None,
 ) -> None:
-    """Try the kernels and measure what a step costs, whatever is known already, for later starts of serve."""
+    """Try the kernels and measure what a step costs, whatever is known already, for later starts of
+    serve."""
     config = load({"model": model, "cache_dir": cache_dir}, os.environ)
     log_to_stderr(config.log_level)
     blas.load()
@@ -259,7 +299,7 @@ def cache_ls(cache_dir: CacheDir = None) -> None:
     """What is cached, by model."""
     from rich.console import Console
 
-    from mlxspec.cache import show
+    from mlxspec.commands.cache import show
 
     show(_prompts(cache_dir)[0], Console())
 
@@ -269,30 +309,36 @@ def cache_stats(cache_dir: CacheDir = None) -> None:
     """How much is cached in all, and how much may be."""
     from rich.console import Console
 
-    from mlxspec.cache import totals
+    from mlxspec.commands.cache import totals
 
     totals(*_prompts(cache_dir), Console())
 
 
 @cache.command("clear")
 def cache_clear(
-    cache_dir: CacheDir = None, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
+    cache_dir: CacheDir = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete all of it. A running server goes on, and fills it anew."""
-    from mlxspec.cache import clear, survey
+    from mlxspec.commands.cache import clear, survey
 
     root = _prompts(cache_dir)[0]
     held = sum(model.bytes for model in survey(root))
     if held and not yes:
-        typer.confirm(f"Delete {size(held)} of prompt cache in {root}?", abort=True)
+        typer.confirm(f"Delete {format_size(held)} of prompt cache in {root}?", abort=True)
     files, freed = clear(root)
-    print(f"{size(freed)} freed; files deleted: {files}" if files else f"nothing is cached in {root}")
+    print(
+        f"{format_size(freed)} freed; files deleted: {files}"
+        if files
+        else f"nothing is cached in {root}"
+    )
 
 
 @service.command("install")
 @_with_flags
 def service_install(*, dry_run: Dry = False, **flags: str | list[str] | None) -> None:
-    """Install the service with the settings that serve would heed here, or change one that is installed."""
+    """Install the service with the settings that serve would heed here, or change one that is
+    installed."""
     from mlxspec.service import Hands, here, verbs
     from mlxspec.service.job import job_of
 
@@ -325,7 +371,8 @@ for each in VERBS:
 
 @service.command("status")
 def service_status() -> None:
-    """How the service is, which is not woken. Exits with 3 if it is down, with 4 if it is not installed."""
+    """How the service is, which is not woken. Exits with 3 if it is down, with 4 if it is not
+    installed."""
     from mlxspec.service import here
     from mlxspec.service.status import UP, installed, look, show
 
@@ -349,7 +396,9 @@ def service_logs(
 
     system = here()
     if not installed(system):
-        raise Unfit("the service is not installed; a server that you started says all in its terminal")
+        raise UserError(
+            "the service is not installed; a server that you started says all in its terminal"
+        )
     command = system.logs(lines, follow)
     with named(command[0]):
         os.execvp(command[0], command)
@@ -363,7 +412,8 @@ def service_print(
     systemd: Annotated[bool, typer.Option("--systemd", help="The units.")] = False,
     **flags: str | list[str] | None,
 ) -> None:
-    """Show the service's definition with these settings, on any platform; without a choice, this one's."""
+    """Show the service's definition with these settings, on any platform; without a choice, this
+    one's."""
     from mlxspec.service import System, here
     from mlxspec.service import launchd as agent
     from mlxspec.service import systemd as units
@@ -373,12 +423,14 @@ def service_print(
     wanted += [units] if systemd else []
     for system in wanted or [here()]:
         for path, data in system.files(job_of(flags, os.environ)).items():
-            print("" if path.suffix == ".plist" else f"# {path.name}\n", data.decode(), sep="", end="")
+            print(
+                "" if path.suffix == ".plist" else f"# {path.name}\n", data.decode(), sep="", end=""
+            )
 
 
 def _prompts(cache_dir: str | None) -> tuple[Path, int]:
     """Where the prompt cache is, and its limit in bytes."""
-    from mlxspec.model.catalog import prompts_of
+    from mlxspec.model.hub import prompts_of
 
     config = load({"cache_dir": cache_dir}, os.environ)
     return prompts_of(config), config.disk_bytes

@@ -1,19 +1,16 @@
-"""The settings: one table, the fields of `Config`, makes the file, the variables, the flags and the docs.
+"""The settings: one table, the fields of `Config`, makes the file, the variables, the flags and the
+docs.
 
-File < `MLXSPEC_*` < flags. Values of variables and flags are text and are parsed here, so that a wrong one
-reads the same wherever it was set: source, field, value, mend.
+File < `MLXSPEC_*` < flags. Values of variables and flags are text and are parsed here, so that a
+wrong one reads the same wherever it was set: source, field, value, mend.
 """
 
 import difflib
-import fcntl
 import math
-import os
 import re
 import shlex
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +24,8 @@ KINDS = {str: "text", int: "a whole number", float: "a number", tuple: "a list o
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. The message names its source, field and value, and the mend."""
+    """A setting that cannot be used. The message names its source, field and value, and the
+    mend."""
 
 
 def option(
@@ -41,14 +39,22 @@ def option(
     secret: bool = False,
 ) -> T:
     """One row of the table. `low` and `high` are inclusive; a `secret` value is never printed."""
-    meta = {"help": help, "unit": unit, "low": low, "high": high, "choices": choices, "secret": secret}
+    meta = {
+        "help": help,
+        "unit": unit,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "secret": secret,
+    }
     value: T = field(default=default, metadata=meta, repr=not secret)
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Every setting. The defaults serve the embedded model; 0 and "" mean: derived when the server starts."""
+    """Every setting. The defaults serve the embedded model; 0 and "" mean: derived when the server
+    starts."""
 
     model: str = option("", "Directory in mlx-lm's format, or hub id; empty: the embedded model.")
     others: tuple[str, ...] = option(
@@ -59,7 +65,8 @@ class Config:
     port: int = option(8080, "Port to listen on; 0: any free one.", low=0, high=65535)
     api_key: str = option("", "Key that clients must send; empty: none is asked for.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
-        (), "Names that a `Host` or `Origin` header may carry, besides those of this machine's loopback."
+        (),
+        "Names that a `Host` or `Origin` header may carry, besides those of this machine's loopback.",
     )
     pin: tuple[str, ...] = option((), "Names of models that, once loaded, make room for no other.")
     idle_ttl: float = option(
@@ -70,12 +77,22 @@ class Config:
         high=10**7,
     )
     max_sequences: int = option(16, "Sequences that share a step.", low=1, high=256)
-    max_queue: int = option(64, "Requests that may wait; more are refused with 429.", low=1, high=4096)
-    context: int = option(0, "Longest prompt and output; 0: the model's.", unit="tokens", low=0, high=2**24)
+    max_queue: int = option(
+        64, "Requests that may wait; more are refused with 429.", low=1, high=4096
+    )
+    context: int = option(
+        0, "Longest prompt and output; 0: the model's.", unit="tokens", low=0, high=2**24
+    )
     block_size: int = option(32, "Size of a KV block.", unit="tokens", low=1, high=512)
-    kv_blocks: int = option(0, "KV blocks; 0: from the free memory.", unit="blocks", low=0, high=2**24)
+    kv_blocks: int = option(
+        0, "KV blocks; 0: from the free memory.", unit="blocks", low=0, high=2**24
+    )
     memory_gb: float = option(
-        0.0, "Memory for weights, caches and headroom; 0: what is free.", unit="GiB", low=0, high=2**16
+        0.0,
+        "Memory for weights, caches and headroom; 0: what is free.",
+        unit="GiB",
+        low=0,
+        high=2**16,
     )
     kv_bits: int = option(
         0,
@@ -93,7 +110,11 @@ class Config:
         0, "Prompt tokens computed in one step; 0: by time.", unit="rows", low=0, high=2**16
     )
     decode_gap_ms: int = option(
-        250, "Longest wait of a running answer for another's prompt to aim at.", unit="ms", low=1, high=60_000
+        250,
+        "Longest wait of a running answer for another's prompt to aim at.",
+        unit="ms",
+        low=1,
+        high=60_000,
     )
     strict_model_names: str = option(
         "off",
@@ -106,17 +127,26 @@ class Config:
         "Whether own Metal kernels run, each where it was proven on this machine; off: MLX's alone.",
         choices=("auto", "off"),
     )
-    draft: str = option("", "Small model that drafts for the (first) model; empty: the card's, or none.")
+    draft: str = option(
+        "", "Small model that drafts for the (first) model; empty: the card's, or none."
+    )
     max_body_mb: int = option(32, "Largest request body.", unit="MB", low=1, high=1024)
     keepalive_s: float = option(
         5.0, "Pause after which a silent stream gets a keep-alive line.", unit="s", low=0.1, high=60
     )
-    drain_s: float = option(30.0, "Time that running answers get at shutdown.", unit="s", low=0, high=3600)
-    cache_dir: str = option(
-        "", "Directory for converted models and, in `prompts`, the prompt cache; empty: the platform's own."
+    drain_s: float = option(
+        30.0, "Time that running answers get at shutdown.", unit="s", low=0, high=3600
     )
-    cache_gb: float = option(10.0, "Disk space for the prompt cache; 0: none.", unit="GB", low=0, high=2**20)
-    log_level: str = option("info", "What is logged.", choices=("debug", "info", "warning", "error"))
+    cache_dir: str = option(
+        "",
+        "Directory for converted models and, in `prompts`, the prompt cache; empty: the platform's own.",
+    )
+    cache_gb: float = option(
+        10.0, "Disk space for the prompt cache; 0: none.", unit="GB", low=0, high=2**20
+    )
+    log_level: str = option(
+        "info", "What is logged.", choices=("debug", "info", "warning", "error")
+    )
 
     @property
     def disk_bytes(self) -> int:
@@ -133,11 +163,15 @@ TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 
 
 def load(
-    flags: Mapping[str, str | Sequence[str] | None], env: Mapping[str, str], path: Path | None = None
+    flags: Mapping[str, str | Sequence[str] | None],
+    env: Mapping[str, str],
+    path: Path | None = None,
 ) -> Config:
-    """The settings from file, variables and flags. A flag that is None or [], an empty variable: unset.
+    """The settings from file, variables and flags. A flag that is None or [], an empty variable:
+    unset.
 
-    `path` or `$MLXSPEC_CONFIG` names a file that must exist; the default file need not. Raises ConfigError.
+    `path` or `$MLXSPEC_CONFIG` names a file that must exist; the default file need not. Raises
+    ConfigError.
     """
     values = _from_file(path, env)
     for key, text in env.items():
@@ -162,8 +196,8 @@ def kind(row: Field[Any]) -> type:
 
 
 def as_flags(config: Config, base: Config | None = None) -> str:
-    """The settings that differ from those of `base`, the defaults, as the flags that would set them. Secrets
-    are left out."""
+    """The settings that differ from those of `base`, the defaults, as the flags that would set
+    them. Secrets are left out."""
     base = base or Config()
     words = []
     for name, row in TABLE.items():
@@ -184,56 +218,15 @@ def data_dir(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
-def keep(path: Path, data: bytes, flush: bool = False) -> None:
-    """Write a file whole or not at all, in folders that are made; `flush`: it is on the medium when this
-    returns. Raises OSError, and then leaves nothing of it behind."""
-    path.parent.mkdir(0o700, parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with part.open("wb") as out:
-            out.write(data)
-            out.flush()
-            if flush:
-                to_medium(out.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    if flush:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # not every file system can
-                to_medium(folder)
-        finally:
-            os.close(folder)
-
-
-def to_medium(fd: int) -> None:
-    """A system that goes down may take the drive's memory along, where fsync ends on a Mac."""
-    if sys.platform == "darwin":
-        with suppress(OSError):  # not every file system can
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(fd)
-
-
 def url_of(host: str, port: int) -> str:
     """Where a client on this machine finds a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def size(count: int) -> str:
-    """Bytes for people, in the units of `cache_gb`."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1024 or unit == "GB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def limits(row: Field[Any]) -> str:
-    """What a row admits beyond its type: its choices or its range, in its unit. Empty where anything goes."""
+    """What a row admits beyond its type: its choices or its range, in its unit. Empty where
+    anything goes."""
     meta = row.metadata
     if meta["choices"]:
         return "one of " + ", ".join(map(str, meta["choices"]))
@@ -259,10 +252,15 @@ def _from_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
     except FileNotFoundError as error:
         if named is None:
             return {}
-        raise ConfigError(f"{file}: there is no such file; make it or unset MLXSPEC_CONFIG") from error
+        raise ConfigError(
+            f"{file}: there is no such file; make it or unset MLXSPEC_CONFIG"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; make it a file that you may read") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML: tomllib's message has the line
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, or not TOML: tomllib's message has the line
         raise ConfigError(f"{file}: not TOML: {error}; mend that line") from error
     values = {}
     for name, value in found.items():
@@ -270,7 +268,11 @@ def _from_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
         row = _known(name, source)
         if kind(row) is float and type(value) is int:
             value = float(value)
-        if kind(row) is tuple and isinstance(value, list) and all(isinstance(x, str) for x in value):
+        if (
+            kind(row) is tuple
+            and isinstance(value, list)
+            and all(isinstance(x, str) for x in value)
+        ):
             value = tuple(value)
         if type(value) is not kind(row):
             raise _refusal(row, value, source, f"is not {KINDS[kind(row)]}")
@@ -280,7 +282,9 @@ def _from_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
 
 def _line(text: str, name: str) -> int:
     """The line of the file where a key or a table of this name stands, for messages."""
-    at = re.search(rf"""^[ \t]*\[*[ \t]*["']?{re.escape(name)}["']?[ \t]*[.=\]]""", text, re.MULTILINE)
+    at = re.search(
+        rf"""^[ \t]*\[*[ \t]*["']?{re.escape(name)}["']?[ \t]*[.=\]]""", text, re.MULTILINE
+    )
     return text.count("\n", 0, at.start()) + 1 if at else 1
 
 

@@ -55,8 +55,8 @@ OWN = {  # of the process, whichever models are loaded
 
 @dataclass(slots=True, eq=False)
 class Metrics:
-    """Counters and histograms of one server, by model. `models` gives the engine's snapshot when somebody
-    looks."""
+    """Counters and histograms of one server, by model. `models` gives the engine's snapshot when
+    somebody looks."""
 
     models: Callable[[], Mapping[str, Served]]
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -68,7 +68,9 @@ class Metrics:
     def __post_init__(self) -> None:
         def times(name: str, text: str, buckets: Sequence[float], *more: str) -> Histogram:
             labels = ("model", *more)
-            return Histogram(f"mlxspec_{name}", text, labels, buckets=buckets, registry=self.registry)
+            return Histogram(
+                f"mlxspec_{name}", text, labels, buckets=buckets, registry=self.registry
+            )
 
         self.first_token = times("first_token_seconds", "From arrival to the first token.", SECONDS)
         self.between_tokens = times("between_tokens_seconds", "From token to token.", GAPS)
@@ -86,7 +88,9 @@ class Metrics:
     def refusals(self) -> dict[str, int]:
         """Requests answered with an error, by status."""
         [family] = self.refused.collect()
-        return {s.labels["status"]: int(s.value) for s in family.samples if s.name.endswith("_total")}
+        return {
+            s.labels["status"]: int(s.value) for s in family.samples if s.name.endswith("_total")
+        }
 
     def collect(self) -> Iterator[Metric]:
         """The engine's part; called by the registry."""
@@ -100,14 +104,18 @@ class Metrics:
         for name, text in OWN.items():
             most = max((getattr(served.stats, name) for served in now.values()), default=0)
             yield GaugeMetricFamily(f"mlxspec_{name}", text, value=most)
-        blocks = GaugeMetricFamily("mlxspec_kv_blocks", "KV blocks by state.", labels=("model", "state"))
+        blocks = GaugeMetricFamily(
+            "mlxspec_kv_blocks", "KV blocks by state.", labels=("model", "state")
+        )
         loaded = GaugeMetricFamily("mlxspec_model_loaded", "1: it is in memory.", labels=("model",))
         parked = CounterMetricFamily(
             "mlxspec_speculation_parked_seconds",
             "Time in which something was decoded and nothing was drafted.",
             labels=("model",),
         )
-        loads = CounterMetricFamily("mlxspec_model_loads", "How often it was loaded.", labels=("model",))
+        loads = CounterMetricFamily(
+            "mlxspec_model_loads", "How often it was loaded.", labels=("model",)
+        )
         for model, served in now.items():
             for state in ("used", "cached", "free"):
                 blocks.add_metric((model, state), getattr(served.stats, f"blocks_{state}"))
@@ -133,7 +141,9 @@ def _drafts(now: Mapping[str, Served]) -> Iterator[Metric]:
         ("drafted", "Tokens drafted.", drafted),
         ("accepted", "Drafted tokens that were accepted.", accepted),
     ):
-        family = CounterMetricFamily(f"mlxspec_{name}_tokens", text, labels=("model", "source", "position"))
+        family = CounterMetricFamily(
+            f"mlxspec_{name}_tokens", text, labels=("model", "source", "position")
+        )
         for key, count in counts.items():
             family.add_metric(key, count)
         yield family

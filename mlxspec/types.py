@@ -1,7 +1,7 @@
 """The vocabulary: plain data that every layer shares. Imports the standard library only.
 
-Lengths nest: `cached <= computed <= len(tokens)`. A request is frozen; a `Sequence` is the one mutable
-object, owned by the engine thread; an `Output` is what crosses back to the server.
+Lengths nest: `cached <= computed <= len(tokens)`. A request is frozen; a `Sequence` is the one
+mutable object, owned by the engine thread; an `Output` is what crosses back to the server.
 """
 
 import json
@@ -18,7 +18,8 @@ MAX_CHOICES = 8
 MAX_DEPTH = 32  # tokens drafted for one sequence
 MAX_TOP_LOGPROBS = 20
 NARROW = 1024  # a top_k up to here needs no sorted vocabulary
-COLDEST = 1e-5  # dividing by a lower temperature would leave a float's range; it is greedy in all but name
+# dividing by a lower temperature would leave a float's range; it is greedy in all but name
+COLDEST = 1e-5
 
 
 def shown(value: Any) -> str:
@@ -29,13 +30,14 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request draws its tokens. The defaults change nothing: plain sampling at temperature 1.
+    """How one request draws its tokens. The defaults change nothing: plain sampling at temperature
+    1.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties' neutral values switch a
-    filter off. Order: bias, penalties, temperature, top_k, top_p, min_p (vLLM's). `presence_penalty` and
-    `frequency_penalty` look at generated tokens, `repetition_penalty` at prompt and generated tokens.
-    `logprobs` is None (off) or the number of alternatives to report per token, 0 to 20; they are the
-    model's own, before bias, penalties and temperature.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties' neutral values
+    switch a filter off. Order: bias, penalties, temperature, top_k, top_p, min_p (vLLM's).
+    `presence_penalty` and `frequency_penalty` look at generated tokens, `repetition_penalty` at
+    prompt and generated tokens. `logprobs` is None (off) or the number of alternatives to report
+    per token, 0 to 20; they are the model's own, before bias, penalties and temperature.
     """
 
     temperature: float = 1.0
@@ -51,7 +53,9 @@ class Sampling:
 
     @property
     def penalized(self) -> bool:
-        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        )
 
     @property
     def filtered(self) -> bool:
@@ -59,7 +63,8 @@ class Sampling:
 
     @property
     def kind(self) -> str:
-        """What drawing a token costs depends on this: greedy, drawn, narrow or sorted, maybe penalized."""
+        """What drawing a token costs depends on this: greedy, drawn, narrow or sorted, maybe
+        penalized."""
         if self.filtered:
             drawn = "narrow" if 0 < self.top_k <= NARROW else "sorted"
         else:
@@ -68,27 +73,28 @@ class Sampling:
 
 
 class Matcher(Protocol):
-    """What a grammar lets one choice say, told token by token. Engine thread only. Whatever it raises ends
-    the choice with that error."""
+    """What a grammar lets one choice say, told token by token. Engine thread only. Whatever it
+    raises ends the choice with that error."""
 
     def masks(self, draft: Seq[int]) -> list[bytes]:
-        """What may come next, and behind each of those drafted tokens that may stand: `len(masks) - 1` may.
-        Bit i % 8 of byte i // 8 allows token i; an empty mask allows all. Changes nothing."""
+        """What may come next, and behind each of those drafted tokens that may stand: `len(masks) -
+        1` may. Bit i % 8 of byte i // 8 allows token i; an empty mask allows all. Changes
+        nothing."""
 
     def take(self, tokens: Seq[int]) -> None:
         """These were sampled."""
 
     def forced(self, most: int) -> list[int]:
-        """The tokens, `most` at most, that spell all that can follow. A guess: the same text may be spelled
-        otherwise."""
+        """The tokens, `most` at most, that spell all that can follow. A guess: the same text may be
+        spelled otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request, in token ids. `n` choices share the prompt's blocks.
 
-    `max_tokens` is already clamped to the window; `stop_tokens` end a choice and are reported as the last
-    token of its final output. `created` is `time.monotonic()` at acceptance.
+    `max_tokens` is already clamped to the window; `stop_tokens` end a choice and are reported as
+    the last token of its final output. `created` is `time.monotonic()` at acceptance.
     """
 
     id: str
@@ -98,7 +104,9 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     created: float = 0.0
-    prediction: tuple[int, ...] = ()  # what the client expects the answer to be: a source to copy from
+    prediction: tuple[
+        int, ...
+    ] = ()  # what the client expects the answer to be: a source to copy from
     grammar: Callable[[], Matcher] | None = None  # makes the matcher of each choice
     model: str = ""  # by its served name; empty: the default
     masks: int = 0  # the vocabulary that the grammar was made for; 0: not told
@@ -106,7 +114,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability and the best alternatives, best first: `(token, logprob)` pairs."""
+    """One token's log-probability and the best alternatives, best first: `(token, logprob)`
+    pairs."""
 
     token: int
     logprob: float
@@ -115,14 +124,16 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step brought for one choice of one request. `tokens` may hold several (accepted drafts).
+    """What one step brought for one choice of one request. `tokens` may hold several (accepted
+    drafts).
 
-    `finish` is None until the last output of the choice. With `finish == "stop"` the last token is the stop
-    token itself. `cached` counts prompt tokens that were not computed for this choice; `rounds` counts the
-    steps that sampled for it so far, `drafted` the draft tokens that were verified in them, and `accepted`
-    those of them that were kept, by source. `error` is set with `finish == "error"`; `fault` says what was
-    wrong: the engine, the model that could not be had, the prompt, which is longer than the window of a model
-    that had to be loaded to know, or the client, which did not read.
+    `finish` is None until the last output of the choice. With `finish == "stop"` the last token is
+    the stop token itself. `cached` counts prompt tokens that were not computed for this choice;
+    `rounds` counts the steps that sampled for it so far, `drafted` the draft tokens that were
+    verified in them, and `accepted` those of them that were kept, by source. `error` is set with
+    `finish == "error"`; `fault` says what was wrong: the engine, the model that could not be had,
+    the prompt, which is longer than the window of a model that had to be loaded to know, or the
+    client, which did not read.
     """
 
     request: str
@@ -140,8 +151,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the server needs to know of a model; before it was loaded, as its files promise. `context` bounds
-    prompt + output, in tokens."""
+    """What the server needs to know of a model; before it was loaded, as its files promise.
+    `context` bounds prompt + output, in tokens."""
 
     name: str
     context: int
@@ -152,7 +163,9 @@ class ModelInfo:
     kv_bytes: int
     weight_bytes: int
     created: int  # unix seconds
-    prefill_budget: int = 0  # prompt rows beside decodes, as warm-up found; follows the clock from there
+    prefill_budget: int = (
+        0  # prompt rows beside decodes, as warm-up found; follows the clock from there
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +183,9 @@ class Stats:
     prompt_left: int = 0  # prompt tokens of accepted requests that are not computed yet
     cached_tokens: int = 0
     generated_tokens: int = 0
-    drafts: tuple[tuple[str, int, int, int], ...] = ()  # (source, position from 1, drafted, accepted)
+    drafts: tuple[
+        tuple[str, int, int, int], ...
+    ] = ()  # (source, position from 1, drafted, accepted)
     depths: tuple[tuple[int, int], ...] = ()  # (draft length, rounds that verified so many)
     parked_seconds: float = 0.0  # in which something was decoded and nothing was drafted
     preemptions: int = 0
@@ -186,7 +201,9 @@ class Stats:
     disk_written_bytes: int = 0
     disk_runs_found: int = 0  # files of blocks or states that were brought back
     disk_runs_damaged: int = 0
-    seated: tuple[tuple[str, int], ...] = ()  # what runs: the request, and prompt tokens that were cached
+    seated: tuple[
+        tuple[str, int], ...
+    ] = ()  # what runs: the request, and prompt tokens that were cached
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
@@ -202,8 +219,9 @@ NOW = PROCESS | frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that can be asked for, as the engine's thread last saw it. `error` is why it could not be
-    loaded the last time; empty where it could. `used` is time.monotonic() of its last work, 0: never."""
+    """A model that can be asked for, as the engine's thread last saw it. `error` is why it could
+    not be loaded the last time; empty where it could. `used` is time.monotonic() of its last work,
+    0: never."""
 
     info: ModelInfo
     status: Literal["loaded", "loading", "unloaded"] = "loaded"
@@ -226,8 +244,16 @@ class Dead(RuntimeError):
     """The engine's thread has ended or is ending; nothing can be served."""
 
 
-class Unfit(ValueError):
-    """A request or a model that can never be served here, with the reason and the mend."""
+class UserError(ValueError):
+    """Something the user can fix. The message names the field, the value and the fix."""
+
+
+class InvalidRequest(UserError):
+    """A request that this server cannot run."""
+
+
+class UnsupportedModel(UserError):
+    """A model, draft model or layout that cannot be used here."""
 
 
 def line_of(error: BaseException) -> str:
@@ -236,7 +262,8 @@ def line_of(error: BaseException) -> str:
 
 
 def blame(error: Exception) -> str:
-    """Why a model directory cannot be used, in a line. No library is ever told to run what lies in one."""
+    """Why a model directory cannot be used, in a line. No library is ever told to run what lies in
+    one."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own to run, which mlxspec never does"
     return line_of(error)
@@ -250,9 +277,9 @@ def too_long(tokens: int, context: int) -> str:
     )
 
 
-class Short(Unfit):
-    """A model that does not fit into what memory is free now; it takes `need` bytes at least, headroom
-    included."""
+class OutOfMemory(UnsupportedModel):
+    """A model that does not fit into what memory is free now; it takes `need` bytes at least,
+    headroom included."""
 
     def __init__(self, message: str, need: int = 0) -> None:
         super().__init__(message)
@@ -261,7 +288,8 @@ class Short(Unfit):
 
 @dataclass(slots=True)
 class Draft:
-    """Proposed tokens for one entry: ints, or a lazy int32 [k] array of a drafter that does not sync."""
+    """Proposed tokens for one entry: ints, or a lazy int32 [k] array of a drafter that does not
+    sync."""
 
     tokens: Any = ()
     source: str = ""
@@ -274,12 +302,13 @@ class Draft:
 class Sequence:
     """One choice of a request while it runs. Owned by the engine thread.
 
-    `tokens` holds prompt and output that the host knows; `pending` counts the newest tokens, sampled but
-    not read yet, as if every draft in flight were refused. `computed` counts the positions whose KV is
-    written or submitted, `cached` those that came from the prefix cache, `shared` those that lie in blocks
-    that others may read: they are never written again. `table` lists the block ids, position // block_size;
-    `windows` are the tables of layers with a sliding window, with the null block where it has passed; `marks`
-    are the blocks behind which a later prompt is likely to go on.
+    `tokens` holds prompt and output that the host knows; `pending` counts the newest tokens,
+    sampled but not read yet, as if every draft in flight were refused. `computed` counts the
+    positions whose KV is written or submitted, `cached` those that came from the prefix cache,
+    `shared` those that lie in blocks that others may read: they are never written again. `table`
+    lists the block ids, position // block_size; `windows` are the tables of layers with a sliding
+    window, with the null block where it has passed; `marks` are the blocks behind which a later
+    prompt is likely to go on.
     """
 
     request: Request
@@ -307,7 +336,9 @@ class Sequence:
     flight: "deque[Entry]" = field(default_factory=lambda: deque())  # submitted, not committed
     spread: int = 0  # drafted tokens in flight: so many more than `pending` may turn out to exist
     admitted: bool = False
-    matcher: Matcher | None = None  # of the request's grammar; it has seen all of `tokens` behind the prompt
+    matcher: Matcher | None = (
+        None  # of the request's grammar; it has seen all of `tokens` behind the prompt
+    )
     counts: Any = None  # what penalties go by, up to a token: the sampler's
 
     @property
@@ -334,7 +365,8 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled, after the pending ones and all that may turn out to be."""
+        """How many tokens may still be sampled, after the pending ones and all that may turn out to
+        be."""
         return self.prompt_len + self.request.max_tokens - self.known - self.spread
 
 
@@ -342,9 +374,10 @@ class Sequence:
 class Entry:
     """One sequence's share of one step: rows `start .. start + count`, then the draft's rows.
 
-    It samples iff it reaches the end of what is known; then each of its last `1 + len(draft)` rows is
-    sampled. `pending` says that its last known row is a token the host has not read. Where a draft of the
-    sequence is in flight, `start` is a lower bound until that is read: the entry begins up to `spread` later.
+    It samples iff it reaches the end of what is known; then each of its last `1 + len(draft)` rows
+    is sampled. `pending` says that its last known row is a token the host has not read. Where a
+    draft of the sequence is in flight, `start` is a lower bound until that is read: the entry
+    begins up to `spread` later.
     """
 
     seq: Sequence

@@ -1,7 +1,7 @@
 """status, ps, load, stop, pull, models, menubar: the commands that look at what runs, and move it.
 
-Rule: light, as cli.py, which they are a part of; what they do is in service/status.py, service/menubar.py and
-stock.py.
+Rule: light, as cli.py, which they are a part of; what they do is in service/status.py,
+service/menubar.py and stock.py.
 """
 
 import json
@@ -13,23 +13,30 @@ from typing import Annotated, Any
 
 import typer
 
-from mlxspec import chat, config
+from mlxspec import config
+from mlxspec.commands import chat
+from mlxspec.files import format_size
 
 RUN, USE, LOOK, MEASURE = "Run", "Use", "Look", "Measure"  # panels of --help
 
 Url = Annotated[str | None, typer.Option(help="The server; without it, the one of your settings.")]
 Key = Annotated[str | None, typer.Option(help="The server's API key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")]
-Named = Annotated[str, typer.Argument(metavar="MODEL", help="A name that the server knows: mlxspec models.")]
+Named = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A name that the server knows: mlxspec models.")
+]
 Dry = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
 
 verbs = typer.Typer()
 menubar = typer.Typer(invoke_without_command=True)
 
 
-def server_of(url: str | None, key: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """The URL and key of the server that is meant: the one that is given, the settings', or, where they name
-    no address, the service's. The settings' key is for the latter two only, also where they are given."""
+def server_of(
+    url: str | None, key: str | None, environ: Mapping[str, str] = os.environ
+) -> tuple[str, str]:
+    """The URL and key of the server that is meant: the one that is given, the settings', or, where
+    they name no address, the service's. The settings' key is for the latter two only, also where
+    they are given."""
     if url is not None:
         url = url.rstrip("/").removesuffix("/v1")
         return url, key or _own_key(url)
@@ -49,18 +56,18 @@ def _own_key(url: str) -> str:
 def _service_url() -> str:
     from mlxspec.service import here
     from mlxspec.service.status import installed
-    from mlxspec.types import Unfit
+    from mlxspec.types import UserError
 
     try:
         return installed(here())
-    except Unfit:
+    except UserError:
         return ""
 
 
 @contextmanager
 def working(what: str, shown: bool = True) -> Iterator[None]:
-    """A bar without an end on stderr, if that is a terminal, while something goes on that cannot say how far
-    it is."""
+    """A bar without an end on stderr, if that is a terminal, while something goes on that cannot
+    say how far it is."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -105,7 +112,8 @@ def load(model: Named, url: Url = None, api_key: Key = None) -> None:
 @verbs.command(rich_help_panel=RUN)
 def stop(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The model to unload; without it, all stops.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="The model to unload; without it, all stops."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also one that is pinned.")] = False,
     url: Url = None,
@@ -136,10 +144,10 @@ def pull(
     cache_dir: Annotated[str | None, typer.Option(help="As for serve.")] = None,
 ) -> None:
     """Fetch and convert what serve would, and do not serve it."""
-    from mlxspec.stock import pull
+    from mlxspec.commands.models import pull
 
     for one in pull(config.load({"model": model, "cache_dir": cache_dir}, os.environ)):
-        print(f"{one.name} is in {one.path}, {config.size(one.bytes)}")
+        print(f"{one.name} is in {one.path}, {format_size(one.bytes)}")
 
 
 @verbs.command(rich_help_panel=LOOK)
@@ -149,9 +157,10 @@ def models(
     cache_dir: Annotated[str | None, typer.Option(help="As for serve.")] = None,
     json: AsJson = False,
 ) -> None:
-    """List the models of this disk, those that can be fetched by name, and those that the server has."""
+    """List the models of this disk, those that can be fetched by name, and those that the server
+    has."""
+    from mlxspec.commands.models import show, stock
     from mlxspec.service.status import look
-    from mlxspec.stock import show, stock
 
     found = config.load({"cache_dir": cache_dir}, os.environ)
     show(stock(found), look(*server_of(url, api_key)).models, json)
@@ -160,7 +169,9 @@ def models(
 @menubar.callback()
 def menubar_show(
     context: typer.Context,
-    xbar: Annotated[bool, typer.Option("--xbar", help="Print the menu for xbar or SwiftBar.")] = False,
+    xbar: Annotated[
+        bool, typer.Option("--xbar", help="Print the menu for xbar or SwiftBar.")
+    ] = False,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the server's base URL.")] = False,
     url: Url = None,
     api_key: Key = None,
@@ -182,7 +193,9 @@ def _menu(url: str | None, key: str | None) -> Any:
     from mlxspec.service.menubar import broken, menu_of
     from mlxspec.service.status import SEEN_S, look
 
-    elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("MLXSPEC_")}
+    elsewhere = {
+        name: value for name, value in os.environ.items() if not name.startswith("MLXSPEC_")
+    }
     try:
         at, found = server_of(url, key)
         own = at.rstrip("/") == server_of(None, None, elsewhere)[0]

@@ -1,8 +1,9 @@
 """A tiny random fp32 model for every architecture of mlx-lm, and the layout that each one runs in.
 
-Rule: structure is real (windows, sinks, experts, latent and recurrent layers), only sizes are small, and a
-window is longer than the probes of `fit`, as in published models, but shorter than the test's prompts.
-`python -m tests.architectures --write` tries them all and writes the table of docs/models.md.
+Rule: structure is real (windows, sinks, experts, latent and recurrent layers), only sizes are
+small, and a window is longer than the probes of `fit`, as in published models, but shorter than the
+test's prompts. `python -m tests.architectures --write` tries them all and writes the table of
+docs/models.md.
 """
 
 import copy
@@ -27,8 +28,8 @@ from mlx.utils import tree_map  # noqa: E402
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache  # noqa: E402
 from mlx_lm.utils import MODEL_REMAPPING  # noqa: E402
 
-from mlxspec.model.load import Fit, fit  # noqa: E402
-from mlxspec.types import Unfit  # noqa: E402
+from mlxspec.model.layout import LayoutChoice, fit  # noqa: E402
+from mlxspec.types import UserError  # noqa: E402
 from tests import tiny  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/models.md"
@@ -65,18 +66,25 @@ WHOLE = "lm_head on every row"  # of a prompt: the module that holds the layers 
 WHOLE_HEAD = frozenset({"gemma3n"})
 REFEED = "what stands of a draft is fed again"  # where no tape can be made of a layer
 
-# mlx-lm's own answer depends on where it cuts the prompt, so no engine that cuts prompts can equal it.
+# mlx-lm's own answer depends on where it cuts the prompt, so no engine that cuts prompts can equal
+# it.
 UNSTEADY = {
     "phi3small": "mlx-lm does not mask the future inside a block",
     "plamo3": "mlx-lm masks for one token more than it keeps: past the window its own answers depend on where"
     " it cuts the prompt, and ours differ from them",
 }
 # mlx-lm's own code cannot run these here: why, and what it raises.
-_METAL = ("computes in kernels of its own that exist for Metal only; not tried yet", "No Metal back-end")
+_METAL = (
+    "computes in kernels of its own that exist for Metal only; not tried yet",
+    "No Metal back-end",
+)
 UNTESTABLE = {
     "bitnet": _METAL,
     "muse_spark": _METAL,
-    "olmo": ("mlx-lm adds the name of its mask to the scores, which fails", "mlx.core.array and str"),
+    "olmo": (
+        "mlx-lm adds the name of its mask to the scores, which fails",
+        "mlx.core.array and str",
+    ),
 }
 REMARKS = UNSTEADY | {name: words for name, (words, _) in UNTESTABLE.items()}
 
@@ -97,55 +105,123 @@ CAUSES = {
 
 _SIZES: list[tuple[Any, str]] = [
     (tiny.VOCAB, "vocab_size num_vocab vocab_size_per_layer_input embedding_size"),
-    (64, "hidden_size hidden_dim d_model n_embd model_dim block_dim moe_hidden_size n_inner mamba_d_ssm"),
+    (
+        64,
+        "hidden_size hidden_dim d_model n_embd model_dim block_dim moe_hidden_size n_inner mamba_d_ssm",
+    ),
     (64, "routed_expert_hidden_size dense_intermediate_size"),
-    (128, "intermediate_size ffn_hidden_size ff_intermediate_size intermediate_size_mlp mlp_hidden_size"),
-    (32, "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size share_expert_dim"),
-    (32, "moe_shared_expert_intermediate_size shared_intermediate_size dim_model_base mamba_head_dim"),
+    (
+        128,
+        "intermediate_size ffn_hidden_size ff_intermediate_size intermediate_size_mlp mlp_hidden_size",
+    ),
+    (
+        32,
+        "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size share_expert_dim",
+    ),
+    (
+        32,
+        "moe_shared_expert_intermediate_size shared_intermediate_size dim_model_base mamba_head_dim",
+    ),
     (24, "q_lora_rank"),
-    (16, "head_dim kv_lora_rank v_head_dim qk_nope_head_dim swa_head_dim swa_v_head_dim index_head_dim"),
-    (16, "linear_key_head_dim linear_value_head_dim kv_channels hidden_size_per_head global_head_dim"),
+    (
+        16,
+        "head_dim kv_lora_rank v_head_dim qk_nope_head_dim swa_head_dim swa_v_head_dim index_head_dim",
+    ),
+    (
+        16,
+        "linear_key_head_dim linear_value_head_dim kv_channels hidden_size_per_head global_head_dim",
+    ),
     (16, "state_size ssm_state_size mamba_d_state mamba_d_head mamba_chunk_size o_lora_rank"),
     (16, "hidden_size_per_layer_input query_pre_attn_scalar"),
-    (8, "qk_rope_head_dim rotary_dim n_routed_experts ffn_dim_divisor block_multiple_of laurel_rank"),
+    (
+        8,
+        "qk_rope_head_dim rotary_dim n_routed_experts ffn_dim_divisor block_multiple_of laurel_rank",
+    ),
     (8, "a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim"),
-    (4, "num_attention_heads num_heads n_heads n_head num_experts num_local_experts moe_num_experts"),
-    (4, "swa_num_attention_heads linear_num_value_heads linear_conv_kernel_dim conv_kernel mamba_d_conv"),
+    (
+        4,
+        "num_attention_heads num_heads n_heads n_head num_experts num_local_experts moe_num_experts",
+    ),
+    (
+        4,
+        "swa_num_attention_heads linear_num_value_heads linear_conv_kernel_dim conv_kernel mamba_d_conv",
+    ),
     (4, "conv1d_width mamba_n_heads mamba_num_heads group_norm_size time_step_rank"),
     (3, "conv_L_cache"),
-    (2, "num_hidden_layers num_layers n_layer n_layers num_transformer_layers n_group n_shared_head"),
+    (
+        2,
+        "num_hidden_layers num_layers n_layer n_layers num_transformer_layers n_group n_shared_head",
+    ),
     (2, "num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads num_attention_groups"),
-    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts hc_mult o_groups"),
-    (2, "linear_num_key_heads index_n_heads conv_window mamba_expand zero_expert_num altup_num_inputs"),
-    (2, "layer_group_size full_attention_interval sliding_window_pattern dense_attention_every_n_layers"),
-    (1, "num_shared_experts n_shared_experts num_shared_expert topk_group first_k_dense_replace n_groups"),
-    (1, "num_dense_layers moe_num_shared_experts moe_layer_freq decoder_sparse_step mamba_n_groups"),
-    (12, "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size"),
+    (
+        2,
+        "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts hc_mult o_groups",
+    ),
+    (
+        2,
+        "linear_num_key_heads index_n_heads conv_window mamba_expand zero_expert_num altup_num_inputs",
+    ),
+    (
+        2,
+        "layer_group_size full_attention_interval sliding_window_pattern dense_attention_every_n_layers",
+    ),
+    (
+        1,
+        "num_shared_experts n_shared_experts num_shared_expert topk_group first_k_dense_replace n_groups",
+    ),
+    (
+        1,
+        "num_dense_layers moe_num_shared_experts moe_layer_freq decoder_sparse_step mamba_n_groups",
+    ),
+    (
+        12,
+        "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size",
+    ),
     (12, "loop_window_size index_topk"),
-    (512, "max_position_embeddings original_max_position_embeddings n_positions n_ctx model_max_length"),
+    (
+        512,
+        "max_position_embeddings original_max_position_embeddings n_positions n_ctx model_max_length",
+    ),
     (512, "block_size"),
-    (1e-5, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps post_norm_eps"),
+    (
+        1e-5,
+        "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps post_norm_eps",
+    ),
     (1000.0, "rope_theta swa_rope_theta rope_local_base_freq rope_local_theta rotary_emb_base"),
     (30.0, "final_logit_softcapping logits_soft_cap"),
     (1.0, "routed_scaling_factor logits_scaling"),
-    (0.5, "partial_rotary_factor rotary_pct residual_multiplier output_multiplier attention_multiplier"),
+    (
+        0.5,
+        "partial_rotary_factor rotary_pct residual_multiplier output_multiplier attention_multiplier",
+    ),
     (2.0, "embedding_multiplier scale_emb scale_depth gegelu_limit"),
-    (True, "norm_topk_prob use_qk_norm qk_norm use_expert_bias mamba_conv_bias altup_correct_scale"),
+    (
+        True,
+        "norm_topk_prob use_qk_norm qk_norm use_expert_bias mamba_conv_bias altup_correct_scale",
+    ),
     (True, "mla_scale_q_lora mla_scale_kv_lora linear_allow_neg_eigval use_mixed_mlp_moe"),
-    (False, "tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias use_conv_bias conv_bias"),
+    (
+        False,
+        "tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias use_conv_bias conv_bias",
+    ),
     (False, "mamba_proj_bias post_norm block_auto_adjust_ff_dim"),
     ([0], "mlp_only_layers"),
     (None, "rope_scaling"),
 ]
 SIZES = {field: value for value, fields in _SIZES for field in fields.split()}
 
-# The first table holds for every architecture; this one has what cannot be told from a field's name.
+# The first table holds for every architecture; this one has what cannot be told from a field's
+# name.
 _WINDOWS = ["sliding_attention", "full_attention"]
 _ROPES = {kind: dict(rope_theta=1000.0, rope_type="default") for kind in _WINDOWS}
 _YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=16)
 _LLAMA3 = dict(rope_type="llama3", factor=8.0)
-_GROWING = dict(_YARN, rope_theta=1000.0, llama_4_scaling_beta=0.1)  # queries grow with their position
-_KDA = dict(kda_layers=[1], full_attn_layers=[2], num_heads=4, head_dim=16, short_conv_kernel_size=4)
+_GROWING = dict(
+    _YARN, rope_theta=1000.0, llama_4_scaling_beta=0.1
+)  # queries grow with their position
+_KDA = dict(
+    kda_layers=[1], full_attn_layers=[2], num_heads=4, head_dim=16, short_conv_kernel_size=4
+)
 _BLOCKS = [
     dict(attention=dict(n_heads_in_group=2), ffn=dict(ffn_mult=1.0)),
     dict(attention=dict(no_op=True), ffn=dict(ffn_mult=1.0)),
@@ -155,7 +231,9 @@ _PACKED = [("gate_proj", 0), ("up_proj", 0), ("down_proj", 512)]
 
 
 def _longrope(dims: int, **kw: Any) -> dict[str, Any]:
-    factors = dict(long_factor=[2.0] * dims, short_factor=[1.0] * dims, original_max_position_embeddings=64)
+    factors = dict(
+        long_factor=[2.0] * dims, short_factor=[1.0] * dims, original_max_position_embeddings=64
+    )
     return dict(factors, type="longrope", **kw)
 
 
@@ -198,7 +276,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "gemma3_text": dict(num_hidden_layers=4),
     "gemma4_text": dict(num_hidden_layers=6, num_kv_shared_layers=2, enable_moe_block=True),
-    "glm_moe_dsa": dict(topk_method="noaux_tc", scoring_func="sigmoid", rope_parameters=_ROPES[_WINDOWS[0]]),
+    "glm_moe_dsa": dict(
+        topk_method="noaux_tc", scoring_func="sigmoid", rope_parameters=_ROPES[_WINDOWS[0]]
+    ),
     "gpt_oss": dict(rope_scaling=_YARN),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     "hunyuan": dict(
@@ -209,10 +289,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "internlm2": dict(rope_scaling=dict(type="dynamic", factor=2.0)),
     "internlm3": dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)),
-    "jamba": dict(attn_layer_offset=1, attn_layer_period=2, expert_layer_offset=0, expert_layer_period=2),
+    "jamba": dict(
+        attn_layer_offset=1, attn_layer_period=2, expert_layer_offset=0, expert_layer_period=2
+    ),
     "kimi_k3": dict(linear_attn_config=_KDA, activation_situ_beta=1.0, attn_res_block_size=1),
     "kimi_linear": dict(linear_attn_config=_KDA),
-    "laguna": dict(layer_types=_WINDOWS, rope_parameters=_ROPES, num_attention_heads_per_layer=[4, 2]),
+    "laguna": dict(
+        layer_types=_WINDOWS, rope_parameters=_ROPES, num_attention_heads_per_layer=[4, 2]
+    ),
     "lfm2": dict(layer_types=["conv", "full_attention"], block_ffn_dim_multiplier=1.0),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "llama": dict(layer_types=_WINDOWS, rope_scaling=_LLAMA3),
@@ -246,7 +330,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         index_topk_blocks=2,
     ),
     "ministral3": dict(layer_types=_WINDOWS, rope_parameters=_GROWING),
-    "mistral3": dict(layer_types=None),  # windows inside this wrapper would get no cache of their own
+    "mistral3": dict(
+        layer_types=None
+    ),  # windows inside this wrapper would get no cache of their own
     "mistral4": dict(rope_parameters=_GROWING),
     "muse_glimmer": dict(layer_types=_WINDOWS),
     "muse_spark": dict(
@@ -282,7 +368,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "recurrent_gemma": dict(block_types=["recurrent", "attention"], num_key_value_heads=1),
     "smollm3": dict(num_hidden_layers=4),
     "spark2_5": dict(layer_types=_WINDOWS, rope_parameters=_ROPES),
-    "step3p5": dict(num_hidden_layers=3, layer_types=[*_WINDOWS, "full_attention"], moe_layers_enum="1,2"),
+    "step3p5": dict(
+        num_hidden_layers=3, layer_types=[*_WINDOWS, "full_attention"], moe_layers_enum="1,2"
+    ),
 }
 
 # Whose text model a wrapper holds, where it does not define one.
@@ -299,7 +387,8 @@ TEXT = {
     "qwen3_vl_moe": "qwen3_moe",
 }
 
-# How much larger than initialised the weights are: so much that the next token depends on all before it.
+# How much larger than initialised the weights are: so much that the next token depends on all
+# before it.
 SHARP = tiny.SHARP | dict.fromkeys("cohere gear gpt2 mamba phi3small talkie".split(), 4.0)
 SHARP |= dict.fromkeys("gpt_bigcode gpt_neox llama4 nanochat".split(), 6.0) | {"jamba": 1.5}
 
@@ -324,9 +413,16 @@ def config(name: str) -> dict[str, Any]:
     found = {field: SIZES[field] for field in outer & SIZES.keys()}
     if "text_config" in outer:
         kind = TEXT.get(name, name)
-        parts = [vars(module(kind)).get(n) for n in ("TextArgs", "TextConfig", "TextModelArgs", "ModelArgs")]
+        parts = [
+            vars(module(kind)).get(n)
+            for n in ("TextArgs", "TextConfig", "TextModelArgs", "ModelArgs")
+        ]
         inner = {f.name for f in dataclasses.fields(next(p for p in parts if p))}
-        text = {field: SIZES[field] for field in inner & SIZES.keys()} | SPECIAL.get(kind, {}) | special
+        text = (
+            {field: SIZES[field] for field in inner & SIZES.keys()}
+            | SPECIAL.get(kind, {})
+            | special
+        )
         found["text_config"] = text | {"model_type": kind}
         special = {field: special[field] for field in outer & special.keys()}
     return copy.deepcopy(found | special | {"model_type": name})
@@ -351,7 +447,7 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def label(found: Fit) -> str:
+def label(found: LayoutChoice) -> str:
     return found.layout + ", one at a time" * (found.lone and found.layout != "solo")
 
 
@@ -363,11 +459,13 @@ def _row(name: str) -> str:
         found = fit(model)
         layout, head, again = label(found), not found.trunk, found.rewind == "refeed"
         if found.layout != "rows":
-            kept = [c for cache in make_prompt_cache(model) for c in getattr(cache, "caches", [cache])]
+            kept = [
+                c for cache in make_prompt_cache(model) for c in getattr(cache, "caches", [cache])
+            ]
             said = next(r for r in found.refused if "no setter" not in r)
             said = "ArraysCache" if any(isinstance(c, ArraysCache) for c in kept) else said
             cause = next((words for text, words in CAUSES.items() if text in said), said)
-    except Unfit:
+    except UserError:
         layout = "refused"
     except (RuntimeError, ValueError):
         layout = "untestable"
@@ -388,7 +486,9 @@ def write() -> None:
     rows = [_row(name) for name in sorted(known(), key=str.lower)]
     counts = Counter(row.split("|")[2].strip() for row in rows)
     total = "; ".join(f"{counts[layout]} {layout}" for layout in LISTED)
-    made = f"With mlx {mx.__version__} and mlx-lm {mlx_lm.__version__}, of {len(rows)}: {total}.\n\n"
+    made = (
+        f"With mlx {mx.__version__} and mlx-lm {mlx_lm.__version__}, of {len(rows)}: {total}.\n\n"
+    )
     head = "| Architecture | Layout | Also for | Remarks |\n|---|---|---|---|\n"
     old = PAGE.read_text("utf-8")
     new = old[: old.index(BEGIN) + len(BEGIN)] + made + head + "".join(rows) + old[old.index(END) :]

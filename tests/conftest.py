@@ -16,7 +16,9 @@ blas.load()
 
 import mlx.core as mx  # noqa: E402  after BLAS
 
-settings.register_profile("mlxspec", deadline=None)  # how long an example takes is up to the machine
+settings.register_profile(
+    "mlxspec", deadline=None
+)  # how long an example takes is up to the machine
 settings.load_profile("mlxspec")
 
 
@@ -30,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Ignored in what a shell runs in the background, and then in all that a test starts and interrupts.
+    # Ignored in what a shell runs in the background, and then in all that a test starts and
+    # interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     from tests.metalsim.settings import config as simulator
@@ -40,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_owed() -> None:
-    """What the pools of other tests' engines may yet take, which wait to be collected, is not this test's."""
+    """What the pools of other tests' engines may yet take, which wait to be collected, is not this
+    test's."""
     if runner := sys.modules.get("mlxspec.model.runner"):
         runner.GROWING.clear()
 
@@ -65,6 +69,6 @@ def bare_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model in fp32, fetched and converted once per machine."""
-    from mlxspec.model.catalog import default_cache_dir, resolve
+    from mlxspec.model.hub import default_cache_dir, resolve
 
     return resolve("", default_cache_dir(), metal=False).path

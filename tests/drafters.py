@@ -1,4 +1,5 @@
-"""Drafters for tests: the real ones over tiny models, with costs under which a row costs next to nothing."""
+"""Drafters for tests: the real ones over tiny models, with costs under which a row costs next to
+nothing."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ from mlx.utils import tree_map
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
-from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.depth import Costs
+from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
+from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Request
 from tests import tiny
 
@@ -36,8 +37,8 @@ class Silent:
 
 
 class Told:
-    """In the place of a small model's runner: it was told the answers, and gets every seventh token wrong.
-    For targets that no model in the rows layout is like."""
+    """In the place of a small model's runner: it was told the answers, and gets every seventh token
+    wrong. For targets that no model in the rows layout is like."""
 
     def __init__(self, answers: Callable[[Request, int], list[int]], block_size: int) -> None:
         self.answers, self.view = answers, SimpleNamespace(block_size=block_size)
@@ -62,22 +63,25 @@ def like(model: Any, kind: str, noise: float) -> Any:
     mx.random.seed(9)
     small.update(
         tree_map(
-            lambda x: x * (1 + noise * mx.random.normal(x.shape)) if x.ndim > 1 else x, small.parameters()
+            lambda x: x * (1 + noise * mx.random.normal(x.shape)) if x.ndim > 1 else x,
+            small.parameters(),
         )
     )
     mx.eval(small.parameters())
     return small
 
 
-def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Chain:
+def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Proposer:
     """Give the engine a chain of the sources that `kind` names."""
     model = None
     if kind in ("model", "chain"):
         own = small
         if not isinstance(small, Told):
-            own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size, shares=True)
+            own = Runner(
+                small, "rows", e.runner.view.block_size, e.scheduler.pool.size, shares=True
+            )
         model = DraftModel(own, tiny.VOCAB, row)
-    chain = Chain(costs(row), model, late=e.runner.layout == "rows")
+    chain = Proposer(costs(row), model, late=e.runner.layout == "rows")
     if kind not in ("suffix", "chain"):
         chain.corpus = Silent()  # type: ignore[assignment]
     if kind not in ("lookup", "chain"):

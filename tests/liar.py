@@ -1,4 +1,5 @@
-"""A drafter that knows the truth and lies every so often: it proves that drafts cannot change the output."""
+"""A drafter that knows the truth and lies every so often: it proves that drafts cannot change the
+output."""
 
 import random
 from collections.abc import Sequence as Seq
@@ -9,9 +10,9 @@ from tests import tiny
 
 
 @dataclass
-class Liar:
-    """Drafts the sequence's true continuation (`truth`: (prompt, index) -> output), each token wrong with
-    probability `lies`. Ragged: every entry drafts another length."""
+class NoisyOracle:
+    """Drafts the sequence's true continuation (`truth`: (prompt, index) -> output), each token
+    wrong with probability `lies`. Ragged: every entry drafts another length."""
 
     truth: dict[tuple[tuple[int, ...], int], list[int]]
     lies: float = 0.3
@@ -37,9 +38,13 @@ class Liar:
                 continue
             assert not e.seq.pending
             rest = self.truth[e.seq.request.prompt, e.seq.index][e.seq.generated :][: e.depth]
-            e.draft = Draft([(t + (self.rng.random() < self.lies)) % tiny.VOCAB for t in rest], "liar")
+            e.draft = Draft(
+                [(t + (self.rng.random() < self.lies)) % tiny.VOCAB for t in rest], "liar"
+            )
 
-    def observe(self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str) -> None:
+    def observe(
+        self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str
+    ) -> None:
         self.drafted += sum(len(e.draft) for e in entries)
         self.kept += sum(max(0, len(a) - 1) for a in accepted)
 

@@ -1,4 +1,5 @@
-"""A grammar over token ids for tests: it knows at each point which tokens may come, and often only one."""
+"""A grammar over token ids for tests: it knows at each point which tokens may come, and often only
+one."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field

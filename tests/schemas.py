@@ -53,8 +53,8 @@ def _grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def schemas(endless: bool = True) -> st.SearchStrategy[Any]:
-    """Nested objects, arrays, enums, constants, bounds, patterns, anyOf and references; with `endless` one
-    that refers to itself, so that an answer by it may never end."""
+    """Nested objects, arrays, enums, constants, bounds, patterns, anyOf and references; with
+    `endless` one that refers to itself, so that an answer by it may never end."""
     leaves = LEAVES if endless else [leaf for leaf in LEAVES if leaf.get("$ref") != "#/$defs/tree"]
     grown = st.recursive(st.sampled_from(leaves), _grown, max_leaves=6)
     return grown.map(lambda schema: {**schema, "$defs": DEFS})

@@ -1,7 +1,8 @@
-"""Churn: random arrivals, cancels, lengths, evictions and swaps of models, for as long as one likes.
+"""Churn: random arrivals, cancels, lengths, evictions and swaps of models, for as long as one
+likes.
 
-Rule: every answer is that of a quiet run; what the process holds at the end is what it held after a while.
-`python -m tests.soak [MINUTES]` prints what it saw.
+Rule: every answer is that of a quiet run; what the process holds at the end is what it held after a
+while. `python -m tests.soak [MINUTES]` prints what it saw.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ blas.load()
 import mlx.core as mx  # noqa: E402  after BLAS
 
 from mlxspec.engine import memory  # noqa: E402
-from mlxspec.engine.fleet import Fleet, Member  # noqa: E402
-from mlxspec.engine.pressure import Guard  # noqa: E402
-from mlxspec.engine.start import Options, start  # noqa: E402
+from mlxspec.engine.loader import Options, start  # noqa: E402
+from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
+from mlxspec.engine.pressure import MemoryMonitor  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.model import meter  # noqa: E402
 from mlxspec.types import ModelInfo, Request, Sampling  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.model.test_load import save  # noqa: E402
+from tests.model.test_layout import save  # noqa: E402
 
 KINDS = ["qwen3", "gemma3_text", "qwen3_next"]  # everything, windows, states
 BESIDE = 2  # models that fit beside each other
@@ -63,7 +64,9 @@ def asks() -> list[tuple[str, Request]]:
         prompt = (*rng.choice(starts)[:cut], *rest)
         sampling = Sampling(temperature=rng.choice([0.0, 0.8]), seed=i)
         n = rng.choice([1, 1, 1, 2])
-        found.append((rng.choice(KINDS), Request(f"a{i}", prompt, rng.randint(1, 40), sampling, n=n)))
+        found.append(
+            (rng.choice(KINDS), Request(f"a{i}", prompt, rng.randint(1, 40), sampling, n=n))
+        )
     return found
 
 
@@ -77,7 +80,7 @@ def quiet(all_of: list[tuple[str, Request]]) -> dict[tuple[str, int], list[int]]
     }
 
 
-def fleet(root: Path) -> Fleet:
+def fleet(root: Path) -> ModelManager:
     members = []
     for kind in KINDS:
         (root / kind).mkdir()
@@ -86,8 +89,8 @@ def fleet(root: Path) -> Fleet:
             block_size=8, kv_blocks=60, context=256, max_sequences=5, cache=root / "costs",
             disk=root / "prompts", disk_bytes=1 << 21,
         )  # fmt: skip
-        members.append(Member(partial(start, root / kind, kind, options), info(kind)))
-    made = Fleet(members)
+        members.append(ModelSlot(partial(start, root / kind, kind, options), info(kind)))
+    made = ModelManager(members)
 
     def lack(name: str, held: int, freed: int) -> str:
         staying = sum(m.engine is not None and m not in made._leaving for m in members)
@@ -149,12 +152,14 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
     """Raises AssertionError for a wrong answer and for what leaked."""
     seen = Seen()
     with tempfile.TemporaryDirectory() as root:
-        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64, guard=Guard())
+        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64, guard=MemoryMonitor())
         worker.launch()
         asyncio.run(churn(worker, seconds, seen, tell))
         stats = worker.stats()
         seen.counts.update(loads=sum(m.loads for m in worker.models().values()))
-        seen.counts.update(preemptions=stats.preemptions, cached=stats.cached_tokens, steps=stats.steps)
+        seen.counts.update(
+            preemptions=stats.preemptions, cached=stats.cached_tokens, steps=stats.steps
+        )
         alive = worker.alive()
         for member in worker._fleet.members:
             if member.engine is not None:
@@ -173,4 +178,6 @@ if __name__ == "__main__":
     print("\n" + ", ".join(f"{n} {what}" for what, n in found.counts.items()))
     for what, (name, unit) in enumerate((("RSS", 1 << 20), ("arrays", 1), ("MLX", 1 << 20)), 1):
         early, late = found.most(what, CALM, 0.5), found.most(what, 0.75, 1)
-        print(f"{name}: at most {early / unit:.1f} in the second quarter, {late / unit:.1f} in the last")
+        print(
+            f"{name}: at most {early / unit:.1f} in the second quarter, {late / unit:.1f} in the last"
+        )

@@ -1,5 +1,6 @@
-"""What others wrote and nobody checked: bodies, grammars, answers of a model, files. Nothing raises what its
-reader does not promise, or takes time that grows faster than it. The wire is in server/test_wire.py."""
+"""What others wrote and nobody checked: bodies, grammars, answers of a model, files. Nothing raises
+what its reader does not promise, or takes time that grows faster than it. The wire is in
+server/test_wire.py."""
 
 import contextlib
 import json
@@ -16,37 +17,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec import chat, stock
 from mlxspec.bench import replay
+from mlxspec.cache import runfile
+from mlxspec.commands import chat, models
 from mlxspec.config import ConfigError, load
-from mlxspec.engine import known, runfile
+from mlxspec.engine import warmup
 from mlxspec.kernels import kept
-from mlxspec.model.load import Fit
-from mlxspec.server import schema_anthropic, schema_openai, schema_responses
+from mlxspec.model.layout import LayoutChoice
+from mlxspec.server.anthropic import schema as anthropic_schema
 from mlxspec.server.errors import ApiError
 from mlxspec.server.fields import MAX_ITEMS
-from mlxspec.server.schema_openai import Strict
+from mlxspec.server.openai import schema as openai_schema
+from mlxspec.server.openai.schema import Strict
+from mlxspec.server.responses import schema as responses_schema
 from mlxspec.service import ledger, status
-from mlxspec.speculate.depth import GRID
+from mlxspec.speculate.controller import GRID
+from mlxspec.text.chat import FIRST_CHARS, check_length, load_tokenizer
+from mlxspec.text.detokenizer import Reader
 from mlxspec.text.messages import Refused, TooLong
-from mlxspec.text.parts import Parts
-from mlxspec.text.prompt import FIRST_CHARS, check_length, load_tokenizer
-from mlxspec.text.reader import Reader
-from mlxspec.text.schema import checked_lark, plain
+from mlxspec.text.output_parser import Parts
+from mlxspec.text.structured.json_schema import checked_lark, plain
 from tests.schemas import schemas
 from tests.server.scripted import Server, server
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 KINDS: dict[type[Strict], dict[str, Any]] = {
-    schema_openai.Chat: {"messages": [{"role": "user", "content": "a"}]},
-    schema_openai.Completion: {"prompt": "a"},
-    schema_openai.Tokenize: {"prompt": "a"},
-    schema_openai.Detokenize: {},
-    schema_openai.Load: {"model": "a"},
-    schema_openai.Unload: {"model": "a"},
-    schema_anthropic.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    schema_anthropic.Prompt: {"messages": [{"role": "user", "content": "a"}]},
-    schema_responses.Create: {"input": "a"},
+    openai_schema.Chat: {"messages": [{"role": "user", "content": "a"}]},
+    openai_schema.Completion: {"prompt": "a"},
+    openai_schema.Tokenize: {"prompt": "a"},
+    openai_schema.Detokenize: {},
+    openai_schema.Load: {"model": "a"},
+    openai_schema.Unload: {"model": "a"},
+    anthropic_schema.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    anthropic_schema.Prompt: {"messages": [{"role": "user", "content": "a"}]},
+    responses_schema.Create: {"input": "a"},
 }
 DEEP = 100_000
 VALUES = {  # JSON texts, as they stand in a body or a file
@@ -123,9 +127,27 @@ BODIES = [  # path, and a body with a hole
     ("/v1/detokenize", '{"tokens": %s}'),
 ]  # fmt: skip
 RAW = [
-    *(b"", b" ", b"\0", b"[]", b'"x"', b"null", b"1", b"{}{}", b'{"a":1,}', b"{'a': 1}", b"{" * DEEP),
+    *(
+        b"",
+        b" ",
+        b"\0",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"1",
+        b"{}{}",
+        b'{"a":1,}',
+        b"{'a': 1}",
+        b"{" * DEEP,
+    ),
     *(b"\xef\xbb\xbf{}", "{}".encode("utf-16"), "{}".encode("utf-16-le"), "{}".encode("utf-32")),
-    *(b'{"a": "\xff\xfe"}', b'{"a": "\xc0\xaf"}', b'{"a": "\xed\xa0\x80"}', b'{"a": "\0"}', b'{"a": 1'),
+    *(
+        b'{"a": "\xff\xfe"}',
+        b'{"a": "\xc0\xaf"}',
+        b'{"a": "\xed\xa0\x80"}',
+        b'{"a": "\0"}',
+        b'{"a": 1',
+    ),
 ]
 MANY = b'{"k": 1' + b"".join(b', "k%d": 1' % i for i in range(200_000)) + b"}"
 
@@ -140,7 +162,8 @@ def tokenizer(path: Path) -> Any:
     return load_tokenizer(path)
 
 
-# ---- bodies ---------------------------------------------------------------------------------------------
+# ---- bodies
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +172,8 @@ def anyio_backend() -> str:
 
 
 async def refused_well(s: Server, path: str, body: bytes) -> int:
-    """The status; a refusal is short, in the API's shape, and names a field or says that there is no JSON."""
+    """The status; a refusal is short, in the API's shape, and names a field or says that there is
+    no JSON."""
     answer = await s.post(path, body)
     assert answer.status in (200, 400, 404, 409), (path, body[:200], answer.body[:300])
     if answer.status != 200:
@@ -158,7 +182,11 @@ async def refused_well(s: Server, path: str, body: bytes) -> int:
         if path.startswith("/v1/messages"):
             assert told["type"] == "error" and set(told["error"]) == {"type", "message"}
         else:
-            assert answer.error["param"] or answer.error["code"] == "invalid_json", (path, body[:200], told)
+            assert answer.error["param"] or answer.error["code"] == "invalid_json", (
+                path,
+                body[:200],
+                told,
+            )
     return answer.status
 
 
@@ -189,11 +217,15 @@ async def test_what_is_no_object_of_json(path: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.anyio
-async def test_hundreds_of_thousands_of_fields_do_not_hold_up_the_loop(path: Path, tokenizer: Any) -> None:
+async def test_hundreds_of_thousands_of_fields_do_not_hold_up_the_loop(
+    path: Path, tokenizer: Any
+) -> None:
     s = server(tokenizer, path)
     began = time.process_time()
     answer = await s.post("/v1/completions", MANY)
-    assert answer.status == 400 and "has 200001 fields; send 1000 at most" in answer.error["message"]
+    assert (
+        answer.status == 400 and "has 200001 fields; send 1000 at most" in answer.error["message"]
+    )
     json.loads(MANY)
     assert time.process_time() - began < 2
 
@@ -202,32 +234,36 @@ async def test_hundreds_of_thousands_of_fields_do_not_hold_up_the_loop(path: Pat
 def test_of_many_wrong_values_the_first_is_told(
     kind: type[Strict], rest: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every field that is a list or an object: pydantic would describe all, a gigabyte for a few MB."""
+    """In every field that is a list or an object: pydantic would describe all, a gigabyte for a few
+    MB."""
     told: list[int] = []
-    refusal = schema_openai._refusal
-    monkeypatch.setattr(schema_openai, "_refusal", lambda e: (told.append(e.error_count()), refusal(e))[1])
+    refusal = openai_schema._refusal
+    monkeypatch.setattr(
+        openai_schema, "_refusal", lambda e: (told.append(e.error_count()), refusal(e))[1]
+    )
     for name in kind.model_fields:
         for wrong in (-1, "x", {}, [], True):
             for many in ([wrong] * 3_000, dict.fromkeys(map(str, range(3_000)), wrong)):
                 with contextlib.suppress(ApiError):
-                    schema_openai.parse(kind, json.dumps(rest | {name: many}).encode())
+                    openai_schema.parse(kind, json.dumps(rest | {name: many}).encode())
     assert told and max(told) < 5
 
 
 def test_a_body_has_no_more_values_than_a_context_tokens() -> None:
-    most = schema_openai.MOST_VALUES
+    most = openai_schema.MOST_VALUES
     with pytest.raises(ApiError, match=f"has {most + 1} commas; send {most} at most"):
-        schema_openai.parse(schema_openai.Detokenize, b'{"tokens": [%s65]}' % (b"65," * (most + 1)))
+        openai_schema.parse(openai_schema.Detokenize, b'{"tokens": [%s65]}' % (b"65," * (most + 1)))
     body = b'{"messages": [%s]}' % b",".join([b'{"role": "user"}'] * (MAX_ITEMS + 1))
     with pytest.raises(ApiError, match=f"holds more than {MAX_ITEMS}; leave some out"):
-        schema_openai.parse(schema_openai.Chat, body)
+        openai_schema.parse(openai_schema.Chat, body)
 
 
 @pytest.mark.anyio
 async def test_a_text_far_beyond_the_context_is_not_read(
     path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused in the words by which agents know to compact, with the tokens that it may have."""
+    """It is refused in the words by which agents know to compact, with the tokens that it may
+    have."""
     s, read = server(tokenizer, path), list[int]()
     context = s.app.state.front.engine.info.context
     own = type(tokenizer._tokenizer)
@@ -250,7 +286,9 @@ async def test_a_text_far_beyond_the_context_is_not_read(
     ):
         answer = await s.post(at, json.dumps(body).encode())
         assert answer.status == 400, at
-        found = re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", json.dumps(answer.json))
+        found = re.search(
+            r"prompt is too long: (\d+) tokens > (\d+) maximum", json.dumps(answer.json)
+        )
         assert found and int(found[2]) == context and 10**5 < int(found[1]) < 10**7, answer.json
     counted = await s.post("/v1/messages/count_tokens", json.dumps({"messages": [said]}).encode())
     assert counted.status == 200 and 10**5 < counted.json["input_tokens"] < 10**7
@@ -286,13 +324,18 @@ async def test_a_number_that_json_cannot_tell_names_its_field(path: Path, tokeni
         "-" + "9" * 299 + ".0E+10",
     )
     for value in infinite:
-        answer = await s.post("/v1/responses", b'{"input": "a", "metadata": {"a": %s}}' % value.encode())
+        answer = await s.post(
+            "/v1/responses", b'{"input": "a", "metadata": {"a": %s}}' % value.encode()
+        )
         assert answer.status == 400 and answer.error["param"] == "metadata"
         assert "out of range; send finite ones" in answer.error["message"]
-    assert (await s.post("/v1/responses", b'{"input": "NaN 1e999", "metadata": {"a": 1e300}}')).status == 200
+    assert (
+        await s.post("/v1/responses", b'{"input": "NaN 1e999", "metadata": {"a": 1e300}}')
+    ).status == 200
 
 
-# ---- grammars and schemas -------------------------------------------------------------------------------
+# ---- grammars and schemas
+# -------------------------------------------------------------------------------
 
 CHAIN = 5000
 LARKS = {  # a grammar, and whether it is taken
@@ -309,7 +352,9 @@ LARKS = {  # a grammar, and whether it is taken
     "many": "start: " + "|".join(f'"a{i}"' for i in range(2000)),
     "catastrophe": "start: /(a*)*(a|aa)+(a+)+b/",
     "repeated": "start: /((a{0,1000}){0,1000}){0,1000}/",
-    "doubling": "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(60)) + '\nT60: "a"',
+    "doubling": "start: T0\n"
+    + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(60))
+    + '\nT60: "a"',
     "half a literal": 'start: "' + '\\"' * DEEP,
     "half a pattern": "start: /" + "\\/" * DEEP,
     "nothing": "",
@@ -349,9 +394,9 @@ CHILD = """
 import json, sys, threading
 from dataclasses import asdict
 from pathlib import Path
-from mlxspec.text.grammar import Grammars
+from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.messages import Refused
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 
 g = Grammars(load_tokenizer(Path(sys.argv[1])), 320)
 
@@ -372,8 +417,11 @@ for line in sys.stdin:
 
 
 def test_no_grammar_ends_the_process_or_takes_long(path: Path) -> None:
-    """On a thread, as in the server, in a process of its own: too deep a recursion in Rust is a SIGSEGV."""
-    asked = [("lark", text) for text in LARKS.values()] + [("json", schema) for schema in SCHEMAS.values()]
+    """On a thread, as in the server, in a process of its own: too deep a recursion in Rust is a
+    SIGSEGV."""
+    asked = [("lark", text) for text in LARKS.values()] + [
+        ("json", schema) for schema in SCHEMAS.values()
+    ]
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(path)],
         input="".join(json.dumps(one) + "\n" for one in asked),
@@ -392,7 +440,9 @@ def test_no_grammar_ends_the_process_or_takes_long(path: Path) -> None:
     assert "rules and groups" in found["chain of rules"] and "rules and groups" in found["groups"]
     found = dict(zip(SCHEMAS, said[len(LARKS) :], strict=True))
     assert found["itself"] == found["names"] == "taken"
-    assert "in what $ref names" in found["chain"] and "in what $ref names" in found["chain of objects"]
+    assert (
+        "in what $ref names" in found["chain"] and "in what $ref names" in found["chain of objects"]
+    )
     assert "required[0] = {} is not a name" in found["required"]
 
 
@@ -413,28 +463,57 @@ def test_a_spoiled_schema_is_taken_or_refused(data: st.DataObject) -> None:
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield value, key
         yield from _places(value[key])
 
 
-# ---- a model's answer -----------------------------------------------------------------------------------
+# ---- a model's answer
+# -----------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 UNITS = [
-    *("{", "[", "<", "\\", '"', " ", "\n", "a ", "`", "<tool_call>", "</tool_call>", "<think>", "</think>"),
-    *("<tool_call>{", '{"name":', "<function=", "<tool_call></tool_call>", "\ufffd", "</", "<tool_cal"),
+    *(
+        "{",
+        "[",
+        "<",
+        "\\",
+        '"',
+        " ",
+        "\n",
+        "a ",
+        "`",
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+    ),
+    *(
+        "<tool_call>{",
+        '{"name":',
+        "<function=",
+        "<tool_call></tool_call>",
+        "\ufffd",
+        "</",
+        "<tool_cal",
+    ),
     '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
 ]
 
 
-def parts_of(tokenizer: Any, text: str, cuts: list[int], thinking: bool = False) -> list[tuple[str, str]]:
+def parts_of(
+    tokenizer: Any, text: str, cuts: list[int], thinking: bool = False
+) -> list[tuple[str, str]]:
     """Kinds and texts, neighbours of one kind joined."""
     reader, made = Parts(tokenizer, TOOLS, thinking, lambda: "id"), []
     for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -470,7 +549,9 @@ def test_an_answer_is_the_same_however_it_is_split(tokenizer: Any, data: st.Data
 @pytest.mark.slow
 @settings(SPLIT, max_examples=8000)
 @given(data=st.data())
-def test_an_answer_is_the_same_however_it_is_split_at_length(tokenizer: Any, data: st.DataObject) -> None:
+def test_an_answer_is_the_same_however_it_is_split_at_length(
+    tokenizer: Any, data: st.DataObject
+) -> None:
     same_however_split(tokenizer, data)
 
 
@@ -497,9 +578,11 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def grows(work: Callable[[int], object], small: int) -> float:
-    """How much longer 8 times as much takes, per piece: 1 is linear, 8 is quadratic. The best of three."""
+    """How much longer 8 times as much takes, per piece: 1 is linear, 8 is quadratic. The best of
+    three."""
     return min(
-        seconds(lambda: work(8 * small)) / max(seconds(lambda: work(small)), 1e-4) / 8 for _ in range(3)
+        seconds(lambda: work(8 * small)) / max(seconds(lambda: work(small)), 1e-4) / 8
+        for _ in range(3)
     )
 
 
@@ -528,15 +611,19 @@ def test_checking_a_grammar_takes_linear_time(unit: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_an_answer_of_400_kb(tokenizer: Any, unit: str) -> None:
-    assert seconds(lambda: parts_of(tokenizer, (unit * 400_000)[:400_000], [*range(7, 400_000, 7)])) < 30
+    assert (
+        seconds(lambda: parts_of(tokenizer, (unit * 400_000)[:400_000], [*range(7, 400_000, 7)]))
+        < 30
+    )
 
 
-# ---- files ----------------------------------------------------------------------------------------------
+# ---- files
+# ----------------------------------------------------------------------------------------------
 
 HOLES = ["%s", '{"a": %s}']
 VERDICT = {"way": "a", "why": "", "parked": False, "least": 1, "most": 2, "error": 0.1, "gains": {}}
 COSTS = {"measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
-FIT = asdict(Fit("rows", True, False, 1, {1: 1}, 1))
+FIT = asdict(LayoutChoice("rows", True, False, 1, {1: 1}, 1))
 KNOWN = {"fit": FIT, "seconds": 1, "costs": COSTS, "kernels": []}
 
 
@@ -549,7 +636,7 @@ def told_by_flaws(file: Path) -> None:
     data = file.read_bytes()
     weights = file.parent / "model.safetensors"
     weights.write_bytes(len(data).to_bytes(8, "little") + data)
-    stock.flaws(file.parent)
+    models.flaws(file.parent)
     weights.unlink()
 
 
@@ -560,9 +647,9 @@ def settings_of(file: Path) -> None:
 READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], list[str]]] = {
     "verdicts": (kept._read, (), holes(VERDICT, '{"facts": {"a": 1}, "verdict": %s}')),
     "trials": (kept._read, (), ['{"facts": {"a": 1}, "trying": 1, "tries": %s}']),
-    "known": (known.recall, (), holes(KNOWN)),
-    "fit": (known.recall, (), holes(FIT, json.dumps({**KNOWN, "fit": "@"}).replace('"@"', "%s"))),
-    "costs": (known.recall, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
+    "known": (warmup.recall, (), holes(KNOWN)),
+    "fit": (warmup.recall, (), holes(FIT, json.dumps({**KNOWN, "fit": "@"}).replace('"@"', "%s"))),
+    "costs": (warmup.recall, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
     "recording": (replay.read, (ConfigError,), ['{"prompt": %s, "output": [1]}', '{"prompt": [%s]}']),
     "ledger": (ledger.read, (), [f'{{"{name}": %s}}' for name in ledger.Ledger.__slots__]),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
@@ -575,7 +662,9 @@ READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], 
 def test_a_file_that_holds_anything(tmp_path: Path, name: str) -> None:
     read, errors, shapes = READERS[name]
     file = tmp_path / "file"
-    for data in RAW + [(h.replace("%s", v)).encode() for h in HOLES + shapes for v in VALUES.values()]:
+    for data in RAW + [
+        (h.replace("%s", v)).encode() for h in HOLES + shapes for v in VALUES.values()
+    ]:
         file.write_bytes(data)
         try:
             read(file)
@@ -587,17 +676,18 @@ def test_costs_that_are_read_can_be_reckoned_with(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for wrong in ("1e999", "NaN", "-1", "0", "1e7", "1, 1"):
         file.write_text(json.dumps(KNOWN).replace("[[1, ", f"[[{wrong}, "))
-        assert known.recall(file) is None
+        assert warmup.recall(file) is None
     file.write_text(json.dumps(KNOWN))
-    assert known.recall(file) is not None
+    assert warmup.recall(file) is not None
 
 
 def test_weights_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "none")
-    assert stock.weight(tmp_path) == 0 and len(stock.flaws(tmp_path)) == 1
+    assert models.weight(tmp_path) == 0 and len(models.flaws(tmp_path)) == 1
 
 
-# ---- servers --------------------------------------------------------------------------------------------
+# ---- servers
+# --------------------------------------------------------------------------------------------
 
 
 class Said:
@@ -620,7 +710,9 @@ def test_a_server_that_answers_anything(value: str, monkeypatch: pytest.MonkeyPa
         def request(self, *_: object) -> None: ...
         def close(self) -> None: ...
         def getresponse(self) -> Any:
-            return type("Response", (Said,), {"status": 200, "read": lambda self, *_: body})(b"data: " + body)
+            return type("Response", (Said,), {"status": 200, "read": lambda self, *_: body})(
+                b"data: " + body
+            )
 
     monkeypatch.setattr("http.client.HTTPConnection", Connection)
     with pytest.raises(chat.ChatError):

@@ -31,8 +31,16 @@ def run(before: str = "", **env: str) -> str:
 
 def bound(folder: Path) -> list[str]:
     """Which library the linker gave MLX for the matrix product, by the linker's own record."""
-    lines = [line for file in folder.glob("ld.*") for line in file.read_text(errors="replace").splitlines()]
-    ends = [line.partition(" to ")[2] for line in lines if "`cblas_sgemm'" in line and "libmlx.so" in line]
+    lines = [
+        line
+        for file in folder.glob("ld.*")
+        for line in file.read_text(errors="replace").splitlines()
+    ]
+    ends = [
+        line.partition(" to ")[2]
+        for line in lines
+        if "`cblas_sgemm'" in line and "libmlx.so" in line
+    ]
     return [end.split()[0] for end in ends]
 
 
@@ -85,7 +93,9 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-@pytest.mark.parametrize(("given", "kept"), [((256, 1024), 1024), ((256, 9000), 2048), ((5000, 9000), 5000)])
+@pytest.mark.parametrize(
+    ("given", "kept"), [((256, 1024), 1024), ((256, 9000), 2048), ((5000, 9000), 5000)]
+)
 def test_mlx_lm_sets_no_limit_of_open_files(given: tuple[int, int], kept: int) -> None:
     """Its own would be lower than the user's, or more than is allowed, at which it raises."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -11,7 +11,7 @@ import pytest
 
 from mlxspec import __version__, cli
 from mlxspec.config import TABLE, Config, flag
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +46,21 @@ def test_help_has_every_flag() -> None:
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
-        (("serve", "--port", "x"), {}, "error: --port: port = 'x' is not a whole number; give 0 to 65535\n"),
-        (("serve",), {"MLXSPEC_PORT": "x"}, "error: MLXSPEC_PORT: port = 'x' is not a whole number; "),
-        (("serve",), {"MLXSPEC_CONFIG": "/gone.toml"}, "error: /gone.toml: there is no such file; "),
+        (
+            ("serve", "--port", "x"),
+            {},
+            "error: --port: port = 'x' is not a whole number; give 0 to 65535\n",
+        ),
+        (
+            ("serve",),
+            {"MLXSPEC_PORT": "x"},
+            "error: MLXSPEC_PORT: port = 'x' is not a whole number; ",
+        ),
+        (
+            ("serve",),
+            {"MLXSPEC_CONFIG": "/gone.toml"},
+            "error: /gone.toml: there is no such file; ",
+        ),
         (("serve", "--prot", "1"), {}, "No such option: --prot"),
         (("chat", "--url", "localhost"), {}, "error: --url = 'localhost' is not a URL; "),
         (("chat", "--temperature", "-1"), {}, "--temperature"),
@@ -80,7 +92,9 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Config] = []
-    monkeypatch.setattr("mlxspec.server.run.serve_model", lambda config: given.append(config) or 0)
+    monkeypatch.setattr(
+        "mlxspec.server.process.serve_model", lambda config: given.append(config) or 0
+    )
     monkeypatch.setenv("MLXSPEC_MAX_QUEUE", "5")
     assert command(monkeypatch, "serve", "some/model", "--port", "0", "--log-level", "debug") == 0
     assert given == [Config(model="some/model", port=0, max_queue=5, log_level="debug")]
@@ -88,13 +102,15 @@ def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_serve_takes_several_models(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Config] = []
-    monkeypatch.setattr("mlxspec.server.run.serve_model", lambda config: given.append(config) or 0)
+    monkeypatch.setattr(
+        "mlxspec.server.process.serve_model", lambda config: given.append(config) or 0
+    )
     assert command(monkeypatch, "serve", "a", "b", "--pin", "b", "c=d") == 0
     assert given == [Config(model="a", others=("b", "c=d"), pin=("b",))]
 
 
 def test_serve_passes_on_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.server.run.serve_model", lambda config: 1)
+    monkeypatch.setattr("mlxspec.server.process.serve_model", lambda config: 1)
     assert command(monkeypatch, "serve") == 1
 
 
@@ -102,9 +118,9 @@ def test_a_model_that_does_not_fit_is_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(config: Config) -> int:
-        raise Unfit("model = 'a[b]' is too large; give a smaller one")
+        raise UserError("model = 'a[b]' is too large; give a smaller one")
 
-    monkeypatch.setattr("mlxspec.server.run.serve_model", refuse)
+    monkeypatch.setattr("mlxspec.server.process.serve_model", refuse)
     assert command(monkeypatch, "serve") == 2
     assert capsys.readouterr().err == "error: model = 'a[b]' is too large; give a smaller one\n"
 
@@ -123,22 +139,27 @@ def test_chat_finds_its_server(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], env: dict[str, str], url: str, key: str
 ) -> None:
     given: list[tuple[object, ...]] = []
-    monkeypatch.setattr("mlxspec.chat.run", lambda *args: given.append(args))
+    monkeypatch.setattr("mlxspec.commands.chat.run", lambda *args: given.append(args))
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert command(monkeypatch, "chat", "--system", "Be brief.", "--temperature", "0.5", *words) == 0
+    assert (
+        command(monkeypatch, "chat", "--system", "Be brief.", "--temperature", "0.5", *words) == 0
+    )
     assert given == [(url, key, "Be brief.", 0.5)]
 
 
 def test_a_service_is_printed_on_any_platform() -> None:
-    done = run("service", "print", "--launchd", "--systemd", "some/model", "--port", "81", MLXSPEC_PIN="a")
+    done = run(
+        "service", "print", "--launchd", "--systemd", "some/model", "--port", "81", MLXSPEC_PIN="a"
+    )
     assert done.returncode == 0 and done.stderr == ""
     head, _, units = done.stdout.partition("# mlxspec.socket\n")
     agent = plistlib.loads(head.encode())
     assert agent["ProgramArguments"][3:] == ["serve", "some/model", "--port", "81", "--pin", "a"]
     assert agent["Sockets"]["http"]["SockServiceName"] == "81"
     assert (
-        "ListenStream=127.0.0.1:81\n" in units and '"serve" "some/model" "--port" "81" "--pin" "a"\n' in units
+        "ListenStream=127.0.0.1:81\n" in units
+        and '"serve" "some/model" "--port" "81" "--pin" "a"\n' in units
     )
 
 
@@ -157,13 +178,22 @@ def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:
     port = str(unused_port())
     done = run("service", "install", "--dry-run", "--port", port, **env)
     assert done.returncode == 0, done.stderr
-    assert "would run: launchctl bootstrap gui/" in done.stdout and "<string>--port</string>" in done.stdout
+    assert (
+        "would run: launchctl bootstrap gui/" in done.stdout
+        and "<string>--port</string>" in done.stdout
+    )
     assert not (tmp_path / "Library").exists()
     done = run("service", "install", "--port", port, **env)
-    assert done.stdout == f"http://127.0.0.1:{port}/v1 is there now, and after each login\n", done.stderr
+    assert done.stdout == f"http://127.0.0.1:{port}/v1 is there now, and after each login\n", (
+        done.stderr
+    )
     assert (tmp_path / "Library/LaunchAgents/dev.mlxspec.plist").exists()
     done = run("service", "status", **env)
-    assert done.returncode == 3 and "Stopped" in done.stdout and "`mlxspec service start`" in done.stdout
+    assert (
+        done.returncode == 3
+        and "Stopped" in done.stdout
+        and "`mlxspec service start`" in done.stdout
+    )
     assert run("service", "uninstall", **env).returncode == 0
     assert not any(p.is_file() for p in (tmp_path / "Library").rglob("*"))
     assert run("service", "status", **env).returncode == 4

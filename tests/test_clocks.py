@@ -7,13 +7,31 @@ from pathlib import Path
 
 import mlxspec
 
-WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "clock_gettime"}
-STEADY = {"self.loop.time", "loop.time", "self.now", "self._index.now"}  # asyncio's clock, and names of ours
+WALL = {
+    "time",
+    "time_ns",
+    "now",
+    "utcnow",
+    "today",
+    "localtime",
+    "gmtime",
+    "ctime",
+    "clock_gettime",
+}
+STEADY = {
+    "self.loop.time",
+    "loop.time",
+    "self.now",
+    "self._index.now",
+}  # asyncio's clock, and names of ours
 TOLD = ""  # to clients, and nothing follows from it
 STAMPS = {  # how often a file asks for it, and the test that a jump does no harm there
     "chosen.py": (1, TOLD),
     "engine/disk.py": (1, "engine/test_disk.py::test_a_file_of_the_future_counts_as_used_now"),
-    "engine/runindex.py": (1, "engine/test_disk.py::test_a_clock_that_is_set_back_makes_nothing_old"),
+    "engine/runindex.py": (
+        1,
+        "engine/test_disk.py::test_a_clock_that_is_set_back_makes_nothing_old",
+    ),
     "engine/start.py": (1, TOLD),
     "server/openai.py": (1, TOLD),
     "server/responses.py": (1, TOLD),
@@ -24,7 +42,11 @@ STAMPS = {  # how often a file asks for it, and the test that a jump does no har
 def asked(text: str) -> Iterator[str]:
     """The wall clocks that a source asks for, under whatever name it has the module."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute) and node.attr in WALL and ast.unparse(node) not in STEADY:
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in WALL
+            and ast.unparse(node) not in STEADY
+        ):
             yield ast.unparse(node)
         if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
             yield from (each.name for each in node.names if each.name in WALL)
@@ -32,7 +54,9 @@ def asked(text: str) -> Iterator[str]:
 
 def test_only_stamps_ask_for_it() -> None:
     root = Path(mlxspec.__file__).parent
-    files = {file.relative_to(root).as_posix(): file.read_text("utf-8") for file in root.rglob("*.py")}
+    files = {
+        file.relative_to(root).as_posix(): file.read_text("utf-8") for file in root.rglob("*.py")
+    }
     found = {name: n for name, text in files.items() if (n := len(list(asked(text))))}
     assert {n: c for n, c in found.items() if not n.startswith("bench/")} == {
         name: count for name, (count, _) in STAMPS.items()

@@ -1,7 +1,8 @@
-"""Every command of the documents is in HOW: run here, or by the test that is named, or said why it is not.
+"""Every command of the documents is in HOW: run here, or by the test that is named, or said why it
+is not.
 
-Rule: each `mlxspec` line is parsed by the real command line, so that no flag of a page can go stale; a
-command without an entry fails, and so does an entry without a command.
+Rule: each `mlxspec` line is parsed by the real command line, so that no flag of a page can go
+stale; a command without an entry fails, and so does an entry without a command.
 """
 
 import ast
@@ -23,10 +24,11 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from mlxspec import __version__, cli, config, launch
+from mlxspec import __version__, cli, config
+from mlxspec.commands import launch
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.server.live import live
@@ -34,11 +36,19 @@ from tests.tiny_tokenizer import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 OLD = {"NOTES.md", "CHANGELOG.md", "cli.md"}  # what was run then; what test_docs compares whole
-FILES = [*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md"), *ROOT.glob("tests/[a-z]*/*.md")]  # not of caches
+FILES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("[a-z]*/*.md"),
+    *ROOT.glob("tests/[a-z]*/*.md"),
+]  # not of caches
 PAGES = [path for path in sorted(FILES) if path.name not in OLD]
-OTHERS = "apt-get|brew|chmod|codex|cp|curl|git|launchctl|llm|loginctl|make|npm|pip|pipx|pytest|python3?"
+OTHERS = (
+    "apt-get|brew|chmod|codex|cp|curl|git|launchctl|llm|loginctl|make|npm|pip|pipx|pytest|python3?"
+)
 OTHERS += r"|scripts/\w+|systemd-analyze|uv"
-COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?(?:scripts/\w+|(?:mlxspec|{OTHERS}) .*\S)")
+COMMAND = re.compile(
+    rf"(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?(?:scripts/\w+|(?:mlxspec|{OTHERS}) .*\S)"
+)
 ADDRESS = "http://127.0.0.1:8080"
 CONTEXT = 256
 HERE = launch.Server(ADDRESS, "none", "local", 65536)
@@ -115,9 +125,9 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "up to the settings; the port may be anybody's, and the embedded model is a fetch",
     ): ["mlxspec serve", "mlxspec serve --port 8081"],
     By("server/test_verbs.py::test_stop_ends_a_server_that_was_started_by_hand"): ["mlxspec stop"],
-    Near("test_stock.py::test_models_and_pull", "MODEL is a directory there, so nothing is fetched"): [
-        "mlxspec pull MODEL"
-    ],
+    Near(
+        "test_stock.py::test_models_and_pull", "MODEL is a directory there, so nothing is fetched"
+    ): ["mlxspec pull MODEL"],
     By("test_launch.py::test_an_agent_is_pointed_at_the_server"): [
         "mlxspec launch AGENT",
         "mlxspec launch aider",
@@ -138,7 +148,10 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "mlxspec service status",
         "mlxspec service uninstall",
     ],
-    By("service/test_service.py::test_a_whole_life"): ["mlxspec service restart", "mlxspec service start"],
+    By("service/test_service.py::test_a_whole_life"): [
+        "mlxspec service restart",
+        "mlxspec service start",
+    ],
     By("service/test_service.py::test_the_log_is_shown"): [
         "mlxspec logs",
         "mlxspec logs -f",
@@ -150,7 +163,10 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
     ],
     By("service/test_menubar.py::test_install_and_uninstall"): ["mlxspec menubar install"],
     By("test_doctor.py::test_a_machine_without_metal"): ["mlxspec doctor ./tinyq"],
-    By("test_tune.py::test_from_flags_to_table_and_picture"): ["mlxspec tune", "mlxspec tune --out tune.png"],
+    By("test_tune.py::test_from_flags_to_table_and_picture"): [
+        "mlxspec tune",
+        "mlxspec tune --out tune.png",
+    ],
     By("bench/test_run.py::test_from_flags_to_table_json_and_picture"): [
         "mlxspec bench",
         "mlxspec bench --out PNG",
@@ -165,10 +181,13 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "mlxspec bench --synthetic-acceptance 0.7 --row-cost 0.05"
     ],
     By("bench/test_replay.py::test_the_command"): ["mlxspec bench --replay FILE"],
-    Near("test_conformance.py::test_conforms", "it writes a page; the rows of that page are tried"): [
-        ".venv/bin/python -m tests.architectures --write"
-    ],
-    Near("kernels/test_mutants.py::test_mutants_are_caught", "the same mutants, judged in its own process"): [
+    Near(
+        "test_conformance.py::test_conforms", "it writes a page; the rows of that page are tried"
+    ): [".venv/bin/python -m tests.architectures --write"],
+    Near(
+        "kernels/test_mutants.py::test_mutants_are_caught",
+        "the same mutants, judged in its own process",
+    ): [
         ".venv/bin/python -m tests.kernels.mutants --count 30 --seed 0",
         "python -m tests.kernels.mutants --count 30 --seed 0",
     ],
@@ -184,7 +203,8 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "mlxspec bench --workload edits --max-tokens 64 --trace trace.json"
     ],
     Near(
-        "test_commands.py::test_make_would_run_what_the_pages_say", "it installs, or takes minutes to hours"
+        "test_commands.py::test_make_would_run_what_the_pages_say",
+        "it installs, or takes minutes to hours",
     ): [
         "make lint",
         "make serve",
@@ -193,21 +213,27 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "make test-slow",
     ],
     By("test_commands.py::test_completion_is_installed"): ["mlxspec --install-completion"],
-    By("bench/test_pair.py::test_the_parts_are_joined_in_order_and_once"): ["python -m bench.pair DIR"],
+    By("bench/test_pair.py::test_the_parts_are_joined_in_order_and_once"): [
+        "python -m bench.pair DIR"
+    ],
     By("bench/test_scripts.py::test_coupling"): [
         "python -m bench.coupling DIR/qwen2.5-coder-1.5b DIR/qwen2.5-coder-0.5b"
     ],
-    By("service/test_systemd.py::test_systemd_finds_nothing_wrong_but_what_is"): ["systemd-analyze verify"],
-    Near("service/test_launchd.py::test_what_is_disabled_is_enabled", "a fake launchctl is asked"): [
-        "launchctl enable"
+    By("service/test_systemd.py::test_systemd_finds_nothing_wrong_but_what_is"): [
+        "systemd-analyze verify"
     ],
-    Near("service/test_launchd.py::test_a_bootstrap_waits_until_the_label_is_gone", "a fake is asked"): [
-        "launchctl print"
+    Near(
+        "service/test_launchd.py::test_what_is_disabled_is_enabled", "a fake launchctl is asked"
+    ): ["launchctl enable"],
+    Near(
+        "service/test_launchd.py::test_a_bootstrap_waits_until_the_label_is_gone", "a fake is asked"
+    ): ["launchctl print"],
+    Near(
+        "service/test_launchd.py::test_it_is_ended_by_bootout_alone", "the page says that we do not"
+    ): ["launchctl stop"],
+    Not("continuous integration runs all of that script: .ci/run"): [
+        "scripts/test tests/test_config.py -x"
     ],
-    Near("service/test_launchd.py::test_it_is_ended_by_bootout_alone", "the page says that we do not"): [
-        "launchctl stop"
-    ],
-    Not("continuous integration runs all of that script: .ci/run"): ["scripts/test tests/test_config.py -x"],
     By("kernels/test_mutants.py::test_the_battery_and_what_a_mac_compiles"): [
         ".venv/bin/python scripts/metal build/metal"
     ],
@@ -265,7 +291,8 @@ def lines(block: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Fenced shell, what follows a `$` in a transcript, indented lines and inline code that are commands."""
+    """Fenced shell, what follows a `$` in a transcript, indented lines and inline code that are
+    commands."""
     for block in fenced(page, "sh"):
         yield from lines(block)
     for block in fenced(page, ""):
@@ -273,7 +300,9 @@ def commands(page: Path) -> Iterator[str]:
     rest = re.sub(r"^```[a-z]*\n.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
     for line in re.findall(r"^    +(.*)$", rest, re.M):
         yield from lines(line) if COMMAND.fullmatch(line) else ()
-    yield from (code for code in re.findall(r"`([^`\n]+)`", rest) if " " in code and COMMAND.fullmatch(code))
+    yield from (
+        code for code in re.findall(r"`([^`\n]+)`", rest) if " " in code and COMMAND.fullmatch(code)
+    )
 
 
 FOUND = {command: page for page in PAGES for command in commands(page)}
@@ -292,7 +321,8 @@ def test_every_command_has_its_entry_and_every_entry_its_command() -> None:
 
 @pytest.mark.parametrize("line", TESTS)
 def test_a_line_of_pytest_has_tests_to_run(line: str) -> None:
-    """`make test` and `make test-slow` run them all; a line must name files, and with -m slow slow ones."""
+    """`make test` and `make test-slow` run them all; a line must name files, and with -m slow slow
+    ones."""
     words = shlex.split(line)
     for name in words[words.index("pytest") + 1 :]:
         if name.startswith("tests/"):
@@ -306,7 +336,9 @@ def slows(file: Path) -> Iterator[bool]:
     marks = [ast.unparse(s) for s in tree.body if isinstance(s, ast.Assign)]
     whole = any(m.startswith("pytestmark") and "pytest.mark.slow" in m for m in marks)
     for test in tree.body:
-        if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) and test.name.startswith("test_"):
+        if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) and test.name.startswith(
+            "test_"
+        ):
             yield whole or any("pytest.mark.slow" in ast.unparse(d) for d in test.decorator_list)
 
 
@@ -341,7 +373,9 @@ def verb(command: str) -> str:
 
 def test_the_scripts_that_the_notes_name_are_there() -> None:
     """Old commands are not run again, but what they ran is, by tests/bench."""
-    named = set(re.findall(r"python -m ((?:bench|tests)\.[\w.]+)", (ROOT / "NOTES.md").read_text("utf-8")))
+    named = set(
+        re.findall(r"python -m ((?:bench|tests)\.[\w.]+)", (ROOT / "NOTES.md").read_text("utf-8"))
+    )
     assert named and [x for x in named if not (ROOT / f"{x.replace('.', '/')}.py").is_file()] == []
 
 
@@ -388,7 +422,9 @@ def test_every_flag_that_a_page_names_is_one() -> None:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with the real engine and a tiny random model."""
     path = save_tokenizer(tmp_path_factory.mktemp("tiny"))
-    (path / "generation_config.json").write_text('{"temperature": 0}')  # an answer that is always the same
+    (path / "generation_config.json").write_text(
+        '{"temperature": 0}'
+    )  # an answer that is always the same
 
     def start() -> Any:
         engine = tiny.engine(tiny.model("llama"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
@@ -429,13 +465,17 @@ def curl(words: list[str]) -> str:
     said = dict(zip(words[1::2], words[2::2], strict=True))
     headers = dict([said["-H"].split(": ", 1)] if "-H" in said else [])
     data = said["-d"].encode() if "-d" in said else None
-    with urllib.request.urlopen(urllib.request.Request(words[0], data, headers), timeout=30) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(words[0], data, headers), timeout=30
+    ) as answer:
         assert said.keys() <= {"-H", "-d"}
         return str(answer.read().decode())
 
 
 @pytest.mark.parametrize(("how", "command"), [(h, c) for h, c in ALL if isinstance(h, Run)])
-def test_it_runs(how: Run, command: str, url: str, new_user: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs(
+    how: Run, command: str, url: str, new_user: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = f"http://127.0.0.1:{probe.getsockname()[1]}"
     at = free if how.none else url
@@ -458,19 +498,29 @@ def test_make_would_run_what_the_pages_say(target: str, runs: list[str]) -> None
     """With a pyproject.toml that has changed, so that it would install as well."""
     command = ["make", "-n", "-W", "pyproject.toml", target, f"BIN={sys.prefix}/bin"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0 and [x for x in runs if x not in done.stdout] == [], done.stdout + done.stderr
+    assert done.returncode == 0 and [x for x in runs if x not in done.stdout] == [], (
+        done.stdout + done.stderr
+    )
 
 
 def test_make_takes_arguments_for_the_comparison() -> None:
     command = ["make", "-o", ".venv/developed", "bench", f"BIN={sys.prefix}/bin", "ARGS=--list"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0 and "mlx_lm.server" in done.stdout and "session" in done.stdout, done.stderr
+    assert done.returncode == 0 and "mlx_lm.server" in done.stdout and "session" in done.stdout, (
+        done.stderr
+    )
 
 
 def test_completion_is_installed(bare_settings: None, tmp_path: Path) -> None:
-    script = f'"{sys.executable}" -m mlxspec --install-completion; exit $?'  # bash must be its parent
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0 and "bash completion installed" in done.stdout, done.stdout + done.stderr
+    script = (
+        f'"{sys.executable}" -m mlxspec --install-completion; exit $?'  # bash must be its parent
+    )
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0 and "bash completion installed" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert [*tmp_path.rglob(".bash_completions/*.sh")]
 
 
@@ -494,7 +544,8 @@ def test_python_of_a_page_runs(url: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_by_hand_is_what_launch_does() -> None:
-    """Codex' file with the flags, opencode's with the variable; of the variables those that both set."""
+    """Codex' file with the flags, opencode's with the variable; of the variables those that both
+    set."""
     page = ROOT / "docs/clients.md"
     [toml], [file] = fenced(page, "toml"), fenced(page, "json")
     flags = tomllib.loads("\n".join(launch.AGENTS["codex"].flags(HERE)[1::2]))
@@ -510,6 +561,8 @@ def test_by_hand_is_what_launch_does() -> None:
         agent = launch.AGENTS[name := words[len(variables)]]
         told = agent.variables(HERE)
         both = variables.keys() & told.keys()
-        assert {key: variables[key] for key in both} == {key: told[key] for key in both} and both, line
+        assert {key: variables[key] for key in both} == {key: told[key] for key in both} and both, (
+            line
+        )
         seen.add(name)
     assert seen == launch.AGENTS.keys() - {"codex", "opencode"}

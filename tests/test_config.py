@@ -46,7 +46,13 @@ def test_empty_variable_is_unset(tmp_path: Path) -> None:
 def test_every_row_takes_its_default_from_file_variable_and_flag(name: str, tmp_path: Path) -> None:
     value = getattr(Config(), name)
     text = ",".join(value) if isinstance(value, tuple) else str(value)
-    toml = repr(list(value)) if isinstance(value, tuple) else f'"{value}"' if isinstance(value, str) else text
+    toml = (
+        repr(list(value))
+        if isinstance(value, tuple)
+        else f'"{value}"'
+        if isinstance(value, str)
+        else text
+    )
     nothing = file(tmp_path, "")
     assert load({name: text}, {}, nothing) == Config()
     assert load({}, {f"MLXSPEC_{name.upper()}": text}, nothing) == Config()
@@ -68,11 +74,17 @@ def test_whole_number_serves_as_number(tmp_path: Path) -> None:
     ("toml", "message"),
     [
         ("\nport = 99999\n", ":2: port = 99999 is out of range; give 0 to 65535"),
-        ('# port\nhost = "a"\nport = "80"\n', ":3: port = '80' is not a whole number; give 0 to 65535"),
+        (
+            '# port\nhost = "a"\nport = "80"\n',
+            ":3: port = '80' is not a whole number; give 0 to 65535",
+        ),
         ("port = true\n", ":1: port = True is not a whole number; give 0 to 65535"),
         ("drain_s = nan\n", ":1: drain_s = nan is out of range; give 0 to 3600 s"),
         ("host = 1\n", ":1: host = 1 is not text; give text"),
-        ("allowed_hosts = [1]\n", ":1: allowed_hosts = [1] is not a list of texts; give a list of texts"),
+        (
+            "allowed_hosts = [1]\n",
+            ":1: allowed_hosts = [1] is not a list of texts; give a list of texts",
+        ),
         (
             'layout = "box"\n',
             ":1: layout = 'box' is not a choice; give one of auto, rows, rect, gather, solo",
@@ -98,10 +110,16 @@ def test_errors_in_the_file(toml: str, message: str, tmp_path: Path) -> None:
         ({"drain_s": "nan"}, {}, "--drain-s: drain_s = nan is out of range; give 0 to 3600 s"),
         ({}, {"MLXSPEC_PORT": "-1"}, "MLXSPEC_PORT: port = -1 is out of range; give 0 to 65535"),
         ({}, {"MLXSPEC_PROT": "1"}, "MLXSPEC_PROT: there is no setting 'prot'; did you mean port?"),
-        ({}, {"MLXSPEC_ZZZ": "1"}, "there is no setting 'zzz'; docs/configuration.md lists them all"),
+        (
+            {},
+            {"MLXSPEC_ZZZ": "1"},
+            "there is no setting 'zzz'; docs/configuration.md lists them all",
+        ),
     ],
 )
-def test_errors_elsewhere(flags: dict[str, str], env: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_errors_elsewhere(
+    flags: dict[str, str], env: dict[str, str], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(flags, env, file(tmp_path, ""))
     assert message in str(caught.value)
@@ -132,7 +150,9 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
 def test_as_flags_reads_back(tmp_path: Path) -> None:
     assert as_flags(Config()) == ""
     assert as_flags(load({"kv_bits": "4"}, {}, file(tmp_path, ""))) == "--kv-bits 4"
-    config = Config(model="/a model", layout="rows", kv_blocks=900, allowed_hosts=("a", "b"), drain_s=2.5)
+    config = Config(
+        model="/a model", layout="rows", kv_blocks=900, allowed_hosts=("a", "b"), drain_s=2.5
+    )
     text = as_flags(config)
     assert text == "'/a model' --allowed-hosts a,b --kv-blocks 900 --layout rows --drain-s 2.5"
 

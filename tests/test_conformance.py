@@ -1,4 +1,5 @@
-"""Every architecture of mlx-lm runs in the layout that docs/models.md names, and says what mlx-lm says.
+"""Every architecture of mlx-lm runs in the layout that docs/models.md names, and says what mlx-lm
+says.
 
 Rule: an exception is written down with its reason, and the reason is tested too.
 """
@@ -11,18 +12,28 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.engine.blocks import BlockPool
+from mlxspec.cache.blocks import BlockPool
+from mlxspec.cache.prefix import KVCacheManager, Window
+from mlxspec.cache.states import StateCache
+from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.groups import Groups, Window
-from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.snapshots import Snapshots
-from mlxspec.model.load import Fit, fit
-from mlxspec.model.states import own
-from mlxspec.types import Unfit
+from mlxspec.model.layout import LayoutChoice, fit
+from mlxspec.model.recurrent import own
+from mlxspec.types import UserError
 from tests import tiny
-from tests.architectures import LAYOUTS, SPECIAL, UNSTEADY, UNTESTABLE, WHOLE_HEAD, build, known, label, read
-from tests.liar import Liar
+from tests.architectures import (
+    LAYOUTS,
+    SPECIAL,
+    UNSTEADY,
+    UNTESTABLE,
+    WHOLE_HEAD,
+    build,
+    known,
+    label,
+    read,
+)
+from tests.liar import NoisyOracle
 
 BLOCK = 8
 N = 8
@@ -38,15 +49,17 @@ def prompts() -> dict[str, list[int]]:
     return {"long": long, "short": short, "fork": long[:SHARED] + fork}
 
 
-def engine(m: object, found: Fit) -> Engine:
+def engine(m: object, found: LayoutChoice) -> Engine:
     """As mlxspec.engine.start puts it together, with a small pool and steps of 7 prompt tokens."""
     windows = dict.fromkeys(found.windows, 64)
-    groups = Groups(
+    groups = KVCacheManager(
         BlockPool(64, BLOCK),
         [Window(w, BlockPool(n, BLOCK)) for w, n in windows.items()],
-        Snapshots(16, 1, own) if found.state_bytes else None,
+        StateCache(16, 1, own) if found.state_bytes else None,
     )
-    scheduler = Scheduler(groups, context=512, pace=Pace(fixed=7), sharing=found.sharing, drafts=found.drafts)
+    scheduler = Scheduler(
+        groups, context=512, pace=PrefillBudget(fixed=7), sharing=found.sharing, drafts=found.drafts
+    )
     return Engine(found.runner(m, BLOCK, 64, windows), scheduler)
 
 
@@ -55,7 +68,9 @@ def test_the_page_and_the_list_agree() -> None:
 
 
 def test_every_architecture_has_a_tiny_config() -> None:
-    assert sorted(known() - LAYOUTS.keys()) == [], "no tiny config; add it to tests/architectures.py"
+    assert sorted(known() - LAYOUTS.keys()) == [], (
+        "no tiny config; add it to tests/architectures.py"
+    )
     assert sorted(LAYOUTS.keys() - known()) == [], "mlx-lm has these no longer"
 
 
@@ -72,7 +87,9 @@ def test_conforms(name: str) -> None:
     truth = tiny.Plain(m)
     want = {key: truth(prompt, N) for key, prompt in prompts().items()}
     first, *rest, last = prompts()["long"]
-    assert want["long"] != truth([first, *reversed(rest), last], N), "the context makes no difference"
+    assert want["long"] != truth([first, *reversed(rest), last], N), (
+        "the context makes no difference"
+    )
 
     found = fit(m)
     assert (label(found), not found.trunk) == (LAYOUTS[name], name in WHOLE_HEAD), found.refused
@@ -82,13 +99,14 @@ def test_conforms(name: str) -> None:
     e.add(requests["short"])
     outputs = tiny.run(e, lambda i: e.add(requests["fork"]) if i == LATE else None, last=LATE)
     assert {key: tiny.tokens(outputs, key) for key in requests} == want
-    # A step submits its samples alone: what they did not need would stay behind as a graph that grows.
+    # A step submits its samples alone: what they did not need would stay behind as a graph that
+    # grows.
     assert tiny.settled(e)
     shared = SHARED // BLOCK * BLOCK if found.state_bytes else SHARED  # a state behind every block
     assert e.counters["cached"] == (shared if found.sharing else 0)
     if found.rewind:
         e = engine(m, found)
-        e.drafter = Liar({(r.prompt, 0): want[key] for key, r in requests.items()})
+        e.drafter = NoisyOracle({(r.prompt, 0): want[key] for key, r in requests.items()})
         for r in requests.values():
             e.add(r)
         outputs = tiny.run(e)
@@ -116,7 +134,7 @@ def test_mlx_lm_itself_depends_on_where_a_prompt_is_cut(name: str) -> None:
         ends.append(logits[np.isfinite(logits)])
     assert np.abs(ends[0] - ends[1]).max() > 0.01 * ends[0].std()
     if LAYOUTS[name] == "refused":
-        with pytest.raises(Unfit, match="no layout reproduces"):
+        with pytest.raises(UserError, match="no layout reproduces"):
             fit(m)
     else:
         assert label(fit(m)) == LAYOUTS[name]

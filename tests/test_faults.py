@@ -1,6 +1,8 @@
-"""An engine that breaks at each of its steps: whoever waits is told, the process ends, and the next serves.
+"""An engine that breaks at each of its steps: whoever waits is told, the process ends, and the next
+serves.
 
-Rule: every fault is injected into the real engine, behind the real application; every wait has a limit.
+Rule: every fault is injected into the real engine, behind the real application; every wait has a
+limit.
 """
 
 import asyncio
@@ -21,28 +23,33 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
+from mlxspec.cache.offload import Tier
 from mlxspec.config import Config
-from mlxspec.engine import constrain
+from mlxspec.engine import structured
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.fleet import Fleet
+from mlxspec.engine.models import ModelManager
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.tier import Tier
 from mlxspec.engine.worker import Worker
 from mlxspec.model import runner
 from mlxspec.model.runner import Runner, Step
 from mlxspec.server import ask as asking
-from mlxspec.server import run
+from mlxspec.server import process
 from mlxspec.speculate import NoDrafter
-from mlxspec.speculate.chain import Chain
-from tests.model.test_load import save
+from mlxspec.speculate.proposer import Proposer
+from tests.model.test_layout import save
 from tests.server.scripted import MESSAGES, Answer, Connection
-from tests.server.test_run import Caller, stop_me
+from tests.server.test_process import Caller, stop_me
 from tests.tiny_tokenizer import save_tokenizer
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 LONG = 400  # tokens, far more than are made before the fault
-CHAT, PLAIN, MESSAGE, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+CHAT, PLAIN, MESSAGE, RESPONSE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": LONG, "ignore_eos": True},
     PLAIN: {"prompt": "hello", "max_tokens": LONG, "ignore_eos": True},
@@ -51,14 +58,14 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 # What ends the engine, wherever it is raised: where, and the method or function.
 POINTS: list[tuple[Any, str]] = [
-    (Fleet, "take"),
-    (Fleet, "step"),
-    (Fleet, "expire"),
-    (Fleet, "snapshot"),  # what `_publish` asks for
+    (ModelManager, "take"),
+    (ModelManager, "step"),
+    (ModelManager, "expire"),
+    (ModelManager, "snapshot"),  # what `_publish` asks for
     (Engine, "look"),
-    (constrain, "waits"),
+    (structured, "waits"),
     (Scheduler, "plan"),
-    (constrain, "mask"),
+    (structured, "mask"),
     (Runner, "copy"),
     (Runner, "run"),
     (runner, "sample"),
@@ -66,7 +73,7 @@ POINTS: list[tuple[Any, str]] = [
     (Step, "read"),
     (Runner, "rewind"),
     (Scheduler, "commit"),
-    (constrain, "take"),
+    (structured, "take"),
     (Tier, "turn"),
     (Worker, "_publish"),
     (Worker, "_deliver"),  # on the event loop's thread
@@ -83,7 +90,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Fault:
     """Raises in the place of what it stands for, once it is armed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException
+    ) -> None:
         self.armed, self.error, self.whole = False, error, getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **kw: self(*args, **kw))
 
@@ -96,7 +105,7 @@ class Fault:
 @contextmanager
 def served(path: Path, cache: Path, **change: Any) -> Iterator[tuple[ASGIApp, Worker]]:
     settings: dict[str, Any] = dict(port=0, kv_blocks=256, max_sequences=4, cache_dir=str(cache))
-    app, worker = run._load(Config(model=str(path), **settings | change))
+    app, worker = process._load(Config(model=str(path), **settings | change))
     assert isinstance(worker, Worker)
     try:
         yield app, worker
@@ -136,7 +145,9 @@ async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, i
     (engine,) = worker._fleet._engines()
     gate = threading.Event()
     engine.trace = lambda *_: assert_(gate.wait(20))
-    talks = {(CHAT, 2): Connection(app, CHAT, BODIES[CHAT] | {"response_format": FORMAT, "stream": True})}
+    talks = {
+        (CHAT, 2): Connection(app, CHAT, BODIES[CHAT] | {"response_format": FORMAT, "stream": True})
+    }
     await until(lambda: worker._streams)  # a grammar is among those that run
     for n, stream in enumerate((True, False)):
         for url, body in BODIES.items():
@@ -149,7 +160,9 @@ async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, i
     return {key: await talk.answer() for key, talk in talks.items()}
 
 
-@pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("owner", "name"), POINTS, ids=lambda each: getattr(each, "__name__", each)
+)
 def test_whoever_waits_is_told(
     path: Path,
     tmp_path: Path,
@@ -180,16 +193,24 @@ def test_whoever_waits_is_told(
     assert "the engine thread die" in caplog.text
 
 
-# ---- what ends the engine, and what only a drafter or a request --------------------------------------------
+# ---- what ends the engine, and what only a drafter or a request
+# --------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("[malloc] Unable to allocate 8 bytes.")], ids=["python", "mlx"]
+    "error",
+    [MemoryError(), RuntimeError("[malloc] Unable to allocate 8 bytes.")],
+    ids=["python", "mlx"],
 )
 def test_no_memory_for_a_step_ends_it(
-    path: Path, tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, bare_settings: None
+    path: Path,
+    tmp_path: Path,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    bare_settings: None,
 ) -> None:
-    """What a step has half done is not known, so nothing goes on from there: the next process does."""
+    """What a step has half done is not known, so nothing goes on from there: the next process
+    does."""
     fault = Fault(monkeypatch, Runner, "run", error)
 
     async def main() -> None:
@@ -217,7 +238,7 @@ def test_a_drafter_that_raises_is_left_out(
     bare_settings: None,
 ) -> None:
     """The answer goes on with the same tokens, and the log says why it is slower."""
-    fault = Fault(monkeypatch, Chain, verb, ZeroDivisionError("injected"))
+    fault = Fault(monkeypatch, Proposer, verb, ZeroDivisionError("injected"))
     body = {
         "prompt": "the end and the end and the end",
         "max_tokens": 60,
@@ -244,12 +265,14 @@ def test_a_drafter_that_raises_is_left_out(
         asyncio.run(main())
 
 
-# ---- a signal, wherever it meets the engine ----------------------------------------------------------------
+# ---- a signal, wherever it meets the engine
+# ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patient", [True, False])
 @pytest.mark.parametrize(
-    "when", ["idle", "text", "prefill", "decode", pytest.param("load", marks=pytest.mark.slow), "swap"]
+    "when",
+    ["idle", "text", "prefill", "decode", pytest.param("load", marks=pytest.mark.slow), "swap"],
 )
 def test_a_signal_ends_it_in_time(
     path: Path,
@@ -259,20 +282,20 @@ def test_a_signal_ends_it_in_time(
     monkeypatch: pytest.MonkeyPatch,
     bare_settings: None,
 ) -> None:
-    """`patient`: with time enough, every answer ends well; else it is told that the server stops. So is, at
-    once, whose prompt is not even read."""
-    went, slow = list[str](), Fleet._start
+    """`patient`: with time enough, every answer ends well; else it is told that the server stops.
+    So is, at once, whose prompt is not even read."""
+    went, slow = list[str](), ModelManager._start
     begun, left_alone, left = threading.Event(), threading.Event(), list[int]()
     monkeypatch.setattr(Runner, "run", slowed(Runner.run, went))
 
-    def load(self: Fleet, member: Any) -> None:
+    def load(self: ModelManager, member: Any) -> None:
         if member.loads or self.loading:
             begun.set()
             time.sleep(0.5)
         slow(self, member)
 
-    monkeypatch.setattr(Fleet, "_start", load)
-    monkeypatch.setattr(run, "_leave", left.append)
+    monkeypatch.setattr(ModelManager, "_start", load)
+    monkeypatch.setattr(process, "_leave", left.append)
     if when == "text":
         monkeypatch.setattr(asking, "render", lambda *_, **__: (begun.set(), left_alone.wait(20)))
     tokens = 20 if patient else LONG
@@ -308,15 +331,18 @@ def test_a_signal_ends_it_in_time(
 
     since, drain = list[float](), 20.0 if patient else 0.2
     both: dict[str, Any] = dict(others=(f"two={path}",)) if when in ("load", "swap") else {}
-    with served(path, tmp_path, speculate="off", prefill_budget=8, drain_s=drain, **both) as (app, worker):
+    with served(path, tmp_path, speculate="off", prefill_budget=8, drain_s=drain, **both) as (
+        app,
+        worker,
+    ):
         if when == "swap":
             worker._fleet.lack = lambda name, held, freed: "" if freed or not held else "no room"
         caller = Caller(call)
-        assert run.serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
+        assert process.serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
         took = time.monotonic() - since[0]
         caller.check()
     left_alone.set()
-    assert left in ([], [0]) and took < drain + run.GRACE_S + 5
+    assert left in ([], [0]) and took < drain + process.GRACE_S + 5
     if when == "text":
         assert left == [0] and took < 10, took
     for answer in answers:
@@ -337,7 +363,8 @@ def slowed(whole: Callable[..., Any], went: list[str]) -> Callable[..., Any]:
     return run_slowly
 
 
-# ---- as a process: it ends, and the same command serves again ----------------------------------------------
+# ---- as a process: it ends, and the same command serves again
+# ----------------------------------------------
 
 BREAKS = """
 import sys
@@ -364,7 +391,10 @@ main()
 
 @pytest.mark.parametrize(
     "point",
-    ["Runner.run", *(pytest.param(p, marks=pytest.mark.slow) for p in ("Step.read", "Worker._deliver"))],
+    [
+        "Runner.run",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("Step.read", "Worker._deliver")),
+    ],
 )
 def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None:
     trigger, body = (
@@ -373,10 +403,14 @@ def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None
     )
     words = [sys.executable, "-c", BREAKS, point, str(trigger), "serve", str(path), "--port", "0"]
     words += ["--kv-blocks", "64", "--cache-dir", str(tmp_path), "--cache-gb", "1"]
-    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(tmp_path)}
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {
+        "HOME": str(tmp_path)
+    }
     truth, cached = "", 0
     for life in range(2):
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare)
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare
+        )
         assert process.stdout is not None and process.stderr is not None
         with process, process.stdout, process.stderr:
             try:
@@ -392,13 +426,18 @@ def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None
                     assert process.wait(30) == 0
                     break
                 until_there(tmp_path / "prompts")
-                with httpx.stream("POST", url + MESSAGE, json=BODIES[MESSAGE] | {"stream": True}) as talk:
+                with httpx.stream(
+                    "POST", url + MESSAGE, json=BODIES[MESSAGE] | {"stream": True}
+                ) as talk:
                     lines = talk.iter_lines()
                     assert next(lines) == "event: message_start"
                     trigger.touch()
                     assert "[malloc] injected" in list(lines)[-2]
                 began = time.monotonic()
-                assert process.wait(30) == 1 and time.monotonic() - began < run.GRACE_S + run.STOP_S
+                assert (
+                    process.wait(30) == 1
+                    and time.monotonic() - began < process.GRACE_S + process.STOP_S
+                )
                 errors = process.stderr.read()
                 assert "the engine thread die" in errors and "the engine has stopped" in errors
                 trigger.unlink()
@@ -408,13 +447,26 @@ def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None
 
 
 def test_standard_output_that_cannot_be_written(path: Path, tmp_path: Path) -> None:
-    """A full disk under the service's log, or `mlxspec serve | head`: it serves, and ends with 0."""
+    """A full disk under the service's log, or `mlxspec serve | head`: it serves, and ends with
+    0."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "mlxspec", "serve", str(path), "--port", str(port), "--kv-blocks", "32"]
-    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(tmp_path)}
+    words = [
+        sys.executable,
+        "-m",
+        "mlxspec",
+        "serve",
+        str(path),
+        "--port",
+        str(port),
+        "--kv-blocks",
+        "32",
+    ]
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {
+        "HOME": str(tmp_path)
+    }
     with (
         Path("/dev/full").open("w") as full,
         subprocess.Popen(words, stdout=full, stderr=full, env=bare) as p,

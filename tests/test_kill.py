@@ -1,4 +1,5 @@
-"""kill -9 while the prompt cache is being written: never a wrong token, never a start that fails."""
+"""kill -9 while the prompt cache is being written: never a wrong token, never a start that
+fails."""
 
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.model.test_load import save
+from tests.model.test_layout import save
 
 ROUNDS = 200
 KINDS = ["qwen3", "gemma3_text", "qwen3_next"]  # everything, windows, states

@@ -1,7 +1,8 @@
-"""The whole server under load, on real sockets: many clients, those that leave, read slowly, say nothing.
+"""The whole server under load, on real sockets: many clients, those that leave, read slowly, say
+nothing.
 
-Rule: an accepted request is answered once, as in a quiet run, and nothing of it is left afterwards. The large
-versions are `slow`.
+Rule: an accepted request is answered once, as in a quiet run, and nothing of it is left afterwards.
+The large versions are `slow`.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from mlxspec.engine import worker as door
 from mlxspec.engine.worker import Worker
 from mlxspec.server import protocol
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.server.live import serving
@@ -76,7 +77,9 @@ def served(root: Path, slots: int = SLOTS, queue: int = QUEUE, buffer: int = 0) 
     worker = Worker(start, max_sequences=slots, max_queue=queue)
     worker.launch()
     try:
-        app = create_app(worker, load_tokenizer(path), path, Config(max_sequences=slots, max_queue=queue))
+        app = create_app(
+            worker, load_tokenizer(path), path, Config(max_sequences=slots, max_queue=queue)
+        )
         with serving(app, slots + queue, buffer) as (server, port):
             yield Served(worker, server, app, port, made[0])
     finally:
@@ -96,7 +99,12 @@ def at_rest(s: Served) -> None:
     front = s.app.state.front
     assert soon(
         lambda: (
-            not (s.worker._streams or s.worker._busy or front.journal.live or s.server.server_state.tasks)
+            not (
+                s.worker._streams
+                or s.worker._busy
+                or front.journal.live
+                or s.server.server_state.tasks
+            )
             and not (front.text.waiting or front.text.at_work)
         )
     )
@@ -111,11 +119,13 @@ def descriptors() -> int:
     return len(os.listdir("/dev/fd"))
 
 
-# ---- a client ----------------------------------------------------------------------------------------------
+# ---- a client
+# ----------------------------------------------------------------------------------------------
 
 
 def body_of(api: str, seed: int, length: int, n: int, stream: bool, **more: Any) -> Json:
-    """A request whose answer its seed decides; of the three APIs one has no seeds, and only one has n."""
+    """A request whose answer its seed decides; of the three APIs one has no seeds, and only one has
+    n."""
     text = f"hello {seed % 7} world " * (1 + seed % 5)
     asked: Json = {"temperature": 0.0, "stream": stream, **more}
     if api != "messages":
@@ -189,12 +199,15 @@ class Client:
 
 
 def said(api: str, reply: Reply, streamed: bool, n: int) -> tuple[str, list[tuple[Any, Any]]]:
-    """(id, what each choice said and how it finished), of an answer that ends once and as it should."""
+    """(id, what each choice said and how it finished), of an answer that ends once and as it
+    should."""
     if not streamed:
         body = reply.json
         if api == "chat":
             assert sorted(c["index"] for c in body["choices"]) == list(range(n))
-            return body["id"], [(c["message"]["content"] or "", c["finish_reason"]) for c in body["choices"]]
+            return body["id"], [
+                (c["message"]["content"] or "", c["finish_reason"]) for c in body["choices"]
+            ]
         if api == "responses":
             return body["id"], [(_text(body["output"]), body["status"])]
         return body["id"], [("".join(c["text"] for c in body["content"]), body["stop_reason"])]
@@ -205,7 +218,9 @@ def said(api: str, reply: Reply, streamed: bool, n: int) -> tuple[str, list[tupl
         texts, ends = [""] * n, [[] for _ in range(n)]  # type: ignore[var-annotated]
         for choice in (c for e in events for c in e["choices"]):
             texts[choice["index"]] += choice["delta"].get("content") or ""
-            ends[choice["index"]] += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
+            ends[choice["index"]] += [choice["finish_reason"]] * (
+                choice["finish_reason"] is not None
+            )
         assert all(len(end) == 1 for end in ends)
         return name, list(zip(texts, (end[0] for end in ends), strict=True))
     kinds = Counter(e["type"] for e in events)
@@ -227,7 +242,8 @@ def _text(output: Any) -> str:
     return "".join(part["text"] for item in output for part in item.get("content", []))
 
 
-# ---- the storm ---------------------------------------------------------------------------------------------
+# ---- the storm
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -240,7 +256,9 @@ class Ask:
 
     @property
     def data(self) -> bytes:
-        return request(PATHS[self.api], body_of(self.api, self.seed, self.length, self.n, self.stream))
+        return request(
+            PATHS[self.api], body_of(self.api, self.seed, self.length, self.n, self.stream)
+        )
 
 
 def asks(count: int, rng: random.Random) -> list[Ask]:
@@ -265,7 +283,9 @@ async def quiet(s: Served, all_of: list[Ask]) -> dict[int, Any]:
     return found
 
 
-async def storm(s: Served, all_of: list[Ask], connections: int, seen: Counter[str], ids: list[str]) -> None:
+async def storm(
+    s: Served, all_of: list[Ask], connections: int, seen: Counter[str], ids: list[str]
+) -> None:
     rng, truth, todo = random.Random(5), await quiet(s, all_of), list(all_of)
     seen["quiet"] = len(truth)
 
@@ -299,10 +319,13 @@ async def storm(s: Served, all_of: list[Ask], connections: int, seen: Counter[st
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_request_is_answered_once_as_in_a_quiet_run(tmp_path: Path, count: int) -> None:
-    """32 connections, three APIs; one client in five leaves: before they are heard, queued, in the middle."""
+    """32 connections, three APIs; one client in five leaves: before they are heard, queued, in the
+    middle."""
     seen, ids = Counter[str](), list[str]()
     with served(tmp_path) as s:
-        asyncio.run(storm(s, asks(10, random.Random(1)), 4, Counter(), []))  # what is opened once is open now
+        asyncio.run(
+            storm(s, asks(10, random.Random(1)), 4, Counter(), [])
+        )  # what is opened once is open now
         at_rest(s)
         assert soon(lambda: not s.server.server_state.connections)
         before, booked = descriptors(), s.metrics("mlxspec_request_seconds_count")
@@ -322,7 +345,8 @@ def test_every_request_is_answered_once_as_in_a_quiet_run(tmp_path: Path, count:
     assert set(booked) <= {"length", "stop", "gone"}
 
 
-# ---- slow readers ------------------------------------------------------------------------------------------
+# ---- slow readers
+# ------------------------------------------------------------------------------------------
 
 
 def slow_reader(s: Served) -> socket.socket:
@@ -340,8 +364,9 @@ def slow_reader(s: Served) -> socket.socket:
 def test_a_slow_reader_stalls_nobody_and_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    """One byte now and then, of an answer of 2 MB: what is held for it is bounded in bytes and outputs, its
-    blocks are free while it still has its connection, and others are answered all the while."""
+    """One byte now and then, of an answer of 2 MB: what is held for it is bounded in bytes and
+    outputs, its blocks are free while it still has its connection, and others are answered all the
+    while."""
     monkeypatch.setattr(protocol, "CLIENT_S", 2.0 if bound == "seconds" else 4.0)
     if bound == "outputs":
         monkeypatch.setattr(door, "UNREAD", 50 * (door.BYTES + 20 * door.EACH))
@@ -351,7 +376,11 @@ def test_a_slow_reader_stalls_nobody_and_is_cut_off(
 
         async def others() -> float:
             client, began, wait = Client(s.port), time.monotonic(), 0.0
-            while slow.fileno() >= 0 and any(c is its for c in list(there)) and time.monotonic() - began < 20:
+            while (
+                slow.fileno() >= 0
+                and any(c is its for c in list(there))
+                and time.monotonic() - began < 20
+            ):
                 at = time.monotonic()
                 await client.send(request(PATHS["chat"], body_of("chat", 3, 5, 1, False)))
                 reply = await client.reply()
@@ -359,7 +388,9 @@ def test_a_slow_reader_stalls_nobody_and_is_cut_off(
                 wait = max(wait, time.monotonic() - at)
                 slow.recv(1)
                 held.append(its.transport.get_write_buffer_size())
-                queues.extend(stream._queue.qsize() for stream, _ in list(s.worker._streams.values()))
+                queues.extend(
+                    stream._queue.qsize() for stream, _ in list(s.worker._streams.values())
+                )
                 gone.append(not s.worker._streams)
             client.leave()
             return wait
@@ -371,7 +402,9 @@ def test_a_slow_reader_stalls_nobody_and_is_cut_off(
         assert wait < protocol.CLIENT_S / 2, "they waited for it"
         assert max(held) <= protocol.HELD + 10_000
         if bound == "outputs":
-            assert 0 < max(queues) <= 100 + 4 and any(gone), "its blocks were kept as long as its connection"
+            assert 0 < max(queues) <= 100 + 4 and any(gone), (
+                "its blocks were kept as long as its connection"
+            )
         slow.close()
         at_rest(s)
     print(
@@ -379,7 +412,8 @@ def test_a_slow_reader_stalls_nobody_and_is_cut_off(
     )
 
 
-# ---- many connections --------------------------------------------------------------------------------------
+# ---- many connections
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
@@ -415,7 +449,9 @@ def test_idle_connections_are_no_burden(tmp_path: Path, count: int) -> None:
                 new.sendall(HEALTH)
                 assert new.recv(12) == b"HTTP/1.1 200"
             at_rest(s)
-        print(f"{count + count // 4} connections, at most {most} at once, the longest answer {longest:.2f} s")
+        print(
+            f"{count + count // 4} connections, at most {most} at once, the longest answer {longest:.2f} s"
+        )
         assert most <= bound + protocol.SPARE + 1 and longest < 5
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -425,8 +461,8 @@ POOR = """
 import resource, sys, logging
 from pathlib import Path
 from mlxspec.config import Config
-from mlxspec.server.run import serve
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.server.process import serve
+from mlxspec.text.chat import load_tokenizer
 from tests.server.scripted import server
 from tests.tiny_tokenizer import save_tokenizer
 logging.basicConfig()
@@ -446,7 +482,8 @@ def healthy(sock: socket.socket) -> bool:
 
 
 def test_out_of_file_descriptors_it_waits_says_so_and_goes_on(tmp_path: Path) -> None:
-    """100 of them, and 200 clients; when those have left, the next is answered. The log is not flooded."""
+    """100 of them, and 200 clients; when those have left, the next is answered. The log is not
+    flooded."""
     log = tmp_path / "log"
     with log.open("w") as told:
         run = [sys.executable, "-c", POOR, str(tmp_path / "model")]
@@ -456,7 +493,8 @@ def test_out_of_file_descriptors_it_waits_says_so_and_goes_on(tmp_path: Path) ->
         port = int(process.stdout.readline().split("/v1")[0].rpartition(":")[2])
         with ExitStack() as opened:
             socks = [
-                opened.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(200)
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+                for _ in range(200)
             ]
             assert healthy(socks[0])
             assert soon(lambda: "file descriptors" in log.read_text())
@@ -475,7 +513,8 @@ def test_out_of_file_descriptors_it_waits_says_so_and_goes_on(tmp_path: Path) ->
     assert len(lines) <= 10, lines[:20]
 
 
-# ---- overflow ----------------------------------------------------------------------------------------------
+# ---- overflow
+# ----------------------------------------------------------------------------------------------
 
 
 def test_beyond_the_queue_is_told_when_to_come_again(tmp_path: Path) -> None:
@@ -515,8 +554,8 @@ def test_beyond_the_queue_is_told_when_to_come_again(tmp_path: Path) -> None:
 
 
 def test_half_requests_pipelines_and_aborts_leave_nothing(tmp_path: Path) -> None:
-    """Halves of requests and bodies, five requests in one write, clients gone before they are heard:
-    who asks as one should is answered all the while, and pipelined answers come in order."""
+    """Halves of requests and bodies, five requests in one write, clients gone before they are
+    heard: who asks as one should is answered all the while, and pipelined answers come in order."""
 
     async def main(s: Served) -> None:
         half = request(PATHS["chat"], body_of("chat", 1, 10, 1, True))
@@ -525,7 +564,9 @@ def test_half_requests_pipelines_and_aborts_leave_nothing(tmp_path: Path) -> Non
             writer.write(half[: 30 if i % 2 else len(half) - 5])
         piped = Client(s.port)
         lengths = [3, 1, 7, 2, 5]
-        await piped.send(b"".join(request(PATHS["chat"], body_of("chat", 9, n, 1, False)) for n in lengths))
+        await piped.send(
+            b"".join(request(PATHS["chat"], body_of("chat", 9, n, 1, False)) for n in lengths)
+        )
         for length in lengths:
             reply = await piped.reply()
             assert reply and reply.json["usage"]["completion_tokens"] == length

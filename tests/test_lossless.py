@@ -12,7 +12,7 @@ from mlxspec.speculate import NoDrafter
 from mlxspec.types import Request
 from tests import tiers, tiny
 from tests.drafters import KINDS, Told, attach, like
-from tests.liar import Liar
+from tests.liar import NoisyOracle
 
 PAGED = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
 LAYOUTS = [(kind, "rows", False) for kind in PAGED] + [
@@ -33,7 +33,8 @@ RUNS = [  # a draft model needs the rows layout, and solo takes no draft back
     for name in DRAFTERS
     if layout[1] == "rows" or name in (("plain", "liar") if layout[1] == "solo" else DRAFTERS[:4])
 ]
-# More kinds, with fewer turns each: recurrent layers by tape and by feeding again, latent attention, windows.
+# More kinds, with fewer turns each: recurrent layers by tape and by feeding again, latent
+# attention, windows.
 MORE = [
     *((kind, "rect", "tape") for kind in ("qwen3_next", "qwen3_5", "nemotron_h", "lfm2")),
     ("kimi_linear", "gather", "tape"),
@@ -60,7 +61,8 @@ def small(kind: str):
 
 
 def prompts() -> dict[str, list[int]]:
-    """Lengths around the block and the window; three share a start, one of them is exactly that start."""
+    """Lengths around the block and the window; three share a start, one of them is exactly that
+    start."""
     rng = random.Random(0)
 
     def some(n: int) -> list[int]:
@@ -88,18 +90,22 @@ def truth(kind: str, r: Request, index: int = 0) -> list[int]:
     return plain(kind)(r.prompt, r.max_tokens, r.sampling.temperature, r.sampling.seed, index)
 
 
-def liar(kind: str, all_of: dict[str, Request]) -> Liar:
-    return Liar({(r.prompt, i): truth(kind, r, i) for r in all_of.values() for i in range(r.n)})
+def liar(kind: str, all_of: dict[str, Request]) -> NoisyOracle:
+    return NoisyOracle(
+        {(r.prompt, i): truth(kind, r, i) for r in all_of.values() for i in range(r.n)}
+    )
 
 
 def hint(kind: str, r: Request, index: int = 0) -> tuple[int, ...]:
-    """Something to copy from: the true answer, with a token wrong here and there, and one missing."""
+    """Something to copy from: the true answer, with a token wrong here and there, and one
+    missing."""
     told = truth(kind, r, index)
     return tuple((t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(told) if i != 11)
 
 
 def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> dict[str, Request]:
-    """Give the engine the drafter `name`, with something to say; the requests as they are to be sent."""
+    """Give the engine the drafter `name`, with something to say; the requests as they are to be
+    sent."""
     if name == "liar":
         e.drafter = liar(kind, all_of)
     elif name != "plain":
@@ -139,8 +145,11 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = N
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize("kind, layout, lone, name", RUNS)
-def test_batch(kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float) -> None:
-    """Cold prompts, hits, partial hits and an exact multiple of the block; neighbours join and leave."""
+def test_batch(
+    kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float
+) -> None:
+    """Cold prompts, hits, partial hits and an exact multiple of the block; neighbours join and
+    leave."""
     all_of = requests(temperature)
     e = tiny.engine(model(kind), layout=layout, lone=lone, block=BLOCK, budget=budget)
     all_of = equip(e, name, kind, all_of)
@@ -154,10 +163,16 @@ def test_batch(kind: str, layout: str, lone: bool, name: str, budget: int, tempe
 
 @pytest.mark.parametrize(
     "kind, layout, rewind, name",
-    [(*more, name) for more in MORE for name in DRAFTERS if more[1] != "rows" or name in ("plain", "chain")],
+    [
+        (*more, name)
+        for more in MORE
+        for name in DRAFTERS
+        if more[1] != "rows" or name in ("plain", "chain")
+    ],
 )
 def test_more_kinds(kind: str, layout: str, rewind: str, name: str) -> None:
-    """Neighbours join and leave, some are cut off; where the pool is small, they push each other out."""
+    """Neighbours join and leave, some are cut off; where the pool is small, they push each other
+    out."""
     for budget, temperature in ((7, 0.8), (64, 0.0)) if name in ("plain", "liar") else ((7, 0.8),):
         all_of = requests(temperature)
         e = tiny.engine(model(kind), layout=layout, block=BLOCK, budget=budget, rewind=rewind)
@@ -178,7 +193,8 @@ def test_more_kinds(kind: str, layout: str, rewind: str, name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("kind", PAGED)
 def test_hits(kind: str, name: str, temperature: float) -> None:
-    """Every prompt again, alone, when everything is cached: the same tokens, one token of compute."""
+    """Every prompt again, alone, when everything is cached: the same tokens, one token of
+    compute."""
     all_of = requests(temperature)
     e = tiny.engine(model(kind), block=BLOCK)
     all_of = equip(e, name, kind, all_of)
@@ -218,10 +234,13 @@ def test_more_hits(kind: str, layout: str, rewind: str, name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("kind, layout, rewind", [(kind, "rows", "tape") for kind in PAGED] + MORE)
 def test_restart(kind: str, layout: str, rewind: str, name: str, tmp_path: Path) -> None:
-    """Another process answers the same prompts and goes on with one, from what the first left on the disk."""
+    """Another process answers the same prompts and goes on with one, from what the first left on
+    the disk."""
     all_of = requests(0.8)
     again = all_of["long"]
-    turn = tiny.request("turn", [*again.prompt, *truth(kind, again), 1, 2, 3], N, temperature=0.8, seed=9)
+    turn = tiny.request(
+        "turn", [*again.prompt, *truth(kind, again), 1, 2, 3], N, temperature=0.8, seed=9
+    )
     later = {**all_of, "turn": turn}
     for asked in (all_of, later):
         e = tiny.engine(model(kind), layout=layout, block=BLOCK, budget=16, rewind=rewind)
@@ -268,18 +287,23 @@ def test_choices_share_their_prompt(name: str) -> None:
     e = tiny.engine(model("qwen3"), block=BLOCK)
     e.add(equip(e, name, "qwen3", {"r": r})["r"])
     outputs = tiny.run(e)
-    assert [tiny.tokens(outputs, "r", i) for i in range(4)] == [truth("qwen3", r, i) for i in range(4)]
+    assert [tiny.tokens(outputs, "r", i) for i in range(4)] == [
+        truth("qwen3", r, i) for i in range(4)
+    ]
     assert e.counters["prompt"] == len(r.prompt) + 3  # one token each for the others
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_stop_tokens_cut(name: str) -> None:
-    """A stop inside what a round accepts cuts tokens and KV there; the next turn reuses what stands."""
+    """A stop inside what a round accepts cuts tokens and KV there; the next turn reuses what
+    stands."""
     all_of = requests(0.8)
     want = truth("llama", all_of["long"])
     stop = want[7]
     cut = want[: want.index(stop) + 1]
-    r = tiny.request("long", all_of["long"].prompt, N, temperature=0.8, seed=0, stop_tokens=frozenset({stop}))
+    r = tiny.request(
+        "long", all_of["long"].prompt, N, temperature=0.8, seed=0, stop_tokens=frozenset({stop})
+    )
     e = tiny.engine(model("llama"), block=BLOCK)
     e.add(replace(r, prediction=equip(e, name, "llama", all_of)["long"].prediction))
     outputs = tiny.run(e)
@@ -293,10 +317,11 @@ def test_stop_tokens_cut(name: str) -> None:
 
 @pytest.mark.slow
 def test_smollm2_greedy(smollm2: Path) -> None:
-    """The embedded model itself: 64 tokens of 4 prompts, batched, against mlx-lm's plain decoding."""
+    """The embedded model itself: 64 tokens of 4 prompts, batched, against mlx-lm's plain
+    decoding."""
     from mlx_lm.utils import load_model
 
-    from mlxspec.text.prompt import encode, load_tokenizer
+    from mlxspec.text.chat import encode, load_tokenizer
 
     tokenizer = load_tokenizer(smollm2)
     texts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time", "1, 2, 3, 4,"]

@@ -9,7 +9,10 @@ from mlxspec.types import ModelInfo, Served, Stats
 
 INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
 SPECULATION = ("drafts", "depths", "parked_seconds")
-NONE = ("progress", "seated")  # a clock's reading, which /health judges; requests, which the page shows
+NONE = (
+    "progress",
+    "seated",
+)  # a clock's reading, which /health judges; requests, which the page shows
 
 
 def page(metrics: Metrics) -> dict[str, float]:
@@ -27,7 +30,11 @@ def of(now: Stats) -> dict[str, Served]:
 
 def test_the_engines_numbers() -> None:
     now = Stats(
-        **{row.name: i + 1 for i, row in enumerate(fields(Stats)) if row.name not in SPECULATION + NONE}
+        **{
+            row.name: i + 1
+            for i, row in enumerate(fields(Stats))
+            if row.name not in SPECULATION + NONE
+        }
     )
     metrics = Metrics(lambda: of(now))
     shown = page(metrics)
@@ -46,8 +53,16 @@ def test_drafts_by_source_and_position() -> None:
     now = Stats(drafts=(*drafts, ("model", 1, 6, 1)), parked_seconds=2.5)
     metrics = Metrics(lambda: of(now))
     shown = page(metrics)
-    tried = {k.removeprefix("mlxspec_drafted_tokens_total"): v for k, v in shown.items() if "drafted" in k}
-    kept = {k.removeprefix("mlxspec_accepted_tokens_total"): v for k, v in shown.items() if "accepted" in k}
+    tried = {
+        k.removeprefix("mlxspec_drafted_tokens_total"): v
+        for k, v in shown.items()
+        if "drafted" in k
+    }
+    kept = {
+        k.removeprefix("mlxspec_accepted_tokens_total"): v
+        for k, v in shown.items()
+        if "accepted" in k
+    }
     assert tried == {"1lookup": 9, "16lookup": 7, "17+lookup": 6, "1model": 6}
     assert kept == {"1lookup": 8, "16lookup": 5, "17+lookup": 3, "1model": 1}
     assert shown["mlxspec_speculation_parked_seconds_total"] == 2.5
@@ -75,7 +90,9 @@ def test_rounds_by_draft_length() -> None:
 def test_without_speculation() -> None:
     shown = page(Metrics(lambda: of(Stats())))
     assert not [name for name in shown if "drafted" in name or "accepted" in name]
-    assert shown["mlxspec_draft_depth_count"] == shown["mlxspec_speculation_parked_seconds_total"] == 0
+    assert (
+        shown["mlxspec_draft_depth_count"] == shown["mlxspec_speculation_parked_seconds_total"] == 0
+    )
 
 
 def test_histograms_and_refusals() -> None:

@@ -1,4 +1,5 @@
-"""THE test with quantized K/V: the tokens are those of plain decoding over caches with as few bits, by ==."""
+"""THE test with quantized K/V: the tokens are those of plain decoding over caches with as few bits,
+by ==."""
 
 from pathlib import Path
 
@@ -7,14 +8,29 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mlxspec.model.load import fit
+from mlxspec.model.layout import fit
 from mlxspec.types import Draft, Entry, Request, Sequence
 from tests import tiny
-from tests.test_lossless import BLOCK, DRAFTERS, N, drafted, drive, equip, model, requests, same, truth
+from tests.test_lossless import (
+    BLOCK,
+    DRAFTERS,
+    N,
+    drafted,
+    drive,
+    equip,
+    model,
+    requests,
+    same,
+    truth,
+)
 
 BITS = [8, 4]
 RUNS = [(kind, "rows", False, name) for kind in ("llama", "gemma3_text") for name in DRAFTERS]
-RUNS += [(kind, "rows", False, name) for kind in ("qwen3", "gpt_oss") for name in ("plain", "liar", "chain")]
+RUNS += [
+    (kind, "rows", False, name)
+    for kind in ("qwen3", "gpt_oss")
+    for name in ("plain", "liar", "chain")
+]
 RUNS += [("deepseek_v3", "gather", False, name) for name in ("plain", "liar", "suffix")]
 RUNS += [("gemma2", "gather", True, "liar")]
 
@@ -22,7 +38,8 @@ RUNS += [("gemma2", "gather", True, "liar")]
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind, layout, lone, name", RUNS)
 def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: int) -> None:
-    """As in test_lossless; budgets and temperatures take turns. Then every prompt again, all of it cached."""
+    """As in test_lossless; budgets and temperatures take turns. Then every prompt again, all of it
+    cached."""
     kind = f"{kind}:{bits}"
     turn = RUNS.index((kind.partition(":")[0], layout, lone, name)) + bits // 8
     budget = (7, 64, 1)[turn % 3]
@@ -30,7 +47,11 @@ def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: in
     e = tiny.engine(model(kind), layout=layout, lone=lone, block=BLOCK, budget=budget, kv_bits=bits)
     all_of = equip(e, name, kind, all_of)
     late = 5 + 90 // budget
-    same(kind, drive(e, all_of, {"fork": late, "exact": late + 5, "inside": late + 6, "one": 3}), all_of)
+    same(
+        kind,
+        drive(e, all_of, {"fork": late, "exact": late + 5, "inside": late + 6, "one": 3}),
+        all_of,
+    )
     assert drafted(e, name)
     before = e.counters["prompt"]
     same(kind, drive(e, all_of), all_of)
@@ -88,20 +109,26 @@ oldest was from the year in which the tower had been built, and the newest was n
 
 @pytest.mark.slow
 def test_perplexity_of_smollm2(smollm2: Path) -> None:
-    """What the bits cost on a real text, each token predicted from K/V as they lie in the pool. Prints it."""
+    """What the bits cost on a real text, each token predicted from K/V as they lie in the pool.
+    Prints it."""
     from mlx_lm.utils import load_model
 
-    from mlxspec.text.prompt import encode, load_tokenizer
+    from mlxspec.text.chat import encode, load_tokenizer
 
     m, tokens = load_model(smollm2)[0], encode(load_tokenizer(smollm2), TEXT)
     found = {}
     for bits in (0, 8, 4):
         fitted = fit(m, kv_bits=bits)
         runner = fitted.runner(m, 32, 16)
-        seq = Sequence(Request("text", tuple(tokens), 1), tokens=list(tokens[:1]), table=list(range(1, 16)))
+        seq = Sequence(
+            Request("text", tuple(tokens), 1), tokens=list(tokens[:1]), table=list(range(1, 16))
+        )
         logits = runner.logits([Entry(seq, 0, 1, True, draft=Draft(tokens[1:]))]).astype(mx.float32)
         loss = nn.losses.cross_entropy(logits[:-1], mx.array(tokens[1:]), reduction="mean")
         found[bits] = mx.exp(loss).item()
-        print(f"\n{bits:2} bits: {fitted.token_bytes} bytes a token, perplexity {found[bits]:.3f}", end="")
+        print(
+            f"\n{bits:2} bits: {fitted.token_bytes} bytes a token, perplexity {found[bits]:.3f}",
+            end="",
+        )
     print(f" of {len(tokens)} tokens")
     assert found[8] < found[0] * 1.01 and found[4] < found[0] * 1.5

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.start import Options, start
+from mlxspec.engine.loader import Options, start
 from tests import tiny
 
 TOKENS = 4096
@@ -28,7 +28,9 @@ def first_token(e: Engine, name: str, prompt: list[int]) -> tuple[float, list[in
 @pytest.mark.slow
 def test_a_restart_at_4k_tokens(smollm2: Path, tmp_path: Path) -> None:
     """At most a tenth of reading the prompt again, and the same answer."""
-    options = Options(disk=tmp_path / "prompts", disk_bytes=1 << 32, cache=tmp_path, speculate=False)
+    options = Options(
+        disk=tmp_path / "prompts", disk_bytes=1 << 32, cache=tmp_path, speculate=False
+    )
     prompt = [100 + i * i % 9973 for i in range(TOKENS)]
     e, _ = start(smollm2, "smollm2", options)
     computed, told, cached = first_token(e, "first", prompt)

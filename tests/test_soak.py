@@ -21,6 +21,10 @@ def test_churn() -> None:
     print(
         f"RSS {megabytes[0]} MiB, arrays {arrays}, MLX {megabytes[1]} MiB: in the second quarter, in the last"
     )
-    assert seen.counts["answered"] > 100 * MINUTES and seen.counts["cancelled"] and seen.counts["loads"] > 20
+    assert (
+        seen.counts["answered"] > 100 * MINUTES
+        and seen.counts["cancelled"]
+        and seen.counts["loads"] > 20
+    )
     assert rss[1] <= rss[0] * SLACK + SPARE
     assert arrays[1] <= arrays[0] * SLACK and held[1] <= held[0] * SLACK + MODEL

@@ -1,4 +1,5 @@
-"""Structured answers of a real model: all keep to their schemas, with speculation and without, alike."""
+"""Structured answers of a real model: all keep to their schemas, with speculation and without,
+alike."""
 
 import json
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.start import Options, start
+from mlxspec.engine.loader import Options, start
 from mlxspec.speculate import NoDrafter
-from mlxspec.text.grammar import Grammars
-from mlxspec.text.parts import Parts
-from mlxspec.text.prompt import load_tokenizer, render_chat
+from mlxspec.text.chat import load_tokenizer, render_chat
+from mlxspec.text.output_parser import Parts
+from mlxspec.text.structured.grammar import Grammars
 from mlxspec.types import Output, Request, Sampling
 from tests.schemas import schemas
 
@@ -37,7 +38,9 @@ def some(n: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
-    engine, _ = start(smollm2, "smollm2", Options(cache=tmp_path_factory.mktemp("costs"), kv_blocks=600))
+    engine, _ = start(
+        smollm2, "smollm2", Options(cache=tmp_path_factory.mktemp("costs"), kv_blocks=600)
+    )
     yield engine, Grammars(load_tokenizer(smollm2), engine.vocab)
 
 
@@ -104,7 +107,14 @@ def test_a_call_that_is_asked_for_is_made(served: tuple[Engine, Any]) -> None:
     prompt = tuple(render_chat(t, [{"role": "user", "content": "What is the weather in Paris?"}]))
     ends = frozenset(t.eos_token_ids)
     requests = [
-        Request(f"{i}", prompt, 100, Sampling(seed=i), ends, grammar=grammars.compiled(rules, False, "f"))
+        Request(
+            f"{i}",
+            prompt,
+            100,
+            Sampling(seed=i),
+            ends,
+            grammar=grammars.compiled(rules, False, "f"),
+        )
         for i in range(8)
     ]
     for tokens in answers(engine, requests).values():

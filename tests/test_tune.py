@@ -1,4 +1,5 @@
-"""`mlxspec tune` from its flags to table and picture, on a tiny model; what it kept is what serve reads."""
+"""`mlxspec tune` from its flags to table and picture, on a tiny model; what it kept is what serve
+reads."""
 
 import json
 import sys
@@ -14,8 +15,8 @@ from mlxspec.bench import curves, tune
 from mlxspec.config import Config, ConfigError
 from mlxspec.kernels.proven import VERDICTS, Verdict
 from mlxspec.speculate import calibrate
-from mlxspec.speculate.depth import Costs
-from tests.model.test_load import save
+from mlxspec.speculate.controller import Costs
+from tests.model.test_layout import save
 from tests.tiny_tokenizer import save_tokenizer
 
 
@@ -37,7 +38,11 @@ def run(*words: str) -> str:
 def test_from_flags_to_table_and_picture(model: Path, tmp_path: Path) -> None:
     words = (str(model), "--cache-dir", str(tmp_path / "cache"))
     said = run(*words)
-    assert "no Metal here: no kernel was tried" in said and "A step, in ms" in said and "copies" in said
+    assert (
+        "no Metal here: no kernel was tried" in said
+        and "A step, in ms" in said
+        and "copies" in said
+    )
     picture = tmp_path / "cache" / "tune.png"
     assert f"picture: {picture}" in said and picture.read_bytes().startswith(b"\x89PNG")
     [file] = (tmp_path / "cache" / "costs").iterdir()
@@ -79,7 +84,9 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(
     assert mend in str(done.exception) and "cannot be written" in str(done.exception)
 
 
-def test_a_full_disk_is_not_a_traceback(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_a_traceback(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(file: Path, found: tune.Found) -> None:
         raise OSError(28, "No space left on device")
 
@@ -128,7 +135,9 @@ def test_depth_is_the_controllers() -> None:
     assert (depth, gain) == (1, pytest.approx(1.5 / 1.2))
 
 
-def test_the_kernels_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kernels_are_shown_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     VERDICTS["small_qmm 8x8"] = Verdict("matrix", 1, 8, 0.0, {1: 0.99, 8: 2.25}, "plain: slower")
     try:
         tune._kernels(tune.Console(width=150), "")
@@ -137,6 +146,8 @@ def test_the_kernels_are_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "1 to 8" in said and "1: 0.99  8: 2.25" in said and "matrix; plain: slower" in said
     depths = {name: {64: {0.5: (1, 1.2), 0.9: (4, 2.0)}} for name in ("copies", "the draft model")}
-    found = tune.Found("tiny", {64: {1: 0.01, 8: 0.02}}, depths, {"small_qmm 8x8": {1: 0.99, 8: 2.25}})
+    found = tune.Found(
+        "tiny", {64: {1: 0.01, 8: 0.02}}, depths, {"small_qmm 8x8": {1: 0.99, 8: 2.25}}
+    )
     curves.draw(tmp_path / "a.png", found)
     assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -1,4 +1,5 @@
-"""Models that cannot be used: each is refused by name in one line, and costs nobody else an answer."""
+"""Models that cannot be used: each is refused by name in one line, and costs nobody else an
+answer."""
 
 import asyncio
 import json
@@ -16,8 +17,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.config import Config
-from mlxspec.server import run
-from mlxspec.types import Unfit
+from mlxspec.server import process
+from mlxspec.types import UserError
 from tests import tiny
 from tests.server.scripted import MESSAGES, Connection
 from tests.tiny_tokenizer import save_tokenizer
@@ -51,7 +52,9 @@ def config(**change: Any) -> Break:
 
 
 def text(name: str, content: str | bytes) -> Break:
-    return lambda p: (p / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda p: (p / name).write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 def weights(change: Callable[[dict[str, mx.array]], object]) -> Break:
@@ -131,14 +134,16 @@ BROKEN: dict[str, Break] = {
 }
 
 
-MENDS = re.compile("give (the directory|a complete)|is missing|neither a directory|fetch them again")
+MENDS = re.compile(
+    "give (the directory|a complete)|is missing|neither a directory|fetch them again"
+)
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_it_is_refused_in_one_line(copy: Path, what: str, bare_settings: None) -> None:
     BROKEN[what](copy)
-    with pytest.raises(Unfit, match=MENDS) as caught:
-        run._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))[1].stop()
+    with pytest.raises(UserError, match=MENDS) as caught:
+        process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))[1].stop()
     said = str(caught.value)
     assert str(copy) in said and "\n" not in said and len(said) < 800
 
@@ -147,28 +152,48 @@ def test_it_is_refused_in_one_line(copy: Path, what: str, bare_settings: None) -
     "what",
     [
         "weights cut in the data",
-        *(pytest.param(what, marks=pytest.mark.slow) for what in ("a number missing", "no tokenizer")),
+        *(
+            pytest.param(what, marks=pytest.mark.slow)
+            for what in ("a number missing", "no tokenizer")
+        ),
     ],
 )
 def test_the_command_ends_with_that_line(copy: Path, what: str) -> None:
     BROKEN[what](copy)
-    command = [sys.executable, "-m", "mlxspec", "serve", str(copy), "--port", "0", "--kv-blocks", "32"]
-    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(copy)}
+    command = [
+        sys.executable,
+        "-m",
+        "mlxspec",
+        "serve",
+        str(copy),
+        "--port",
+        "0",
+        "--kv-blocks",
+        "32",
+    ]
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {
+        "HOME": str(copy)
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=bare)
-    said = (line for line in done.stderr.splitlines() if " INFO " not in line)  # its caches are there too
+    said = (
+        line for line in done.stderr.splitlines() if " INFO " not in line
+    )  # its caches are there too
     lines = [line for line in said if str(copy) in line]
     assert done.returncode not in (0, 1) and len(lines) == 1 and MENDS.search(lines[0]), done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
 @pytest.mark.parametrize(
-    "what", ["weights cut in the data", "a tensor missing", "weights that are no numbers", "no tokenizer"]
+    "what",
+    ["weights cut in the data", "a tensor missing", "weights that are no numbers", "no tokenizer"],
 )
 def test_the_others_go_on(whole: Path, copy: Path, what: str, bare_settings: None) -> None:
     """As the second model of a server, which finds out when it is asked for."""
     BROKEN[what](copy)
-    both = Config(model=f"good={whole}", others=(f"bad={copy}",), port=0, kv_blocks=32, speculate="off")
-    app, worker = run._load(both)
+    both = Config(
+        model=f"good={whole}", others=(f"bad={copy}",), port=0, kv_blocks=32, speculate="off"
+    )
+    app, worker = process._load(both)
 
     async def ask(url: str, model: str) -> tuple[int, dict[str, Any]]:
         got = await Connection(app, url, BODIES[url] | {"model": model}).answer()
@@ -191,13 +216,15 @@ def test_the_others_go_on(whole: Path, copy: Path, what: str, bare_settings: Non
 def test_a_template_that_does_not_parse_is_told(copy: Path, bare_settings: None) -> None:
     """Plain completions need none."""
     (copy / "chat_template.jinja").write_text("{% for %}")
-    app, worker = run._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))
+    app, worker = process._load(Config(model=str(copy), port=0, kv_blocks=32, speculate="off"))
 
     async def main() -> None:
         for url in BODIES:
             got = await Connection(app, url, BODIES[url]).answer()
             assert got.status == 400 and "chat template" in got.json["error"]["message"]
-        got = await Connection(app, "/v1/completions", {"prompt": "hello", "max_tokens": 3}).answer()
+        got = await Connection(
+            app, "/v1/completions", {"prompt": "hello", "max_tokens": 3}
+        ).answer()
         assert got.status == 200
 
     try:

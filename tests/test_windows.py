@@ -1,4 +1,5 @@
-"""Sliding windows: the KV that a model of local and global layers holds, against one that keeps all."""
+"""Sliding windows: the KV that a model of local and global layers holds, against one that keeps
+all."""
 
 from dataclasses import dataclass, field
 
@@ -61,7 +62,9 @@ def held(kind: str, own: bool, change: dict[str, object]) -> tuple[Held, list[in
         ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 128}, 0.53, 0.60),
     ],
 )
-def test_kv_at_8k_tokens(kind: str, change: dict[str, object], at_end: float, at_most: float) -> None:
+def test_kv_at_8k_tokens(
+    kind: str, change: dict[str, object], at_end: float, at_most: float
+) -> None:
     windows, tokens = held(kind, True, change)
     everything, same = held(kind, False, change)
     assert tokens == same

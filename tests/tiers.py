@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mlxspec.engine.disk import Disk
+from mlxspec.cache.disk import Disk
+from mlxspec.cache.offload import Tier
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.tier import Tier
 from mlxspec.model.transfer import Transfer
 from mlxspec.types import Output
 from tests import tiny

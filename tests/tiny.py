@@ -16,17 +16,17 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from mlxspec.engine.blocks import BlockPool
+from mlxspec.cache.blocks import BlockPool
+from mlxspec.cache.prefix import KVCacheManager, Window
+from mlxspec.cache.states import StateCache
+from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.groups import Groups, Window
-from mlxspec.engine.pace import Pace
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.snapshots import Snapshots
 from mlxspec.kernels.reference import gumbel
+from mlxspec.model.recurrent import SHORT
+from mlxspec.model.recurrent import own as own_state
 from mlxspec.model.runner import Layout, Rewind, Runner
-from mlxspec.model.sample import seed32
-from mlxspec.model.states import SHORT
-from mlxspec.model.states import own as own_state
+from mlxspec.model.sampler import seed32
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
 
@@ -57,7 +57,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": _DENSE,
     "qwen3_moe": _DENSE | _EXPERTS | dict(mlp_only_layers=[], moe_intermediate_size=32),
     "gemma3_text": _DENSE
-    | dict(num_hidden_layers=3, sliding_window=12, sliding_window_pattern=3, query_pre_attn_scalar=16),
+    | dict(
+        num_hidden_layers=3, sliding_window=12, sliding_window_pattern=3, query_pre_attn_scalar=16
+    ),
     "gpt_oss": _DENSE | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=12),
     "gemma2": _DENSE
     | dict(query_pre_attn_scalar=16, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
@@ -121,12 +123,14 @@ def config(kind: str, **change: Any) -> dict[str, Any]:
         from tests import architectures
 
         return architectures.config(name) | change
-    return dict(model_type=name, **CONFIGS[name] | (WIDE.get(name, {}) if kv_bits(kind) else {}) | change)
+    return dict(
+        model_type=name, **CONFIGS[name] | (WIDE.get(name, {}) if kv_bits(kind) else {}) | change
+    )
 
 
 def model(kind: str, **change: Any) -> nn.Module:
-    """A fresh model with the same random weights every time: of CONFIGS, where `change` overrides the config,
-    or of tests.architectures."""
+    """A fresh model with the same random weights every time: of CONFIGS, where `change` overrides
+    the config, or of tests.architectures."""
     name = kind.partition(":")[0]
     if name not in CONFIGS:
         from tests import architectures
@@ -135,7 +139,8 @@ def model(kind: str, **change: Any) -> nn.Module:
     arch = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(3)
     m = arch.Model(arch.ModelArgs.from_dict(config(kind, **change)))
-    # Weights as initialised give nearly flat logits; with larger ones a wrong cache changes the choice.
+    # Weights as initialised give nearly flat logits; with larger ones a wrong cache changes the
+    # choice.
     m.update(tree_map(lambda x: x * SHARP.get(name, 2.5) if x.ndim > 1 else x, m.parameters()))
     for layer in m.layers:
         if "sinks" in getattr(layer, "self_attn", {}):
@@ -147,8 +152,8 @@ def model(kind: str, **change: Any) -> nn.Module:
 
 @dataclass
 class Plain:
-    """Plain decoding by mlx-lm: the truth. Remembers what it has computed. With `kv_bits` its caches get what
-    is left of each token's K/V after quantizing and back."""
+    """Plain decoding by mlx-lm: the truth. Remembers what it has computed. With `kv_bits` its
+    caches get what is left of each token's K/V after quantizing and back."""
 
     model: nn.Module
     kv_bits: int = 0
@@ -163,7 +168,9 @@ class Plain:
             self._known[key] = self._decode(list(prompt), n, temperature, seed, index)
         return self._known[key]
 
-    def _decode(self, tokens: list[int], n: int, temperature: float, seed: int, index: int) -> list[int]:
+    def _decode(
+        self, tokens: list[int], n: int, temperature: float, seed: int, index: int
+    ) -> list[int]:
         cache = self.caches(self.model)
         if self.kv_bits:
             for c in cache:
@@ -211,17 +218,20 @@ def engine(
     whole: bool = False,
     **kw: Any,
 ) -> Engine:
-    """`own`: sliding windows have as few blocks of their own as are enough; else they share the others.
-    `states` are kept of recurrent layers. `whole`: the pools do not begin with two blocks and grow."""
+    """`own`: sliding windows have as few blocks of their own as are enough; else they share the
+    others. `states` are kept of recurrent layers. `whole`: the pools do not begin with two blocks
+    and grow."""
     sizes: dict[int, int] = {}
     for w in windows_of(m) if own and layout != "solo" else ():
         sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
-    runner = Runner(m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind, kv_bits=kv_bits)
+    runner = Runner(
+        m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind, kv_bits=kv_bits
+    )
     stateful = bool(runner.states.layers)
-    groups = Groups(
+    groups = KVCacheManager(
         BlockPool(blocks, block, SALT),
         [Window(w, BlockPool(n, block, SALT)) for w, n in sizes.items()],
-        Snapshots(states, STRIDE, own_state) if stateful else None,
+        StateCache(states, STRIDE, own_state) if stateful else None,
     )
     if not whole:
         runner.by_need(lambda: [pool.given for pool in groups.pools])
@@ -230,7 +240,7 @@ def engine(
         groups,
         context=context,
         max_sequences=max_sequences,
-        pace=Pace(fixed=budget),
+        pace=PrefillBudget(fixed=budget),
         sharing=layout != "solo",
         drafts=0 if layout == "solo" else SHORT if stateful else 1 << 31,
     )
@@ -238,7 +248,13 @@ def engine(
 
 
 def request(
-    name: str, prompt: Iterable[int], n: int = 12, *, temperature: float = 0.0, choices: int = 1, **kw: Any
+    name: str,
+    prompt: Iterable[int],
+    n: int = 12,
+    *,
+    temperature: float = 0.0,
+    choices: int = 1,
+    **kw: Any,
 ) -> Request:
     stop = kw.pop("stop_tokens", frozenset())
     return Request(name, tuple(prompt), n, Sampling(temperature=temperature, **kw), stop, choices)
@@ -253,7 +269,8 @@ def settled(e: Engine) -> bool:
 
 
 def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0) -> list[Output]:
-    """Step until idle; `each(i)` runs before turn i, up to turn `last` at least. Checks the invariants."""
+    """Step until idle; `each(i)` runs before turn i, up to turn `last` at least. Checks the
+    invariants."""
     outputs: list[Output] = []
     for i in range(2000):
         each(i)

@@ -1,6 +1,7 @@
 """Small tokenizers for tests, saved as a model directory has them, with a ChatML template.
 
-`bytes` is byte-level BPE with 300 ids, `spm` the SentencePiece kind with byte fallback, `words` neither.
+`bytes` is byte-level BPE with 300 ids, `spm` the SentencePiece kind with byte fallback, `words`
+neither.
 """
 
 import json
@@ -23,7 +24,8 @@ TEMPLATE = (
 THINK = ("<think>", "</think>")
 CALLS = ("<tool_call>", "</tool_call>")
 
-# As Qwen3's: tools in the system text, reasoning kept behind the last question only, `enable_thinking`.
+# As Qwen3's: tools in the system text, reasoning kept behind the last question only,
+# `enable_thinking`.
 AGENT = """{%- if tools %}{{ '<|im_start|>system\n' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
 {{- '# Tools\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<|im_end|>\n' }}
@@ -67,8 +69,8 @@ Kind = Literal["bytes", "spm", "words"]
 def save_tokenizer(
     path: Path, kind: Kind = "bytes", template: str | None = TEMPLATE, extra: tuple[str, ...] = ()
 ) -> Path:
-    """Write tokenizer.json and tokenizer_config.json into `path`, which is made if it is not there. `extra`
-    are more tokens, such as THINK and CALLS, which AGENT and CODER speak of."""
+    """Write tokenizer.json and tokenizer_config.json into `path`, which is made if it is not there.
+    `extra` are more tokens, such as THINK and CALLS, which AGENT and CODER speak of."""
     path.mkdir(parents=True, exist_ok=True)
     made = {"bytes": _bytes, "spm": _spm, "words": _words}[kind]()
     made.add_special_tokens([*SPECIAL, *extra])
@@ -109,9 +111,16 @@ def _spm() -> Tokenizer:
     merges = [("▁", "a"), ("▁", "b"), ("l", "o"), ("▁", "w"), ("h", "e")]
     vocab = {piece: i for i, piece in enumerate([*words, *(a + b for a, b in merges)])}
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return made
 

@@ -1,7 +1,9 @@
-"""A process to kill: an engine, started as a server starts it, that answers until something ends it.
+"""A process to kill: an engine, started as a server starts it, that answers until something ends
+it.
 
-Rule: every line it prints is one answer, whole or not at all; what it was asked is a function of a seed.
-`python -m tests.victim ROOT` forks a fresh engine for each line "kind seed" that it reads, and says its pid.
+Rule: every line it prints is one answer, whole or not at all; what it was asked is a function of a
+seed. `python -m tests.victim ROOT` forks a fresh engine for each line "kind seed" that it reads,
+and says its pid.
 """
 
 import json
@@ -16,7 +18,7 @@ from mlxspec import blas
 
 blas.load()
 
-from mlxspec.engine.start import Options, start  # noqa: E402  after BLAS
+from mlxspec.engine.loader import Options, start  # noqa: E402  after BLAS
 from tests import tiny  # noqa: E402
 
 SLOW_S = 0.02  # of every fsync, so that a kill often falls into a write
@@ -50,7 +52,11 @@ def live(root: Path, kind: str, seed: int) -> None:
         outputs = []
         while e.scheduler.waiting or e.scheduler.running:
             outputs += e.step()
-        answer = {"prompt": prompt, "tokens": tiny.tokens(outputs, f"r{i}"), "cached": outputs[-1].cached}
+        answer = {
+            "prompt": prompt,
+            "tokens": tiny.tokens(outputs, f"r{i}"),
+            "cached": outputs[-1].cached,
+        }
         answer["read"] = e.tier.disk.stats().hits
         os.write(1, (json.dumps(answer) + "\n").encode())
 

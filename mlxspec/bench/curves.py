@@ -23,7 +23,9 @@ def draw(file: Path, found: "Found") -> None:
 
     count = 2 + bool(found.gains)
     figure = Figure(figsize=(5.4 * count, 4.4), dpi=150, layout="constrained")
-    figure.suptitle(f"mlxspec tune: {found.model}", fontsize=12, x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(
+        f"mlxspec tune: {found.model}", fontsize=12, x=0.01, ha="left", fontweight="bold"
+    )
     parts = figure.subplots(1, count)
     for axes in parts:
         axes.spines[["top", "right"]].set_visible(False)
@@ -41,9 +43,13 @@ def draw(file: Path, found: "Found") -> None:
 def _costs(axes: "Axes", found: "Found") -> None:
     for colour, (context, seconds) in zip(COLOURS, found.steps.items(), strict=False):
         times = [1e3 * s for s in seconds.values()]
-        axes.plot(list(seconds), times, "o-", ms=4, color=colour, label=f"{context} tokens of context")
+        axes.plot(
+            list(seconds), times, "o-", ms=4, color=colour, label=f"{context} tokens of context"
+        )
         axes.plot(list(seconds), [times[0] * n for n in seconds], ":", lw=1, color=GREY)
-    axes.annotate("dotted: rows one by one", (0.98, 0.02), xycoords="axes fraction", ha="right", size=8)
+    axes.annotate(
+        "dotted: rows one by one", (0.98, 0.02), xycoords="axes fraction", ha="right", size=8
+    )
     axes.set_ylim(0, 1.15e3 * max(max(seconds.values()) for seconds in found.steps.values()))
     axes.set(xlabel="rows of a step", ylabel="ms", title="What a step costs")
 
@@ -53,9 +59,21 @@ def _depths(axes: "Axes", found: "Found") -> None:
         for colour, (context, chosen) in zip(COLOURS, by_context.items(), strict=False):
             depths = [depth for depth, _ in chosen.values()]
             label = f"{source}, {context} tokens of context"
-            axes.plot([100 * p for p in chosen], depths, style, marker="o", ms=4, color=colour, label=label)
+            axes.plot(
+                [100 * p for p in chosen],
+                depths,
+                style,
+                marker="o",
+                ms=4,
+                color=colour,
+                label=label,
+            )
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="chance that a drafted token is accepted, %", ylabel="tokens drafted", title="How deep")
+    axes.set(
+        xlabel="chance that a drafted token is accepted, %",
+        ylabel="tokens drafted",
+        title="How deep",
+    )
 
 
 def _gains(axes: "Axes", found: "Found") -> None:

@@ -1,4 +1,5 @@
-"""The workload `edits`: rename a name throughout a function or class of Python's own standard library.
+"""The workload `edits`: rename a name throughout a function or class of Python's own standard
+library.
 
 Rule: the same interpreter gives the same prompts, and nothing is fetched.
 """
@@ -8,7 +9,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 # (file, top-level function or class, old name, new name); 40 to 120 lines each
 RENAMES = (
@@ -34,7 +35,8 @@ RENAMES = (
 def edits() -> list[tuple[str, str]]:
     """Name and instruction of each edit, in a fixed order.
 
-    What this version of Python does not have is left out. Raises Unfit where there is no source at all."""
+    What this version of Python does not have is left out. Raises UserError where there is no source
+    at all."""
     found = []
     for file, name, old, new in RENAMES:
         code = definition(Path(sysconfig.get_paths()["stdlib"]) / file, name)
@@ -46,7 +48,7 @@ def edits() -> list[tuple[str, str]]:
         )
         found.append((f"{file}:{name}", text))
     if not found:
-        raise Unfit(
+        raise UserError(
             "workload edits: this Python has no source of its standard library; name another workload,"
             " or run mlxspec with an interpreter that has its .py files"
         )
@@ -54,7 +56,8 @@ def edits() -> list[tuple[str, str]]:
 
 
 def definition(file: Path, name: str) -> str | None:
-    """The source lines of a top-level function or class with its decorators; None where it is not there."""
+    """The source lines of a top-level function or class with its decorators; None where it is not
+    there."""
     try:
         source = file.read_text("utf-8")
     except OSError:

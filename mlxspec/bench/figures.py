@@ -1,7 +1,8 @@
 """What was measured, and the figures made of it. Plain data: no engine, no terminal.
 
-Rule: a speed is tokens by seconds; decode time runs from a prompt's first tokens to its last. A ratio is of
-totals, so a long answer weighs more than a short one; where nothing was decoded there is no figure.
+Rule: a speed is tokens by seconds; decode time runs from a prompt's first tokens to its last. A
+ratio is of totals, so a long answer weighs more than a short one; where nothing was decoded there
+is no figure.
 """
 
 import statistics
@@ -14,8 +15,9 @@ from mlxspec.types import Output
 
 @dataclass(slots=True)
 class Answer:
-    """One prompt's answer on one side. `first` and `last` are seconds from the start of its group; `brought`
-    lists how many tokens each round brought. `rounds`, `drafted` and `kept` are the engine's own counts."""
+    """One prompt's answer on one side. `first` and `last` are seconds from the start of its group;
+    `brought` lists how many tokens each round brought. `rounds`, `drafted` and `kept` are the
+    engine's own counts."""
 
     name: str
     tokens: list[int] = field(default_factory=list)
@@ -47,7 +49,8 @@ class Answer:
 
 @dataclass(slots=True)
 class Side:
-    """A group of prompts that ran together, with or without speculation. `seconds` is their whole time."""
+    """A group of prompts that ran together, with or without speculation. `seconds` is their whole
+    time."""
 
     answers: list[Answer]
     seconds: float
@@ -85,8 +88,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A cell's figures. Speeds are tokens/s of one stream, the median over prompts; a ratio above 1 says that
-    speculation was faster. None: not to be had."""
+    """A cell's figures. Speeds are tokens/s of one stream, the median over prompts; a ratio above 1
+    says that speculation was faster. None: not to be had."""
 
     workload: str
     streams: int

@@ -1,7 +1,8 @@
 """Runs groups of prompts on an engine, with its drafter and without, in turn.
 
-Rule: each side starts with an empty prefix cache and a drafter that has seen no answer: a repeated prompt is
-as new as the first time. What the controller has learned of chances and costs stays, as in a server.
+Rule: each side starts with an empty prefix cache and a drafter that has seen no answer: a repeated
+prompt is as new as the first time. What the controller has learned of chances and costs stays, as
+in a server.
 """
 
 import time
@@ -13,8 +14,8 @@ from mlxspec.bench.figures import Answer, Cell, Side, Trial
 from mlxspec.bench.workloads import Task
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate import Drafter, NoDrafter
-from mlxspec.text.prompt import Tokenizer, encode, render_chat
-from mlxspec.types import Request, Sampling, Unfit
+from mlxspec.text.chat import Tokenizer, encode, render_chat
+from mlxspec.types import Request, Sampling, UserError
 
 T = TypeVar("T")
 
@@ -41,7 +42,9 @@ def groups(found: Sequence[T], wanted: int, streams: int) -> list[Sequence[T]]:
     """Groups of `streams`: as many as hold the `wanted` ones, or else all that can be filled."""
     full = min(-(-wanted // streams), len(found) // streams)
     if not full:
-        raise Unfit(f"--streams = {streams}: the workload has {len(found)} prompts; give no more streams")
+        raise UserError(
+            f"--streams = {streams}: the workload has {len(found)} prompts; give no more streams"
+        )
     return [found[at * streams : (at + 1) * streams] for at in range(full)]
 
 
@@ -70,7 +73,11 @@ class Bench:
             self.side(chosen[0], drafter, min(WARM_UP, self.max_tokens))
         for again in range(rounds):
             for i, group in enumerate(chosen):
-                order = (self.plain, self.drafter) if (i + again) % 2 == 0 else (self.drafter, self.plain)
+                order = (
+                    (self.plain, self.drafter)
+                    if (i + again) % 2 == 0
+                    else (self.drafter, self.plain)
+                )
                 sides = []
                 for drafter in order:
                     sides.append(self.side(group, drafter, self.max_tokens))
@@ -99,10 +106,10 @@ class Bench:
         return Side(list(answers.values()), time.perf_counter() - began)
 
     def request(self, prompt: Prompt, most: int) -> Request:
-        """Up to `most` tokens. Raises Unfit where there is no room for one."""
+        """Up to `most` tokens. Raises UserError where there is no room for one."""
         room = self.context - len(prompt.tokens)
         if room < 1:
-            raise Unfit(
+            raise UserError(
                 f"prompt {prompt.name} has {len(prompt.tokens)} tokens, and the model's context"
                 f" {self.context}; name another workload or a model with a longer context"
             )

@@ -1,4 +1,5 @@
-"""The figures as a picture: what each round brought, and how fast tokens came. The one user of matplotlib.
+"""The figures as a picture: what each round brought, and how fast tokens came. The one user of
+matplotlib.
 
 matplotlib is an extra, `mlxspec[bench]`; it is imported when a picture is asked for.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxspec.bench.figures import Cell, Row
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +34,11 @@ COLOURS = {"edits": "#1f6feb", "humaneval": "#e8772e", "chat": "#2a9d6f", "mixed
 
 
 def need() -> None:
-    """Raises Unfit where no picture can be drawn, before anything is measured."""
+    """Raises UserError where no picture can be drawn, before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise Unfit("--out needs matplotlib, which is not installed; run: pip install 'mlxspec[bench]'")
+        raise UserError(
+            "--out needs matplotlib, which is not installed; run: pip install 'mlxspec[bench]'"
+        )
 
 
 def draw(file: Path, title: str, cells: Sequence[Cell], rows: Sequence[Row]) -> None:
@@ -55,7 +58,8 @@ def draw(file: Path, title: str, cells: Sequence[Cell], rows: Sequence[Row]) -> 
 
 
 def _lengths(axes: "Axes", cells: Sequence[Cell]) -> None:
-    """Share of rounds by the tokens they brought, a bar for each workload; its streams are taken together."""
+    """Share of rounds by the tokens they brought, a bar for each workload; its streams are taken
+    together."""
     names = list(dict.fromkeys(cell.workload for cell in cells))
     counts = {name: [0] * len(BINS) for name in names}
     for cell in cells:
@@ -66,7 +70,13 @@ def _lengths(axes: "Axes", cells: Sequence[Cell]) -> None:
         total = sum(counts[name]) or 1
         at = [n + (i - (len(names) - 1) / 2) * width for n in range(len(BINS))]
         share = [100 * n / total for n in counts[name]]
-        axes.bar(at, share, width * 0.92, label=f"{name} ({total:,} rounds)", color=COLOURS.get(name, GREY))
+        axes.bar(
+            at,
+            share,
+            width * 0.92,
+            label=f"{name} ({total:,} rounds)",
+            color=COLOURS.get(name, GREY),
+        )
     axes.set_xticks(range(len(BINS)), _labels(), fontsize=8)
     axes.set(xlabel="tokens that a round brought", ylabel="rounds, %")
     axes.set_title("Rounds with speculation, by length", **TITLE)
@@ -80,7 +90,8 @@ def _labels() -> list[str]:
 
 
 def _speeds(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Tokens/s without and with speculation, one pair of bars a row, and the ratio of decode times."""
+    """Tokens/s without and with speculation, one pair of bars a row, and the ratio of decode
+    times."""
     for name, colour, side, values in (
         ("without speculation", GREY, -0.2, [r.plain or 0.0 for r in rows]),
         ("with speculation", BLUE, 0.2, [r.drafted or 0.0 for r in rows]),

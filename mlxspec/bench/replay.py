@@ -1,6 +1,7 @@
 """Scores the copying drafters on recorded token streams: no model is loaded.
 
-Rule: the drafters and the controller are the server's own; only the target's samples come from the recording.
+Rule: the drafters and the controller are the server's own; only the target's samples come from the
+recording.
 """
 
 import json
@@ -13,8 +14,8 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from mlxspec.config import ConfigError
-from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.depth import GRID, Costs
+from mlxspec.speculate.controller import GRID, Costs
+from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Request
 from mlxspec.types import Sequence as Seq
 
@@ -47,7 +48,9 @@ def read(file: Path) -> list[Recording]:
             raise ConfigError(f"--replay = {str(file)!r} is larger than {MOST >> 20} MB; split it")
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--replay = {str(file)!r} cannot be read: {error}; name another file") from error
+        raise ConfigError(
+            f"--replay = {str(file)!r} cannot be read: {error}; name another file"
+        ) from error
     found = []
     for n, line in enumerate(lines, 1):
         if not line.strip():
@@ -55,10 +58,16 @@ def read(file: Path) -> list[Recording]:
         try:
             given = json.loads(line)
             prompt, output = (tuple(given[key]) for key in ("prompt", "output"))
-            if not all(type(t) is int and t >= 0 for t in (*prompt, *output)) or not prompt or not output:
+            if (
+                not all(type(t) is int and t >= 0 for t in (*prompt, *output))
+                or not prompt
+                or not output
+            ):
                 raise ValueError("prompt and output must be lists of token ids, with one at least")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f'{file}:{n}: {error!s}; give {{"prompt": [ids], "output": [ids]}}') from error
+            raise ConfigError(
+                f'{file}:{n}: {error!s}; give {{"prompt": [ids], "output": [ids]}}'
+            ) from error
         found.append(Recording(prompt, output))
     if not found:
         raise ConfigError(f"--replay = {str(file)!r} holds no recording")
@@ -71,9 +80,11 @@ def flat(row_cost: float) -> Costs:
     return Costs((64, 65), GRID, (line, line))
 
 
-def score(chain: Chain, recorded: Recording, total: Score) -> None:
+def score(chain: Proposer, recorded: Recording, total: Score) -> None:
     """Play one recording as the engine would, with nobody beside it."""
-    seq = Seq(Request("replay", recorded.prompt, len(recorded.output)), tokens=list(recorded.prompt))
+    seq = Seq(
+        Request("replay", recorded.prompt, len(recorded.output)), tokens=list(recorded.prompt)
+    )
     chain.begin(seq)
     first = Entry(seq, 0, len(recorded.prompt), True)
     seq.tokens.append(recorded.output[0])
@@ -86,7 +97,9 @@ def score(chain: Chain, recorded: Recording, total: Score) -> None:
         chain.draft([entry], None)
         rest = recorded.output[seq.generated :]
         drafted = list(entry.draft.tokens)
-        kept = next((i for i, t in enumerate(drafted) if i + 1 >= len(rest) or t != rest[i]), len(drafted))
+        kept = next(
+            (i for i, t in enumerate(drafted) if i + 1 >= len(rest) or t != rest[i]), len(drafted)
+        )
         seconds = float(chain.costs.curve(1 + len(drafted), 64, "exact")[-1])
         new = list(rest[: kept + 1])
         seq.tokens += new
@@ -104,11 +117,17 @@ def score(chain: Chain, recorded: Recording, total: Score) -> None:
 def replay(file: Path, row_cost: float, console: Console) -> None:
     """Score a recording and print the table."""
     recorded = read(file)
-    total, chain = Score(), Chain(flat(row_cost))
-    for one in track(recorded, "Replaying", console=Console(stderr=True), disable=not console.is_terminal):
+    total, chain = Score(), Proposer(flat(row_cost))
+    for one in track(
+        recorded, "Replaying", console=Console(stderr=True), disable=not console.is_terminal
+    ):
         score(chain, one, total)
-    console.print(f"{len(recorded)} recordings, {total.tokens} tokens; a row costs {row_cost:.0%} of a step")
-    made = Table("source", *(Column(name, justify="right") for name in ("drafted", "kept", "kept %")))
+    console.print(
+        f"{len(recorded)} recordings, {total.tokens} tokens; a row costs {row_cost:.0%} of a step"
+    )
+    made = Table(
+        "source", *(Column(name, justify="right") for name in ("drafted", "kept", "kept %"))
+    )
     for source, drafted in sorted(total.drafted.items()):
         kept = total.kept[source]
         made.add_row(source, str(drafted), str(kept), f"{kept / drafted:.0%}")

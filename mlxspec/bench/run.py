@@ -31,8 +31,8 @@ MAX_STREAMS = 256
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is to be measured, as the flags of the command say it. `max_tokens` is by prompt; `rounds` is how
-    often the whole is repeated."""
+    """What is to be measured, as the flags of the command say it. `max_tokens` is by prompt;
+    `rounds` is how often the whole is repeated."""
 
     workloads: tuple[str, ...]
     prompts: int
@@ -68,15 +68,17 @@ def streams_of(text: str) -> tuple[int, ...]:
 
 
 def bench(config: Config, ask: Ask) -> int:
-    """Measure and report. Exit status: 0, or 1 where a prompt gave other tokens with speculation than
-    without. Raises ConfigError and Unfit."""
+    """Measure and report. Exit status: 0, or 1 where a prompt gave other tokens with speculation
+    than without. Raises ConfigError and UserError."""
     for name, file in (("--out", ask.out), ("--json", ask.json), ("--trace", ask.trace)):
         if file and (file.is_dir() or not os.access(file.resolve().parent, os.W_OK)):
             raise ConfigError(
                 f"{name} = {str(file)!r} cannot be written; name a file in a directory that is there"
             )
     if ask.trace and (unused := "--out" if ask.out else "--json" if ask.json else ""):
-        raise ConfigError(f"--trace writes a timeline in place of the comparison; leave out {unused}")
+        raise ConfigError(
+            f"--trace writes a timeline in place of the comparison; leave out {unused}"
+        )
     if ask.out:
         plot.need()
     console = Console()
@@ -98,7 +100,9 @@ def bench(config: Config, ask: Ask) -> int:
     return int(any(r.differing for r in rows))
 
 
-def offline(recording: Path | None, acceptance: float | None, row_cost: float, draft_cost: float) -> None:
+def offline(
+    recording: Path | None, acceptance: float | None, row_cost: float, draft_cost: float
+) -> None:
     """Without a model: score a recording, measure the controller. Raises ConfigError."""
     blas.load()  # the drafters import mlx
     from mlxspec.bench.replay import replay
@@ -114,14 +118,16 @@ def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
     """Serve the first prompts of every workload at every number of streams, on a timeline."""
     blas.load()
     from mlxspec.bench import measure, timeline, trace
-    from mlxspec.chosen import choose
-    from mlxspec.engine.start import start
-    from mlxspec.model.catalog import cache_of
+    from mlxspec.engine.loader import start
+    from mlxspec.model.hub import cache_of
+    from mlxspec.resolve import choose
 
     found = [(name, workloads.tasks(name, cache_of(config))) for name in ask.workloads]
     groups = [(name, measure.groups(tasks, 1, n)[0]) for name, tasks in found for n in ask.streams]
     model = choose(
-        replace(config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0)
+        replace(
+            config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0
+        )
     )
     sampling = Sampling(temperature=ask.temperature, top_p=ask.top_p)
 
@@ -131,7 +137,10 @@ def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
         return [
             (
                 f"{name}, {len(g)} stream{'s' * (len(g) > 1)}",
-                [bench.request(measure.prompt_of(task, model.tokenizer), ask.max_tokens) for task in g],
+                [
+                    bench.request(measure.prompt_of(task, model.tokenizer), ask.max_tokens)
+                    for task in g
+                ],
             )
             for name, g in groups
         ]
@@ -151,9 +160,9 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
     """Load the model and run every workload at every number of streams."""
     library = blas.load()
     from mlxspec.bench import measure
-    from mlxspec.chosen import choose
-    from mlxspec.engine.start import start
-    from mlxspec.model.catalog import cache_of
+    from mlxspec.engine.loader import start
+    from mlxspec.model.hub import cache_of
+    from mlxspec.resolve import choose
 
     cache = cache_of(config)
     chosen = {
@@ -161,7 +170,9 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
         for name in ask.workloads
         for n in ask.streams
     }
-    same = replace(config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0)
+    same = replace(
+        config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0
+    )
     model = choose(same)
     found, small, tokenizer = model.found, model.small, model.tokenizer
     engine, info = start(found.path, config.name or found.name, model.options)
@@ -172,7 +183,9 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
         key: [[measure.prompt_of(task, tokenizer) for task in group] for group in groups]
         for key, groups in chosen.items()
     }
-    return _about(info, ask, small.name if small else "", library), _cells(bench, prompts, ask.rounds)
+    return _about(info, ask, small.name if small else "", library), _cells(
+        bench, prompts, ask.rounds
+    )
 
 
 def _about(info: ModelInfo, ask: Ask, draft: str, library: str | None) -> dict[str, Any]:
@@ -199,10 +212,17 @@ def _cells(
 ) -> list[figures.Cell]:
     """Measure them one after the other, with a bar on stderr."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         bars = {
-            (name, n): bar.add_task(f"{name}, {n} stream{'s' * (n > 1)}", total=2 * rounds * len(groups))
+            (name, n): bar.add_task(
+                f"{name}, {n} stream{'s' * (n > 1)}", total=2 * rounds * len(groups)
+            )
             for (name, n), groups in prompts.items()
         }
         return [

@@ -1,7 +1,8 @@
-"""Measures the controller alone: a drafter that is right with a given chance, steps that cost what is said.
+"""Measures the controller alone: a drafter that is right with a given chance, steps that cost what
+is said.
 
-Rule: the tokens are counted by their expectation under the depth that was chosen, so that the table shows
-decisions, not luck.
+Rule: the tokens are counted by their expectation under the depth that was chosen, so that the table
+shows decisions, not luck.
 """
 
 import random
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Column, Table
 
-from mlxspec.speculate.chain import FIRST_MODEL
-from mlxspec.speculate.depth import GRID, Controller, Costs, Key, Option
+from mlxspec.speculate.controller import GRID, Controller, Costs, Key, Option
 from mlxspec.speculate.draft_model import MODEL_DEPTH
+from mlxspec.speculate.proposer import FIRST_MODEL
 
 SOURCE = "model"
 ROUNDS = 2000
@@ -23,7 +24,8 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Expected tokens per plain step: of the controller, of the best fixed depth and of plain decoding."""
+    """Expected tokens per plain step: of the controller, of the best fixed depth and of plain
+    decoding."""
 
     rate: float
     best: float
@@ -33,7 +35,8 @@ class Outcome:
 
 
 def expected(p: float, depth: int) -> float:
-    """Tokens of a round that drafts `depth` tokens, each accepted with chance `p` if those before it were."""
+    """Tokens of a round that drafts `depth` tokens, each accepted with chance `p` if those before
+    it were."""
     return sum(p**i for i in range(depth + 1))
 
 
@@ -45,8 +48,8 @@ def simulate(
     seed: int = 0,
     streams: int = 1,
 ) -> list[tuple[float, float, float]]:
-    """(expected tokens, cost, mean depth) of each round. `p(round)` is the chance, `cost(rows)` that of a
-    step, `draft` that of one drafted token."""
+    """(expected tokens, cost, mean depth) of each round. `p(round)` is the chance, `cost(rows)`
+    that of a step, `draft` that of one drafted token."""
     rng = random.Random(seed)
     line = [cost(r) for r in GRID]
 
@@ -70,7 +73,9 @@ def simulate(
     return made
 
 
-def outcome(p: float, cost: Callable[[int], float], draft: float, seeds: Sequence[int] = SEEDS) -> Outcome:
+def outcome(
+    p: float, cost: Callable[[int], float], draft: float, seeds: Sequence[int] = SEEDS
+) -> Outcome:
     """Of one stream, after it has settled, over all seeds."""
     counted = [r for seed in seeds for r in simulate(lambda n: p, cost, draft, seed=seed)[SETTLED:]]
     rates = [expected(p, k) / (cost(1 + k) + k * draft) for k in range(MODEL_DEPTH + 1)]
@@ -82,7 +87,9 @@ def outcome(p: float, cost: Callable[[int], float], draft: float, seeds: Sequenc
 def synthetic(p: float, row_cost: float, draft_cost: float, console: Console) -> None:
     """Print what the controller makes of a drafter that is right with chance `p`."""
     found = outcome(p, lambda rows: 1 + row_cost * (rows - 1), draft_cost)
-    console.print(f"acceptance {p:g}; a row costs {row_cost:.0%} of a step, a draft {draft_cost:.0%}")
+    console.print(
+        f"acceptance {p:g}; a row costs {row_cost:.0%} of a step, a draft {draft_cost:.0%}"
+    )
     names = ("depth", "tokens per step's time", "of the best")
     made = Table("", *(Column(name, justify="right") for name in names))
     for name, depth, rate in (

@@ -26,9 +26,11 @@ CAPTION = "tok/s: one stream, median of prompts. time: without speculation / wit
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line a row, 80 columns wide at least; a row is red where an answer differs. Speeds are of one
-    stream, the median; of times, the ratio without to with."""
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=CAPTION, caption_justify="left")
+    """One line a row, 80 columns wide at least; a row is red where an answer differs. Speeds are of
+    one stream, the median; of times, the ratio without to with."""
+    made = Table(
+        box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=CAPTION, caption_justify="left"
+    )
     for name in COLUMNS:
         text = name in (COLUMNS[0], COLUMNS[-1])
         made.add_column(name, justify="left" if text else "right", no_wrap=name != COLUMNS[-1])
@@ -53,15 +55,17 @@ def verdict(rows: Sequence[Row]) -> Text:
     """Whether speculation changed any answer, and which."""
     names = [f"{name} ({r.workload}, streams: {r.streams})" for r in rows for name in r.differing]
     if not names:
-        return Text("Every prompt gave the same tokens with and without speculation.", style="green")
+        return Text(
+            "Every prompt gave the same tokens with and without speculation.", style="green"
+        )
     count = f"{len(names)} prompt{'s' * (len(names) > 1)}"
     said = f"{count} gave other tokens with speculation than without: {', '.join(names)}"
     return Text(said, style="bold red")
 
 
 def report(about: dict[str, Any], cells: Sequence[Cell], rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything that was measured, for a program to read; the answers' tokens once, as plain decoding
-    gave them."""
+    """Everything that was measured, for a program to read; the answers' tokens once, as plain
+    decoding gave them."""
     runs = [
         {
             "workload": cell.workload,
@@ -75,7 +79,8 @@ def report(about: dict[str, Any], cells: Sequence[Cell], rows: Sequence[Row]) ->
         for side, group in (("plain", trial.plain), ("drafted", trial.drafted))
     ]
     tokens = {
-        cell.workload: {a.name: a.tokens for a in cell.answers(drafted=False)} for cell in reversed(cells)
+        cell.workload: {a.name: a.tokens for a in cell.answers(drafted=False)}
+        for cell in reversed(cells)
     }
     return {**about, "rows": [asdict(r) for r in rows], "runs": runs, "answers": tokens}
 

@@ -12,12 +12,23 @@ from rich.table import Table
 
 from mlxspec.bench.trace import Side, gaps
 
-TRACKS = ("plan", "draft", "build", "submit", "run", "read", "commit", "publish", "nothing submitted")
+TRACKS = (
+    "plan",
+    "draft",
+    "build",
+    "submit",
+    "run",
+    "read",
+    "commit",
+    "publish",
+    "nothing submitted",
+)
 
 
 def events(sides: Sequence[Side]) -> list[dict[str, Any]]:
-    """Chrome's trace events, in microseconds: a process for each side, a thread for each track. On "run" a
-    submission begins when it was called and all before it was ready: a device runs one at a time."""
+    """Chrome's trace events, in microseconds: a process for each side, a thread for each track. On
+    "run" a submission begins when it was called and all before it was ready: a device runs one at a
+    time."""
     zero = min((s.began for side in sides for s in side.submissions), default=0.0)
     zero = min([zero, *(span[2] for side in sides for span in side.spans)])
     made: list[dict[str, Any]] = []
@@ -25,18 +36,36 @@ def events(sides: Sequence[Side]) -> list[dict[str, Any]]:
         made.append(_meta("process_name", pid, 0, side.title))
         made += [_meta("thread_name", pid, tid, track) for tid, track in enumerate(TRACKS, 1)]
         made += [
-            {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            {
+                "name": "thread_sort_index",
+                "ph": "M",
+                "pid": pid,
+                "tid": tid,
+                "args": {"sort_index": tid},
+            }
             for tid in range(1, len(TRACKS) + 1)
         ]
         runs, done = [], 0.0
         for s in side.submissions:
             runs.append(("run", s.step, max(s.began, done), max(s.ready, done)))
             done = max(s.ready, done)
-        idle = [("nothing submitted", step, began, end) for step, began, end in gaps(side.submissions)]
+        idle = [
+            ("nothing submitted", step, began, end) for step, began, end in gaps(side.submissions)
+        ]
         for track, step, began, ended in sorted([*side.spans, *runs, *idle], key=lambda s: s[2]):
             tid, micro = TRACKS.index(track) + 1, 1e6
-            event = {"name": track, "cat": "step", "ph": "X", "pid": pid, "tid": tid, "args": {"step": step}}
-            times = {"ts": round((began - zero) * micro, 3), "dur": round(max(0.0, ended - began) * micro, 3)}
+            event = {
+                "name": track,
+                "cat": "step",
+                "ph": "X",
+                "pid": pid,
+                "tid": tid,
+                "args": {"step": step},
+            }
+            times = {
+                "ts": round((began - zero) * micro, 3),
+                "dur": round(max(0.0, ended - began) * micro, 3),
+            }
             made.append(event | times)
     return made
 
@@ -57,7 +86,9 @@ def table(sides: Sequence[Side]) -> Table:
         " to the call that ends it; with the CPU time of that call, as it came; if all of that came too late."
         " The last four: CPU ms of the engine's thread in a step."
     )
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
+    made = Table(
+        box=None, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left"
+    )
     columns = (
         "\nstreams",
         "\nsteps",

@@ -1,8 +1,10 @@
-"""A step on a timeline: what the engine's thread does, what the device does, and when it has nothing to do.
+"""A step on a timeline: what the engine's thread does, what the device does, and when it has
+nothing to do.
 
-Rule: only what was seen is told. A thread beside it waits for every submission, so "ready" comes late: by
-SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much; the submission that
-ends it takes CPU time, in which MLX walks over the graph before the first operation runs. See `gaps`.
+Rule: only what was seen is told. A thread beside it waits for every submission, so "ready" comes
+late: by SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much;
+the submission that ends it takes CPU time, in which MLX walks over the graph before the first
+operation runs. See `gaps`.
 """
 
 import asyncio
@@ -23,10 +25,10 @@ import mlx.core as mx
 
 from mlxspec import kernels
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.fleet import Start
+from mlxspec.engine.models import Start
 from mlxspec.engine.worker import Worker
 from mlxspec.model import attention
-from mlxspec.model.caches import Pages
+from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Step
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import Entry, ModelInfo, Request
@@ -42,8 +44,8 @@ Bound = Literal["least", "likely", "most"]
 
 @dataclass(slots=True)
 class Submission:
-    """One mx.async_eval: its step, when it was called and came back, when its results were there, and what it
-    took of the CPU. Seconds."""
+    """One mx.async_eval: its step, when it was called and came back, when its results were there,
+    and what it took of the CPU. Seconds."""
 
     step: int
     began: float
@@ -54,8 +56,9 @@ class Submission:
 
 @dataclass(slots=True)
 class Turn:
-    """One turn of the engine's thread. `seconds` by what was done: whole, waits (submitting and reading),
-    graph (mlx-lm's own Python), seam (our page writes and attention inside it); CPU time of the thread."""
+    """One turn of the engine's thread. `seconds` by what was done: whole, waits (submitting and
+    reading), graph (mlx-lm's own Python), seam (our page writes and attention inside it); CPU time
+    of the thread."""
 
     step: int
     rows: int
@@ -69,9 +72,9 @@ class Turn:
 
 
 def gaps(submissions: Sequence[Submission], bound: Bound = "least") -> list[Gap]:
-    """When nothing was submitted: from the moment that all before was ready to the next submission (least),
-    to the end of what this takes of the CPU if nothing else holds it up (likely), or if all of that comes
-    after that moment (most); where a submission waits, the device has work."""
+    """When nothing was submitted: from the moment that all before was ready to the next submission
+    (least), to the end of what this takes of the CPU if nothing else holds it up (likely), or if
+    all of that comes after that moment (most); where a submission waits, the device has work."""
     found, done = [], submissions[0].ready if submissions else 0.0
     for s in submissions[1:]:
         walks = max(s.began, done) if bound == "most" else s.began
@@ -83,9 +86,9 @@ def gaps(submissions: Sequence[Submission], bound: Bound = "least") -> list[Gap]
 
 @dataclass(slots=True)
 class Figures:
-    """Of the steps that only decoded, more than half of the streams in each. `idle`, `likely`, `most`: the
-    share of their time in which nothing was submitted, see `gaps`; the rest in milliseconds: a step, then CPU
-    time of the thread in one."""
+    """Of the steps that only decoded, more than half of the streams in each. `idle`, `likely`,
+    `most`: the share of their time in which nothing was submitted, see `gaps`; the rest in
+    milliseconds: a step, then CPU time of the thread in one."""
 
     steps: int
     drafted: int
@@ -117,7 +120,9 @@ class Side:
     def idle(self, bound: Bound = "least") -> float:
         """Seconds of the gaps before steps that only decoded."""
         steps = {t.step for t in self.decoding()}
-        return sum(end - began for step, began, end in gaps(self.submissions, bound) if step in steps)
+        return sum(
+            end - began for step, began, end in gaps(self.submissions, bound) if step in steps
+        )
 
     def figures(self) -> Figures | None:
         """None where there were too few steps."""
@@ -163,7 +168,8 @@ class Timed:
 
 
 class Recorder:
-    """Stands round one engine and its worker while they run. All verbs but `watch` on the engine's thread."""
+    """Stands round one engine and its worker while they run. All verbs but `watch` on the engine's
+    thread."""
 
     def __init__(self) -> None:
         self.side: Side | None = None
@@ -175,7 +181,8 @@ class Recorder:
         self._read = (0.0, 0.0)
         self._booked = 0
 
-    # ---- what is wrapped --------------------------------------------------------------------------------
+    # ---- what is wrapped
+    # --------------------------------------------------------------------------------
 
     def adopt(self, engine: Engine) -> None:
         """Wrap what is this engine's alone."""
@@ -221,7 +228,8 @@ class Recorder:
             submission.ready = time.perf_counter()
             del found, probe
 
-    # ---- how ------------------------------------------------------------------------------------------
+    # ---- how
+    # ------------------------------------------------------------------------------------------
 
     @property
     def _number(self) -> int:
@@ -272,8 +280,9 @@ class Recorder:
         return timed  # type: ignore[no-any-return]
 
     def _submit(self, submit: Callable[..., None]) -> Callable[..., None]:
-        """A submission with an array of our own in it, which becomes ready with the rest: two threads must
-        not wait for the same array, and who holds a pool keeps the next step from writing in place."""
+        """A submission with an array of our own in it, which becomes ready with the rest: two
+        threads must not wait for the same array, and who holds a pool keeps the next step from
+        writing in place."""
 
         def watched(*arrays: Any) -> None:
             first = arrays[0][0] if isinstance(arrays[0], list) and arrays[0] else arrays[0]
@@ -341,8 +350,9 @@ class Recorder:
 def record(
     start: Start, chosen: Callable[[Engine, ModelInfo], Sequence[tuple[str, list[Request]]]]
 ) -> list[Side]:
-    """Serve `chosen` groups of requests one after the other, each without a draft and, where the engine has
-    a drafter, with it, as a server does: a worker's thread, and a loop that takes what it publishes."""
+    """Serve `chosen` groups of requests one after the other, each without a draft and, where the
+    engine has a drafter, with it, as a server does: a worker's thread, and a loop that takes what
+    it publishes."""
     recorder, held, found = Recorder(), [], []
 
     def begin() -> tuple[Engine, ModelInfo]:

@@ -1,7 +1,8 @@
-"""`mlxspec tune`: kernels, costs and depths of this machine, measured anew and kept where `serve` finds them.
+"""`mlxspec tune`: kernels, costs and depths of this machine, measured anew and kept where `serve`
+finds them.
 
-Rule: it starts a model as `serve` does; there is no second way to measure. BLAS is loaded before this is
-imported.
+Rule: it starts a model as `serve` does; there is no second way to measure. BLAS is loaded before
+this is imported.
 """
 
 import importlib.util
@@ -16,15 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from mlxspec.bench import curves
-from mlxspec.chosen import choose
 from mlxspec.config import Config, ConfigError, url_of
-from mlxspec.engine.start import start
-from mlxspec.kernels.prove import missing
+from mlxspec.engine.loader import start
 from mlxspec.kernels.proven import VERDICTS
-from mlxspec.model.catalog import cache_of
-from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.depth import Controller, Costs, Option
+from mlxspec.kernels.verify import missing
+from mlxspec.model.hub import cache_of
+from mlxspec.resolve import choose
+from mlxspec.speculate.controller import Controller, Costs, Option
 from mlxspec.speculate.draft_model import MODEL_DEPTH
+from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import MAX_DEPTH
 
 ACCEPTANCES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -36,8 +37,9 @@ NO_PICTURE = "no picture: matplotlib is not installed; run: pip install 'mlxspec
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`steps`: seconds by rows, for each context. `depths`: for each source of drafts and each context, by
-    acceptance, how many tokens are drafted and how many times as fast that is. `gains` of kernels by rows."""
+    """`steps`: seconds by rows, for each context. `depths`: for each source of drafts and each
+    context, by acceptance, how many tokens are drafted and how many times as fast that is. `gains`
+    of kernels by rows."""
 
     model: str
     steps: Mapping[int, Mapping[int, float]]
@@ -46,7 +48,7 @@ class Found:
 
 
 def tune(config: Config, out: Path | None) -> int:
-    """Measure, show, draw. Raises ConfigError and Unfit."""
+    """Measure, show, draw. Raises ConfigError and UserError."""
     file = out or cache_of(config) / "tune.png"
     with _writing(file, out):  # before the measuring, which takes minutes
         if not out:
@@ -64,9 +66,11 @@ def tune(config: Config, out: Path | None) -> int:
     options = replace(chosen.options, again=True, disk_bytes=0)
     engine, info = start(chosen.found.path, chosen.found.name, options)
     gains = {name: verdict.gains for name, verdict in VERDICTS.items() if verdict.gains}
-    console.print(f"{info.name}, {info.layout} layout: what was measured is kept in {cache_of(config)}")
+    console.print(
+        f"{info.name}, {info.layout} layout: what was measured is kept in {cache_of(config)}"
+    )
     _kernels(console, missing() if config.kernels == "auto" else "kernels = off")
-    if not isinstance(engine.drafter, Chain):
+    if not isinstance(engine.drafter, Proposer):
         console.print("no speculation here, so no costs and no depths; the log says why")
         return 0
     found = _found(engine.drafter, info.name, info.context, gains)
@@ -85,7 +89,11 @@ def _writing(file: Path, out: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        mend = "--out: name a file in a directory that is there" if out else "--cache-dir: name another"
+        mend = (
+            "--out: name a file in a directory that is there"
+            if out
+            else "--cache-dir: name another"
+        )
         raise ConfigError(f"{mend}; {str(file)!r} cannot be written: {error.strerror}") from error
 
 
@@ -94,7 +102,9 @@ def _sharing(config: Config) -> str:
     url = url_of(config.host, config.port)
     asked = HTTPConnection(url.removeprefix("http://"), timeout=HEALTH_S)
     try:
-        asked.request("GET", "/health", headers={"Host": "localhost"})  # a name that is always allowed
+        asked.request(
+            "GET", "/health", headers={"Host": "localhost"}
+        )  # a name that is always allowed
         found = json.load(asked.getresponse())
     except (OSError, HTTPException, ValueError):
         return ""
@@ -103,8 +113,11 @@ def _sharing(config: Config) -> str:
     return url if isinstance(found, dict) and "status" in found else ""
 
 
-def _found(chain: Chain, model: str, most: int, gains: Mapping[str, Mapping[int, float]]) -> Found:
-    """What a step costs and how deep is drafted, by the controller itself. `most` tokens of context."""
+def _found(
+    chain: Proposer, model: str, most: int, gains: Mapping[str, Mapping[int, float]]
+) -> Found:
+    """What a step costs and how deep is drafted, by the controller itself. `most` tokens of
+    context."""
     costs = chain.costs
     contexts = [c for c in CONTEXTS if c <= most] or [most]
     steps = {
@@ -121,7 +134,9 @@ def _found(chain: Chain, model: str, most: int, gains: Mapping[str, Mapping[int,
     return Found(model, steps, depths, gains)
 
 
-def _depth(costs: Costs, acceptance: float, context: int, seconds: float, most: int) -> tuple[int, float]:
+def _depth(
+    costs: Costs, acceptance: float, context: int, seconds: float, most: int
+) -> tuple[int, float]:
     option = Option("tuned", [acceptance] * most, seconds)
     control = Controller(costs, lambda key: acceptance)
     [(depth, _)] = control.decide([control.pilot()], [[option]], context, "exact")
@@ -163,5 +178,7 @@ def _depths(found: Found) -> Table:
         table.add_column(f"{acceptance:.0%}", justify="right")
     for source, by_context in found.depths.items():
         for context, chosen in by_context.items():
-            table.add_row(source, str(context), *(f"{depth} ({gain:.2f})" for depth, gain in chosen.values()))
+            table.add_row(
+                source, str(context), *(f"{depth} ({gain:.2f})" for depth, gain in chosen.values())
+            )
     return table

@@ -1,6 +1,7 @@
 """What the bench asks a model: edits of code, functions to complete, chat, and a mix of the three.
 
-Rule: a workload is the same list in the same order every time, and any first part of it is a fair sample.
+Rule: a workload is the same list in the same order every time, and any first part of it is a fair
+sample.
 """
 
 import gzip
@@ -27,7 +28,7 @@ class Task:
 
 
 def tasks(workload: str, cache_dir: Path) -> list[Task]:
-    """Every task of a workload of NAMES. Raises Unfit where its texts cannot be had."""
+    """Every task of a workload of NAMES. Raises UserError where its texts cannot be had."""
     if workload == "edits":
         return [Task(name, text, OPENING) for name, text in edits()]
     if workload == "humaneval":
@@ -38,11 +39,11 @@ def tasks(workload: str, cache_dir: Path) -> list[Task]:
         made = [Task(f"MT-Bench/{q['question_id']}", q["turns"][0]) for q in found]
         return [task for at in range(CATEGORY) for task in made[at::CATEGORY]]
     several = [tasks(name, cache_dir) for name in ALONE]
-    return [task for group in zip(*several, strict=False) for task in group]  # as long as each has one
+    return [
+        task for group in zip(*several, strict=False) for task in group
+    ]  # as long as each has one
 
 
 def _completion(problem: dict[str, str]) -> Task:
-    text = (
-        f"Complete this Python function. Answer with the whole function.\n\n```python\n{problem['prompt']}```"
-    )
+    text = f"Complete this Python function. Answer with the whole function.\n\n```python\n{problem['prompt']}```"
     return Task(problem["task_id"], text)

@@ -1,7 +1,7 @@
 """The loop: plan, draft, forward, sample, submit; read the step before; accept, commit.
 
-Rule: step n+1 is submitted before step n is read, if that samples. A stop that is found late costs one wasted
-row, never a wrong token.
+Rule: step n+1 is submitted before step n is read, if that samples. A stop that is found late costs
+one wasted row, never a wrong token.
 """
 
 import logging
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mlxspec.engine import constrain
-from mlxspec.engine.disk import DiskStats
-from mlxspec.engine.pressure import NORMAL, Guard
+from mlxspec.cache.disk import DiskStats
+from mlxspec.cache.offload import Tier
+from mlxspec.engine import structured
+from mlxspec.engine.pressure import NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut
-from mlxspec.engine.tier import Tier
-from mlxspec.kernels.stall import Stalls
+from mlxspec.kernels.stall import HangDetector
 from mlxspec.model import meter
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter
-from mlxspec.types import Draft, Entry, Logprob, Output, Request, Stats, Unfit
+from mlxspec.types import Draft, Entry, InvalidRequest, Logprob, Output, Request, Stats
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
@@ -33,9 +33,9 @@ _COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
 
 
 @dataclass(slots=True)
-class Tally:
-    """What was drafted and kept, by source and position; rounds by draft length; seconds of decoding without
-    any draft. Keys are bounded: a handful of sources, MAX_DEPTH positions."""
+class SpecDecodeMetrics:
+    """What was drafted and kept, by source and position; rounds by draft length; seconds of
+    decoding without any draft. Keys are bounded: a handful of sources, MAX_DEPTH positions."""
 
     tried: Counter[tuple[str, int]] = field(default_factory=Counter)
     kept: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -64,14 +64,17 @@ class Engine:
     tier: Tier | None = None  # None: nothing outlives the process
     trace: Callable[[str, int], None] = lambda event, step: None
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
-    drafts: "Tally" = field(default_factory=lambda: Tally())
+    drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0
     rests: bool = False  # nothing can be done until the disk has
     _moved: bool = False  # something went to the disk or came from it, which took time
-    guard: Guard | None = None  # None: memory is not watched
-    stalls: Stalls | None = None  # None: no kernel is used
+    guard: MemoryMonitor | None = None  # None: memory is not watched
+    stalls: HangDetector | None = None  # None: no kernel is used
     census: meter.Census = field(default_factory=meter.Census)
-    _pressed: tuple[int, float] = (NORMAL, 0.0)  # the guard's level and reading that were heeded last
+    _pressed: tuple[int, float] = (
+        NORMAL,
+        0.0,
+    )  # the guard's level and reading that were heeded last
     _flight: deque[tuple[int, Step]] = field(default_factory=deque)
     _settled: float = 0.0
     _waited: float = 0.0  # seconds that the last read took
@@ -79,10 +82,15 @@ class Engine:
     _live: dict[Seq, None] = field(default_factory=dict)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises Unfit where it can never run; then nothing is kept of it."""
-        ids = (*request.prompt, *request.prediction, *(token for token, _ in request.sampling.logit_bias))
+        """Queue a request. Raises InvalidRequest where it can never run; then nothing is kept of
+        it."""
+        ids = (
+            *request.prompt,
+            *request.prediction,
+            *(token for token, _ in request.sampling.logit_bias),
+        )
         if self.vocab and not all(0 <= token < self.vocab for token in ids):
-            raise Unfit(f"a token id is outside the model's vocabulary of {self.vocab}")
+            raise InvalidRequest(f"a token id is outside the model's vocabulary of {self.vocab}")
         self.scheduler.add(request)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:
@@ -106,7 +114,7 @@ class Engine:
         outputs: list[Output] = []
         self.look()
         running = self.scheduler.running
-        if self._flight and (constrain.waits(running) or self._ask(self.drafter.waits, running)):
+        if self._flight and (structured.waits(running) or self._ask(self.drafter.waits, running)):
             outputs += self._settle(keep=0)
         began = time.perf_counter()
         plan = self.scheduler.plan(self._depths)
@@ -115,14 +123,15 @@ class Engine:
         if isinstance(self.drafter, NoDrafter):  # it may have failed half way
             for e in plan:
                 e.draft = Draft()
-        for seq, why in constrain.mask(plan):
+        for seq, why in structured.mask(plan):
             outputs.append(self.scheduler.fail(seq, why))
             plan = [e for e in plan if e.seq is not seq]
         self.runner.copy(self.scheduler.copies)
         self.scheduler.copies.clear()
         if plan:
             self._submit(plan, began)
-        # A step of prompts alone takes a second and brings nothing: who comes meanwhile goes before the next.
+        # A step of prompts alone takes a second and brings nothing: who comes meanwhile goes before
+        # the next.
         outputs += self._settle(keep=int(any(e.samples for e in plan)))
         self._retire()
         self._tell()
@@ -131,7 +140,8 @@ class Engine:
         return outputs
 
     def look(self) -> None:
-        """See how short memory is, and give back what can be had again. Once per turn, and when idle."""
+        """See how short memory is, and give back what can be had again. Once per turn, and when
+        idle."""
         self.census.take(idle=not self.busy)
         if self.guard is None:
             return
@@ -139,7 +149,9 @@ class Engine:
         if level > NORMAL and self.guard.read != before[1]:
             meter.trim()
         if level > before[0]:
-            log.info("%d cached KV blocks were forgotten, and all states", self.scheduler.groups.forget())
+            log.info(
+                "%d cached KV blocks were forgotten, and all states", self.scheduler.groups.forget()
+            )
         self.scheduler.short, self._pressed = level > NORMAL, (level, self.guard.read)
         for pool in self.scheduler.groups.pools if level != before[0] else ():
             pool.thrifty = level > NORMAL
@@ -153,7 +165,10 @@ class Engine:
         for seq in self.scheduler.running:
             if left := self._unread(seq):
                 log.info(
-                    "%s: %d of %d prompt tokens read", seq.request.id, seq.prompt_len - left, seq.prompt_len
+                    "%s: %d of %d prompt tokens read",
+                    seq.request.id,
+                    seq.prompt_len - left,
+                    seq.prompt_len,
                 )
 
     @staticmethod
@@ -165,7 +180,8 @@ class Engine:
         return self._ask(self.drafter.plan, seqs) or {}
 
     def _ask(self, verb: Callable[..., T], *args: Any) -> T | None:
-        """Ask the drafter. It only makes things faster: where it fails, decoding goes on without it."""
+        """Ask the drafter. It only makes things faster: where it fails, decoding goes on without
+        it."""
         try:
             return verb(*args)
         except Exception:
@@ -210,14 +226,17 @@ class Engine:
                 self.counters["rounds"] += 1
                 self.drafts.book(e.draft.source, len(e.draft), len(new) - 1)
             cut(e.seq, new)
-            self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start - e.again)
+            self.counters["prompt"] += max(
+                0, min(e.start + e.count, e.seq.prompt_len) - e.start - e.again
+            )
         self.runner.rewind(
-            step.plan, [e.count + max(0, len(new) - 1) for e, new in zip(step.plan, accepted, strict=True)]
+            step.plan,
+            [e.count + max(0, len(new) - 1) for e, new in zip(step.plan, accepted, strict=True)],
         )
         outputs = self.scheduler.commit(step.plan, accepted, lps)
         self.counters["generated"] += sum(len(o.tokens) for o in outputs)
         how = "overlap" if step.overlaps else "exact"
-        for seq, why in constrain.take(step.plan, accepted):
+        for seq, why in structured.take(step.plan, accepted):
             outputs.append(self.scheduler.fail(seq, why))
         self._ask(self.drafter.observe, step.plan, accepted, self.step_seconds, how)
         return outputs
@@ -238,8 +257,9 @@ class Engine:
             self.drafts.parked += self.step_seconds
 
     def _watch(self, step: Step, prefill: int) -> None:
-        """Tell of a step whose time is the kernels': none of a prompt, none beside which one was built, none
-        while memory is short. What the host does itself and what other models take is no waiting."""
+        """Tell of a step whose time is the kernels': none of a prompt, none beside which one was
+        built, none while memory is short. What the host does itself and what other models take is
+        no waiting."""
         if self.stalls is None or prefill or (self.guard and self.guard.look() > NORMAL):
             return
         beside = self._flight[-1][1] if self._flight else None
@@ -266,9 +286,10 @@ class Engine:
             self.tier.close(seconds)
 
     def forget(self) -> None:
-        """Drop what the prefix cache knows and start the counters afresh. The engine must be idle."""
+        """Drop what the prefix cache knows and start the counters afresh. The engine must be
+        idle."""
         self.scheduler.groups.forget()
-        self.counters, self.drafts = dict.fromkeys(_COUNTERS, 0), Tally()
+        self.counters, self.drafts = dict.fromkeys(_COUNTERS, 0), SpecDecodeMetrics()
         self.drafter.forget()
 
     def check(self) -> None:
@@ -290,7 +311,9 @@ class Engine:
             steps=c["steps"],
             rounds=c["rounds"],
             prompt_tokens=c["prompt"],
-            prompt_left=sum(self._unread(s) for s in (*self.scheduler.running, *self.scheduler.waiting)),
+            prompt_left=sum(
+                self._unread(s) for s in (*self.scheduler.running, *self.scheduler.waiting)
+            ),
             cached_tokens=c["cached"],
             generated_tokens=c["generated"],
             drafts=self.drafts.table(),
@@ -308,7 +331,7 @@ class Engine:
         )
 
 
-def of_process(guard: Guard | None) -> dict[str, Any]:
+def of_process(guard: MemoryMonitor | None) -> dict[str, Any]:
     """What of Stats is the process's, whether a model is loaded or not."""
     active, spare = meter.held()
     return dict(

@@ -1,8 +1,8 @@
 """How short memory is: the system's own word, what is free, and what this process takes.
 
-Rule: no thread and no MLX. Whoever has a moment looks, and figures are read once a second at most: what they
-say lasts for seconds, and nothing could be done about it inside a step. The level rises at once and falls
-after a while.
+Rule: no thread and no MLX. Whoever has a moment looks, and figures are read once a second at most:
+what they say lasts for seconds, and nothing could be done about it inside a step. The level rises
+at once and falls after a while.
 """
 
 import logging
@@ -21,7 +21,8 @@ NORMAL, WARN, CRITICAL = 0, 1, 2
 NAMES = ("normal", "short: requests run one at a time", "very short: new requests are refused")
 POLL_S = 1.0
 HOLD_S = 10  # a level is left when it was not reached for so long
-WAITING = 10.0  # percent of ten seconds in which some task waited for memory: short; in which all did: very
+# percent of ten seconds in which some task waited for memory: short; in which all did: very
+WAITING = 10.0
 FLOOR = 32  # part of the machine's memory; less than that free is short, less than half of it very
 MACOS = {1: NORMAL, 2: WARN, 4: CRITICAL}
 
@@ -30,7 +31,9 @@ def system() -> int:
     """The system's own judgement; NORMAL where it gives none."""
     if memory.DARWIN:
         return MACOS.get(memory.sysctl("kern.memorystatus_vm_pressure_level") or 1, NORMAL)
-    stalls = re.findall(r"^(some|full) avg10=([\d.]+)", memory.text(memory.PROC / "pressure/memory"), re.M)
+    stalls = re.findall(
+        r"^(some|full) avg10=([\d.]+)", memory.text(memory.PROC / "pressure/memory"), re.M
+    )
     waits = {kind: float(percent) for kind, percent in stalls}
     if waits.get("full", 0) > WAITING:
         return CRITICAL
@@ -38,9 +41,9 @@ def system() -> int:
 
 
 @dataclass(slots=True)
-class Guard:
-    """One for the process, looked at from any thread. `planned` bytes are what it means to take, pools and
-    weights included, which `expect` adds."""
+class MemoryMonitor:
+    """One for the process, looked at from any thread. `planned` bytes are what it means to take,
+    pools and weights included, which `expect` adds."""
 
     planned: int = field(default_factory=lambda: memory.footprint() + memory.headroom())
     clock: Callable[[], float] = time.monotonic

@@ -1,7 +1,8 @@
 """Which sequence computes which tokens in a step: admission, budget, blocks, preemption, commit.
 
-Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to what is known
-plus its draft; whatever is short of blocks gives up drafts first, then its youngest neighbour. No mlx here.
+Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to what
+is known plus its draft; whatever is short of blocks gives up drafts first, then its youngest
+neighbour. No mlx here.
 """
 
 from collections import deque
@@ -10,10 +11,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
-from mlxspec.engine.blocks import BlockPool
-from mlxspec.engine.groups import Copies, Groups, Hit
-from mlxspec.engine.pace import Pace
-from mlxspec.types import Entry, Finish, Logprob, Output, Request, Sequence, Unfit
+from mlxspec.cache.blocks import BlockPool
+from mlxspec.cache.prefix import Copies, KVCacheManager, PrefixMatch
+from mlxspec.engine.budget import PrefillBudget
+from mlxspec.types import Entry, Finish, InvalidRequest, Logprob, Output, Request, Sequence
 
 PATIENCE = 8  # plans that may pass a prefill over for shorter ones
 
@@ -22,7 +23,7 @@ class Tier(Protocol):
     """What outlives the process: see `mlxspec.engine.tier`."""
 
     def waits(self, seq: Sequence) -> bool: ...
-    def seeks(self, seq: Sequence, hit: Hit) -> bool: ...
+    def seeks(self, seq: Sequence, hit: PrefixMatch) -> bool: ...
     def forget(self, seq: Sequence) -> None: ...
     def note(self, seq: Sequence) -> None: ...
 
@@ -31,24 +32,29 @@ Depths = Callable[[list[Sequence]], Mapping[Sequence, int]]
 
 
 class Scheduler:
-    """Holds every live sequence. `context` bounds prompt + output in tokens; `sharing` is off where a model
-    keeps more of a prefix than blocks hold; an entry of more than `drafts` known rows takes no draft (0: none
-    does); `blind` says whether a sequence may go on while a draft of it is in flight and nobody knows
-    how far it got. Engine thread only."""
+    """Holds every live sequence. `context` bounds prompt + output in tokens; `sharing` is off where
+    a model keeps more of a prefix than blocks hold; an entry of more than `drafts` known rows takes
+    no draft (0: none does); `blind` says whether a sequence may go on while a draft of it is in
+    flight and nobody knows how far it got. Engine thread only."""
 
     def __init__(
         self,
-        groups: Groups,
+        groups: KVCacheManager,
         *,
         context: int,
         max_sequences: int = 16,
-        pace: Pace | None = None,
+        pace: PrefillBudget | None = None,
         sharing: bool = True,
         drafts: int = 1 << 31,
         blind: Callable[[Sequence], bool] = lambda seq: False,
     ) -> None:
-        self.groups, self.context, self.max_sequences, self.sharing = groups, context, max_sequences, sharing
-        self.pace, self.blind, self.drafts = pace or Pace(), blind, drafts
+        self.groups, self.context, self.max_sequences, self.sharing = (
+            groups,
+            context,
+            max_sequences,
+            sharing,
+        )
+        self.pace, self.blind, self.drafts = pace or PrefillBudget(), blind, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.tier: Tier | None = None
@@ -56,7 +62,9 @@ class Scheduler:
         self.short = False  # of memory: then a sequence starts when none runs
         self.preemptions = 0
         self._order = count()
-        self._stuck: tuple[Sequence, int] | None = None  # who could not be admitted, with how many blocks
+        self._stuck: tuple[Sequence, int] | None = (
+            None  # who could not be admitted, with how many blocks
+        )
 
     @property
     def pool(self) -> BlockPool:
@@ -69,11 +77,11 @@ class Scheduler:
         return min(self.context, self.pool.capacity)
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices. Raises Unfit where it could never run."""
+        """Queue a request's choices. Raises InvalidRequest where it could never run."""
         if not request.prompt:
-            raise Unfit("the prompt is empty; send one token at least")
+            raise InvalidRequest("the prompt is empty; send one token at least")
         if request.max_tokens < 1 or len(request.prompt) + request.max_tokens > self.limit:
-            raise Unfit(
+            raise InvalidRequest(
                 f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} do not fit"
                 f" in {self.limit} tokens; shorten one of them"
             )
@@ -86,7 +94,8 @@ class Scheduler:
             self.waiting.append(seq)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:
-        """End the choices of `request` (all, or one), freeing their blocks now. Unknown ids do nothing."""
+        """End the choices of `request` (all, or one), freeing their blocks now. Unknown ids do
+        nothing."""
         hit = [
             s
             for s in (*self.running, *self.waiting)
@@ -106,10 +115,14 @@ class Scheduler:
         return replace(_output(seq, (), ()), error=error)
 
     def plan(self, depths: Depths = lambda seqs: {}) -> list[Entry]:
-        """The next step: decodes first, then prefills inside the budget. Reserves blocks for every row.
-        `depths` is asked how many tokens to draft for the sequences that sample."""
+        """The next step: decodes first, then prefills inside the budget. Reserves blocks for every
+        row. `depths` is asked how many tokens to draft for the sequences that sample."""
         self._admit()
-        ready = [s for s in self.running if s.remaining and s.room > 0 and (not s.spread or self.blind(s))]
+        ready = [
+            s
+            for s in self.running
+            if s.remaining and s.room > 0 and (not s.spread or self.blind(s))
+        ]
         plan: list[Entry] = []
         for seq in ready:
             if seq.remaining == seq.again + 1:
@@ -122,7 +135,9 @@ class Scheduler:
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
-                if plan[-1].samples:  # whoever begins to answer waits no longer than who does already
+                if plan[
+                    -1
+                ].samples:  # whoever begins to answer waits no longer than who does already
                     budget = min(budget, self.pace.rows(decoding=True))
             else:
                 seq.deferred += 1
@@ -135,7 +150,8 @@ class Scheduler:
         return plan
 
     def submitted(self, plan: Iterable[Entry]) -> None:
-        """The step is on its way: its rows count as computed; a plain sampling entry has a pending token."""
+        """The step is on its way: its rows count as computed; a plain sampling entry has a pending
+        token."""
         for e in plan:
             seq = e.seq
             seq.flight.append(e)
@@ -146,10 +162,13 @@ class Scheduler:
                 seq.spread += len(e.draft)
 
     def commit(
-        self, plan: Iterable[Entry], accepted: Iterable[list[int]], logprobs: Iterable[list[Logprob]]
+        self,
+        plan: Iterable[Entry],
+        accepted: Iterable[list[int]],
+        logprobs: Iterable[list[Logprob]],
     ) -> list[Output]:
-        """Book what a step brought, oldest step first. A row of a sequence that has ended meanwhile is
-        ignored; drafted slots behind the accepted ones are free to be written again.
+        """Book what a step brought, oldest step first. A row of a sequence that has ended meanwhile
+        is ignored; drafted slots behind the accepted ones are free to be written again.
 
             tokens:  [ shared ][ computed before ][ count ][ kept drafts ] new | rejected
         """
@@ -165,7 +184,9 @@ class Scheduler:
                 seq.rounds += 1
                 seq.drafted += len(e.draft)
                 if len(new) > 1:
-                    seq.accepted[e.draft.source] = seq.accepted.get(e.draft.source, 0) + len(new) - 1
+                    seq.accepted[e.draft.source] = (
+                        seq.accepted.get(e.draft.source, 0) + len(new) - 1
+                    )
                 outputs.append(self._extend(e, new, lps))
             if seq.table:
                 self._publish(e, len(new))
@@ -177,15 +198,20 @@ class Scheduler:
         """Assert what must hold between steps."""
         live = (*self.running, *self.waiting)
         self.groups.check(live)
-        assert all(not s.table and not s.computed for s in self.waiting), "a waiting sequence holds blocks"
+        assert all(not s.table and not s.computed for s in self.waiting), (
+            "a waiting sequence holds blocks"
+        )
         assert len(self.running) <= self.max_sequences
         for seq in live:
             assert seq.finish is None, "an ended sequence is still listed"
             assert seq.shared <= seq.prompt_len or seq.generated, "shared beyond the prompt"
-            assert seq.computed <= max(0, len(seq.table)) * self.pool.block_size, "computed without a block"
+            assert seq.computed <= max(0, len(seq.table)) * self.pool.block_size, (
+                "computed without a block"
+            )
             assert seq.computed <= seq.known, "computed what does not exist"
 
-    # ---- admission ------------------------------------------------------------------------------------
+    # ---- admission
+    # ------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         if not self.waiting:  # what the running lack is then nobody's business
@@ -216,15 +242,16 @@ class Scheduler:
         """Blocks a sequence still needs to catch up and to hold one more token."""
         return self.groups.lacking(seq, seq.known + 1)
 
-    def _fits(self, seq: Sequence, promised: int) -> Hit | None:
-        """What the prefix cache has for a waiting sequence; None where there is no room for the rest."""
-        hit = self.groups.match(seq.tokens) if self.sharing else Hit()
+    def _fits(self, seq: Sequence, promised: int) -> PrefixMatch | None:
+        """What the prefix cache has for a waiting sequence; None where there is no room for the
+        rest."""
+        hit = self.groups.match(seq.tokens) if self.sharing else PrefixMatch()
         hits = hit.tables[0] if hit.tables else ()
         idle = sum(b in self.pool.free for b in hits)
         need = self._lacking(seq) - len(hits) + idle
         return None if self.running and need + promised > len(self.pool.free) else hit
 
-    def _start(self, seq: Sequence, hit: Hit) -> None:
+    def _start(self, seq: Sequence, hit: PrefixMatch) -> None:
         self.copies += self.groups.take(seq, hit)
         if self.tier:
             self.tier.forget(seq)
@@ -234,7 +261,8 @@ class Scheduler:
         self.running.append(seq)
         self.running.sort(key=lambda s: s.order)
 
-    # ---- blocks ---------------------------------------------------------------------------------------
+    # ---- blocks
+    # ---------------------------------------------------------------------------------------
 
     def _place(self, plan: list[Entry], seq: Sequence, n: int) -> bool:
         """Add an entry of `n` rows if blocks can be had; younger sequences pay for older ones."""
@@ -276,7 +304,8 @@ class Scheduler:
         self.groups.drop(seq)
         self.waiting.appendleft(seq)
 
-    # ---- commit ---------------------------------------------------------------------------------------
+    # ---- commit
+    # ---------------------------------------------------------------------------------------
 
     def _extend(self, entry: Entry, new: list[int], lps: list[Logprob]) -> Output:
         seq = entry.seq
@@ -285,7 +314,9 @@ class Scheduler:
         kept = max(0, len(new) - 1)
         if seq.table:
             seq.again = entry.count + kept if entry.undone else 0
-            seq.computed = entry.start + entry.count + kept - seq.again + sum(e.count for e in seq.flight)
+            seq.computed = (
+                entry.start + entry.count + kept - seq.again + sum(e.count for e in seq.flight)
+            )
         for later in seq.flight:
             later.start += kept
             later.spread -= len(entry.draft)
@@ -329,7 +360,8 @@ class Scheduler:
 
 
 def cut(seq: Sequence, new: list[int]) -> Finish | None:
-    """Drop what a step brought behind a stop token or max_tokens; why the choice ends with it, if it does."""
+    """Drop what a step brought behind a stop token or max_tokens; why the choice ends with it, if
+    it does."""
     for n, token in enumerate(new, 1):
         finish: Finish | None = "stop" if token in seq.request.stop_tokens else None
         if seq.generated + n == seq.request.max_tokens:

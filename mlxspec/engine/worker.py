@@ -1,7 +1,8 @@
 """The engine's thread, and the door between it and asyncio.
 
-Rule: one thread owns MLX. Requests go in through a bounded inbox, outputs come back with one loop callback
-per step; nothing that holds an array crosses. If the thread dies, everything waiting is told, loudly.
+Rule: one thread owns MLX. Requests go in through a bounded inbox, outputs come back with one loop
+callback per step; nothing that holds an array crosses. If the thread dies, everything waiting is
+told, loudly.
 """
 
 import asyncio
@@ -16,9 +17,20 @@ from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
-from mlxspec.engine.fleet import Call, Fleet, Member, Order, Start, total
-from mlxspec.engine.pressure import CRITICAL, HOLD_S, Guard
-from mlxspec.types import Busy, Dead, Finish, ModelInfo, Output, Request, Served, Stats, Unfit, line_of
+from mlxspec.engine.models import Call, ModelManager, ModelSlot, Order, Start, total
+from mlxspec.engine.pressure import CRITICAL, HOLD_S, MemoryMonitor
+from mlxspec.types import (
+    Busy,
+    Dead,
+    Finish,
+    ModelInfo,
+    Output,
+    Request,
+    Served,
+    Stats,
+    UnsupportedModel,
+    line_of,
+)
 
 log = logging.getLogger("mlxspec")
 
@@ -30,8 +42,8 @@ IDLE_S = 5.0  # between two looks at the memory of an idle machine
 
 
 class Stream:
-    """The outputs of one request, all choices interleaved; ends after the last choice's finish. It holds at
-    most one output per step and choice, and `most` of them that nobody has taken."""
+    """The outputs of one request, all choices interleaved; ends after the last choice's finish. It
+    holds at most one output per step and choice, and `most` of them that nobody has taken."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -51,19 +63,22 @@ class Stream:
 
 
 class Worker:
-    """`models` are several, or what loads the only one and returns its engine; that runs on the worker's
-    thread. `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any thread. Beyond
-    `max_sequences` choices that run, `max_queue` may wait, whichever models they are for."""
+    """`models` are several, or what loads the only one and returns its engine; that runs on the
+    worker's thread. `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any
+    thread. Beyond `max_sequences` choices that run, `max_queue` may wait, whichever models they are
+    for."""
 
     def __init__(
         self,
-        models: Fleet | Start,
+        models: ModelManager | Start,
         *,
         max_sequences: int = 16,
         max_queue: int = 64,
-        guard: Guard | None = None,
+        guard: MemoryMonitor | None = None,
     ) -> None:
-        self._fleet = models if isinstance(models, Fleet) else Fleet([Member(models)])
+        self._fleet = (
+            models if isinstance(models, ModelManager) else ModelManager([ModelSlot(models)])
+        )
         self._fleet.guard = self._guard = guard
         self._slots, self._max = max_sequences, max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -71,7 +86,9 @@ class Worker:
         self._inbox: deque[Order] = deque()
         self._stopping = self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, tuple[Stream, set[int]]] = {}  # loop thread; choices not finished yet
+        self._streams: dict[
+            str, tuple[Stream, set[int]]
+        ] = {}  # loop thread; choices not finished yet
         self._calls: dict[str, asyncio.Future[str]] = {}  # loop thread
         self._numbers = itertools.count()
         self._idle: asyncio.Event = asyncio.Event()
@@ -81,10 +98,12 @@ class Worker:
         self._models: Mapping[str, Served] = {}
         self._busy, self._progress = False, time.monotonic()
 
-    # ---- any thread -----------------------------------------------------------------------------------
+    # ---- any thread
+    # -----------------------------------------------------------------------------------
 
     def launch(self, meanwhile: Callable[[], object] = lambda: None) -> ModelInfo:
-        """Start the thread, do something else, and wait for the default model. Raises what either raised."""
+        """Start the thread, do something else, and wait for the default model. Raises what either
+        raised."""
         self._thread.start()
         atexit.register(self.stop)  # the interpreter must not end under a thread that uses MLX
         try:
@@ -128,11 +147,13 @@ class Worker:
         return total([served.stats for served in self._models.values()] or [Stats()])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request (or one choice); unknown ids do nothing. Honoured before the next step is planned."""
+        """End a request (or one choice); unknown ids do nothing. Honoured before the next step is
+        planned."""
         self._order((request_id, index))
 
     def stop(self) -> None:
-        """End the thread after its current step, waiting STOP seconds at most; safe to call twice."""
+        """End the thread after its current step, waiting STOP seconds at most; safe to call
+        twice."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -146,11 +167,12 @@ class Worker:
                 self._busy, self._progress = True, time.monotonic()
             self._wake.notify()
 
-    # ---- event loop -----------------------------------------------------------------------------------
+    # ---- event loop
+    # -----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request. Raises Busy when the queue is full or memory very short, Dead when draining or
-        without an engine."""
+        """Queue a request. Raises Busy when the queue is full or memory very short, Dead when
+        draining or without an engine."""
         self._admit(request.model)
         if request.id in self._streams:
             raise ValueError(f"a request with the id {request.id} is running")
@@ -168,11 +190,13 @@ class Worker:
         return stream
 
     async def load(self, name: str, pin: bool | None = None) -> None:
-        """Load a model, after all that waits already, and pin it, or no longer. Raises Unfit and Dead."""
+        """Load a model, after all that waits already, and pin it, or no longer. Raises
+        UnsupportedModel and Dead."""
         await self._call(name, True, pin)
 
     async def unload(self, name: str) -> None:
-        """Unload a model when it has answered what it took before. Cancelled before that, it stays."""
+        """Unload a model when it has answered what it took before. Cancelled before that, it
+        stays."""
         await self._call(name, False)
 
     async def _call(self, name: str, load: bool, pin: bool | None = None) -> None:
@@ -183,7 +207,7 @@ class Worker:
         self._order(call)
         try:
             if wrong := await future:
-                raise Dead(wrong) if self._draining else Unfit(wrong)
+                raise Dead(wrong) if self._draining else UnsupportedModel(wrong)
         finally:
             del self._calls[call.id]
             self._idle.set()
@@ -196,7 +220,8 @@ class Worker:
             raise ValueError(f"there is no model {model!r}")
 
     async def drain(self, timeout: float) -> None:
-        """Admit nothing more; wait until all requests have ended, and abort those left after `timeout` s."""
+        """Admit nothing more; wait until all requests have ended, and abort those left after
+        `timeout` s."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
@@ -204,7 +229,9 @@ class Worker:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
-            log.warning("%d requests did not finish in %.0f s; aborted", len(self._streams), timeout)
+            log.warning(
+                "%d requests did not finish in %.0f s; aborted", len(self._streams), timeout
+            )
             for name in list(self._streams):
                 self.abort(name)
             self._deliver([], [(name, "the server is stopping") for name in self._calls])
@@ -240,7 +267,9 @@ class Worker:
         try:
             self._deliver(outputs, answered)
         except Exception as error:  # who waits for what is lost here would wait for ever
-            log.critical("the engine thread dies: its outputs cannot be handed over", exc_info=error)
+            log.critical(
+                "the engine thread dies: its outputs cannot be handed over", exc_info=error
+            )
             self._error = error
             with self._wake:  # its thread tells them, as its last
                 self._stopping = True
@@ -257,10 +286,13 @@ class Worker:
 
     def _ends(self, finish: Finish, error: str = "") -> list[Output]:
         """What would end all that runs."""
-        left = [(name, index) for name, (_, left) in self._streams.items() for index in sorted(left)]
+        left = [
+            (name, index) for name, (_, left) in self._streams.items() for index in sorted(left)
+        ]
         return [Output(name, index, (), finish=finish, error=error) for name, index in left]
 
-    # ---- engine thread --------------------------------------------------------------------------------
+    # ---- engine thread
+    # --------------------------------------------------------------------------------
 
     def _main(self) -> None:
         fleet = self._fleet
@@ -282,7 +314,7 @@ class Worker:
             fleet.close()
             mx.clear_streams()
 
-    def _turn(self, fleet: Fleet) -> bool:
+    def _turn(self, fleet: ModelManager) -> bool:
         if not fleet.busy:
             fleet.check()
             fleet.look()
@@ -307,7 +339,7 @@ class Worker:
                     self._wake.wait(REST)
         return True
 
-    def _publish(self, fleet: Fleet, outputs: list[Output]) -> None:
+    def _publish(self, fleet: ModelManager, outputs: list[Output]) -> None:
         self._progress = time.monotonic()
         self._models = fleet.snapshot(self._progress)
         answered, fleet.answered = fleet.answered, []

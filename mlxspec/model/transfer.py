@@ -1,7 +1,7 @@
 """What pools and states hold, as host arrays and back: for what outlives the process.
 
-Rule: bits in, the same bits out. The names of the host arrays say what they were, so that what was written by
-another model or version is seen not to fit instead of being believed.
+Rule: bits in, the same bits out. The names of the host arrays say what they were, so that what was
+written by another model or version is seen not to fit instead of being believed.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ class Transfer:
     runner: Runner
 
     def export(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
-        """Copies [heads, len(blocks) * block_size, D] of the K and V of each of the group's layers, begun."""
+        """Copies [heads, len(blocks) * block_size, D] of the K and V of each of the group's layers,
+        begun."""
         slots = self.runner.view.slots_of(blocks)
         copies = [pool[:, slots] for pool in self._pools(group)]
         mx.async_eval(copies)
@@ -35,9 +36,11 @@ class Transfer:
     def host(self, exported: Sequence[mx.array]) -> Arrays:
         return {f"{i}:{_word(a.dtype)}": np.array(_plain(a)) for i, a in enumerate(exported)}
 
-    def place(self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]) -> bool:
-        """Write blocks number `which` of an export at `blocks`, in place. False where it does not fit; then
-        nothing is written."""
+    def place(
+        self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]
+    ) -> bool:
+        """Write blocks number `which` of an export at `blocks`, in place. False where it does not
+        fit; then nothing is written."""
         self.runner.grow()
         size = self.runner.view.block_size
         pools = self._pools(group)
@@ -51,7 +54,10 @@ class Transfer:
         ):
             return False
         source = np.array(self.runner.view.slots_of(which))
-        rows = [_back(array[:, source], pool.dtype) for (_, array), pool in zip(found, pools, strict=True)]
+        rows = [
+            _back(array[:, source], pool.dtype)
+            for (_, array), pool in zip(found, pools, strict=True)
+        ]
         slots = self.runner.view.slots_of(blocks)
         for n, pages in enumerate(self._pages(group)):
             pages.put(slots, rows[2 * n], rows[2 * n + 1])
@@ -63,7 +69,9 @@ class Transfer:
         forms, found = self.runner.states.forms, []
         if len(arrays) != len(forms):
             return None
-        for i, ((name, array), (shape, dtype)) in enumerate(zip(arrays.items(), forms, strict=True)):
+        for i, ((name, array), (shape, dtype)) in enumerate(
+            zip(arrays.items(), forms, strict=True)
+        ):
             if name != f"{i}:{_word(dtype)}" or array.shape != shape:
                 return None
             found.append(_back(array, dtype))

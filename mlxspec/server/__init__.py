@@ -20,18 +20,20 @@ class Engine(Protocol):
         """All models by name, the default first."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Queue a request, on the event loop; never blocks. The iterator gives the outputs of all its choices
-        and ends after the last `finish`; a cancelled anext() loses none, the next goes on. Raises Busy
-        when no more may wait, Dead when none is taken any more."""
+        """Queue a request, on the event loop; never blocks. The iterator gives the outputs of all
+        its choices and ends after the last `finish`; a cancelled anext() loses none, the next goes
+        on. Raises Busy when no more may wait, Dead when none is taken any more."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice of it. Idempotent; unknown ids do nothing."""
 
     async def load(self, name: str, pin: bool | None = None) -> None:
-        """Load a model and pin it, or no longer; raises Unfit with the reason why it cannot be had, Dead."""
+        """Load a model and pin it, or no longer; raises InvalidRequest with the reason why it
+        cannot be had, Dead."""
 
     async def unload(self, name: str) -> None:
-        """Unload a model once it has answered what it took before; cancelled before that, it stays."""
+        """Unload a model once it has answered what it took before; cancelled before that, it
+        stays."""
 
     def loading(self) -> str:
         """The model that is being loaded, while everything else waits; empty: none."""

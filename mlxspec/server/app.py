@@ -20,14 +20,25 @@ from starlette.routing import Route
 from mlxspec import __version__, metrics
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
-from mlxspec.server import Engine, anthropic, openai, openapi, page, responses
+from mlxspec.server import Engine, page
+from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.ask import encode_prompt, template_options
-from mlxspec.server.errors import ApiError, dead, on_api_error, on_crash, on_http_error, unavailable, unfit
-from mlxspec.server.front import Front, Gone, Model, on_gone, read_body, while_connected
-from mlxspec.server.schema_openai import Detokenize, Load, Tokenize, Unload, parse
+from mlxspec.server.errors import (
+    ApiError,
+    dead,
+    on_api_error,
+    on_crash,
+    on_http_error,
+    unavailable,
+    unfit,
+)
+from mlxspec.server.openai import endpoints as openai
+from mlxspec.server.openai.schema import Detokenize, Load, Tokenize, Unload, parse
+from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import for_browser, guard
-from mlxspec.text.prompt import Tokenizer, render, talk_of
-from mlxspec.types import Dead, Served, Unfit
+from mlxspec.server.state import Gone, Model, ServerState, on_gone, read_body, while_connected
+from mlxspec.text.chat import Tokenizer, render, talk_of
+from mlxspec.types import Dead, Served, UserError
 
 VERSION = "anthropic-version"  # a header that all of Anthropic's clients send
 
@@ -40,8 +51,9 @@ def create_app(
     others: Mapping[str, Path] | None = None,
     verdicts: Mapping[str, Any] | None = None,
 ) -> Starlette:
-    """The server's application. `tokenizer` and the directory `path` are the default model's, `others` the
-    directories of the other models by name, `verdicts` those of the machine's kernels."""
+    """The server's application. `tokenizer` and the directory `path` are the default model's,
+    `others` the directories of the other models by name, `verdicts` those of the machine's
+    kernels."""
     app = Starlette(
         routes=_routes(),
         middleware=[Middleware(guard, config=config)],
@@ -54,7 +66,7 @@ def create_app(
     )
     name = engine.info.name
     paths = {name: path, **(others or {})}
-    app.state.front = Front(engine, config, Metrics(engine.models), paths, verdicts or {})
+    app.state.front = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
     app.state.front.open(name, tokenizer)
     app.state.responses = responses.Store()
     return app
@@ -77,13 +89,16 @@ def _routes() -> list[Route]:
         ("/tokenize", tokenize, "POST"),
         ("/detokenize", detokenize, "POST"),
     ]
-    routes = [Route(f"{at}{path}", do, methods=how.split()) for path, do, how in both for at in ("/v1", "")]
+    routes = [
+        Route(f"{at}{path}", do, methods=how.split())
+        for path, do, how in both
+        for at in ("/v1", "")
+    ]
     once = [
         ("/", index),
         ("/health", health),
         ("/metrics", prometheus),
         ("/api/hello", hello),
-        ("/openapi.json", openapi.description),
         ("/page/now", now),
         ("/page/events", page.events),
         ("/page/{name}", page.file),
@@ -95,9 +110,16 @@ async def index(http: HttpRequest) -> Response:
     """What this is, for whoever opens it: the page in a browser."""
     if for_browser(http.headers.raw):
         return await page.file(http)
-    front: Front = http.app.state.front
-    paths = [f"{how} {r.path_format}" for r in http.app.routes for how in sorted(r.methods - {"HEAD"})]
-    told = {"name": "mlxspec", "version": __version__, "model": front.engine.info.name, "endpoints": paths}
+    front: ServerState = http.app.state.front
+    paths = [
+        f"{how} {r.path_format}" for r in http.app.routes for how in sorted(r.methods - {"HEAD"})
+    ]
+    told = {
+        "name": "mlxspec",
+        "version": __version__,
+        "model": front.engine.info.name,
+        "endpoints": paths,
+    }
     return JSONResponse(told, headers={"vary": "accept"})
 
 
@@ -108,14 +130,14 @@ async def hello(http: HttpRequest) -> Response:
 
 async def now(http: HttpRequest) -> Response:
     """The page's snapshot, once, and what else `mlxspec status` and the menu bar show."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     more = {"pid": os.getpid(), "idle_ttl": front.config.idle_ttl}
     return JSONResponse(page.snapshot(front) | more, headers=page.DATA)
 
 
 async def health(http: HttpRequest) -> Response:
     """200 while the engine takes requests and gets on with its work, else 503 with the reason."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     engine = front.engine
     if reason := front.unwell():
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
@@ -132,7 +154,7 @@ async def prometheus(http: HttpRequest) -> Response:
 
 async def models(http: HttpRequest) -> Response:
     """In Anthropic's shape for its clients, else in OpenAI's."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     found = front.engine.models().values()
     if VERSION in http.headers:
         return JSONResponse(anthropic.models_of(served.info for served in found))
@@ -140,13 +162,16 @@ async def models(http: HttpRequest) -> Response:
 
 
 async def model(http: HttpRequest) -> Response:
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     served = front.engine.models()[front.named(http.path_params["name"])]
-    return JSONResponse(anthropic.model_of(served.info) if VERSION in http.headers else _model(served))
+    return JSONResponse(
+        anthropic.model_of(served.info) if VERSION in http.headers else _model(served)
+    )
 
 
 def _model(served: Served) -> dict[str, Any]:
-    """OpenAI's model object, and how the model is; the window under vLLM's name, and under the plain one."""
+    """OpenAI's model object, and how the model is; the window under vLLM's name, and under the
+    plain one."""
     info = served.info
     return {
         "id": info.name,
@@ -164,7 +189,7 @@ def _model(served: Served) -> dict[str, Any]:
 
 async def load(http: HttpRequest) -> Response:
     """Answers when the model is loaded."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     body, ignored = parse(Load, await read_body(http))
 
     async def work(name: str) -> None:
@@ -175,14 +200,16 @@ async def load(http: HttpRequest) -> Response:
 
 async def unload(http: HttpRequest) -> Response:
     """Answers when the model's memory is free, or 409."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     body, ignored = parse(Unload, await read_body(http))
     patience = max(1.0, front.config.drain_s)
 
     async def work(name: str) -> None:
         if front.engine.models()[name].pinned and not body.force:
             raise ApiError(
-                409, f"{name} is pinned; send force: true, or load it with pin: false", param="model"
+                409,
+                f"{name} is pinned; send force: true, or load it with pin: false",
+                param="model",
             )
         try:
             async with asyncio.timeout(patience):
@@ -197,14 +224,17 @@ async def unload(http: HttpRequest) -> Response:
 
 
 async def _carried_out(
-    http: HttpRequest, ignored: list[str], asked: str, work: Callable[[str], Coroutine[Any, Any, None]]
+    http: HttpRequest,
+    ignored: list[str],
+    asked: str,
+    work: Callable[[str], Coroutine[Any, Any, None]],
 ) -> Response:
     """The model's object after `work` on it, and the seconds that it took."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     name, began = front.named(asked, exact=True), time.monotonic()
     try:
         await while_connected(http.receive, work(name))
-    except Unfit as error:
+    except UserError as error:
         raise unavailable(str(error)) from error
     except Dead as error:
         raise dead(front.engine) from error
@@ -214,7 +244,7 @@ async def _carried_out(
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     body, ignored = parse(Tokenize, await read_body(http))
     model = await front.model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -244,11 +274,15 @@ def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
 
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
-    front: Front = http.app.state.front
+    front: ServerState = http.app.state.front
     body, ignored = parse(Detokenize, await read_body(http))
     model = await front.model(body.model)
     vocab = model.info.vocab
     if body.tokens and max(body.tokens) >= vocab:
-        raise unfit("tokens", f"tokens has the id {max(body.tokens)}; ids run from 0 to {vocab - 1}")
-    text = await while_connected(http.receive, front.on_text_thread(model.tokenizer.decode, body.tokens))
+        raise unfit(
+            "tokens", f"tokens has the id {max(body.tokens)}; ids run from 0 to {vocab - 1}"
+        )
+    text = await while_connected(
+        http.receive, front.on_text_thread(model.tokenizer.decode, body.tokens)
+    )
     return JSONResponse({"prompt": text}, headers=front.report(ignored))

@@ -12,14 +12,11 @@ from typing import Any, Literal, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from mlxspec.server.answer import Job, answer
 from mlxspec.server.errors import unfit
-from mlxspec.server.front import Model, while_connected
-from mlxspec.server.stream import Choice, Dialect, Piece, message
-from mlxspec.text.grammar import Grammars, Make
-from mlxspec.text.messages import Refused
-from mlxspec.text.parts import Parts
-from mlxspec.text.prompt import (
+from mlxspec.server.generate import Job, answer
+from mlxspec.server.state import Model, while_connected
+from mlxspec.server.stream import Choice, Piece, ResponseWriter, message
+from mlxspec.text.chat import (
     Rendered,
     Talk,
     check_length,
@@ -29,12 +26,17 @@ from mlxspec.text.prompt import (
     talk_of,
     template_reads,
 )
-from mlxspec.text.reader import Reader
+from mlxspec.text.detokenizer import Reader
+from mlxspec.text.messages import Refused
+from mlxspec.text.output_parser import Parts
+from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
 T = TypeVar("T")
 
-CHARS_PER_TOKEN = 32  # of a prediction, on average: more text than that is not worth encoding to be cut
+CHARS_PER_TOKEN = (
+    32  # of a prediction, on average: more text than that is not worth encoding to be cut
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What an answer must be: any JSON object, JSON by a schema, or text by a grammar in Lark's form. `field`
-    is where the request says so."""
+    """What an answer must be: any JSON object, JSON by a schema, or text by a grammar in Lark's
+    form. `field` is where the request says so."""
 
     kind: Literal["object", "schema", "lark"]
     field: str
@@ -72,8 +74,8 @@ class Format:
 class Ask:
     """A conversation to be continued. `messages` and `tools` are OpenAI's chat form, as they came.
     `tool_choice` is auto, none, required, or a dict {"name": ...}; `single` takes one call at most.
-    `limit` is the most tokens to generate. `deferred` tools may be called too, but the prompt does not name
-    them by itself."""
+    `limit` is the most tokens to generate. `deferred` tools may be called too, but the prompt does
+    not name them by itself."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -120,22 +122,29 @@ class Prepared:
 def prepare(model: Model, ask: Ask) -> Prepared:
     """On the text thread. Raises Refused."""
     talk = talk_of(ask.messages, ask.tools, ask.options, model.history)
-    prompt = render(model.tokenizer, talk, model.history, context=model.info.context, field=ask.source)
+    prompt = render(
+        model.tokenizer, talk, model.history, context=model.info.context, field=ask.source
+    )
     grammars = model.grammars
     grammar = _grammar(grammars, ask, talk, prompt)
     return Prepared(talk, prompt, predicted(model, ask.prediction), grammar, grammars.vocab)
 
 
 def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make | None:
-    """What the answer has to keep to: a call that is asked for, or else the format, or a call instead."""
+    """What the answer has to keep to: a call that is asked for, or else the format, or a call
+    instead."""
     forced = ask.tool_choice not in ("auto", "none")
     if not forced and ask.format is None:
         return None
     end = grammars.tokenizer.think_end
-    thinking = True if prompt.thinking else False if end and prompt.text.rstrip().endswith(end) else None
+    thinking = (
+        True if prompt.thinking else False if end and prompt.text.rstrip().endswith(end) else None
+    )
     if forced and ask.format:
         where = ask.format.field
-        raise Refused(where, f"{where} with a tool_choice: a call has no format; leave one of them out")
+        raise Refused(
+            where, f"{where} with a tool_choice: a call has no format; leave one of them out"
+        )
     if ask.format is None:
         name = ask.tool_choice["name"] if isinstance(ask.tool_choice, Mapping) else None
         ways = [grammars.calls(talk.tools, name, ask.single or name is not None, "tool_choice")]
@@ -143,7 +152,9 @@ def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make
     form, callable_ = ask.format, bool(talk.tools) and ask.tool_choice == "auto"
     if form.kind == "lark":
         if callable_:
-            raise Refused(form.field, f"{form.field} with tools: send one of them, or tool_choice 'none'")
+            raise Refused(
+                form.field, f"{form.field} with tools: send one of them, or tool_choice 'none'"
+            )
         return grammars.compiled(grammars.lark(str(form.value), form.field), thinking, form.field)
     ways = [grammars.json({"type": "object"} if form.kind == "object" else form.value, form.field)]
     if callable_:
@@ -152,7 +163,7 @@ def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make
 
 
 async def converse(
-    http: HttpRequest, model: Model, ask: Ask, dialect: Callable[[str], Dialect], name: str, streamed: bool,
+    http: HttpRequest, model: Model, ask: Ask, dialect: Callable[[str], ResponseWriter], name: str, streamed: bool,
     ignored: list[str], arrived: float,
 ) -> ASGIApp:  # fmt: skip
     """The response to an `Ask`, in the dialect that is made for its `name`. Raises ApiError."""
@@ -164,14 +175,18 @@ async def converse(
         Choice(
             i,
             Reader(model.tokenizer, ask.stop, request.stop_tokens),
-            Parts(model.tokenizer, tools, ready.prompt.thinking, call_id, ready.grammar is not None),
+            Parts(
+                model.tokenizer, tools, ready.prompt.thinking, call_id, ready.grammar is not None
+            ),
             single=ask.single,
         )
         for i in range(ask.n)
     ]
     headers = {"x-request-id": name, "request-id": name, **model.front.report(ignored)}
     done = partial(_remember, model, ready, choices)
-    return answer(model, Job([request], choices, dialect(name), streamed, headers, arrived, done=done))
+    return answer(
+        model, Job([request], choices, dialect(name), streamed, headers, arrived, done=done)
+    )
 
 
 def call_id() -> str:
@@ -190,7 +205,9 @@ def _remember(
                 model.history.keep_call(call)
             if choice.ended_by_itself and choice.ids[-1] in model.tokenizer.eos_token_ids:
                 canonical = talk_of([answered], None, {}, model.history).messages[0]
-                remember(model.tokenizer, ready.talk, ready.prompt, canonical, choice.ids, model.history)
+                remember(
+                    model.tokenizer, ready.talk, ready.prompt, canonical, choice.ids, model.history
+                )
 
     model.front.later(work)
 
@@ -227,16 +244,21 @@ def check_count(model: Model, n: int, prompts: int) -> None:
     """Raises ApiError for more answers than could ever wait together."""
     most = model.front.config.max_sequences + model.front.config.max_queue
     if n * prompts > most:
-        raise unfit("n", f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer")
+        raise unfit(
+            "n", f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer"
+        )
 
 
 def check_prompt(model: Model, prompt: Sequence[int], source: str) -> None:
-    """Raises ApiError. That a prompt is too long is said in the words by which agents know to compact."""
+    """Raises ApiError. That a prompt is too long is said in the words by which agents know to
+    compact."""
     info = model.info
     if not prompt:
         raise unfit(source, f"{source} has no tokens; send some text")
     if max(prompt) >= info.vocab:
-        raise unfit(source, f"{source} has the token id {max(prompt)}; ids run from 0 to {info.vocab - 1}")
+        raise unfit(
+            source, f"{source} has the token id {max(prompt)}; ids run from 0 to {info.vocab - 1}"
+        )
     if len(prompt) >= info.context:
         raise unfit(
             source,
@@ -248,8 +270,9 @@ def check_prompt(model: Model, prompt: Sequence[int], source: str) -> None:
 def template_options(
     model: Model, kwargs: Mapping[str, Any] | None, **fields: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the request tells the chat template, and the names of what this template does not look at.
-    `fields` are those of the body that are named as the template's variables; None: not sent."""
+    """What the request tells the chat template, and the names of what this template does not look
+    at. `fields` are those of the body that are named as the template's variables; None: not
+    sent."""
     given = {f"chat_template_kwargs.{k}": (k, v) for k, v in (kwargs or {}).items()}
     given |= {name: (name, value) for name, value in fields.items() if value is not None}
     read = {path: template_reads(model.tokenizer, name) for path, (name, _) in given.items()}
@@ -264,12 +287,15 @@ def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:
 
 
 def predicted(model: Model, text: str) -> tuple[int, ...]:
-    """Token ids of what the client expects. They are a hint: what is too much is left out, not refused."""
+    """Token ids of what the client expects. They are a hint: what is too much is left out, not
+    refused."""
     info = model.info
     text = text[: info.context * CHARS_PER_TOKEN]
     if not text:
         return ()
-    return tuple(t for t in encode(model.tokenizer, text, special=False) if t < info.vocab)[: info.context]
+    return tuple(t for t in encode(model.tokenizer, text, special=False) if t < info.vocab)[
+        : info.context
+    ]
 
 
 def sampling(model: Model, wishes: Wishes) -> Sampling:
@@ -277,7 +303,9 @@ def sampling(model: Model, wishes: Wishes) -> Sampling:
     defaults, vocab = model.defaults, model.info.vocab
     bias = {int(key): value for key, value in (wishes.logit_bias or {}).items()}
     if bias and max(bias) >= vocab:
-        raise unfit("logit_bias", f"logit_bias has the token id {max(bias)}; ids run from 0 to {vocab - 1}")
+        raise unfit(
+            "logit_bias", f"logit_bias has the token id {max(bias)}; ids run from 0 to {vocab - 1}"
+        )
     temperature = _or(wishes.temperature, defaults.temperature)
     return Sampling(
         temperature=temperature if temperature >= COLDEST else 0.0,

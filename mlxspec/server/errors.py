@@ -1,7 +1,7 @@
 """Refusals in the shape of the API that was called: OpenAI's, or Anthropic's under /v1/messages.
 
-Rule: a message names the field, the value and the mend. Each is logged and counted where it is sent, whoever
-refuses: the guard, the router or an endpoint.
+Rule: a message names the field, the value and the mend. Each is logged and counted where it is
+sent, whoever refuses: the guard, the router or an endpoint.
 """
 
 import logging
@@ -50,8 +50,14 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else KINDS.get(self.status, "invalid_request_error")
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def anthropic(self) -> dict[str, Any]:
         """The body as Anthropic has it."""
@@ -80,7 +86,8 @@ def speaks_anthropic(scope: Scope) -> bool:
     """By the path, or, where both APIs have it, by the header that Anthropic's clients send."""
     path = scope["path"].removeprefix("/v1")
     return path.startswith("/messages") or (
-        path.startswith("/models") and any(name == b"anthropic-version" for name, _ in scope["headers"])
+        path.startswith("/models")
+        and any(name == b"anthropic-version" for name, _ in scope["headers"])
     )
 
 

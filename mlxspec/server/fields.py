@@ -1,6 +1,8 @@
-"""The fate of every field that is not used: harmless for the reason given here, or refused with the mend.
+"""The fate of every field that is not used: harmless for the reason given here, or refused with the
+mend.
 
-Rule: nothing is silently ignored. What would change an answer is refused, what nobody knows is reported.
+Rule: nothing is silently ignored. What would change an answer is refused, what nobody knows is
+reported.
 """
 
 from typing import Any
@@ -25,7 +27,16 @@ HARMLESS = {
 }
 HARMLESS_INSIDE = {
     "stream_options": {"include_obfuscation"},
-    "messages[]": {"role", "content", "name", "reasoning_content", "refusal", "id", "status", "annotations"}
+    "messages[]": {
+        "role",
+        "content",
+        "name",
+        "reasoning_content",
+        "refusal",
+        "id",
+        "status",
+        "annotations",
+    }
     | {
         "tool_calls",
         "tool_call_id",
@@ -42,13 +53,18 @@ HARMLESS_INSIDE = {
 
 Refusals = dict[str, tuple[tuple[Any, ...], str]]
 
-# Would change the answer, and the endpoint has no such field: the values that ask for nothing, and the mend.
+# Would change the answer, and the endpoint has no such field: the values that ask for nothing, and
+# the mend.
 REFUSED: Refusals = {
-    **dict.fromkeys(("tools", "tool_choice"), (([], "none", "auto"), "send it to /v1/chat/completions")),
+    **dict.fromkeys(
+        ("tools", "tool_choice"), (([], "none", "auto"), "send it to /v1/chat/completions")
+    ),
     "parallel_tool_calls": ((True,), "send it to /v1/chat/completions"),
     "functions": (([],), "send them as tools"),
     "function_call": (("none", "auto"), "send tool_choice"),
-    **dict.fromkeys(("response_format", "grammar"), (({"type": "text"},), "send it to /v1/chat/completions")),
+    **dict.fromkeys(
+        ("response_format", "grammar"), (({"type": "text"},), "send it to /v1/chat/completions")
+    ),
     "modalities": ((["text"],), "answers are text; send ['text'] or leave it out"),
     "audio": ((), "answers are text; leave it out"),
     "web_search_options": ((), "this server searches nothing; leave it out"),
@@ -61,7 +77,10 @@ REFUSED: Refusals = {
     "length_penalty": ((1, 1.0), "beam search is not supported; leave it out"),
     "prompt_logprobs": ((0,), "only generated tokens have log-probabilities; leave it out"),
     "include_stop_str_in_output": ((False,), "append the stop string yourself"),
-    "skip_special_tokens": ((False,), "special tokens, but the last, are shown as text; leave it out"),
+    "skip_special_tokens": (
+        (False,),
+        "special tokens, but the last, are shown as text; leave it out",
+    ),
     "draft_model": ((), "the server chooses how it drafts; leave it out"),
     "adapters": ((), "serve the model with its adapter instead"),
     "messages": ((), "send it to /v1/chat/completions"),
@@ -80,14 +99,18 @@ REFUSED: Refusals = {
     "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
     **dict.fromkeys(
         ("thinking", "enable_thinking", "reasoning", "reasoning_effort", "chat_template_kwargs"),
-        (({},), "send to /v1/chat/completions what the model's template reads, as chat_template_kwargs"),
+        (
+            ({},),
+            "send to /v1/chat/completions what the model's template reads, as chat_template_kwargs",
+        ),
     ),
     **dict.fromkeys(
         "guided_json guided_regex guided_choice guided_grammar structured_outputs".split(),
         ((), "send response_format or grammar to /v1/chat/completions"),
     ),
     **dict.fromkeys(
-        ("mirostat", "xtc_probability", "dry_multiplier"), ((0, 0.0), "use top_k, top_p or min_p instead")
+        ("mirostat", "xtc_probability", "dry_multiplier"),
+        ((0, 0.0), "use top_k, top_p or min_p instead"),
     ),
 }
 # Those that would change the tokens of messages.
@@ -120,5 +143,7 @@ WRONG = {
 def stops(value: list[str]) -> list[str]:
     """What is checked of a field that is used, `stop` or `stop_sequences`. Raises ValueError."""
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in value):
-        raise ValueError(f"holds an empty or overlong string; send 1 to {MAX_STOP_CHARS} characters each")
+        raise ValueError(
+            f"holds an empty or overlong string; send 1 to {MAX_STOP_CHARS} characters each"
+        )
     return value

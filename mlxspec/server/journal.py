@@ -1,7 +1,7 @@
 """The answers that run and the last that ended, in numbers, for whoever watches.
 
-Rule: no text of a prompt or an answer is kept here, and no more than KEPT rows of what has ended. All that
-runs or waits is shown: the engine takes no more than so much.
+Rule: no text of a prompt or an answer is kept here, and no more than KEPT rows of what has ended.
+All that runs or waits is shown: the engine takes no more than so much.
 """
 
 from collections import deque
@@ -17,9 +17,9 @@ ORDER: tuple[Doing, ...] = ("writing", "reading", "waiting")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One answer: tokens, and seconds since it arrived. `first` is 0 before its first token, `outcome` empty
-    while it runs; `rate` is in tokens/s behind the first. `state` is the scheduler's while it runs: it waits
-    for a place, its prompt is read, its answer is written."""
+    """One answer: tokens, and seconds since it arrived. `first` is 0 before its first token,
+    `outcome` empty while it runs; `rate` is in tokens/s behind the first. `state` is the
+    scheduler's while it runs: it waits for a place, its prompt is read, its answer is written."""
 
     id: str
     model: str

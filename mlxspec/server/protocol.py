@@ -1,7 +1,7 @@
 """HTTP/1.1 on one connection: uvicorn's, with the bounds that it lacks.
 
-Rule: a connection is on the clock whenever the client has to do something, and there are no more connections
-than the server has work for, and some. An idle one makes room for a new one.
+Rule: a connection is on the clock whenever the client has to do something, and there are no more
+connections than the server has work for, and some. An idle one makes room for a new one.
 """
 
 import asyncio
@@ -13,15 +13,18 @@ from mlxspec.server.errors import ApiError, book, speaks_anthropic
 
 HEADERS_S = 10.0  # for a request's headers, from connecting or from their first byte
 CLIENT_S = 60.0  # for whatever else is the client's turn: to read, to send the rest, to ask again
-HELD = 1 << 16  # bytes of an answer that goes on, which a client may leave unread; beyond, it waits for all
+HELD = (
+    1 << 16
+)  # bytes of an answer that goes on, which a client may leave unread; beyond, it waits for all
 FRESH_S = 0.1  # a new connection is no idle one for so long: its first request is on its way
 SPARE = 64  # connections beyond those that may have work: idle ones, health checks
 CROWDED = "crowded"  # in a request's state: its connection is one too many
 
 
 class Bounded(H11Protocol):
-    """For `most` connections with work and `SPARE` without. Beyond them the longest idle one is closed; where
-    none is, the next `SPARE` are answered that they are too many, and more are cut."""
+    """For `most` connections with work and `SPARE` without. Beyond them the longest idle one is
+    closed; where none is, the next `SPARE` are answered that they are too many, and more are
+    cut."""
 
     most = 0
     _clock: asyncio.TimerHandle | None = None
@@ -34,7 +37,11 @@ class Bounded(H11Protocol):
         there: list[Bounded] = [c for c in self.connections if not c._left()]  # type: ignore[union-attr, misc]
         over = len(there) - self.most - SPARE
         if over > 0:
-            old = [c for c in there if not c._working() and (c.cycle or c._since < self._since - FRESH_S)]
+            old = [
+                c
+                for c in there
+                if not c._working() and (c.cycle or c._since < self._since - FRESH_S)
+            ]
             for idle in sorted(old, key=lambda c: c._since)[:over]:
                 idle.transport.close()
             if over - len(old) > SPARE:
@@ -48,7 +55,9 @@ class Bounded(H11Protocol):
         self._watch()
 
     def eof_received(self) -> None:
-        self.transport.set_write_buffer_limits(0)  # it closes, when the client has read what there is
+        self.transport.set_write_buffer_limits(
+            0
+        )  # it closes, when the client has read what there is
 
     def on_response_complete(self) -> None:
         self._since = self.loop.time()
@@ -69,9 +78,13 @@ class Bounded(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            error = ApiError(400, "the request breaks HTTP/1.1; check its request line and its headers")
+            error = ApiError(
+                400, "the request breaks HTTP/1.1; check its request line and its headers"
+            )
             book(self.config.loaded_app, "a client", error)
-            anthropic = self.cycle and not self.cycle.response_complete and speaks_anthropic({**self.scope})
+            anthropic = (
+                self.cycle and not self.cycle.response_complete and speaks_anthropic({**self.scope})
+            )
             body = json.dumps(error.anthropic() if anthropic else error.body())
             head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
             self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n\r\n{body}".encode())
@@ -88,8 +101,8 @@ class Bounded(H11Protocol):
         return self.transport.is_closing() and not self.transport.get_write_buffer_size()
 
     def _watch(self) -> None:
-        """Put the client on the clock for what is its turn now. Behind the last byte of an answer that is to
-        read all that was written; before, `HELD` bytes are not worth a clock."""
+        """Put the client on the clock for what is its turn now. Behind the last byte of an answer
+        that is to read all that was written; before, `HELD` bytes are not worth a clock."""
         self.transport.set_write_buffer_limits(HELD if self._answering() else 0, 0)
         if self.flow.write_paused:
             self._set("read", CLIENT_S)

@@ -1,7 +1,9 @@
-"""Who may talk to the server: API key, Host and Origin, size of the body. Plain ASGI, around everything.
+"""Who may talk to the server: API key, Host and Origin, size of the body. Plain ASGI, around
+everything.
 
-Rule: nothing behind it runs for a request that it refuses. A page of some web site cannot use the server: its
-Origin is foreign, and a name that was rebound to this address is not ours. CORS stays off.
+Rule: nothing behind it runs for a request that it refuses. A page of some web site cannot use the
+server: its Origin is foreign, and a name that was rebound to this address is not ours. CORS stays
+off.
 """
 
 import hmac
@@ -20,12 +22,16 @@ from mlxspec.server.protocol import CROWDED
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
-HOST = re.compile(r"(\[[^\s\[\]]*\]|[^\s:/?#@\[\]\\]+)(:\d*)?")  # urlsplit overlooks tabs and takes paths
+HOST = re.compile(
+    r"(\[[^\s\[\]]*\]|[^\s:/?#@\[\]\\]+)(:\d*)?"
+)  # urlsplit overlooks tabs and takes paths
 AT_ONCE = 8  # times the largest body, of all that are coming
 SMALL = 1 << 20  # bytes of a body that always may come; connections are bounded too
 OPEN = frozenset({"/health"})  # without a key: what watches a service has none
 PAGE = frozenset(f"/page/{name}" for name in FILES)  # nor has a browser that has yet to ask for one
-SCRIPTS = frozenset({"/page/events", "/page/now"})  # for the page's own scripts, and what is no browser
+SCRIPTS = frozenset(
+    {"/page/events", "/page/now"}
+)  # for the page's own scripts, and what is no browser
 
 
 def guard(app: ASGIApp, config: Config) -> ASGIApp:
@@ -69,7 +75,9 @@ def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
     return [value.decode("latin-1").strip() for key, value in headers if key.lower() == name]
 
 
-def _check_names(headers: list[tuple[bytes, bytes]], names: frozenset[str], addresses: bool) -> None:
+def _check_names(
+    headers: list[tuple[bytes, bytes]], names: frozenset[str], addresses: bool
+) -> None:
     hosts = _values(headers, b"host")
     if len(hosts) != 1:
         raise ApiError(400, f"there are {len(hosts)} Host headers; send one")
@@ -82,10 +90,13 @@ def _check_names(headers: list[tuple[bytes, bytes]], names: frozenset[str], addr
 
 
 def _check_fetch(path: str, headers: list[tuple[bytes, bytes]]) -> None:
-    """A navigation has no Origin, so frames of a foreign page could take all places of the stream."""
+    """A navigation has no Origin, so frames of a foreign page could take all places of the
+    stream."""
     sites, kinds = _values(headers, b"sec-fetch-site"), _values(headers, b"sec-fetch-dest")
     if path in SCRIPTS and ({*sites} & {"cross-site", "same-site"} or {*kinds} - {"empty"}):
-        raise ApiError(403, f"{path} is for the scripts of the page; open / instead", code="host_not_allowed")
+        raise ApiError(
+            403, f"{path} is for the scripts of the page; open / instead", code="host_not_allowed"
+        )
 
 
 def _name(url: str) -> str:
@@ -140,7 +151,9 @@ def _check_key(headers: list[tuple[bytes, bytes]], key: str) -> None:
 
 def _check_size(headers: list[tuple[bytes, bytes]], most: int) -> None:
     sizes = _values(headers, b"content-length")
-    if sizes and _values(headers, b"transfer-encoding"):  # whoever stands in front may go by the other one
+    if sizes and _values(
+        headers, b"transfer-encoding"
+    ):  # whoever stands in front may go by the other one
         both = "Content-Length and Transfer-Encoding: the body has two lengths; send one of them"
         raise ApiError(400, both, headers={"Connection": "close"})
     for value in sizes:
@@ -149,11 +162,14 @@ def _check_size(headers: list[tuple[bytes, bytes]], most: int) -> None:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most >> 20} MB; send less, or raise max_body_mb")
+    return ApiError(
+        413, f"the body is larger than {most >> 20} MB; send less, or raise max_body_mb"
+    )
 
 
 class Coming:
-    """The bodies that have begun to come and are not whole: of all of them, `most` bytes at once."""
+    """The bodies that have begun to come and are not whole: of all of them, `most` bytes at
+    once."""
 
     def __init__(self, most: int) -> None:
         self.bytes, self.most = 0, most
@@ -170,8 +186,12 @@ class Coming:
             seen, held, self.bytes = seen + size, held + size, self.bytes + size
             if seen > most:
                 raise _too_large(most)
-            if self.bytes > self.most and held > SMALL:  # or a few slow ones would shut out everybody
-                raise _crowded(f"bodies of {self.most >> 20} MB are on their way; send one after the other")
+            if (
+                self.bytes > self.most and held > SMALL
+            ):  # or a few slow ones would shut out everybody
+                raise _crowded(
+                    f"bodies of {self.most >> 20} MB are on their way; send one after the other"
+                )
             if not message.get("more_body"):
                 held, self.bytes = 0, self.bytes - held
             return message

@@ -1,7 +1,7 @@
 """One thread that does work in order.
 
-Rule: what is taken back while it waits leaves nothing behind, and a thread that is busy keeps no process that
-is to end. An executor of the standard library keeps both.
+Rule: what is taken back while it waits leaves nothing behind, and a thread that is busy keeps no
+process that is to end. An executor of the standard library keeps both.
 """
 
 import threading
@@ -22,7 +22,8 @@ def busy() -> bool:
 
 
 class Serial:
-    """`waiting` is the work that has not begun. A thread is there while there is some, and REST_S longer."""
+    """`waiting` is the work that has not begun. A thread is there while there is some, and REST_S
+    longer."""
 
     def __init__(self, name: str) -> None:
         self.waiting: dict[Future[Any], Callable[[], Any]] = {}
@@ -54,7 +55,9 @@ class Serial:
                 self.at_work = False
                 while not self.waiting:
                     if not self._some.wait(REST_S) and not self.waiting:
-                        self._thread = None  # the next work begins another; else it would keep all this
+                        self._thread = (
+                            None  # the next work begins another; else it would keep all this
+                        )
                         return
                 future = next(iter(self.waiting))
                 work, self.at_work = self.waiting.pop(future), True

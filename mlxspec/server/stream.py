@@ -1,5 +1,5 @@
-"""From the engine's outputs to the pieces of an answer, and those to what OpenAI's endpoints say. Pure: no
-connection, no clock.
+"""From the engine's outputs to the pieces of an answer, and those to what OpenAI's endpoints say.
+Pure: no connection, no clock.
 
 Rule: a stream and a whole body say the same, because both are made of the same pieces.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from mlxspec.server.errors import ApiError, unavailable
-from mlxspec.text.parts import Call, Part, Parts
-from mlxspec.text.prompt import Tokenizer
-from mlxspec.text.reader import Reader, token_bytes
+from mlxspec.text.chat import Tokenizer
+from mlxspec.text.detokenizer import Reader, token_bytes
+from mlxspec.text.output_parser import Call, Part, Parts
 from mlxspec.types import Finish, Logprob, Output, Request
 
 DONE = b"data: [DONE]\n\n"
@@ -26,8 +26,9 @@ Api = Literal["chat", "completions"]
 
 
 class Failed(Exception):
-    """The engine ended a choice without an answer: it broke (500), the model cannot be had or the server is
-    stopping (503), the prompt is too long for a model whose window was not known (400)."""
+    """The engine ended a choice without an answer: it broke (500), the model cannot be had or the
+    server is stopping (503), the prompt is too long for a model whose window was not known
+    (400)."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
@@ -36,8 +37,8 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one output adds to a choice: its text, and the parts that this text completes. `starts` says where
-    each token's text begins in the choice's text."""
+    """What one output adds to a choice: its text, and the parts that this text completes. `starts`
+    says where each token's text begins in the choice's text."""
 
     text: str
     parts: tuple[Part, ...] = ()
@@ -107,8 +108,8 @@ class Choice:
 
     @property
     def kept(self) -> int:
-        """Drafted tokens that are part of the answer. A round brings those it accepted and one more; where
-        the answer ended among them, the engine's count goes beyond that end."""
+        """Drafted tokens that are part of the answer. A round brings those it accepted and one
+        more; where the answer ended among them, the engine's count goes beyond that end."""
         return min(sum(self.accepted.values()), max(0, self.reader.count - self.rounds + 1))
 
 
@@ -118,13 +119,16 @@ def _failure(output: Output) -> ApiError:
     if output.fault == "prompt":
         return ApiError(400, output.error, code="context_length_exceeded")
     if output.fault == "client":
-        return ApiError(408, "the answer ends here: too much of it was not read in time; read it as it comes")
+        return ApiError(
+            408, "the answer ends here: too much of it was not read in time; read it as it comes"
+        )
     return ApiError(500, f"the engine failed: {output.error}")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a response. `kept` of `drafted` tokens were accepted and are part of the answers."""
+    """Token counts of a response. `kept` of `drafted` tokens were accepted and are part of the
+    answers."""
 
     prompt: int
     generated: int
@@ -133,7 +137,7 @@ class Usage:
     kept: int
 
 
-class Dialect(Protocol):
+class ResponseWriter(Protocol):
     """How an API says things; made anew for each response, and told everything in order."""
 
     @property
@@ -154,13 +158,16 @@ class Dialect(Protocol):
     def failed(self, error: ApiError) -> bytes:
         """What a stream ends with that cannot go on."""
 
-    def body(self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
+    def body(
+        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
+    ) -> Json:
         """The whole response; `pieces[i]` are those of `choices[i]`."""
 
 
 @dataclass(slots=True)
 class OpenAI:
-    """The dialect of both completions endpoints, by `api`; the rest is what the request asked to see."""
+    """The dialect of both completions endpoints, by `api`; the rest is what the request asked to
+    see."""
 
     api: Api
     id: str
@@ -190,7 +197,9 @@ class OpenAI:
             made.append(self._chunk(i, piece.text, logprobs))
         elif self.api == "chat":
             said = [self._delta(i, part) for part in piece.parts] or ([{}] if logprobs else [])
-            made += [self._chunk(i, delta, logprobs if n == 0 else None) for n, delta in enumerate(said)]
+            made += [
+                self._chunk(i, delta, logprobs if n == 0 else None) for n, delta in enumerate(said)
+            ]
         if piece.finish is not None:
             last: Json | str = {} if self.api == "chat" else ""
             made.append(self._chunk(i, last, finish=self._finish(choice)))
@@ -207,7 +216,9 @@ class OpenAI:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
 
-    def body(self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
+    def body(
+        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
+    ) -> Json:
         made = []
         for choice, some in zip(choices, pieces, strict=True):
             said: Json = {"index": choice.index}
@@ -289,7 +300,8 @@ def spelled(call: Call) -> Json:
 
 
 def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
-    """Token counts. A prompt counts once, however many choices it has; `choices` are grouped by request."""
+    """Token counts. A prompt counts once, however many choices it has; `choices` are grouped by
+    request."""
     first, cached = 0, 0
     for request in requests:
         cached += choices[first].cached
@@ -318,8 +330,8 @@ def told(usage: Usage) -> Json:
 
 
 def speculation(choices: Sequence[Choice]) -> str:
-    """For the log: tokens per round, the share of drafted tokens that were kept, and of those the share that
-    each kind of drafter brought; empty where nothing was drafted."""
+    """For the log: tokens per round, the share of drafted tokens that were kept, and of those the
+    share that each kind of drafter brought; empty where nothing was drafted."""
     drafted = sum(choice.drafted for choice in choices)
     if not drafted:
         return ""

@@ -1,7 +1,7 @@
 """A service of the user's own: launchd or systemd listens, and hands `mlxspec serve` the socket.
 
-Rule: whatever changes the machine goes through `Hands`, so that --dry-run shows all of it and a failure
-takes all of it back.
+Rule: whatever changes the machine goes through `Hands`, so that --dry-run shows all of it and a
+failure takes all of it back.
 """
 
 import shlex
@@ -14,22 +14,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from mlxspec.config import keep
+from mlxspec.files import write_atomic
 from mlxspec.service.job import Job
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 AGAIN_S, LOOK_S = 5.0, 0.2
 
 
 @contextmanager
 def named(path: Path | str) -> Iterator[None]:
-    """Raises Unfit for what the system refuses."""
+    """Raises UserError for what the system refuses."""
     try:
         yield
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
-        mend = "it is needed for this" if missing else "make it one that you may write, or move it away"
-        raise Unfit(f"{error.filename or path}: {error.strerror}; {mend}") from error
+        mend = (
+            "it is needed for this"
+            if missing
+            else "make it one that you may write, or move it away"
+        )
+        raise UserError(f"{error.filename or path}: {error.strerror}; {mend}") from error
 
 
 @dataclass(slots=True)
@@ -46,7 +50,8 @@ class Hands:
             return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
     def do(self, *command: str, fine: Collection[int] = (), again: Collection[int] = ()) -> None:
-        """Raises Unfit at a status that is neither 0 nor `fine`; one of `again` may pass in a while."""
+        """Raises UserError at a status that is neither 0 nor `fine`; one of `again` may pass in a
+        while."""
         if self.dry:
             return self.say(f"would run: {shlex.join(command)}")
         end = time.monotonic() + AGAIN_S
@@ -54,7 +59,7 @@ class Hands:
             time.sleep(LOOK_S)
         if done.returncode and done.returncode not in fine:
             said = (done.stderr or done.stdout).strip() or "no message"
-            raise Unfit(f"{shlex.join(command)} ended with status {done.returncode}: {said}")
+            raise UserError(f"{shlex.join(command)} ended with status {done.returncode}: {said}")
 
     def folder(self, path: Path) -> None:
         missing = [one for one in (path, *path.parents) if not one.exists()]
@@ -69,7 +74,7 @@ class Hands:
             return self.say(f"would write: {path}\n{data.decode()}")
         self.folder(path.parent)
         with named(path):
-            keep(path, data)
+            write_atomic(path, data)
 
     def remove(self, path: Path) -> None:
         """A file, or a folder if it is empty; what is not there is fine."""
@@ -83,7 +88,9 @@ class Hands:
     def sweep(self, path: Path) -> None:
         """`path`, and the folders of the user's that it leaves empty."""
         self.remove(path)
-        while not self.dry and path.parent.is_relative_to(Path.home()) and path.parent != Path.home():
+        while (
+            not self.dry and path.parent.is_relative_to(Path.home()) and path.parent != Path.home()
+        ):
             path = path.parent
             self.remove(path)
 
@@ -100,7 +107,7 @@ class System(Protocol):
         """Host and port of the definition that is installed."""
 
     def session(self, hands: Hands) -> None:
-        """Raises Unfit where nothing can be loaded, since the user has no session."""
+        """Raises UserError where nothing can be loaded, since the user has no session."""
 
     def loaded(self, hands: Hands) -> bool:
         """Whether it listens."""
@@ -109,7 +116,8 @@ class System(Protocol):
         """Listen, now and after each login."""
 
     def unload(self, hands: Hands) -> None:
-        """End the process and listen no more; the next login listens again. Returns when it is over."""
+        """End the process and listen no more; the next login listens again. Returns when it is
+        over."""
 
     def settle(self, hands: Hands, there: bool) -> None:
         """The files changed while nothing was loaded; whether they are `there`."""
@@ -125,11 +133,13 @@ class System(Protocol):
 
 
 def here() -> System:
-    """Raises Unfit where there is neither."""
+    """Raises UserError where there is neither."""
     from mlxspec.service import launchd, systemd
 
     if shutil.which("launchctl"):
         return launchd
     if shutil.which("systemctl"):
         return systemd
-    raise Unfit("neither launchd nor systemd is here; let what starts programs here run `mlxspec serve`")
+    raise UserError(
+        "neither launchd nor systemd is here; let what starts programs here run `mlxspec serve`"
+    )

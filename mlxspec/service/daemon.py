@@ -1,8 +1,8 @@
 """`mlxspec serve` as launchd or systemd runs it: with the ledger, with its log kept small.
 
-Rule: what would fail again at once, a setting too, is answered with 503 and the reason, by a process that
-loads nothing: to exit with an error would be a loop of restarts, and to exit well is no end either, since the
-connection that still waits starts it anew.
+Rule: what would fail again at once, a setting too, is answered with 503 and the reason, by a
+process that loads nothing: to exit with an error would be a loop of restarts, and to exit well is
+no end either, since the connection that still waits starts it anew.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from pathlib import Path
 from mlxspec.config import Config, ConfigError
 from mlxspec.service import launchd, ledger
 from mlxspec.service.socket import one_of
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 log = logging.getLogger("mlxspec")
 
@@ -56,10 +56,10 @@ def serve(settings: Callable[[], Config], listeners: Sequence[socket.socket]) ->
                 note = f"safe mode, without speculation: {len(now.crashes)} crashes in 10 minutes"
                 log.warning("%s; `mlxspec service restart` ends it", note)
                 config = replace(config, speculate="off", kernels="off")
-            from mlxspec.server.run import serve_model  # what may be missing in an installation
+            from mlxspec.server.process import serve_model  # what may be missing in an installation
 
             status = serve_model(config, listener.dup(), note=note, ended=end)
-        except (ConfigError, Unfit, ImportError) as error:
+        except (ConfigError, UserError, ImportError) as error:
             reason = f"{error}; then `mlxspec service restart`"
             ledger.write(path, replace(now, open=False, held=reason))
             status = hold(listeners, reason, RETRY_S)
@@ -68,7 +68,8 @@ def serve(settings: Callable[[], Config], listeners: Sequence[socket.socket]) ->
 
 
 def hold(listeners: Sequence[socket.socket], reason: str, seconds: float | None) -> int:
-    """Answer every request with 503 and the reason, until a signal comes, or for `seconds`; then 0."""
+    """Answer every request with 503 and the reason, until a signal comes, or for `seconds`; then
+    0."""
     log.error("staying down: %s", reason)
     return asyncio.run(_hold(listeners, reason, seconds))
 
@@ -79,7 +80,9 @@ async def _hold(listeners: Sequence[socket.socket], reason: str, seconds: float 
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     error = {"message": f"mlxspec stays down: {reason}", "type": "unavailable", "code": "held"}
     body = json.dumps({"status": "unhealthy", "reason": reason, "error": error}).encode()
-    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 60\r\n"
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 60\r\n"
+    )
     answer = f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +92,9 @@ async def _hold(listeners: Sequence[socket.socket], reason: str, seconds: float 
                     await reader.readuntil(b"\r\n\r\n")
                     writer.write(answer)
                     writer.write_eof()
-                    while await reader.read(1 << 16):  # a close on unread bytes would cut the answer off
+                    while await reader.read(
+                        1 << 16
+                    ):  # a close on unread bytes would cut the answer off
                         pass
         finally:
             writer.close()
@@ -104,8 +109,8 @@ async def _hold(listeners: Sequence[socket.socket], reason: str, seconds: float 
 
 
 def _look(path: Path, known: list[str] | None) -> None:
-    """For ever: keep the log small. After a life without an end, look for the report of a panic, which macOS
-    may write only when this is running again."""
+    """For ever: keep the log small. After a life without an end, look for the report of a panic,
+    which macOS may write only when this is running again."""
     while True:
         rotate(launchd.log_file())
         if known is not None and (found := [name for name in ledger.panics() if name not in known]):
@@ -117,7 +122,8 @@ def _look(path: Path, known: list[str] | None) -> None:
 
 
 def rotate(path: Path, most: int = LOG_BYTES) -> None:
-    """Begin a new log where stderr is `path` and longer than `most` bytes; the one before it goes."""
+    """Begin a new log where stderr is `path` and longer than `most` bytes; the one before it
+    goes."""
     try:
         old = os.fstat(2)
         if old.st_size <= most or not os.path.samestat(old, path.stat()):

@@ -1,7 +1,8 @@
 """What the service runs: command, environment, address, made from the settings at hand.
 
-Rule: no secret, for other programs can read a definition. What the settings' file says is not repeated, so
-editing the file and `mlxspec service restart` is enough, but for the address, which the system listens on.
+Rule: no secret, for other programs can read a definition. What the settings' file says is not
+repeated, so editing the file and `mlxspec service restart` is enough, but for the address, which
+the system listens on.
 """
 
 import shlex
@@ -12,15 +13,21 @@ from pathlib import Path
 
 from mlxspec.config import FILE, ConfigError, as_flags, data_dir, load
 
-KEPT = ("MLXSPEC_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME")  # none holds a secret
+KEPT = (
+    "MLXSPEC_CONFIG",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_ENDPOINT",
+    "XDG_CACHE_HOME",
+)  # none holds a secret
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 GRACE_S = 20  # beyond `drain_s`: the last bytes, the step under way, the ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`command` is absolute; `folder` is where it must run, "" where that does not matter; `exit_s` is how
-    long it may take to end."""
+    """`command` is absolute; `folder` is where it must run, "" where that does not matter; `exit_s`
+    is how long it may take to end."""
 
     command: tuple[str, ...]
     variables: Mapping[str, str]

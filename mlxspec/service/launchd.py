@@ -1,8 +1,9 @@
 """The service on macOS: a launch agent in the user's domain, driven by launchctl.
 
-Rule: `bootout` ends it, never `stop`, which KeepAlive answers with a restart; what follows waits until
-launchd no longer knows the label, or `bootstrap` fails with 5. launchctl's statuses count, its output only
-to spare an `enable`, which leaves a trace: launchctl(1) says that it is no interface.
+Rule: `bootout` ends it, never `stop`, which KeepAlive answers with a restart; what follows waits
+until launchd no longer knows the label, or `bootstrap` fails with 5. launchctl's statuses count,
+its output only to spare an `enable`, which leaves a trace: launchctl(1) says that it is no
+interface.
 """
 
 import ipaddress
@@ -17,7 +18,7 @@ from mlxspec.config import ConfigError, data_dir
 from mlxspec.service import Hands
 from mlxspec.service.job import Job
 from mlxspec.service.socket import NAME
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 LABEL = "dev.mlxspec"
 ABSENT = (3, 113)  # launchctl's statuses for a label that launchd does not know
@@ -51,18 +52,25 @@ def files(job: Job) -> dict[Path, bytes]:
     made["EnvironmentVariables"] = dict(job.variables)
     made["ExitTimeOut"] = job.exit_s
     made["StandardOutPath"] = made["StandardErrorPath"] = str(log_file())
-    made["Sockets"][NAME] |= {"SockNodeName": host, "SockServiceName": str(job.port), "SockFamily": family}
+    made["Sockets"][NAME] |= {
+        "SockNodeName": host,
+        "SockServiceName": str(job.port),
+        "SockFamily": family,
+    }
     if job.folder:
         made["WorkingDirectory"] = job.folder
     return {paths()[0]: plistlib.dumps(made)}
 
 
 def _numeric(host: str) -> tuple[str, str]:
-    """A name may have several addresses, and launchd would listen on each; the server takes the first."""
+    """A name may have several addresses, and launchd would listen on each; the server takes the
+    first."""
     try:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise ConfigError(f"host = {host!r}: {error.strerror}; give an address of this machine") from error
+        raise ConfigError(
+            f"host = {host!r}: {error.strerror}; give an address of this machine"
+        ) from error
     return f"IPv{ipaddress.ip_address(found.partition('%')[0]).version}", found
 
 
@@ -76,7 +84,7 @@ def address() -> tuple[str, int] | None:
 
 def session(hands: Hands) -> None:
     if hands.ask("launchctl", "print", _domain()).returncode:
-        raise Unfit(
+        raise UserError(
             "nobody is logged in at this Mac's screen, so it has no launch agents; log in there, or run"
             " `mlxspec serve` here"
         )
@@ -94,17 +102,22 @@ def load(hands: Hands, label: str = LABEL) -> None:
         hands.do("launchctl", "enable", _target(label))
     try:
         hands.do("launchctl", "bootstrap", _domain(), str(agent(label)), again=PASSING)
-    except Unfit as error:
-        raise Unfit(f"{error}; try again in a minute, or after the next login") from error
+    except UserError as error:
+        raise UserError(f"{error}; try again in a minute, or after the next login") from error
 
 
 def unload(hands: Hands, label: str = LABEL) -> None:
     target = _target(label)
     hands.do("launchctl", "bootout", target, fine=(*ABSENT, UNDER_WAY))
     end = time.monotonic() + _patience(label)
-    while not hands.dry and (status := hands.ask("launchctl", "print", target).returncode) not in ABSENT:
+    while (
+        not hands.dry
+        and (status := hands.ask("launchctl", "print", target).returncode) not in ABSENT
+    ):
         if time.monotonic() > end:
-            raise Unfit(f"launchd has not let go of {label} (launchctl print: {status}); try again later")
+            raise UserError(
+                f"launchd has not let go of {label} (launchctl print: {status}); try again later"
+            )
         time.sleep(LOOK_S)
 
 

@@ -1,7 +1,8 @@
-"""What the service remembers between its lives, and what follows: serve, serve in safe mode, or stay down.
+"""What the service remembers between its lives, and what follows: serve, serve in safe mode, or
+stay down.
 
-Rule: a life that did not say that it ends was a crash. The file is small, replaced whole, and a damaged one
-counts as none.
+Rule: a life that did not say that it ends was a crash. The file is small, replaced whole, and a
+damaged one counts as none.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mlxspec.config import keep
+from mlxspec.files import write_atomic
 
 log = logging.getLogger("mlxspec")
 
@@ -29,11 +30,13 @@ START = "`mlxspec service start` starts it"
 
 @dataclass(slots=True)
 class Ledger:
-    """Times are unix time. `open`: it serves, and has not said that it ends; `reports`: the panics that were
-    known when nothing was wrong; `panic`: why it stays down until the user starts it."""
+    """Times are unix time. `open`: it serves, and has not said that it ends; `reports`: the panics
+    that were known when nothing was wrong; `panic`: why it stays down until the user starts it."""
 
     open: bool = False
-    reports: list[str] = field(default_factory=list)  # by name: a date may be of a clock that was wrong
+    reports: list[str] = field(
+        default_factory=list
+    )  # by name: a date may be of a clock that was wrong
     crashes: list[float] = field(default_factory=list)  # when they were noticed
     safe: bool = False
     held: str = ""
@@ -53,8 +56,8 @@ def traces() -> list[Path]:
 
 
 def occupy() -> None:
-    """For the rest of this process, `running`. A lock ends with its process however that ends; a number of a
-    process would be another's some day."""
+    """For the rest of this process, `running`. A lock ends with its process however that ends; a
+    number of a process would be another's some day."""
     try:
         file().parent.mkdir(0o700, parents=True, exist_ok=True)
         lock = os.open(file().with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -63,7 +66,9 @@ def occupy() -> None:
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             time.sleep(0.02)
     except OSError as error:
-        log.warning("%s: %s; `mlxspec service status` cannot tell that it runs", file(), error.strerror)
+        log.warning(
+            "%s: %s; `mlxspec service status` cannot tell that it runs", file(), error.strerror
+        )
 
 
 def running() -> bool:
@@ -84,7 +89,9 @@ def read(path: Path) -> Ledger:
         known = {name: found[name] for name in Ledger.__slots__ if name in found}
         right = all(type(value) is type(getattr(Ledger(), name)) for name, value in known.items())
         kinds = {"crashes": float, "reports": str}
-        if right and all(type(one) is kind for name, kind in kinds.items() for one in known.get(name, ())):
+        if right and all(
+            type(one) is kind for name, kind in kinds.items() for one in known.get(name, ())
+        ):
             return Ledger(**known)
     except FileNotFoundError:
         return Ledger()
@@ -97,14 +104,14 @@ def read(path: Path) -> Ledger:
 def write(path: Path, ledger: Ledger) -> None:
     """A disk that is full is no reason not to serve."""
     try:
-        keep(path, json.dumps(asdict(ledger)).encode())
+        write_atomic(path, json.dumps(asdict(ledger)).encode())
     except OSError as error:
         log.warning("%s: %s; crashes are not counted", path, error.strerror)
 
 
 def begin(past: Ledger, now: float, panics: list[str]) -> Ledger:
-    """The ledger of a life that begins; `held` says why it must not serve. `panics` are the kernel's reports:
-    one that is new holds it, if it served when the machine went down."""
+    """The ledger of a life that begins; `held` says why it must not serve. `panics` are the
+    kernel's reports: one that is new holds it, if it served when the machine went down."""
     crashes = [at for at in past.crashes if now - WINDOW_S < at <= now]
     if past.open:
         crashes = [*crashes, now][-DOWN:]
@@ -138,7 +145,9 @@ def panics() -> list[str]:
 def closed() -> list[str]:
     """The folders of reports that are there and may not be read."""
     return [
-        each for each in PANICS if (at := Path(each).expanduser()).exists() and not os.access(at, os.R_OK)
+        each
+        for each in PANICS
+        if (at := Path(each).expanduser()).exists() and not os.access(at, os.R_OK)
     ]
 
 

@@ -1,7 +1,8 @@
 """The menu bar: a status makes a menu, which rumps shows or xbar and SwiftBar read as text.
 
-Rule: the menu is a pure function of the status, and each of its actions is a command of the real CLI. A name
-that a shell or those programs might read as more than a name is shown and never becomes part of a command.
+Rule: the menu is a pure function of the status, and each of its actions is a command of the real
+CLI. A name that a shell or those programs might read as more than a name is shown and never becomes
+part of a command.
 """
 
 import importlib
@@ -21,7 +22,7 @@ from typing import Any
 
 from mlxspec.service import Hands, job, launchd
 from mlxspec.service.status import UP, State, Status, headline, load_of, memory_of, speculation_of
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 LABEL = "dev.mlxspec.menubar"
 PROGRAM = (sys.executable, "-m", "mlxspec")
@@ -43,8 +44,9 @@ ICONS: dict[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A line of the menu. `words` follow `mlxspec` when it is chosen, `href` is opened instead; `terminal`:
-    where its output is read. With neither it is only read; without a title it is a rule."""
+    """A line of the menu. `words` follow `mlxspec` when it is chosen, `href` is opened instead;
+    `terminal`: where its output is read. With neither it is only read; without a title it is a
+    rule."""
 
     title: str = ""
     words: tuple[str, ...] = ()
@@ -65,8 +67,8 @@ AIMED = frozenset({"load", "stop", "menubar"})  # take --url
 
 
 def menu_of(now: Status, own: bool = True) -> Menu:
-    """What the menu shows of a status, and what can be done about it. Not `own`: of a server that commands
-    without --url would not mean."""
+    """What the menu shows of a status, and what can be done about it. Not `own`: of a server that
+    commands without --url would not mean."""
     icon = "⚠" if now.note and now.state in UP else ICONS[now.state]
     busy = f" {now.speed:.0f} tok/s" if now.running and now.speed else ""
     facts = [headline(now), now.note and now.note[0].upper() + now.note[1:]]
@@ -139,8 +141,8 @@ def _cut(text: str) -> str:
 
 
 def xbar(menu: Menu) -> str:
-    """In the text protocol of xbar and SwiftBar: the title, `---`, a line per item with two dashes per level,
-    and behind a bar what it does."""
+    """In the text protocol of xbar and SwiftBar: the title, `---`, a line per item with two dashes
+    per level, and behind a bar what it does."""
     return "\n".join([_text(menu.title), *_lines(menu.items)]) + "\n"
 
 
@@ -154,7 +156,10 @@ def _lines(items: tuple[Item, ...], depth: int = 0) -> Iterator[str]:
         does = [f"href={item.href}"] if item.href else []
         if item.words:
             command = [*PROGRAM, *item.words]
-            does += [f'shell="{command[0]}"', *(f'param{n}="{w}"' for n, w in enumerate(command[1:], 1))]
+            does += [
+                f'shell="{command[0]}"',
+                *(f'param{n}="{w}"' for n, w in enumerate(command[1:], 1)),
+            ]
             does += [f"terminal={'true' if item.terminal else 'false'}", "refresh=true"]
         if re.search(r":[\w.+-]+:", item.title):  # or it would become a picture
             does += ["emojize=false"]
@@ -173,8 +178,10 @@ def show(look: Callable[[], Menu]) -> None:
         rumps: Any = importlib.import_module("rumps")
         kit: Any = importlib.import_module("AppKit")
     except ImportError as error:
-        raise Unfit(f"{error}: the menu bar needs a Mac, and rumps: {PIP}") from error
-    kit.NSApplication.sharedApplication().setActivationPolicy_(1)  # an accessory: no icon in the Dock
+        raise UserError(f"{error}: the menu bar needs a Mac, and rumps: {PIP}") from error
+    kit.NSApplication.sharedApplication().setActivationPolicy_(
+        1
+    )  # an accessory: no icon in the Dock
     app = rumps.App("mlxspec", title="◌", quit_button=None)
     seen: list[Menu] = []  # the newest, from the thread; rumps is for the main one
     shown: list[Menu] = []
@@ -239,7 +246,9 @@ def _titles(items: tuple[Item, ...]) -> Iterator[str]:
 
 def _shape(items: tuple[Item, ...]) -> tuple[Any, ...]:
     """All but the titles."""
-    return tuple((bool(i.title), i.words, i.href, i.terminal, i.checked, _shape(i.items)) for i in items)
+    return tuple(
+        (bool(i.title), i.words, i.href, i.terminal, i.checked, _shape(i.items)) for i in items
+    )
 
 
 def run(item: Item) -> str:
@@ -260,14 +269,15 @@ def copy(url: str) -> None:
     try:
         subprocess.run(["pbcopy"], input=f"{url}/v1", text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Unfit(f"pbcopy: {error}; the base URL is {url}/v1") from error
+        raise UserError(f"pbcopy: {error}; the base URL is {url}/v1") from error
 
 
 def install(hands: Hands) -> str:
-    """The menu bar after each login, by a launch agent of its own. Raises Unfit with all taken back."""
+    """The menu bar after each login, by a launch agent of its own. Raises UserError with all taken
+    back."""
     _launchd()
     if not importlib.util.find_spec("rumps"):
-        raise Unfit(f"the menu bar needs rumps: {PIP}")
+        raise UserError(f"the menu bar needs rumps: {PIP}")
     kept = {name: os.environ[name] for name in job.KEPT if os.environ.get(name)}
     agent = {
         "Label": LABEL,
@@ -290,7 +300,11 @@ def install(hands: Hands) -> str:
     except BaseException:
         hands.remove(path) if before is None else hands.write(path, before)
         raise
-    return "the menu bar shows mlxspec now, and after each login" if not hands.dry else "nothing was changed"
+    return (
+        "the menu bar shows mlxspec now, and after each login"
+        if not hands.dry
+        else "nothing was changed"
+    )
 
 
 def uninstall(hands: Hands) -> str:
@@ -305,4 +319,4 @@ def uninstall(hands: Hands) -> str:
 
 def _launchd() -> None:
     if not shutil.which("launchctl"):
-        raise Unfit("launchctl is not here: only a Mac has a menu bar to be installed in")
+        raise UserError("launchctl is not here: only a Mac has a menu bar to be installed in")

@@ -1,6 +1,7 @@
 """How the server is: one plain value for `mlxspec status`, `ps` and the menu bar.
 
-Rule: asking starts nothing, so a socket that the system holds for a process that sleeps is not knocked at.
+Rule: asking starts nothing, so a socket that the system holds for a process that sleeps is not
+knocked at.
 """
 
 import json
@@ -9,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mlxspec.chat import Absent, ChatError, Locked, call, clean
-from mlxspec.config import size, url_of
+from mlxspec.commands.chat import Absent, ChatError, Locked, call, clean
+from mlxspec.config import url_of
+from mlxspec.files import format_size
 from mlxspec.service import Hands, System, here, ledger
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 PATIENCE_S = 5.0
 SEEN_S = 1.0  # between two looks at what was generated
@@ -24,8 +26,8 @@ UP: frozenset[State] = frozenset({"loading", "short", "asleep", "busy", "idle"})
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`bytes` are of weights and KV memory, of the weights' files before it was loaded; `idle` is in seconds,
-    None before its first work."""
+    """`bytes` are of weights and KV memory, of the weights' files before it was loaded; `idle` is
+    in seconds, None before its first work."""
 
     name: str
     state: Literal["loaded", "loading", "unloaded"]
@@ -39,10 +41,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """`service` is about the one at `url`. `why` is what is wrong, with the mend; `note` is set in safe mode.
-    `speed` is in tokens/s, of the last answer where nothing runs, else of all together, 0 where that was not
-    looked at; `round` are tokens per round and `kept` the share of the drafts that were kept, in the last
-    answers, 0 without any."""
+    """`service` is about the one at `url`. `why` is what is wrong, with the mend; `note` is set in
+    safe mode. `speed` is in tokens/s, of the last answer where nothing runs, else of all together,
+    0 where that was not looked at; `round` are tokens per round and `kept` the share of the drafts
+    that were kept, in the last answers, 0 without any."""
 
     url: str
     state: State
@@ -70,8 +72,8 @@ class Status:
 
 
 def look(url: str, api_key: str = "", over: float = 0.0) -> Status:
-    """Of the server at `url`, and of the service if that is its. The speed of what runs is seen in `over`
-    seconds."""
+    """Of the server at `url`, and of the service if that is its. The speed of what runs is seen in
+    `over` seconds."""
     service, why = service_at(url)
     if service == "waiting":
         return Status(url, "asleep", service)
@@ -100,11 +102,11 @@ def _look(url: str, service: Service, api_key: str) -> tuple[Status, tuple[float
 
 
 def service_at(url: str) -> tuple[Service, str]:
-    """The service, if it is the one that listens at `url`, and why it stays down; "not installed" for every
-    URL if there is none, "none" where there can be none, or it listens elsewhere."""
+    """The service, if it is the one that listens at `url`, and why it stays down; "not installed"
+    for every URL if there is none, "none" where there can be none, or it listens elsewhere."""
     try:
         system = here()
-    except Unfit:
+    except UserError:
         return "none", ""
     if not (at := installed(system)):
         return "not installed", ""
@@ -127,7 +129,9 @@ def installed(system: System) -> str:
 def read(url: str, service: Service, found: Mapping[str, Any]) -> Status:
     """A snapshot of the server as a status."""
     models = tuple(_model(one) for one in found["models"])
-    running, waiting = (sum(getattr(one, name) for one in models) for name in ("running", "waiting"))
+    running, waiting = (
+        sum(getattr(one, name) for one in models) for name in ("running", "waiting")
+    )
     rows = found["requests"]
     live = tuple(row for row in rows if not row["outcome"])
     drafted, rounds = (sum(row[name] for row in rows) for name in ("drafted", "rounds"))
@@ -148,7 +152,8 @@ def read(url: str, service: Service, found: Mapping[str, Any]) -> Status:
         version=found["version"],
         pid=found["pid"],
         models=models,
-        loading=found["loading"] or next((one.name for one in models if one.state == "loading"), ""),
+        loading=found["loading"]
+        or next((one.name for one in models if one.state == "loading"), ""),
         running=running,
         waiting=waiting,
         speed=rows[0]["rate"] if rows and not live else 0.0,
@@ -206,7 +211,7 @@ def load_of(now: Status) -> str:
 def memory_of(now: Status) -> str:
     """Of the process, which is measured when it has worked."""
     short = ", the machine is short of it" * bool(now.pressure)
-    return (size(now.footprint) if now.footprint else "not measured yet") + short
+    return (format_size(now.footprint) if now.footprint else "not measured yet") + short
 
 
 def speculation_of(now: Status) -> str:
@@ -258,8 +263,10 @@ def show_ps(now: Status, as_json: bool) -> None:
     if as_json:
         models = [asdict(one) | {"until": until(one, now.ttl)} for one in there]
         return print(json.dumps({"models": models, "requests": list(now.requests)}, indent=2))
-    rows = [(m.name, size(m.bytes), m.state, until(m, now.ttl)) for m in there]
-    table(("name", "size", "state", "until"), rows, "no model is loaded; the next request loads one")
+    rows = [(m.name, format_size(m.bytes), m.state, until(m, now.ttl)) for m in there]
+    table(
+        ("name", "size", "state", "until"), rows, "no model is loaded; the next request loads one"
+    )
     if now.requests:
         print()
         names = ("id", "model", "prompt", "cached", "generated", "rate", "seconds", "state")

@@ -1,7 +1,7 @@
 """Stops the server, whoever started it.
 
-Rule: a signal goes to a process only if it is this user's `mlxspec serve` on this machine, and has the port:
-a number that an answer names may be anybody's.
+Rule: a signal goes to a process only if it is this user's `mlxspec serve` on this machine, and has
+the port: a number that an answer names may be anybody's.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from mlxspec.service import Hands, here, verbs
 from mlxspec.service.status import look
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOK_S = 0.1
@@ -25,24 +25,32 @@ LISTEN = "0A"  # a state in /proc/net/tcp
 
 
 def stop_server(url: str, api_key: str) -> str:
-    """The service, if it is the one at `url`, else the server that was started by hand. Returns when it is
-    over. Raises Unfit with what to do instead."""
+    """The service, if it is the one at `url`, else the server that was started by hand. Returns
+    when it is over. Raises UserError with what to do instead."""
     now = look(url, api_key)
     if now.service in ("running", "waiting", "held") or (now.service == "stopped" and not now.pid):
         return verbs.stop(here(), Hands())
     if now.state in ("stopped", "not installed"):
         return f"no server runs at {url}"
     if not now.pid:
-        raise Unfit(now.why)
+        raise UserError(now.why)
     at = urlsplit(url)
-    if at.hostname not in LOOPBACK or not _serves(_argv(now.pid)) or not _listens(now.pid, at.port or 80):
-        raise Unfit(f"the server at {url} is not this machine's, or runs in a container; stop it there")
+    if (
+        at.hostname not in LOOPBACK
+        or not _serves(_argv(now.pid))
+        or not _listens(now.pid, at.port or 80)
+    ):
+        raise UserError(
+            f"the server at {url} is not this machine's, or runs in a container; stop it there"
+        )
     with contextlib.suppress(ProcessLookupError):
         os.kill(now.pid, signal.SIGTERM)
     end = time.monotonic() + PATIENCE_S
     while _serves(_argv(now.pid)):
         if time.monotonic() > end:
-            raise Unfit(f"the server lets answers end, as its --drain-s says; at once: kill {now.pid}")
+            raise UserError(
+                f"the server lets answers end, as its --drain-s says; at once: kill {now.pid}"
+            )
         time.sleep(LOOK_S)
     return f"the server at {url} has ended"
 
@@ -74,13 +82,20 @@ def _serves(argv: Sequence[str]) -> bool:
 
 def _listens(pid: int, port: int) -> bool:
     if sys.platform != "linux":
-        return str(pid) in Hands().ask("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t").stdout.split()
+        return (
+            str(pid)
+            in Hands().ask("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t").stdout.split()
+        )
     sockets = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for row in map(str.split, Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]):
+            for row in map(
+                str.split, Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+            ):
                 if int(row[1].rpartition(":")[2], 16) == port and row[3] == LISTEN:
                     sockets.add(f"socket:[{row[9]}]")
     with contextlib.suppress(OSError):
-        return any(os.readlink(f"/proc/{pid}/fd/{n}") in sockets for n in os.listdir(f"/proc/{pid}/fd"))
+        return any(
+            os.readlink(f"/proc/{pid}/fd/{n}") in sockets for n in os.listdir(f"/proc/{pid}/fd")
+        )
     return False

@@ -1,7 +1,7 @@
 """The service on Linux: a socket and what it starts, as units of the user's own systemd.
 
-Rule: backing off is ours, by the ledger, so systemd's own limit of starts is off: it would take the socket
-down too.
+Rule: backing off is ours, by the ledger, so systemd's own limit of starts is off: it would take the
+socket down too.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlxspec.service import Hands
 from mlxspec.service.job import Job
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 SOCKET, SERVICE = "mlxspec.socket", "mlxspec.service"
 CONTROL = ("systemctl", "--user")
@@ -72,7 +72,7 @@ def address() -> tuple[str, int] | None:
 def session(hands: Hands) -> None:
     done = hands.ask(*CONTROL, "show-environment")
     if done.returncode:
-        raise Unfit(
+        raise UserError(
             f"systemd has no session of yours here ({done.stderr.strip()}); log in on this machine, or"
             " run `loginctl enable-linger` as root for you, or `mlxspec serve`"
         )
@@ -106,4 +106,12 @@ def wake(hands: Hands) -> None:
 
 
 def logs(lines: int, follow: bool) -> list[str]:
-    return ["journalctl", "--user", "-u", SERVICE, "-n", str(lines), *(["-f"] if follow else ["--no-pager"])]
+    return [
+        "journalctl",
+        "--user",
+        "-u",
+        SERVICE,
+        "-n",
+        str(lines),
+        *(["-f"] if follow else ["--no-pager"]),
+    ]

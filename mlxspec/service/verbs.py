@@ -11,12 +11,12 @@ from pathlib import Path
 from mlxspec.config import Config, url_of
 from mlxspec.service import Hands, System, launchd, ledger, menubar, named
 from mlxspec.service.job import PATH, Job
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 
 def install(system: System, job: Job, hands: Hands) -> str:
-    """Raises Unfit and ConfigError, with all taken back."""
-    from mlxspec.server.run import bind
+    """Raises UserError and ConfigError, with all taken back."""
+    from mlxspec.server.process import bind
 
     files, url = system.files(job), url_of(job.host, job.port)
     was = system.loaded(hands)
@@ -35,7 +35,9 @@ def install(system: System, job: Job, hands: Hands) -> str:
             hands.folder(ledger.file().parent)
             ledger.forgive(ledger.file())
         system.load(hands)
-    return f"{url}/v1 is there now, and after each login" if not hands.dry else "nothing was changed"
+    return (
+        f"{url}/v1 is there now, and after each login" if not hands.dry else "nothing was changed"
+    )
 
 
 def _now(files: Iterable[Path]) -> dict[Path, bytes | None]:
@@ -50,7 +52,7 @@ def _taken_back(system: System, hands: Hands, was: bool) -> Iterator[None]:
         yield
     except BaseException as error:
         if left := _undo(system, hands, before, was):
-            raise Unfit(f"{error}; and to take it back failed too: {left}") from error
+            raise UserError(f"{error}; and to take it back failed too: {left}") from error
         raise
 
 
@@ -59,7 +61,9 @@ def _runnable(job: Job, hands: Hands) -> None:
     done = hands.ask("sh", "-c", 'cd "$0" && exec "$@"', job.folder or "/", *program)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2]
-        raise Unfit(f"{job.command[0]} cannot run mlxspec outside this shell: {why}; install mlxspec for it")
+        raise UserError(
+            f"{job.command[0]} cannot run mlxspec outside this shell: {why}; install mlxspec for it"
+        )
 
 
 def _undo(system: System, hands: Hands, before: Mapping[Path, bytes | None], was: bool) -> str:
@@ -69,7 +73,7 @@ def _undo(system: System, hands: Hands, before: Mapping[Path, bytes | None], was
     def attempt(step: Callable[[], None]) -> None:
         try:
             step()
-        except (OSError, Unfit) as error:
+        except (OSError, UserError) as error:
             wrong.append(str(error))
 
     if system.loaded(hands):
@@ -77,7 +81,9 @@ def _undo(system: System, hands: Hands, before: Mapping[Path, bytes | None], was
     old = {path: data for path, data in before.items() if data is not None}
     if before != _now(before):
         for path, data in before.items():
-            attempt(partial(hands.remove, path) if data is None else partial(hands.write, path, data))
+            attempt(
+                partial(hands.remove, path) if data is None else partial(hands.write, path, data)
+            )
         attempt(partial(system.settle, hands, bool(old)))
     if was:
         attempt(partial(system.load, hands))
@@ -139,4 +145,4 @@ def stop(system: System, hands: Hands) -> str:
 
 def _installed(system: System) -> None:
     if not all(path.exists() for path in system.paths()):
-        raise Unfit("the service is not installed; `mlxspec service install` does that")
+        raise UserError("the service is not installed; `mlxspec service install` does that")

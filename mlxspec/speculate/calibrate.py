@@ -1,7 +1,7 @@
 """What a step costs here, by its rows and its context: measured once, at the first start.
 
-Rule: the measurement takes SECONDS, longer only until each point was measured, and says what it found;
-whatever it gets wrong, the controller corrects from the steps that follow.
+Rule: the measurement takes SECONDS, longer only until each point was measured, and says what it
+found; whatever it gets wrong, the controller corrects from the steps that follow.
 """
 
 import logging
@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec.model.runner import Runner
-from mlxspec.model.sample import Row, sample
-from mlxspec.speculate.depth import GRID, Costs
+from mlxspec.model.sampler import Row, sample
+from mlxspec.speculate.controller import GRID, Costs
 from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Sampling
 from mlxspec.types import Sequence as Seq
 
@@ -40,9 +40,10 @@ def calibrate(
     again: bool = False,
     tell: Tell = lambda done, of: None,
 ) -> Costs | None:
-    """The cost of a step of one sequence with 1 to 32 rows. `table` are blocks that nobody uses, `known` is
-    what was measured before, which holds where the contexts are the same; `again`: whatever it is, and
-    longer. `tell` is told how far it is. None where there are too few blocks to measure."""
+    """The cost of a step of one sequence with 1 to 32 rows. `table` are blocks that nobody uses,
+    `known` is what was measured before, which holds where the contexts are the same; `again`:
+    whatever it is, and longer. `tell` is told how far it is. None where there are too few blocks to
+    measure."""
     high = min(CONTEXTS[1], len(table) * runner.view.block_size - max(GRID) - 1)
     if high < 1:
         return None
@@ -56,11 +57,15 @@ def calibrate(
     times = _measure(runner, _one(runner, table, high), contexts, until, least, tell)
     low = [times[contexts[0], r] for r in GRID]
     top = [max(s, times[high, r]) for r, s in zip(GRID, low, strict=True)]
-    low, top = (np.maximum.accumulate(each).tolist() for each in (low, top))  # no row is cheaper than fewer
+    low, top = (
+        np.maximum.accumulate(each).tolist() for each in (low, top)
+    )  # no row is cheaper than fewer
     log.info(
         "a step costs %.1f ms for 1 row and %s at %d tokens of context; measured in %.1f s",
         low[0] * 1e3,
-        ", ".join(f"{t / low[0]:.2f} times that for {r}" for r, t in zip(GRID[1:], low[1:], strict=True)),
+        ", ".join(
+            f"{t / low[0]:.2f} times that for {r}" for r, t in zip(GRID[1:], low[1:], strict=True)
+        ),
         contexts[0],
         time.perf_counter() - began,
     )
@@ -68,7 +73,8 @@ def calibrate(
 
 
 def one_row(runner: Runner, table: list[int]) -> float:
-    """Seconds of a step with one row behind a short context; the first is left out, because it compiles."""
+    """Seconds of a step with one row behind a short context; the first is left out, because it
+    compiles."""
     context = min(CONTEXTS[0], len(table) * runner.view.block_size - 2)
     seq = _one(runner, table, context)
     return min([_time(runner, seq, context, 1) for _ in range(4)][1:])
@@ -94,8 +100,8 @@ def sampling(vocab: int) -> dict[str, float]:
 def _measure(
     runner: Runner, seq: Seq, contexts: Sequence[int], until: float, least: int, tell: Tell
 ) -> dict[tuple[int, int], float]:
-    """Seconds by (context, rows), the best of as many turns as there is time for, `least` at least. One step
-    goes first."""
+    """Seconds by (context, rows), the best of as many turns as there is time for, `least` at least.
+    One step goes first."""
     order = [(c, r) for r in GRID for c in contexts]
     times: dict[tuple[int, int], float] = {}
     _time(runner, seq, contexts[0], 1)
@@ -111,12 +117,14 @@ def _measure(
 
 def _one(runner: Runner, table: list[int], context: int) -> Seq:
     windows = [[NULL_BLOCK] * len(table) for _ in list(runner.view.blocks)[1:]]
-    return Seq(Request("measure", (0,), 1), tokens=[0] * (context + 1), table=table, windows=windows)
+    return Seq(
+        Request("measure", (0,), 1), tokens=[0] * (context + 1), table=table, windows=windows
+    )
 
 
 def _time(runner: Runner, seq: Seq, context: int, rows: int) -> float:
-    """Seconds of a step with `rows` rows behind `context` tokens, half of whose draft is taken back; what the
-    blocks and the state hold does not matter."""
+    """Seconds of a step with `rows` rows behind `context` tokens, half of whose draft is taken
+    back; what the blocks and the state hold does not matter."""
     entry = Entry(seq, context, 1, True, draft=Draft([0] * (rows - 1)))
     began = time.perf_counter()
     mx.eval(mx.argmax(runner.logits([entry]), axis=-1))

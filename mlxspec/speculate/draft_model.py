@@ -1,8 +1,8 @@
 """A small model of the same vocabulary that drafts for a large one.
 
-Rule: its KV lies under the same block ids as the target's, in pools of its own, so that a prefix hit serves
-both. It draws with the target's noise, and nothing here waits for the device: where a step is in flight, what
-it brought is taken lazily from it.
+Rule: its KV lies under the same block ids as the target's, in pools of its own, so that a prefix
+hit serves both. It draws with the target's noise, and nothing here waits for the device: where a
+step is in flight, what it brought is taken lazily from it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +13,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxspec.model.load import Fit, context_of, fit, weights
+from mlxspec.model.layout import LayoutChoice, context_of, fit, weights
 from mlxspec.model.runner import Runner, Step
-from mlxspec.model.sample import Row, sample
-from mlxspec.types import Draft, Entry, Sampling, Unfit
+from mlxspec.model.sampler import Row, sample
+from mlxspec.types import Draft, Entry, Sampling, UnsupportedModel, UserError
 from mlxspec.types import Sequence as Seq
 
 SOURCE = "model"
@@ -30,20 +30,23 @@ class Small:
     """A draft model that is loaded and runs in the rows layout."""
 
     model: Module
-    fit: Fit
+    fit: LayoutChoice
     weights: int  # bytes
     context: int  # tokens
 
 
-def fit_small(path: Path, model: Module, config: dict[str, Any], target: Fit) -> Small:
-    """The loaded model of `path`, ready to draft. Raises Unfit where either model cannot run a draft."""
+def fit_small(path: Path, model: Module, config: dict[str, Any], target: LayoutChoice) -> Small:
+    """The loaded model of `path`, ready to draft. Raises UnsupportedModel where either model cannot
+    run a draft."""
     if not target.drafts:
-        raise Unfit(f"--draft: no draft can be taken back in the {target.layout} layout; leave it out")
+        raise UnsupportedModel(
+            f"--draft: no draft can be taken back in the {target.layout} layout; leave it out"
+        )
     held = weights(model)
     try:
         return Small(model, fit(model, "rows"), held, context_of(config))
-    except Unfit as error:
-        raise Unfit(f"{path} cannot draft: {error}; give another --draft") from error
+    except UserError as error:
+        raise UnsupportedModel(f"{path} cannot draft: {error}; give another --draft") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +60,10 @@ class Follower:
 
 @dataclass(slots=True)
 class DraftModel:
-    """`runner` runs the draft model in the rows layout over as many blocks as the target has; `vocab` is the
-    width of the target's logits; `seconds` is what one more drafted token costs. `own_vocab` and
-    `context` are the draft model's: ids beyond are read as its last, longer sequences get no draft."""
+    """`runner` runs the draft model in the rows layout over as many blocks as the target has;
+    `vocab` is the width of the target's logits; `seconds` is what one more drafted token costs.
+    `own_vocab` and `context` are the draft model's: ids beyond are read as its last, longer
+    sequences get no draft."""
 
     runner: Runner
     vocab: int
@@ -67,7 +71,9 @@ class DraftModel:
     own_vocab: int = 1 << 31
     context: int = 1 << 31
     _live: dict[Seq, Follower] = field(default_factory=dict)
-    _filled: dict[int, bytes] = field(default_factory=dict)  # block -> key of the content that was read
+    _filled: dict[int, bytes] = field(
+        default_factory=dict
+    )  # block -> key of the content that was read
 
     def begin(self, seq: Seq) -> None:
         # What the host has not read cannot be counted, so penalties wait for the target's own rows.
@@ -101,9 +107,13 @@ class DraftModel:
         reading = list(self._reading(e for e in plan if e not in drafting))
         if not entries and not reading:
             return
-        late = before.late(entries) if before is not None and any(e.spread for e in entries) else None
+        late = (
+            before.late(entries) if before is not None and any(e.spread for e in entries) else None
+        )
         ids = self._ids([*entries, *reading], drafting, before, late)
-        ahead = late if late is None else mx.concatenate([late, mx.zeros((len(reading),), mx.int32)])
+        ahead = (
+            late if late is None else mx.concatenate([late, mx.zeros((len(reading),), mx.int32)])
+        )
         last = self.own_vocab - 1
         logits = self.runner.forward([*entries, *reading], mx.minimum(ids, last), ahead)
         for e in reading:
@@ -151,13 +161,15 @@ class DraftModel:
         live.seen = min(live.seen, max(0, seq.computed - 1))
 
     def _next(self, e: Entry) -> Entry:
-        """The rows to read before the first token is drafted. Where a draft is in flight, its last token was
-        not read if all of it stands: the row before the last known one is read once more then."""
+        """The rows to read before the first token is drafted. Where a draft is in flight, its last
+        token was not read if all of it stands: the row before the last known one is read once more
+        then."""
         start = e.start - 1 if e.spread else self._live[e.seq].seen
         return Entry(e.seq, start, e.start + e.count - start, True, spread=e.spread)
 
     def _reading(self, plan: Iterable[Entry]) -> Iterable[Entry]:
-        """Prompts as the target reads them, and what lags too far behind; only tokens that the host knows."""
+        """Prompts as the target reads them, and what lags too far behind; only tokens that the host
+        knows."""
         left = CATCH_UP
         for e in plan:
             live = self._live.get(e.seq)
@@ -166,14 +178,20 @@ class DraftModel:
             if live.table is not e.seq.table:
                 self._start(live, e.seq)
             fresh = e.fresh if e.fresh > 1 else 0
-            known = min(len(e.seq.tokens) - 1, e.start + (e.count if fresh else e.again), self.context)
+            known = min(
+                len(e.seq.tokens) - 1, e.start + (e.count if fresh else e.again), self.context
+            )
             count = min(known - live.seen, left + fresh)
             if count > 0 and (fresh or known - live.seen >= LAG):
                 left = max(0, left - count)
                 yield Entry(e.seq, live.seen, count, False)
 
     def _ids(
-        self, entries: Sequence[Entry], drafting: Sequence[Entry], before: Step | None, late: mx.array | None
+        self,
+        entries: Sequence[Entry],
+        drafting: Sequence[Entry],
+        before: Step | None,
+        late: mx.array | None,
     ) -> mx.array:
         """Input tokens int32 [T] of `entries`, the first of which belong to `drafting`."""
         host: list[int] = []
@@ -204,7 +222,9 @@ class DraftModel:
         for block in e.seq.table[e.start // size : -(-e.end // size)]:
             self._filled.pop(block, None)
 
-    def _sample(self, logits: mx.array, entries: Sequence[Entry], late: mx.array | None) -> mx.array:
+    def _sample(
+        self, logits: mx.array, entries: Sequence[Entry], late: mx.array | None
+    ) -> mx.array:
         """The next token of each entry, int32 [entries], drawn as the target would."""
         width = logits.shape[-1]
         if width < self.vocab:

@@ -1,13 +1,15 @@
-"""Drafts from what this model has said before, to whoever asked: earlier turns, repeated tool calls, loops.
+"""Drafts from what this model has said before, to whoever asked: earlier turns, repeated tool
+calls, loops.
 
-The idea and the score are SuffixDecoding's (arXiv 2411.04975). Counts come from comparing the latest
-occurrences in a bounded text of past outputs; no tree is kept, so forgetting the oldest is one rebuild.
+The idea and the score are SuffixDecoding's (arXiv 2411.04975). Counts come from comparing the
+latest occurrences in a bounded text of past outputs; no tree is kept, so forgetting the oldest is
+one rebuild.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlxspec.speculate.lookup import END, Index, Proposal
+from mlxspec.speculate.ngram import END, Index, Proposal
 
 CAPACITY = 1 << 17  # tokens of past outputs; about 30 MB with their index
 LENGTHS = 3  # match lengths that are compared, longest first
@@ -40,7 +42,8 @@ class Corpus:
         return self._index.index(most)
 
     def propose(self, context: Sequence[int], most: int) -> Proposal | None:
-        """The continuation with the best score over the longest matches: a shorter one has more witnesses."""
+        """The continuation with the best score over the longest matches: a shorter one has more
+        witnesses."""
         found = self._index.find(context)
         best: Proposal | None = None
         for match in sorted({length for length, _ in found}, reverse=True)[:LENGTHS]:

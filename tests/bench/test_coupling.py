@@ -33,6 +33,9 @@ def test_a_row_has_every_rule_over_the_tokens_of_both() -> None:
 
 
 def test_the_error_is_of_whole_tasks() -> None:
-    tasks = [np.full(10, 0.4), np.full(10, 0.6)]  # 20 positions, but two tasks: the error of two figures
+    tasks = [
+        np.full(10, 0.4),
+        np.full(10, 0.6),
+    ]  # 20 positions, but two tasks: the error of two figures
     assert _figure(tasks) == "0.5000 ± 0.1000"
     assert _figure(tasks[:1]) == "0.4000"

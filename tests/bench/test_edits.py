@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.bench import edits
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 
 def test_every_edit_is_code_that_has_the_name_and_not_yet_the_new_one() -> None:
@@ -19,7 +19,9 @@ def test_every_edit_is_code_that_has_the_name_and_not_yet_the_new_one() -> None:
         code = re.fullmatch(r"```python\n(.*)\n```\n\nRename .*", text, re.S)
         assert code and isinstance(ast.parse(code[1]).body[0], ast.FunctionDef | ast.ClassDef), name
         assert 36 <= len(code[1].splitlines()) <= 125, name
-        assert len(re.findall(rf"\b{old}\b", code[1])) >= 2 and not re.search(rf"\b{new}\b", code[1]), name
+        assert len(re.findall(rf"\b{old}\b", code[1])) >= 2 and not re.search(
+            rf"\b{new}\b", code[1]
+        ), name
 
 
 def test_a_definition_has_its_decorators_and_nothing_else(tmp_path: Path) -> None:
@@ -29,13 +31,17 @@ def test_a_definition_has_its_decorators_and_nothing_else(tmp_path: Path) -> Non
     assert edits.definition(file, "h") is None and edits.definition(tmp_path / "n.py", "f") is None
 
 
-def test_a_python_without_its_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_its_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edits.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(Unfit, match=r"workload edits: .*no source"):
+    with pytest.raises(UserError, match=r"workload edits: .*no source"):
         edits.edits()
 
 
-def test_what_this_version_does_not_have_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_version_does_not_have_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "copy.py").write_text("def deepcopy(memo):\n    return memo\n")
     (tmp_path / "shutil.py").write_text("def move(a):\n    return a\n")  # without the name
     monkeypatch.setattr(edits.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})

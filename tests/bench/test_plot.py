@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from mlxspec.bench import plot
 from mlxspec.bench.figures import Answer, Cell, Side, Trial, row
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 from tests.bench.test_figures import scripted
 
 
@@ -51,5 +51,5 @@ def test_nothing_measured_is_drawn_too(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Unfit, match=r"run: pip install 'mlxspec\[bench\]'"):
+    with pytest.raises(UserError, match=r"run: pip install 'mlxspec\[bench\]'"):
         plot.need()

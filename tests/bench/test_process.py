@@ -24,7 +24,9 @@ sys.stdin.read()
 
 def test_children_count_with_their_parents() -> None:
     command = [sys.executable, "-c", CHILD, "parent", CHILD]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         used = usage(process.pid)
         process.communicate(timeout=20)
@@ -38,7 +40,8 @@ def test_this_process_is_no_tree_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "seconds"), [("0:01.50", 1.5), ("00:02:03", 123), ("1-00:00:01", 86401), ("12:00.00", 720)]
+    ("time", "seconds"),
+    [("0:01.50", 1.5), ("00:02:03", 123), ("1-00:00:01", 86401), ("12:00.00", 720)],
 )
 def test_lines_of_ps(time: str, seconds: float) -> None:
     assert parsed(f"  12     1   2048 {time}") == (12, (1, Usage(2 << 20, 0, seconds)))

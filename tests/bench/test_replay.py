@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from mlxspec import cli
 from mlxspec.bench.replay import Recording, Score, flat, read, replay, score
 from mlxspec.config import ConfigError
-from mlxspec.speculate.chain import Chain
+from mlxspec.speculate.proposer import Proposer
 
 CODE = tuple(range(100, 400))
 
@@ -21,7 +21,7 @@ def recordings_of(*pairs: tuple[object, object]) -> str:
 
 def test_a_copy_takes_few_rounds() -> None:
     total = Score()
-    score(Chain(flat(0.1)), Recording(CODE, CODE[50:200]), total)
+    score(Proposer(flat(0.1)), Recording(CODE, CODE[50:200]), total)
     assert total.tokens == 150
     assert total.rounds < 15 and sum(total.kept.values()) == 150 - 1 - total.rounds
     assert total.cost < 149 / 4
@@ -29,13 +29,13 @@ def test_a_copy_takes_few_rounds() -> None:
 
 def test_what_repeats_nothing_costs_what_plain_decoding_costs() -> None:
     total = Score()
-    score(Chain(flat(0.1)), Recording((1, 2, 3), CODE[:150]), total)
+    score(Proposer(flat(0.1)), Recording((1, 2, 3), CODE[:150]), total)
     assert total.tokens == 150 and total.rounds == 149
     assert total.cost <= 149 * 1.03 and not total.kept
 
 
 def test_an_answer_is_remembered_for_the_next() -> None:
-    total, chain = Score(), Chain(flat(0.1))
+    total, chain = Score(), Proposer(flat(0.1))
     for prompt in ((1, 2, 3), (1, 2, 3)):
         score(chain, Recording(prompt, CODE[:150]), total)
     assert total.kept["suffix"] > 120

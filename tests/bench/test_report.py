@@ -20,7 +20,9 @@ def test_the_pages_show_a_table_of_the_repository() -> None:
     file = ROOT / linked[1]
     for page, text in report.blocks(read(file), file, ROOT).items():
         found = report.BLOCK.search(page.read_text("utf-8"))
-        assert found and found[0] == text, f"{page} is stale; run python -m bench --report {linked[1]} --docs"
+        assert found and found[0] == text, (
+            f"{page} is stale; run python -m bench --report {linked[1]} --docs"
+        )
 
 
 @pytest.fixture
@@ -64,7 +66,9 @@ def test_pages_are_filled_between_their_marks(root: Path) -> None:
     assert "(../bench/results/m-streams.png)" in page[0]
 
 
-def test_what_has_no_place_in_a_page_is_refused(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_has_no_place_in_a_page_is_refused(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with pytest.raises(SystemExit, match="no figure counts"):
         run.main(["--report", str(table(root, "1, quick: no figure counts")), "--docs"])
     away = tmp_path_factory.mktemp("away")

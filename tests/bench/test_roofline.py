@@ -1,4 +1,5 @@
-"""The roofline's bytes against sums by hand, its bounds, and that the page shows what its commands print."""
+"""The roofline's bytes against sums by hand, its bounds, and that the page shows what its commands
+print."""
 
 import json
 import re
@@ -83,7 +84,9 @@ def test_experts_are_apart_from_what_every_row_reads() -> None:
     assert found.experts == 2 * 48 * 128 * 3 * 2048 * 768 and found.chosen == 8 / 128
     assert found.token == 48 * 2 * 4 * 128 * 2
     assert found.read(1, 0, IDEAL) == found.dense + found.experts / 16
-    assert found.read(2, 0, IDEAL) == pytest.approx(found.dense + found.experts * (1 - (15 / 16) ** 2))
+    assert found.read(2, 0, IDEAL) == pytest.approx(
+        found.dense + found.experts * (1 - (15 / 16) ** 2)
+    )
     assert found.read(2, 0, LINEAR) == 2 * found.dense + found.experts / 8
 
 
@@ -133,10 +136,23 @@ def test_speeds_by_hand() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tokens": 4.1}, {"tokens": 0.9}, {"bandwidth": 0}, {"reached": 1.1}, {"draft": -1}, {"context": -1}],
+    [
+        {"tokens": 4.1},
+        {"tokens": 0.9},
+        {"bandwidth": 0},
+        {"reached": 1.1},
+        {"draft": -1},
+        {"context": -1},
+    ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    given: dict[str, Any] = {"bandwidth": 100, "context": 0, "depth": 3, "tokens": 2, "curve": IDEAL}
+    given: dict[str, Any] = {
+        "bandwidth": 100,
+        "context": 0,
+        "depth": 3,
+        "tokens": 2,
+        "curve": IDEAL,
+    }
     with pytest.raises(ValueError):
         speed(Model(dense=1, token=1), **given | wrong)
 
@@ -152,9 +168,16 @@ def test_never_above_the_bandwidth(
     assert drafted <= speed(model, width, context, depth, expected(p, depth), IDEAL) * (1 + 1e-9)
 
 
-@given(models, bandwidths, st.tuples(contexts, contexts), depths, st.tuples(chances, chances), curves)
+@given(
+    models, bandwidths, st.tuples(contexts, contexts), depths, st.tuples(chances, chances), curves
+)
 def test_it_rises_and_falls_as_it_must(
-    model: Model, width: float, context: tuple[int, int], depth: int, p: tuple[float, float], curve: Curve
+    model: Model,
+    width: float,
+    context: tuple[int, int],
+    depth: int,
+    p: tuple[float, float],
+    curve: Curve,
 ) -> None:
     def rate(c: int, p: float, width: float = width, draft: float = 0.0) -> float:
         return speed(model, width, c, depth, expected(p, depth), curve, draft)
@@ -170,7 +193,11 @@ def test_every_chip_and_curve_has_a_source() -> None:
     assert all(width > 0 and source.startswith("https://") for width, source in CHIPS.values())
     for name, one in CURVES.items():
         rows, costs = zip(*one.points, strict=True)
-        assert rows[0] == costs[0] == 1 and list(rows) == sorted(set(rows)) and list(costs) == sorted(costs)
+        assert (
+            rows[0] == costs[0] == 1
+            and list(rows) == sorted(set(rows))
+            and list(costs) == sorted(costs)
+        )
         assert ("https://" in one.source) == (name not in ("ideal", "linear"))
 
 

@@ -12,7 +12,7 @@ from mlxspec.bench import run
 from mlxspec.bench.workloads import NAMES, Task
 from mlxspec.config import Config, ConfigError
 from mlxspec.engine.engine import Engine
-from mlxspec.model.catalog import Resolved
+from mlxspec.model.hub import Resolved
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -38,8 +38,8 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         seen.names.append(name)
         return Resolved(path, "tiny")
 
-    monkeypatch.setattr("mlxspec.engine.start.start", start)
-    monkeypatch.setattr("mlxspec.chosen.resolve", resolve)
+    monkeypatch.setattr("mlxspec.engine.loader.start", start)
+    monkeypatch.setattr("mlxspec.resolve.resolve", resolve)
     monkeypatch.setattr("mlxspec.bench.workloads.tasks", lambda name, cache: TASKS)
     return seen
 
@@ -57,7 +57,17 @@ def test_from_flags_to_table_json_and_picture(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["some/model", "--workload", "edits", "--prompts", "3", "--max-tokens", "6", "--streams", "1,2"]
+    words = [
+        "some/model",
+        "--workload",
+        "edits",
+        "--prompts",
+        "3",
+        "--max-tokens",
+        "6",
+        "--streams",
+        "1,2",
+    ]
     words += ["--rounds", "2", "--out", str(tmp_path / "b.png"), "--json", str(tmp_path / "b.json")]
     assert command(monkeypatch, *words) == 0
     said = capsys.readouterr().out
@@ -83,7 +93,18 @@ def test_all_are_the_three_workloads(
     "words",
     [
         ["--workload", "all", "--prompts", "4", "--max-tokens", "3", "--streams", "1,4", "--out"],
-        ["big", "--draft", "small", "--workload", "edits", "--prompts", "1", "--max-tokens", "3", "--out"],
+        [
+            "big",
+            "--draft",
+            "small",
+            "--workload",
+            "edits",
+            "--prompts",
+            "1",
+            "--max-tokens",
+            "3",
+            "--out",
+        ],
     ],
 )
 def test_the_lines_of_the_pages(
@@ -117,12 +138,18 @@ def test_a_difference_is_the_exit_status(
             ("--workload", "poems"),
             "--workload = 'poems' is not a workload; give one of edits, humaneval, chat",
         ),
-        (("--streams", "1,x"), "--streams = '1,x' is not a list of whole numbers from 1 to 256; give"),
+        (
+            ("--streams", "1,x"),
+            "--streams = '1,x' is not a list of whole numbers from 1 to 256; give",
+        ),
         (("--streams", "0"), "--streams = '0' is not"),
         (("--streams", ""), "--streams = '' is not"),
         (("--streams", "257"), "--streams = '257' is not"),
         (("--streams", "5"), "--streams = 5: the workload has 4 prompts; give no more streams"),
-        (("--out", "/gone/b.png"), "--out = '/gone/b.png' cannot be written; name a file in a directory"),
+        (
+            ("--out", "/gone/b.png"),
+            "--out = '/gone/b.png' cannot be written; name a file in a directory",
+        ),
         (("--json", "/gone/b.json"), "--json = '/gone/b.json' cannot be written; name"),
         (("--json", "/"), "--json = '/' cannot be written; name"),
         (("--prompts", "0"), "--prompts"),
@@ -159,7 +186,9 @@ def test_streams_are_each_taken_once() -> None:
         run.streams_of("²")
 
 
-def test_the_settings_reach_the_engine(loaded: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_reach_the_engine(
+    loaded: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask = run.Ask(("edits",), prompts=1, max_tokens=2, streams=(1,), rounds=1)
     assert run.bench(Config(block_size=16, context=300, layout="gather", name="mine"), ask) == 0
     options = loaded.options
@@ -182,7 +211,9 @@ def test_a_timeline_from_the_flag_to_the_file(
         ["1", "stream,", "plain"],
         ["2", "streams,", "plain"],
     ]
-    assert {"plan", "run", "read"} <= {e["name"] for e in json.loads(file.read_text())["traceEvents"]}
+    assert {"plan", "run", "read"} <= {
+        e["name"] for e in json.loads(file.read_text())["traceEvents"]
+    }
     assert command(monkeypatch, "--max-tokens", "20", "--trace", str(file)) == 0
     lines = [x.split(",")[0] for x in capsys.readouterr().out.splitlines()]
     assert [x for x in lines if x in NAMES] == ["edits", "humaneval", "chat"]

@@ -1,4 +1,5 @@
-"""The scripts whose figures NOTES.md keeps run to their tables, on a tiny model: no figure of it counts."""
+"""The scripts whose figures NOTES.md keeps run to their tables, on a tiny model: no figure of it
+counts."""
 
 import sys
 
@@ -24,7 +25,9 @@ def rows(said: str) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in cells if line}
 
 
-def test_calls(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A model of letters calls nothing, which is right where nothing fits."""
     monkeypatch.setattr(calls, "CASES", [calls.CASES[0], calls.CASES[-1]])
     monkeypatch.setattr(sys, "argv", ["calls", model])
@@ -33,7 +36,9 @@ def test_calls(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert (found["simple"], found["none"]) == (["1", "0", "1", "0"], ["1", "1", "1", "1"])
 
 
-def test_session(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_session(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["session", model, "--system", "300", "--tools", "120", "--result", "40"]
     monkeypatch.setattr(sys, "argv", words)
     session.main()
@@ -42,7 +47,9 @@ def test_session(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert cached[0] == 0 and prompts[0] <= cached[1] < prompts[1] <= cached[2] < prompts[2]
 
 
-def test_coupling(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_coupling(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A model drafts for itself: whatever keeps a draft by p and q keeps all."""
     tasks = [Task(f"t{i}", "say" * (i + 2)) for i in range(3)]
     monkeypatch.setattr(coupling, "tasks", lambda workload, cache_dir: tasks)
@@ -51,4 +58,6 @@ def test_coupling(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     coupling.main()
     found = rows(capsys.readouterr().out)
     assert found["positions"] == ["12", "12", "24"]
-    assert {figure.split()[0] for rule in coupling.RULES[:2] for figure in found[rule]} == {"1.0000"}
+    assert {figure.split()[0] for rule in coupling.RULES[:2] for figure in found[rule]} == {
+        "1.0000"
+    }

@@ -25,7 +25,9 @@ def test_commands_leave_nothing_to_fill_in() -> None:
 
 def test_nobody_writes_into_the_users_home(tmp_path: Path) -> None:
     env = environment(tmp_path / "home")
-    assert env["HOME"] == str(tmp_path / "home") and env["MLXSPEC_CACHE_DIR"].startswith(env["HOME"])
+    assert env["HOME"] == str(tmp_path / "home") and env["MLXSPEC_CACHE_DIR"].startswith(
+        env["HOME"]
+    )
     assert int(env["OPENBLAS_NUM_THREADS"]) >= 1 and env["HF_HUB_OFFLINE"] == "1"
 
 
@@ -45,7 +47,9 @@ def test_what_cannot_be_installed_is_a_row_with_the_reason(tmp_path: Path) -> No
     """pip is one that cannot find anything; the environment is there, so none is made."""
     fake = tmp_path / "gone" / "bin" / "python"
     fake.parent.mkdir(parents=True)
-    fake.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found for gone==1' >&2\nexit 1\n")
+    fake.write_text(
+        "#!/bin/sh\necho 'ERROR: No matching distribution found for gone==1' >&2\nexit 1\n"
+    )
     fake.chmod(0o755)
     rows = Rows()
     gone = Server("gone", "gone", "gone==1", "gone:main", ())

@@ -24,11 +24,22 @@ def test_outcomes() -> None:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     synthetic(0.7, 0.05, 0.1, Console(width=120))
     out = capsys.readouterr().out
-    assert "acceptance 0.7" in out and "the controller" in out and "57." in out  # plain, of the best
+    assert (
+        "acceptance 0.7" in out and "the controller" in out and "57." in out
+    )  # plain, of the best
 
 
 def test_the_command_needs_no_model() -> None:
-    command = [sys.executable, "-m", "mlxspec", "bench", "--synthetic-acceptance", "0.5", "--row-cost", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlxspec",
+        "bench",
+        "--synthetic-acceptance",
+        "0.5",
+        "--row-cost",
+        "0",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "the controller" in done.stdout
     command = [sys.executable, "-m", "mlxspec", "bench", "--replay", "no/such/file"]

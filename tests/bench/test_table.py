@@ -25,7 +25,10 @@ def test_a_row_is_printed_as_it_was_computed() -> None:
 
 def test_the_verdict_names_what_differs() -> None:
     cell = scripted()
-    assert verdict([row(cell)]).plain == "Every prompt gave the same tokens with and without speculation."
+    assert (
+        verdict([row(cell)]).plain
+        == "Every prompt gave the same tokens with and without speculation."
+    )
     cell.trials[0].drafted.answers[0].tokens[3] += 1
     said = verdict([row(cell)]).plain
     assert said == "1 prompt gave other tokens with speculation than without: a (edits, streams: 1)"
@@ -34,9 +37,21 @@ def test_the_verdict_names_what_differs() -> None:
 
 def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
     wide = replace(row(scripted()), workload="humaneval", streams=16, prompts=160, tokens=123456)
-    lines = printed(table([replace(wide, plain=123.4, drafted=1234.5, ratio=12.34, kept=1.0)]), width=80)
+    lines = printed(
+        table([replace(wide, plain=123.4, drafted=1234.5, ratio=12.34, kept=1.0)]), width=80
+    )
     assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
-    for text in ("16/160", "123,456", "123.4", "1234.5", "12.34x", "1.78x", "2.00", "100%", "copy 86%,"):
+    for text in (
+        "16/160",
+        "123,456",
+        "123.4",
+        "1234.5",
+        "12.34x",
+        "1.78x",
+        "2.00",
+        "100%",
+        "copy 86%,",
+    ):
         assert any(text in line for line in lines), text
 
 
@@ -49,4 +64,9 @@ def test_the_report_holds_everything_and_the_tokens_once() -> None:
         *(("plain", 10.0), ("drafted", 4.0), ("plain", 6.0), ("drafted", 5.0)),
     ]
     fast = found["runs"][1]["answers"][0]
-    assert (fast["name"], fast["tokens"], fast["brought"], fast["kept"]) == ("a", 9, [1, 4, 4], {"copy": 6})
+    assert (fast["name"], fast["tokens"], fast["brought"], fast["kept"]) == (
+        "a",
+        9,
+        [1, 4, 4],
+        {"copy": 6},
+    )

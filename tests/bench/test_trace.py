@@ -1,4 +1,5 @@
-"""The timeline of a tiny engine: what stands in the file, and that a gap is seen where there is one."""
+"""The timeline of a tiny engine: what stands in the file, and that a gap is seen where there is
+one."""
 
 import json
 import sys
@@ -25,7 +26,10 @@ N = 28  # tokens
 
 
 def requests(streams: int) -> list[Request]:
-    return [tiny.request(f"r{i}", [(7 * i + j) % tiny.VOCAB for j in range(12)], N) for i in range(streams)]
+    return [
+        tiny.request(f"r{i}", [(7 * i + j) % tiny.VOCAB for j in range(12)], N)
+        for i in range(streams)
+    ]
 
 
 def recorded(streams: int, start: Callable[[], Engine]) -> list[Side]:
@@ -65,7 +69,9 @@ def test_a_timeline_loads_nests_and_counts_its_steps(tmp_path: Path) -> None:
         for step in numbers:
             at = spans[pid, step]
             assert {track: len(at[track]) for track in BY_STEP} == dict.fromkeys(BY_STEP, 1), step
-            order = [at[track][0] for track in ("plan", "build", "submit", "read", "commit", "publish")]
+            order = [
+                at[track][0] for track in ("plan", "build", "submit", "read", "commit", "publish")
+            ]
             assert all(a[1] <= b[0] + 0.002 for a, b in pairwise(order)), step
             assert at["submit"][0][0] <= at["run"][0][0] <= at["run"][0][1]
         for track in timeline.TRACKS:  # on a track, one thing at a time
@@ -99,12 +105,21 @@ def _at_once(settle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_gaps_lie_where_all_before_was_ready() -> None:
-    long = [Submission(1, 0, 1, 5), Submission(2, 1, 2, 6), Submission(3, 8, 9, 9), Submission(4, 8.5, 9, 10)]
+    long = [
+        Submission(1, 0, 1, 5),
+        Submission(2, 1, 2, 6),
+        Submission(3, 8, 9, 9),
+        Submission(4, 8.5, 9, 10),
+    ]
     assert gaps(long) == [(3, 6, 8)]
-    long[2].walk = long[3].walk = 0.75  # the last one waits for the third, of which 0.25 s may be a walk
+    long[2].walk = long[3].walk = (
+        0.75  # the last one waits for the third, of which 0.25 s may be a walk
+    )
     assert gaps(long, "likely") == [(3, 6, 8.75)] == gaps(long, "most")
     late = [Submission(1, 0, 1, 5), Submission(2, 4, 9, 12, 3.0), Submission(3, 11, 13, 14, 0.5)]
-    assert gaps(late) == [] and gaps(late, "likely") == [(2, 5, 7)], "the last was called early enough"
+    assert gaps(late) == [] and gaps(late, "likely") == [(2, 5, 7)], (
+        "the last was called early enough"
+    )
     assert gaps(late, "most") == [(2, 5, 8), (3, 12, 12.5)]
     assert gaps([]) == []
     behind = [Submission(1, 0, 1, 9), Submission(2, 2, 3, 4), Submission(3, 8, 9, 12)]  # seen late

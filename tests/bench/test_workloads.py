@@ -45,7 +45,14 @@ def test_chat_takes_the_first_turns_one_of_each_category_first(tmp_path: Path) -
 def test_mixed_goes_round(tmp_path: Path) -> None:
     found = workloads.tasks("mixed", tmp_path)
     parts = [workloads.tasks(name, tmp_path) for name in ("edits", "humaneval", "chat")]
-    assert found[:6] == [parts[0][0], parts[1][0], parts[2][0], parts[0][1], parts[1][1], parts[2][1]]
+    assert found[:6] == [
+        parts[0][0],
+        parts[1][0],
+        parts[2][0],
+        parts[0][1],
+        parts[1][1],
+        parts[2][1],
+    ]
     assert len(found) == 3 * len(edits())
 
 

@@ -1,5 +1,5 @@
-"""A real server round a scripted model, and a place where a client can do no harm: a home, a project and
-variables of its own, and no way out but to this machine.
+"""A real server round a scripted model, and a place where a client can do no harm: a home, a
+project and variables of its own, and no way out but to this machine.
 """
 
 import json
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxspec.config import Config
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 from tests.clients.script import Player, save_model
 from tests.server.live import live
 
@@ -42,7 +42,9 @@ class Exchange:
         return json.loads(self.body or b"{}")
 
     def __str__(self) -> str:
-        return f"{self.method} {self.path} {self.status} {self.answer[:200].decode(errors='replace')}"
+        return (
+            f"{self.method} {self.path} {self.status} {self.answer[:200].decode(errors='replace')}"
+        )
 
 
 @dataclass(repr=False)
@@ -87,11 +89,24 @@ class World:
 
     def launch(self, path: list[Path], *words: str, **env: str) -> str:
         """What `mlxspec launch` of these words prints, commands being looked for in `path`."""
-        command = [sys.executable, "-m", "mlxspec", "launch", "--url", self.url, "--api-key", KEY, *words]
+        command = [
+            sys.executable,
+            "-m",
+            "mlxspec",
+            "launch",
+            "--url",
+            self.url,
+            "--api-key",
+            KEY,
+            *words,
+        ]
         return self.run(path, *command, **env)
 
-    def run(self, path: list[Path], *command: str, status: tuple[int, ...] = (0,), **env: str) -> str:
-        """What the command prints; it must end with a `status`. All that it has started ends here."""
+    def run(
+        self, path: list[Path], *command: str, status: tuple[int, ...] = (0,), **env: str
+    ) -> str:
+        """What the command prints; it must end with a `status`. All that it has started ends
+        here."""
         bare = {
             "PATH": os.pathsep.join([*map(str, path), "/usr/local/bin", "/usr/bin", "/bin"]),
             "HOME": str(self.home),
@@ -121,14 +136,17 @@ class World:
             pytest.fail(f"not done within {LIMIT_S} s: {self.heard()}\n{out[-3000:]}")
         finally:
             end(process.pid)
-        assert process.returncode in status, f"status {process.returncode}: {self.heard()}\n{out[-3000:]}"
+        assert process.returncode in status, (
+            f"status {process.returncode}: {self.heard()}\n{out[-3000:]}"
+        )
         return out
 
     def heard(self) -> str:
         return "\n".join(str(exchange) for exchange in self.exchanges[-40:])
 
     def asked(self, path: str) -> list[Any]:
-        """The bodies that were posted to `path`, after all exchanges were found to have gone well."""
+        """The bodies that were posted to `path`, after all exchanges were found to have gone
+        well."""
         assert [e for e in self.exchanges if not 200 <= e.status < 300] == [], self.heard()
         return [e.json for e in self.exchanges if e.method == "POST" and e.path == path]
 

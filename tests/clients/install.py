@@ -1,4 +1,5 @@
-"""Clients from the registries, each in a directory of its own under the cache, which later runs find there.
+"""Clients from the registries, each in a directory of its own under the cache, which later runs
+find there.
 
 A client that cannot be had skips its test, with the reason.
 """
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.model.catalog import default_cache_dir
+from mlxspec.model.hub import default_cache_dir
 
 CACHE = default_cache_dir() / "clients"  # looked up now: a test has a home of its own
 LIMIT_S = 400

@@ -1,4 +1,5 @@
-"""An engine that plays a coding model: it reads the prompt's text and says what its script has for that turn.
+"""An engine that plays a coding model: it reads the prompt's text and says what its script has for
+that turn.
 
 All else is the server's own: templates, token ids, the reader of answers, the APIs.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mlxspec.text.prompt import encode
+from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo, Output, Request
 from tests.server.scripted import END, Scripted
 from tests.tiny_tokenizer import save_tokenizer
@@ -25,9 +26,17 @@ SIDE = "A greeting is mended"  # to what comes without tools: a title, a commit 
 DONE = "The greeting is mended."
 SUMMARY = "So far, files were read."
 TOOLS, RESULT = "<tools>", "<tool_response>"
-MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
 
-# As Qwen's: the system text and the tools first, results in a user's turn, and no system message further on.
+# As Qwen's: the system text and the tools first, results in a user's turn, and no system message
+# further on.
 TEMPLATE = """\
 {%- if tools or messages[0].role == 'system' %}<|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}
@@ -75,8 +84,8 @@ def think(text: str) -> str:
 
 
 def steps(*texts: str) -> Play:
-    """The first text where no call has been answered yet, and then the next ones: one call is made at a time
-    but for those of the first text, all of which are answered by then."""
+    """The first text where no call has been answered yet, and then the next ones: one call is made
+    at a time but for those of the first text, all of which are answered by then."""
     first = texts[0].count("<tool_call>") or 1
 
     def play(prompt: str) -> str:
@@ -89,7 +98,8 @@ def steps(*texts: str) -> Play:
 
 
 def reading(read: Callable[[int], str]) -> Play:
-    """Reads file after file, until its client wants a summary; once that is in the prompt it is done."""
+    """Reads file after file, until its client wants a summary; once that is in the prompt it is
+    done."""
     seen = 0
 
     def play(prompt: str) -> str:
@@ -120,7 +130,8 @@ class Player(Scripted):
         yield from super().choice(request, index)
 
     def forks(self) -> list[str]:
-        """Where a prompt with tools does not begin with the one before and its answer, token for token."""
+        """Where a prompt with tools does not begin with the one before and its answer, token for
+        token."""
         whole: tuple[int, ...] = ()
         found = []
         for request, prompt in zip(self.submitted, self.prompts, strict=True):

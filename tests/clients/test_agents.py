@@ -1,6 +1,7 @@
 """Coding agents, each started by `mlxspec launch` on a model that plays its part.
 
-What is tested is the exchange: that nothing is refused, that calls and results arrive, that no turn forks.
+What is tested is the exchange: that nothing is refused, that calls and results arrive, that no turn
+forks.
 """
 
 import json
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.launch import AGENTS as LAUNCHED
-from mlxspec.launch import Server
+from mlxspec.commands.launch import AGENTS as LAUNCHED
+from mlxspec.commands.launch import Server
 from tests.clients import install
 from tests.clients.conftest import BROKEN, KEY, MENDED, World
 from tests.clients.script import DONE, INFO, NAME, SUMMARY, Play, call, reading, steps, think
@@ -22,14 +23,18 @@ pytestmark = pytest.mark.slow
 ASKED = "Mend the greeting in hello.py"
 TASKS = ("Count the first half.", "Count the second half.")
 COUNTED = "Counted."
-GREETING = {"type": "object", "properties": {"greeting": {"type": "string"}}, "required": ["greeting"]}
+GREETING = {
+    "type": "object",
+    "properties": {"greeting": {"type": "string"}},
+    "required": ["greeting"],
+}
 SCHEMA = json.dumps(GREETING | {"additionalProperties": False})
 
 
 @dataclass
 class Agent:
-    """`words` come behind its name. `looks`, `reads` and `edits` are the model's calls, of a file; `asks` is
-    the endpoint."""
+    """`words` come behind its name. `looks`, `reads` and `edits` are the model's calls, of a file;
+    `asks` is the endpoint."""
 
     path: Callable[[], list[Path]]
     words: list[str]
@@ -59,7 +64,13 @@ AGENTS = {
     ),
     "codex": Agent(
         lambda: [install.npm("@openai/codex", "0.169.0")],
-        ["-c", "analytics.enabled=false", "exec", "--dangerously-bypass-approvals-and-sandbox", ASKED],
+        [
+            "-c",
+            "analytics.enabled=false",
+            "exec",
+            "--dangerously-bypass-approvals-and-sandbox",
+            ASKED,
+        ],
         "/v1/responses",
         shell("exec_command", "cmd"),
         lambda file: call("exec_command", {"cmd": f"cat {file}"}),
@@ -72,7 +83,10 @@ AGENTS = {
         shell("bash", "command"),
         lambda file: call("read", {"filePath": file}),
         lambda file: call("edit", {"filePath": file, "oldString": "helo", "newString": "hello"}),
-        {f"OPENCODE_DISABLE_{what}": "1" for what in ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD")},
+        {
+            f"OPENCODE_DISABLE_{what}": "1"
+            for what in ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD")
+        },
     ),
     "qwen": Agent(
         lambda: [install.npm("@qwen-code/qwen-code", "0.24.4"), install.node("22")],
@@ -93,7 +107,8 @@ AGENTS = {
     ),
     "goose": Agent(
         lambda: [
-            install.npm("@aaif/goose-binary-linux-x64", "1.52.0").parent / "@aaif/goose-binary-linux-x64/bin"
+            install.npm("@aaif/goose-binary-linux-x64", "1.52.0").parent
+            / "@aaif/goose-binary-linux-x64/bin"
         ],
         ["run", "--no-session", "-t", ASKED],
         "/v1/chat/completions",
@@ -105,7 +120,9 @@ AGENTS = {
 }
 
 
-FORGETS = {"goose"}  # sends no reasoning back, and calls of one turn as several: no prompt can repeat that
+FORGETS = {
+    "goose"
+}  # sends no reasoning back, and calls of one turn as several: no prompt can repeat that
 
 
 @pytest.mark.parametrize("name", list(AGENTS))
@@ -145,7 +162,10 @@ OWN = {
         ".qwen/settings.json",
         f'{{"model": {{"name": "other"}}, "security": {{"auth": {{"baseUrl": "{ELSEWHERE}/v1"}}}}}}',
     ),
-    "goose": (".config/goose/config.yaml", f"GOOSE_PROVIDER: anthropic\nOPENAI_HOST: {ELSEWHERE}\n"),
+    "goose": (
+        ".config/goose/config.yaml",
+        f"GOOSE_PROVIDER: anthropic\nOPENAI_HOST: {ELSEWHERE}\n",
+    ),
 }
 
 
@@ -165,7 +185,9 @@ def reader(world: World, agent: Agent) -> Play:
 
     def read(n: int) -> str:
         file = world.project / f"{n}.txt"
-        file.write_text(f"{n} and so on and so forth, for a line that is as long as many are.\n" * 120)
+        file.write_text(
+            f"{n} and so on and so forth, for a line that is as long as many are.\n" * 120
+        )
         return agent.reads(str(file))
 
     return reading(read)
@@ -209,7 +231,8 @@ def calls_of(name: str, tasks: tuple[str, ...]) -> str:
         return "\n".join(call("multi_agent_v1__spawn_agent", {"message": task}) for task in tasks)
     tool, kind = {"claude": ("Agent", "general-purpose"), "opencode": ("task", "general")}[name]
     return "\n".join(
-        call(tool, {"description": "Count", "prompt": task, "subagent_type": kind}) for task in tasks
+        call(tool, {"description": "Count", "prompt": task, "subagent_type": kind})
+        for task in tasks
     )
 
 
@@ -238,13 +261,18 @@ def test_agents_of_an_agent(name: str, world: World) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "answer"),
     [
-        ("claude", ["-p", "Greet", "--json-schema", SCHEMA, "--output-format", "json"], "StructuredOutput"),
+        (
+            "claude",
+            ["-p", "Greet", "--json-schema", SCHEMA, "--output-format", "json"],
+            "StructuredOutput",
+        ),
         ("codex", [*AGENTS["codex"].words[:-1], "--output-schema", "schema.json", "Greet"], ""),
         ("qwen", ["--yolo", "--json-schema", SCHEMA, "Greet"], "structured_output"),
     ],
 )
 def test_answers_by_a_schema(name: str, words: list[str], answer: str, world: World) -> None:
-    """Two agents make a tool of it, whose name is `answer`; codex sends it as the format of the text."""
+    """Two agents make a tool of it, whose name is `answer`; codex sends it as the format of the
+    text."""
     agent, said = AGENTS[name], {"greeting": "hello"}
     (world.project / "schema.json").write_text(SCHEMA)
     world.player.play = steps(call(answer, said) if answer else json.dumps(said), DONE)

@@ -39,7 +39,10 @@ print(ask().content)
 @pytest.mark.parametrize("stream", ["whole", "stream"])
 @pytest.mark.parametrize(
     ("model", "base", "path"),
-    [("openai/gpt-4o", "/v1", "/v1/chat/completions"), ("anthropic/claude-sonnet-4-5", "", "/v1/messages")],
+    [
+        ("openai/gpt-4o", "/v1", "/v1/chat/completions"),
+        ("anthropic/claude-sonnet-4-5", "", "/v1/messages"),
+    ],
 )
 def test_calls_a_tool(model: str, base: str, path: str, stream: str, world: World) -> None:
     python = install.pip("litellm", "1.106.2", "[mcp]") / "python"  # without it no tools

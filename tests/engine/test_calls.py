@@ -1,6 +1,7 @@
 """How much Python a step is: calls and lines, which no other work on the machine changes.
 
-Rule: the bounds are what was counted, with 30 % room. Whoever breaks one has put a loop into every step.
+Rule: the bounds are what was counted, with 30 % room. Whoever breaks one has put a loop into every
+step.
 """
 
 import sys
@@ -18,14 +19,21 @@ from tests import tiny
 from tests.drafters import attach
 
 OURS = str(Path(mlxspec.__file__).parent)
-LAYERS = ("kernels", "model/caches.py", "model/attention.py")  # grow with a model's depth, not with its rows
+LAYERS = (
+    "kernels",
+    "model/caches.py",
+    "model/attention.py",
+)  # grow with a model's depth, not with its rows
 LAYER = 30  # calls
-SAME: dict[str, Any] = dict(blocks=400, budget=1024)  # all prompts in one step, so that all are as long
+SAME: dict[str, Any] = dict(
+    blocks=400, budget=1024
+)  # all prompts in one step, so that all are as long
 STEPS = 30
 
 
 def calls(engine: Engine, streams: int) -> tuple[float, float]:
-    """Functions of ours that a step calls, without layers and in them, with `streams` that decode."""
+    """Functions of ours that a step calls, without layers and in them, with `streams` that
+    decode."""
     for i in range(streams):
         prompt = [(31 * i + 7 * j) % tiny.VOCAB for j in range(24)]
         engine.add(tiny.request(f"r{i}", prompt, 80, temperature=0.9, seed=i))
@@ -57,7 +65,9 @@ def calls(engine: Engine, streams: int) -> tuple[float, float]:
 def test_a_step_calls_no_more_than_this(kind: str, streams: int, most: int) -> None:
     engine = tiny.engine(tiny.model("qwen3"), blocks=400, max_sequences=16)
     if kind:
-        attach(engine, kind, row=1e-2)  # too dear to draft: what remains is what looking for copies takes
+        attach(
+            engine, kind, row=1e-2
+        )  # too dear to draft: what remains is what looking for copies takes
     found, _ = calls(engine, streams)
     assert most / 2 < found <= most, found
 
@@ -66,14 +76,17 @@ def test_a_step_calls_no_more_than_this(kind: str, streams: int, most: int) -> N
 def test_a_layer_calls_no_more_than_this(streams: int) -> None:
     """Whatever the streams: what is in a step's view is made once, for all layers."""
     few, many = (
-        calls(tiny.engine(tiny.model("qwen3", num_hidden_layers=n), max_sequences=16, **SAME), streams)[1]
+        calls(
+            tiny.engine(tiny.model("qwen3", num_hidden_layers=n), max_sequences=16, **SAME), streams
+        )[1]
         for n in (2, 6)
     )
     assert 1 < (many - few) / 4 <= LAYER, (many - few) / 4
 
 
 def lines(rows: int) -> Counter[str]:
-    """Lines of ours, by file, of a step that reads a prompt of `rows` tokens; a turn of a loop counts."""
+    """Lines of ours, by file, of a step that reads a prompt of `rows` tokens; a turn of a loop
+    counts."""
     engine = tiny.engine(tiny.model("qwen3"), blocks=400, budget=1024, context=1024)
     engine.add(tiny.request("r", [(7 * j) % tiny.VOCAB for j in range(rows)], 1))
     found: Counter[str] = Counter()

@@ -9,15 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.engine import constrain
-from mlxspec.engine.pace import Pace
+from mlxspec.engine import structured
+from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.pressure import WARN
 from mlxspec.model.runner import Layout, Step
 from mlxspec.speculate import NoDrafter
-from mlxspec.types import NULL_BLOCK, Logprob, Sampling, Unfit
+from mlxspec.types import NULL_BLOCK, Logprob, Sampling, UserError
 from tests import tiny
 from tests.drafters import attach, like
-from tests.liar import Liar
+from tests.liar import NoisyOracle
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_step_is_submitted_before_the_one_before_it_is_read(qwen3) -> None:
 def test_a_drafter_that_needs_tokens_is_served_without_overlap(qwen3) -> None:
     plain = tiny.Plain(tiny.model("qwen3"))
     prompt = (1, 2, 3)
-    liar = Liar({(prompt, 0): plain(prompt, 20)}, lies=0.0, most=5)
+    liar = NoisyOracle({(prompt, 0): plain(prompt, 20)}, lies=0.0, most=5)
     events: list[tuple[str, int]] = []
     e = tiny.engine(qwen3, drafter=liar, trace=lambda event, n: events.append((event, n)))
     e.add(tiny.request("a", prompt, 20))
@@ -68,11 +68,11 @@ def test_a_stop_found_late_costs_one_row(qwen3) -> None:
 
 
 def test_who_comes_during_a_long_prompt_is_in_the_next_step(qwen3) -> None:
-    """A step of prompts alone is read before the next is planned, and one that lets somebody begin to answer
-    takes no more of the long prompt than fits beside answers."""
+    """A step of prompts alone is read before the next is planned, and one that lets somebody begin
+    to answer takes no more of the long prompt than fits beside answers."""
     events: list[tuple[str, int]] = []
     e = tiny.engine(qwen3, trace=lambda event, n: events.append((event, n)))
-    e.scheduler.pace = Pace(shared=8, alone=40)
+    e.scheduler.pace = PrefillBudget(shared=8, alone=40)
     e.add(tiny.request("long", range(150), 2))
     e.step()
     e.step()
@@ -80,7 +80,10 @@ def test_who_comes_during_a_long_prompt_is_in_the_next_step(qwen3) -> None:
     e.add(tiny.request("short", range(200, 210), 2))
     e.step()
     (_, step), *others = e._flight
-    assert not others and [(x.seq.request.id, x.count) for x in step.plan] == [("short", 10), ("long", 8)]
+    assert not others and [(x.seq.request.id, x.count) for x in step.plan] == [
+        ("short", 10),
+        ("long", 8),
+    ]
     tiny.run(e)
 
 
@@ -95,9 +98,12 @@ def test_what_runs_is_told_before_its_first_token(qwen3) -> None:
     assert told["b"] > 0 and e.stats().seated == ()
 
 
-def test_the_end_of_an_answer_does_not_wait_for_a_long_step(qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last token is in flight while the next step is submitted, which may take a second on its own."""
-    monkeypatch.setattr(Pace, "learn", lambda *_: None)
+def test_the_end_of_an_answer_does_not_wait_for_a_long_step(
+    qwen3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last token is in flight while the next step is submitted, which may take a second on its
+    own."""
+    monkeypatch.setattr(PrefillBudget, "learn", lambda *_: None)
     submitted: list[dict[str, int]] = []
 
     def trace(event: str, _: int) -> None:
@@ -105,7 +111,7 @@ def test_the_end_of_an_answer_does_not_wait_for_a_long_step(qwen3, monkeypatch: 
             submitted.append({x.seq.request.id: x.count for x in e._flight[-1][1].plan})
 
     e = tiny.engine(qwen3, trace=trace)
-    e.scheduler.pace = Pace(shared=8, alone=40)
+    e.scheduler.pace = PrefillBudget(shared=8, alone=40)
     e.add(tiny.request("short", range(4), 3))
     e.add(tiny.request("long", range(100, 250), 2))
     while not any(o.finish for o in e.step()):
@@ -145,8 +151,8 @@ class Late(nn.Module):
 
 
 def lagging(kind: str) -> Any:
-    """A model at whose end the device still is when the next forward's first K and V are submitted: few
-    operations lie before those, and MLX submits some 50 ahead of what runs."""
+    """A model at whose end the device still is when the next forward's first K and V are submitted:
+    few operations lie before those, and MLX submits some 50 ahead of what runs."""
     model = tiny.model(kind, num_hidden_layers=8)
     first, last = model.layers[0], model.layers[-1]
     first.input_layernorm = Through()
@@ -169,10 +175,12 @@ def lagging(kind: str) -> Any:
     ],
 )
 def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: bool) -> None:
-    """No step may copy a pool, with ragged batches, whole and partial hits: memory beyond the first step
-    stays far below one layer's keys."""
+    """No step may copy a pool, with ragged batches, whole and partial hits: memory beyond the first
+    step stays far below one layer's keys."""
     bits = tiny.kv_bits(kind)
-    e = tiny.engine(lagging(kind), layout=layout, lone=lone, block=32, blocks=4000, kv_bits=bits, whole=True)
+    e = tiny.engine(
+        lagging(kind), layout=layout, lone=lone, block=32, blocks=4000, kv_bits=bits, whole=True
+    )
     e.add(tiny.request("warm", range(70), 8))
     tiny.run(e)
     layer = max(pool.nbytes for pages in e.runner.pages() for pool in pages.pools())
@@ -182,7 +190,9 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
             e.add(tiny.request(f"r{i}", [*range(40 + 10 * i), 300 + i], 6, temperature=0.7))
         tiny.run(e)
         e.scheduler.pace.fixed = 48
-        e.add(tiny.request("steps without samples", [(7 * i + 3) % tiny.VOCAB for i in range(220)], 2))
+        e.add(
+            tiny.request("steps without samples", [(7 * i + 3) % tiny.VOCAB for i in range(220)], 2)
+        )
         tiny.run(e)
 
     assert growth(some) < layer / 2
@@ -195,7 +205,8 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
     [("qwen3", "rows"), ("llama", "gather"), ("qwen3_next", "rect"), ("deepseek_v32", "gather")],
 )
 def test_no_step_leaves_a_graph_behind(kind: str, layout: Layout) -> None:
-    """Neither one without samples nor what the samples do not need: it would grow, and hold its inputs."""
+    """Neither one without samples nor what the samples do not need: it would grow, and hold its
+    inputs."""
     e = tiny.engine(tiny.model(kind), layout=layout, budget=16)
     e.add(tiny.request("a", [7 * i % 64 for i in range(50)], 3))
 
@@ -208,8 +219,8 @@ def test_no_step_leaves_a_graph_behind(kind: str, layout: Layout) -> None:
 
 
 def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:
-    """The one row that a whole hit computes writes to the null block: in another batch the same row may get
-    other last bits, and others are reading."""
+    """The one row that a whole hit computes writes to the null block: in another batch the same row
+    may get other last bits, and others are reading."""
     e = tiny.engine(qwen3, block=8)
     e.add(tiny.request("r", range(24), 1))
     tiny.run(e)
@@ -256,7 +267,7 @@ def test_penalties_and_logprobs_count_accepted_drafts(qwen3) -> None:
         e.add(r)
         alone = tiny.run(e)
         want = tiny.tokens(alone, "r")
-        liar = Liar({(r.prompt, 0): want}, lies=0.2)
+        liar = NoisyOracle({(r.prompt, 0): want}, lies=0.2)
         e = tiny.engine(qwen3, drafter=liar)
         e.add(r)
         drafted = tiny.run(e)
@@ -295,7 +306,7 @@ def test_steps_teach_the_pace(qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_drafter_is_told_of_an_abort_at_once(qwen3) -> None:
-    liar = Liar({((1, 2), 0): [0] * 30})
+    liar = NoisyOracle({((1, 2), 0): [0] * 30})
     e = tiny.engine(qwen3, drafter=liar)
     e.add(tiny.request("a", [1, 2], 30))
     e.step()
@@ -357,7 +368,7 @@ def test_random_cancels_leak_nothing(qwen3) -> None:
 @pytest.mark.parametrize("prompt, bias", [([1, 320], ()), ([-1], ()), ([1], ((999, 1.0),))])
 def test_ids_outside_the_vocabulary_are_refused(qwen3, prompt, bias) -> None:
     e = tiny.engine(qwen3, vocab=tiny.VOCAB)
-    with pytest.raises(Unfit, match="vocabulary of 320"):
+    with pytest.raises(UserError, match="vocabulary of 320"):
         e.add(tiny.request("r", prompt, 4, logit_bias=bias))
     assert not e.busy
 
@@ -372,7 +383,7 @@ def test_a_drafter_that_fails_is_left_out(
     prompts = {str(i): (i, 2, 3) for i in range(4)}
     e = tiny.engine(qwen3)
     if kind == "liar":
-        e.drafter = Liar({(p, 0): plain(p, 20) for p in prompts.values()}, lies=0.2)
+        e.drafter = NoisyOracle({(p, 0): plain(p, 20) for p in prompts.values()}, lies=0.2)
     else:
         attach(e, kind, like(None, "qwen3", 0.02))
     calls, whole = [], getattr(type(e.drafter), verb)
@@ -389,12 +400,16 @@ def test_a_drafter_that_fails_is_left_out(
     for name, p in prompts.items():
         e.add(tiny.request(name, p, 20))
     out = tiny.run(e)
-    assert {n: tiny.tokens(out, n) for n in prompts} == {n: plain(p, 20) for n, p in prompts.items()}
+    assert {n: tiny.tokens(out, n) for n in prompts} == {
+        n: plain(p, 20) for n, p in prompts.items()
+    }
     assert isinstance(e.drafter, NoDrafter) and "the drafter failed" in caplog.text
     e.check()
 
 
-def test_progress_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_of_a_long_prompt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("mlxspec.engine.engine.TELL_S", 0.0)
     caplog.set_level("INFO", "mlxspec")
     e = tiny.engine(tiny.model("llama"), budget=10)
@@ -414,19 +429,19 @@ def test_progress_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_the_watch_of_kernels_is_told_of_steps_without_a_prompt(
     qwen3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And only of the time that the host waited: not of another model's between two of its steps, not of its
-    own. Submitting counts: a device that lags far behind is waited for there."""
+    """And only of the time that the host waited: not of another model's between two of its steps,
+    not of its own. Submitting counts: a device that lags far behind is waited for there."""
     told: list[tuple[int, float, float, int]] = []
     e = tiny.engine(qwen3)
     e.stalls = SimpleNamespace(took=lambda *what: told.append(what))
     e.add(tiny.request("a", range(40), 9))
-    mask, read, submit = constrain.mask, Step.read, mx.async_eval
+    mask, read, submit = structured.mask, Step.read, mx.async_eval
     slow = SimpleNamespace(mask=0.0, read=0.0, submit=0.0)
 
     def then(real: Any, name: str) -> Any:
         return lambda *args: (time.sleep(getattr(slow, name)), real(*args))[1]
 
-    monkeypatch.setattr(constrain, "mask", then(mask, "mask"))
+    monkeypatch.setattr(structured, "mask", then(mask, "mask"))
     monkeypatch.setattr(Step, "read", then(read, "read"))
     monkeypatch.setattr(mx, "async_eval", then(submit, "submit"))
     while e.busy:
@@ -434,7 +449,9 @@ def test_the_watch_of_kernels_is_told_of_steps_without_a_prompt(
         e.step()
         time.sleep(0.05)
     assert 0 < len(told) < e.counters["steps"] and all(rows == 1 for rows, *_ in told)
-    assert [waited > 0.15 for _, _, waited, _ in told[:-1]] == [n % 3 > 0 for n in range(len(told) - 1)]
+    assert [waited > 0.15 for _, _, waited, _ in told[:-1]] == [
+        n % 3 > 0 for n in range(len(told) - 1)
+    ]
     assert all(seconds > 0.2 for _, seconds, *_ in told[:-1])
     count = len(told)
     e.guard = SimpleNamespace(look=lambda: WARN, read=0.0, level=WARN, footprint=0)

@@ -1,4 +1,5 @@
-"""The machine's figures, what is made of them, and that the process does not grow with what it has served."""
+"""The machine's figures, what is made of them, and that the process does not grow with what it has
+served."""
 
 import ctypes
 import mmap
@@ -17,7 +18,7 @@ from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import Needs, sizes
 from mlxspec.model import meter
-from mlxspec.types import MAX_DEPTH, Request, Sampling, Unfit
+from mlxspec.types import MAX_DEPTH, Request, Sampling, UserError
 from tests import tiny
 
 GIB = 1 << 30
@@ -26,10 +27,17 @@ GIB = 1 << 30
 class Libc:
     """macOS's calls with their C signatures: they fill the caller's buffers, and no byte beyond."""
 
-    def __init__(self, numbers: dict[str, tuple[int, int]], words: dict[int, int] | None = None) -> None:
-        self.numbers, self.words = numbers, words or {}  # name -> (value, bytes wide); word -> value
+    def __init__(
+        self, numbers: dict[str, tuple[int, int]], words: dict[int, int] | None = None
+    ) -> None:
+        self.numbers, self.words = (
+            numbers,
+            words or {},
+        )  # name -> (value, bytes wide); word -> value
 
-    def sysctlbyname(self, name: bytes, old: Any, size: Any, new: None, new_size: ctypes.c_size_t) -> int:
+    def sysctlbyname(
+        self, name: bytes, old: Any, size: Any, new: None, new_size: ctypes.c_size_t
+    ) -> int:
         assert new is None and new_size.value == 0
         if name.decode() not in self.numbers:
             return -1
@@ -82,7 +90,20 @@ def on_linux(monkeypatch: pytest.MonkeyPatch, root: Path, **files: str) -> None:
 
 def test_a_macs_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     # user, system, two wakeups, pageins, wired, resident, footprint, behind a uuid of two words
-    words = {0: 11, 1: 12, 2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6, 8: 7 * GIB, 9: 9 * GIB, 10: 8, 34: 10 * GIB}
+    words = {
+        0: 11,
+        1: 12,
+        2: 1,
+        3: 2,
+        4: 3,
+        5: 4,
+        6: 5,
+        7: 6,
+        8: 7 * GIB,
+        9: 9 * GIB,
+        10: 8,
+        34: 10 * GIB,
+    }
     on_mac(monkeypatch, Libc(MAC, words))
     assert memory.total() == 16 * GIB and memory.headroom() == GIB
     assert memory.free() == memory.available() == (1000 + 20000 + 300) * 16384
@@ -129,7 +150,11 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("6000000\n", "6100000\n", "", (6000000, -100000)),
         ("what", "", "", (8000 << 10, 7000 << 10)),
     ):
-        files = {"cgroup__memory.max": limit, "cgroup__memory.current": current, "cgroup__memory.stat": stat}
+        files = {
+            "cgroup__memory.max": limit,
+            "cgroup__memory.current": current,
+            "cgroup__memory.stat": stat,
+        }
         on_linux(monkeypatch, tmp_path, **files)
         assert (memory.total(), memory.free()) == want
         assert memory.available() == max(0, want[1])
@@ -138,7 +163,9 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_this_machine() -> None:
     assert 1 << 20 < memory.available() < memory.total() < 1 << 50
     before, private = memory.footprint(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with mmap.mmap(-1, 256 << 20, private) as held:  # malloc might hand out what the process holds already
+    with mmap.mmap(
+        -1, 256 << 20, private
+    ) as held:  # malloc might hand out what the process holds already
         for at in range(0, len(held), mmap.PAGESIZE):
             held[at] = 1
         assert memory.footprint() - before > 240 << 20  # others may give some back meanwhile
@@ -166,9 +193,15 @@ def test_windows_and_states_get_their_part() -> None:
     least = 1 + 16 * (19 + 2) + 128  # of a window, the rows of two steps, and two chunks for all
     assert rich == memory.Sizes(4097, (2 * least,), 16, 32 << 20)
     poor = sizes(needs, 32768, 32, 16, 2048, 80 << 20)
-    assert 257 <= poor.blocks < 4097 and 150 <= poor.window_blocks[0] < 2 * least and 1 <= poor.sequences < 16
+    assert (
+        257 <= poor.blocks < 4097
+        and 150 <= poor.window_blocks[0] < 2 * least
+        and 1 <= poor.sequences < 16
+    )
     whole = sizes(Needs(0, ((1 << 20, 10),)), 1024, 32, 16, 2048, 1 << 40)
-    assert whole.window_blocks == (memory.CONTEXTS * 32 + 1,), "a window beyond the context is full attention"
+    assert whole.window_blocks == (memory.CONTEXTS * 32 + 1,), (
+        "a window beyond the context is full attention"
+    )
 
 
 @given(
@@ -197,11 +230,13 @@ def test_sizes_keep_their_share_and_serve_one_sequence(
     rest = (block_size, max_sequences, chunk, free, share)
     try:
         got = sizes(needs, context, *rest)
-    except Unfit as error:
+    except UserError as error:
         if mend := re.search(r"--context (\d+) fits", str(error)):
             assert sizes(needs, int(mend[1]), *rest).blocks > 0
         return
-    taken = got.blocks * token_bytes * block_size + 2 * got.sequences * state_bytes + got.snapshot_bytes
+    taken = (
+        got.blocks * token_bytes * block_size + 2 * got.sequences * state_bytes + got.snapshot_bytes
+    )
     for blocks, (window, size) in zip(got.window_blocks, windows, strict=True):
         taken += blocks * size * block_size
         assert (blocks - 1) * block_size >= min(context, window + chunk)
@@ -210,7 +245,8 @@ def test_sizes_keep_their_share_and_serve_one_sequence(
     assert taken <= max(0, free * share)
     assert (got.blocks - 1) * block_size >= min(context, memory.LEAST)
     assert (
-        1 <= got.sequences <= max_sequences and got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
+        1 <= got.sequences <= max_sequences
+        and got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
     )
 
 
@@ -221,13 +257,17 @@ def test_what_does_not_fit_is_told_with_figures(monkeypatch: pytest.MonkeyPatch)
         return memory.room(int(weights * GIB), Needs(token_bytes), 32768, 32, 2048, int(free * GIB))
 
     assert room(4, 65536, 8) == 3 * GIB
-    with pytest.raises(Unfit) as large:
+    with pytest.raises(UserError) as large:
         room(40, 65536, 8)
-    assert "40 GiB of weights and 1 GiB of headroom, but 8 GiB are free of 16 GiB" in str(large.value)
+    assert "40 GiB of weights and 1 GiB of headroom, but 8 GiB are free of 16 GiB" in str(
+        large.value
+    )
     assert "A 4-bit model of less than 11.4 billion parameters fits" in str(large.value)
-    with pytest.raises(Unfit, match=r"takes 0\.502 GiB, and 0\.25 GiB may be its; --context 4064 fits"):
+    with pytest.raises(
+        UserError, match=r"takes 0\.502 GiB, and 0\.25 GiB may be its; --context 4064 fits"
+    ):
         room(6.5, 65536, 8)
-    with pytest.raises(Unfit) as none:
+    with pytest.raises(UserError) as none:
         room(1, 65536, 0.5)
     assert "fits" not in str(none.value) and "--memory-gb" in str(none.value)
 
@@ -263,7 +303,9 @@ def test_300_requests_with_cancels_leave_nothing_behind() -> None:
     def churn(requests: int) -> tuple[int, int]:
         for i in range(requests):
             prompt = tuple(rng.randrange(tiny.VOCAB) for _ in range(rng.randint(1, 90)))
-            e.add(Request(f"r{i}", prompt, rng.randint(1, 20), Sampling(rng.choice([0, 0.8]), seed=i)))
+            e.add(
+                Request(f"r{i}", prompt, rng.randint(1, 20), Sampling(rng.choice([0, 0.8]), seed=i))
+            )
             for _ in range(rng.randint(0, 3)):
                 e.step()
             if rng.random() < 0.3:
@@ -279,12 +321,15 @@ def test_300_requests_with_cancels_leave_nothing_behind() -> None:
     assert early[0] > 20
     live, active = churn(300)
     assert live == early[0]
-    # The last step's positions and tables stay, and how many rows it has is up to the pace, which is time.
+    # The last step's positions and tables stay, and how many rows it has is up to the pace, which
+    # is time.
     assert abs(active - early[1]) < 1024
     assert not census.told
 
 
-def test_a_leak_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meter, "METALS", 2000)
     census, held = meter.Census(), []
     for _ in range(3):
@@ -321,7 +366,7 @@ def test_the_gpus_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_500_requests_to_smollm2(smollm2: Path) -> None:
-    from mlxspec.engine.start import Options, start
+    from mlxspec.engine.loader import Options, start
 
     e, info = start(smollm2, "smollm2", Options())
     rng = random.Random(1)

@@ -10,10 +10,10 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.engine import memory, pressure
-from mlxspec.engine.pressure import CRITICAL, HOLD_S, NORMAL, WARN, Guard
+from mlxspec.engine.pressure import CRITICAL, HOLD_S, NORMAL, WARN, MemoryMonitor
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import Busy, ModelInfo
 from tests import tiny
 from tests.engine.test_memory import GIB, MAC, Libc, on_linux, on_mac
@@ -55,7 +55,9 @@ def test_no_word_is_normal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     on_linux(monkeypatch, tmp_path)
     assert pressure.system() == NORMAL
     on_mac(monkeypatch, Libc({}))
-    assert pressure.system() == NORMAL and Guard(clock=Clock()).look() == NORMAL, "a guess never alarms"
+    assert pressure.system() == NORMAL and MemoryMonitor(clock=Clock()).look() == NORMAL, (
+        "a guess never alarms"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,14 +70,14 @@ def test_what_is_free_and_what_we_hold_count(
     numbers = MAC | {name: (0, 4) for name in memory.EASY_PAGES}
     numbers["vm.page_free_count"] = (int(free * GIB) // 16384, 4)
     on_mac(monkeypatch, Libc(numbers, {9: int(held * GIB)}))
-    guard = Guard(8 * GIB, Clock())
+    guard = MemoryMonitor(8 * GIB, Clock())
     guard.expect(2 * GIB)
     assert (guard.look(), guard.footprint) == (level, int(held * GIB))
 
 
 def test_a_level_is_left_late_and_told(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock, reads = Clock(), []
-    guard = Guard(1 << 62, clock)
+    guard = MemoryMonitor(1 << 62, clock)
     now = NORMAL
     monkeypatch.setattr(pressure, "system", lambda: reads.append(clock.now) or now)
     monkeypatch.setattr(memory, "free", lambda: None)
@@ -100,12 +102,12 @@ def test_a_level_is_left_late_and_told(monkeypatch: Any, caplog: pytest.LogCaptu
 
 
 def test_this_machine_is_read() -> None:
-    guard = Guard()
+    guard = MemoryMonitor()
     assert guard.look() in (NORMAL, WARN, CRITICAL) and guard.footprint > 1 << 20
     assert guard.planned > guard.footprint
 
 
-class Weather(Guard):
+class Weather(MemoryMonitor):
     """A guard whose level a test sets."""
 
     def look(self) -> int:
@@ -156,15 +158,17 @@ def test_cached_blocks_are_forgotten_when_it_gets_worse() -> None:
 
 
 @pytest.fixture
-def guard() -> Guard:
+def guard() -> MemoryMonitor:
     return Weather(read=0.0)
 
 
 @pytest.fixture
-def worker(guard: Guard) -> Iterator[Worker]:
+def worker(guard: MemoryMonitor) -> Iterator[Worker]:
     info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 1000, 234, 0)
     w = Worker(
-        lambda: (tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB), info), max_sequences=8, guard=guard
+        lambda: (tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB), info),
+        max_sequences=8,
+        guard=guard,
     )
     planned = guard.planned
     w.launch()
@@ -173,7 +177,7 @@ def worker(guard: Guard) -> Iterator[Worker]:
     w.stop()
 
 
-def test_a_worker_refuses_and_takes_again(worker: Worker, guard: Guard) -> None:
+def test_a_worker_refuses_and_takes_again(worker: Worker, guard: MemoryMonitor) -> None:
     plain = tiny.Plain(tiny.model("qwen3"))
 
     async def main() -> None:
@@ -202,7 +206,7 @@ def test_a_worker_refuses_and_takes_again(worker: Worker, guard: Guard) -> None:
     assert worker.stats().blocks_used == 0
 
 
-def test_an_idle_worker_gives_back(worker: Worker, guard: Guard, monkeypatch: Any) -> None:
+def test_an_idle_worker_gives_back(worker: Worker, guard: MemoryMonitor, monkeypatch: Any) -> None:
     async def main() -> None:
         prompt = list(range(40))
         assert [o async for o in worker.submit(tiny.request("r", prompt, 3))]
@@ -220,7 +224,7 @@ def test_an_idle_worker_gives_back(worker: Worker, guard: Guard, monkeypatch: An
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_client_sees_429(path: str, worker: Worker, guard: Guard, tmp_path: Path) -> None:
+def test_a_client_sees_429(path: str, worker: Worker, guard: MemoryMonitor, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     server = Server(worker, create_app(worker, load_tokenizer(tmp_path), tmp_path, Config()))
     body = {"model": "default", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
@@ -238,4 +242,6 @@ def test_a_client_sees_429(path: str, worker: Worker, guard: Guard, tmp_path: Pa
     assert error["type"] == "rate_limit_error"
     assert error["message"] == "the machine is short of memory; try again in 10 s"
     assert served.status == 200
-    assert 'mlxspec_refused_total{status="429"} 1.0' in page and "mlxspec_memory_pressure 0.0" in page
+    assert (
+        'mlxspec_refused_total{status="429"} 1.0' in page and "mlxspec_memory_pressure 0.0" in page
+    )

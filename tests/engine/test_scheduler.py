@@ -1,5 +1,5 @@
-"""The scheduler without a model: a stand-in engine samples from a hash of the history, so that what must
-come out is known whatever the order, the preemptions and the drafts."""
+"""The scheduler without a model: a stand-in engine samples from a hash of the history, so that what
+must come out is known whatever the order, the preemptions and the drafts."""
 
 import random
 from hashlib import blake2b
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.engine.blocks import BlockPool
-from mlxspec.engine.groups import Groups, Window
-from mlxspec.engine.pace import Pace
+from mlxspec.cache.blocks import BlockPool
+from mlxspec.cache.prefix import KVCacheManager, Window
+from mlxspec.cache.states import StateCache
+from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.scheduler import PATIENCE, Scheduler, cut
-from mlxspec.engine.snapshots import Snapshots
-from mlxspec.types import Draft, Entry, Output, Request, Sequence, Unfit
+from mlxspec.types import Draft, Entry, Output, Request, Sequence, UserError
 
 VOCAB = 7
 SIZE = 4
@@ -39,11 +39,11 @@ def accept(draft: list[int], sampled: list[int]) -> list[int]:
 
 
 class Mock:
-    """An engine with one step in flight. Slots remember which prefix they were written for; a row that would
-    read a slot of another prefix fails the test. `blind`: a sequence goes on while its draft is in flight, as
-    behind a model that drafts lazily. `refeed`: a state that read a refused token is put back whole.
-    `windows` are the blocks by sliding window, `states` how many states of a recurrent layer are kept; one
-    is the prefix itself, and must be that of the row."""
+    """An engine with one step in flight. Slots remember which prefix they were written for; a row
+    that would read a slot of another prefix fails the test. `blind`: a sequence goes on while its
+    draft is in flight, as behind a model that drafts lazily. `refeed`: a state that read a refused
+    token is put back whole. `windows` are the blocks by sliding window, `states` how many states of
+    a recurrent layer are kept; one is the prefix itself, and must be that of the row."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Mock:
     ) -> None:
         self.windows, self.states, self.refeed = windows or {}, states, refeed
         self.s = Scheduler(
-            Groups(
+            KVCacheManager(
                 BlockPool(blocks, SIZE),
                 [Window(w, BlockPool(n, SIZE)) for w, n in self.windows.items()],
-                Snapshots(states, 2) if states else None,
+                StateCache(states, 2) if states else None,
             ),
             context=kw.pop("context", 64),
-            pace=Pace(fixed=budget),
+            pace=PrefillBudget(fixed=budget),
             blind=lambda seq: blind and seq.order % 3 > 0,
             **kw,
         )
@@ -76,7 +76,9 @@ class Mock:
     def step(self) -> None:
         if self.liar and not self.blind:
             self.settle()
-        plan = self.s.plan(lambda seqs: {s: self.liar.randint(0, 4) if self.liar else 0 for s in seqs})
+        plan = self.s.plan(
+            lambda seqs: {s: self.liar.randint(0, 4) if self.liar else 0 for s in seqs}
+        )
         for group, source, target in self.s.copies:
             for i in range(SIZE):
                 if (content := self.slots.get((group, source * SIZE + i))) is not None:
@@ -100,7 +102,9 @@ class Mock:
 
     @staticmethod
     def new(seq: Sequence, plan: list[Entry], rows: list[list[int]]) -> list[int]:
-        found = [accept(e.draft.tokens, r) for e, r in zip(plan, rows, strict=True) if e.seq is seq and r]
+        found = [
+            accept(e.draft.tokens, r) for e, r in zip(plan, rows, strict=True) if e.seq is seq and r
+        ]
         return found[0] if found else []
 
     def forward(self, e: Entry) -> list[int]:
@@ -108,7 +112,9 @@ class Mock:
         assert 0 <= late <= e.spread
         e = Entry(e.seq, e.start + late, e.count, e.samples, draft=e.draft)
         tokens = [*self.known(e.seq)[: e.start + e.count], *e.draft.tokens]
-        for group, (table, window) in enumerate(zip(e.seq.tables, [1 << 30, *self.windows], strict=True)):
+        for group, (table, window) in enumerate(
+            zip(e.seq.tables, [1 << 30, *self.windows], strict=True)
+        ):
             slot = [block * SIZE + i for block in table for i in range(SIZE)]
             for at in range(max(e.start, e.seq.shared), e.end):
                 assert table[at // SIZE] != 0
@@ -123,13 +129,18 @@ class Mock:
 
     def commit(self, plan: list[Entry], sampled: list[list[int]]) -> None:
         accepted = [
-            accept(e.draft.tokens, row) if e.samples else [] for e, row in zip(plan, sampled, strict=True)
+            accept(e.draft.tokens, row) if e.samples else []
+            for e, row in zip(plan, sampled, strict=True)
         ]
         for e, new in zip(plan, accepted, strict=True):
             cut(e.seq, new)
-            if e.draft.tokens and e.seq.state:  # what the engine does: the state of the rows that stand
+            if (
+                e.draft.tokens and e.seq.state
+            ):  # what the engine does: the state of the rows that stand
                 e.undone = self.refeed and len(new) - 1 < len(e.draft)
-                e.seq.state = e.seq.state[: e.start if e.undone else e.start + e.count + len(new) - 1]
+                e.seq.state = e.seq.state[
+                    : e.start if e.undone else e.start + e.count + len(new) - 1
+                ]
         self.out += self.s.commit(plan, accepted, [[] for _ in plan])
 
     def settle(self) -> None:
@@ -161,7 +172,12 @@ def test_catch_up_in_chunks_then_decode() -> None:
         sampled = [m.forward(e) for e in plan]
         m.s.submitted(plan)
         m.commit(plan, sampled)
-    assert seen == [(0, 4, False, False), (4, 2, True, False), (6, 1, True, False), (7, 1, True, False)]
+    assert seen == [
+        (0, 4, False, False),
+        (4, 2, True, False),
+        (6, 1, True, False),
+        (7, 1, True, False),
+    ]
     assert m.tokens("r") == answer(list(range(6)), 3) and m.out[-1].finish == "length"
 
 
@@ -197,7 +213,9 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     for i in range(80):
         m.s.add(Request(f"s{i}", (3 + i, 3, 3, 3), 1))  # no two begin alike, so none is cached
         m.step()
-    assert any(o.request == "long" and o.finish for o in m.out), f"passed over more than {PATIENCE} times"
+    assert any(o.request == "long" and o.finish for o in m.out), (
+        f"passed over more than {PATIENCE} times"
+    )
 
 
 def test_short_of_blocks_the_youngest_gives_way_and_comes_back() -> None:
@@ -341,7 +359,7 @@ def test_an_abort_frees_blocks_at_once_also_mid_flight() -> None:
 )
 def test_what_can_never_run_is_refused(request_: Request, said: str) -> None:
     m = Mock(64)
-    with pytest.raises(Unfit, match=said):
+    with pytest.raises(UserError, match=said):
         m.s.add(request_)
     assert not m.busy
 
@@ -349,10 +367,14 @@ def test_what_can_never_run_is_refused(request_: Request, said: str) -> None:
 @settings(max_examples=250)
 @given(data=st.data())
 def test_random_lives(data: st.DataObject) -> None:
-    """Arrivals, cancels, tiny pools, any budget, windows, states, with and without a lying drafter: every
-    survivor says what it must, `check()` holds after every operation, and nothing leaks."""
+    """Arrivals, cancels, tiny pools, any budget, windows, states, with and without a lying drafter:
+    every survivor says what it must, `check()` holds after every operation, and nothing leaks."""
     rng = random.Random(data.draw(st.integers(0, 2**32)))
-    blocks, budget, sequences = rng.choice([10, 14, 40]), rng.choice([1, 3, 8, 50]), rng.choice([1, 3, 8])
+    blocks, budget, sequences = (
+        rng.choice([10, 14, 40]),
+        rng.choice([1, 3, 8, 50]),
+        rng.choice([1, 3, 8]),
+    )
     windows = rng.choice([(), (), (3,), (1, 6), (10,)])
     states = rng.choice([0, 0, 1, 5, 100])
     m = Mock(
@@ -386,7 +408,10 @@ def test_random_lives(data: st.DataObject) -> None:
     for r in alive.values():
         for index in range(r.n):
             assert m.tokens(r.id, index) == answer(list(r.prompt), r.max_tokens, index)
-            assert sum(o.finish is not None for o in m.out if (o.request, o.index) == (r.id, index)) == 1
+            assert (
+                sum(o.finish is not None for o in m.out if (o.request, o.index) == (r.id, index))
+                == 1
+            )
     assert [pool.used for pool in m.s.groups.pools] == [0] * (1 + len(windows))
     m.s.check()
 
@@ -419,7 +444,9 @@ def test_a_thousand_random_cancels_leak_nothing() -> None:
     rng = random.Random(1)
     m = Mock(40, budget=6, max_sequences=6)
     for i in range(1000):
-        m.s.add(Request(f"r{i}", tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))), 20, n=2))
+        m.s.add(
+            Request(f"r{i}", tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))), 20, n=2)
+        )
         for _ in range(rng.randint(0, 3)):
             m.step()
         m.s.abort(f"r{rng.randint(max(0, i - 5), i)}")

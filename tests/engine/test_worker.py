@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.worker import BYTES, Worker
-from mlxspec.types import Busy, Dead, ModelInfo, Output, Unfit
+from mlxspec.types import Busy, Dead, ModelInfo, Output, UserError
 from tests import tiny
 
 INFO = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 0, 0, 0)
@@ -95,13 +95,17 @@ def test_a_program_ends_cleanly_whatever_it_forgets(how: str, status: int) -> No
         "async def busy(): await anext(worker.submit(tiny.request('r', [1, 2], 500)))\n"
         f"asyncio.run(busy())\n{how}\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == status, done.stderr
 
 
 def test_choices_end_one_by_one(worker: Worker) -> None:
     async def main():
-        return await collect(worker.submit(tiny.request("r", [1, 2], 6, temperature=1.0, choices=3)))
+        return await collect(
+            worker.submit(tiny.request("r", [1, 2], 6, temperature=1.0, choices=3))
+        )
 
     outputs = asyncio.run(main())
     assert sorted(o.index for o in outputs if o.finish) == [0, 1, 2]
@@ -202,9 +206,9 @@ def test_an_abort_of_nothing_is_no_stall(worker: Worker) -> None:
 
 def test_loading_errors_reach_the_caller() -> None:
     def start():
-        raise Unfit("no such model")
+        raise UserError("no such model")
 
-    with pytest.raises(Unfit, match="no such model"):
+    with pytest.raises(UserError, match="no such model"):
         Worker(start).launch()
 
 

@@ -1,7 +1,8 @@
 """Small runs of every kernel that together leave no token of its source without a test.
 
-Rule: a trial makes all its calls first and checks them then, so that scripts/metal can take the sources that
-are asked for without running them; it raises AssertionError, or what the simulator raises.
+Rule: a trial makes all its calls first and checks them then, so that scripts/metal can take the
+sources that are asked for without running them; it raises AssertionError, or what the simulator
+raises.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,18 +12,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.kernels import metal
+from mlxspec.kernels import matmul
 from tests import metalsim
-from tests.kernels import test_draw as draw
+from tests.kernels import test_attention as attention
 from tests.kernels import test_moe as moe
-from tests.kernels import test_paged as attention
+from tests.kernels import test_sampling as draw
 from tests.kernels import test_small_qmm as qmm
 
 Trial = Callable[[], None]
 STRICT = dict.fromkeys(["shift", "float-to-int-overflow", "benign-race"], "error")
 
 
-class Short(metalsim.Kernel):
+class FewerThreadgroups(metalsim.Kernel):
     """Runs a kernel on all threadgroups but the last ones of a grid's x."""
 
     def __call__(self, *, grid: Any, threadgroup: Any, **rest: Any) -> list[mx.array]:
@@ -33,7 +34,7 @@ class Short(metalsim.Kernel):
 def all_are_needed(call: Callable[[], mx.array]) -> None:
     """The last threadgroups have something to do: a grid that is too large is right, and slow."""
     with metalsim.patch():
-        mx.fast.metal_kernel = Short
+        mx.fast.metal_kernel = FewerThreadgroups
         call()
     assert "output-not-written" in metalsim.last().kinds, "the last threadgroups do nothing"
 
@@ -49,7 +50,13 @@ def nothing_is_past_the_end(matrix: bool) -> None:
 
 
 def small_qmm_trial(
-    counts: tuple[int, ...], columns: int, k: int, group: int, bits: int, dtype: mx.Dtype, matrix: bool
+    counts: tuple[int, ...],
+    columns: int,
+    k: int,
+    group: int,
+    bits: int,
+    dtype: mx.Dtype,
+    matrix: bool,
 ) -> None:
     """The first count of rows against the reference and its traffic, the others to the bit."""
     x, weights = qmm.some(counts[0], columns, k, group, bits, dtype)
@@ -73,7 +80,7 @@ def small_qmm() -> Iterator[Trial]:
         ):
             yield partial(small_qmm_trial, *case, matrix)
         x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
-        yield partial(all_are_needed, partial(metal.small_qmm, x, *weights, 32, 8, matrix))
+        yield partial(all_are_needed, partial(matmul.small_qmm, x, *weights, 32, 8, matrix))
         yield partial(nothing_is_past_the_end, matrix)
 
 
@@ -93,7 +100,9 @@ def paged_attention() -> Iterator[Trial]:
     step = attention.Step
     for matrix in (True, False):
         yield partial(
-            attention.check, step(window=20, sinks=True, shapes=((1, (0, 37)), (5, (290,)))), matrix=matrix
+            attention.check,
+            step(window=20, sinks=True, shapes=((1, (0, 37)), (5, (290,)))),
+            matrix=matrix,
         )
         yield partial(
             attention.check,
@@ -101,19 +110,29 @@ def paged_attention() -> Iterator[Trial]:
             matrix=matrix,
         )
         yield partial(
-            attention.check, step(((3, (300,)),), mx.float16, 8, 1, (64, 160), None, False, 4), matrix=matrix
+            attention.check,
+            step(((3, (300,)),), mx.float16, 8, 1, (64, 160), None, False, 4),
+            matrix=matrix,
         )
         for alone in (attention.ALONE[1], attention.ALONE[3], attention.ALONE[4]):
-            yield partial(attention.test_a_row_does_not_depend_on_what_runs_beside_it, alone, matrix)
-    yield partial(attention.check, step(((2, (40,)),), heads=4, dims=(32, 64)))  # heads of V lie elsewhere
+            yield partial(
+                attention.test_a_row_does_not_depend_on_what_runs_beside_it, alone, matrix
+            )
+    yield partial(
+        attention.check, step(((2, (40,)),), heads=4, dims=(32, 64))
+    )  # heads of V lie elsewhere
     yield from (partial(attention.check, far) for far in attention.FAR)
     once = attention.test_k_and_v_are_read_once_for_all_rows_and_heads
     yield partial(once, mx.bfloat16, 128, 8, 100, True)
     yield partial(once, mx.float32, 64, 0, None, True)
-    yield partial(attention.test_a_part_costs_its_sums_once_and_its_rows_of_q_once, mx.bfloat16, 16, 128)
+    yield partial(
+        attention.test_a_part_costs_its_sums_once_and_its_rows_of_q_once, mx.bfloat16, 16, 128
+    )
     yield partial(attention.test_starts_that_only_the_device_knows, 257, True)
     unlike = attention.test_what_is_not_finite_stays_with_the_rows_that_see_it
-    yield from (partial(unlike, dtype, bits, True) for dtype, bits in ((mx.float16, 0), (mx.bfloat16, 8)))
+    yield from (
+        partial(unlike, dtype, bits, True) for dtype, bits in ((mx.float16, 0), (mx.bfloat16, 8))
+    )
     yield partial(attention.check, step(window=1))
     yield attention.test_nothing_is_read_of_a_sum_that_nobody_wrote
 
@@ -121,7 +140,9 @@ def paged_attention() -> Iterator[Trial]:
 def sample_accept() -> Iterator[Trial]:
     yield partial(draw.test_tokens_of_greedy_and_hot_rows, 1023, mx.bfloat16)
     yield partial(draw.test_tokens_of_greedy_and_hot_rows, 2500, mx.float32)
-    yield partial(draw.test_tokens_of_greedy_and_hot_rows, 65_537, mx.float16)  # more parts than lanes
+    yield partial(
+        draw.test_tokens_of_greedy_and_hot_rows, 65_537, mx.float16
+    )  # more parts than lanes
     yield partial(draw.test_ties_go_to_the_lowest_token, 7)
     yield draw.test_a_tie_between_the_parts_that_a_lane_joins_goes_to_the_lowest_token
     yield draw.test_ties_that_swallow_the_noise_go_to_the_lowest_token

@@ -1,6 +1,7 @@
 """Where the kernels of a test run: in the simulator, or with `-m metal` on this Mac's own GPU.
 
-Rule: the bodies are the same; a module takes part by `pytestmark = pytest.mark.usefixtures("device")`.
+Rule: the bodies are the same; a module takes part by `pytestmark =
+pytest.mark.usefixtures("device")`.
 """
 
 import sys
@@ -17,7 +18,8 @@ from tests.kernels.battery import STRICT
 
 @pytest.fixture(params=["simulator", pytest.param("gpu", marks=pytest.mark.metal)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `metalsim.patch` brings inside a test: the simulator, or nothing but MLX's own metal_kernel."""
+    """What `metalsim.patch` brings inside a test: the simulator, or nothing but MLX's own
+    metal_kernel."""
     if request.param == "simulator":
         if sys.platform != "linux":
             pytest.skip("the simulator runs on Linux; here `pytest -m metal` runs this on the GPU")

@@ -1,8 +1,9 @@
-"""Kernels with one token changed, each run through the battery: what is not noticed there needs a test.
+"""Kernels with one token changed, each run through the battery: what is not noticed there needs a
+test.
 
-Rule: seeded, so that a figure can be had again. What does not compile says nothing about tests: not counted.
-Only a finding of the simulator or of a test is a catch; all else that ends a trial fails the run.
-`python -m tests.kernels.mutants --count 150 --seed 0` prints the table.
+Rule: seeded, so that a figure can be had again. What does not compile says nothing about tests: not
+counted. Only a finding of the simulator or of a test is a catch; all else that ends a trial fails
+the run. `python -m tests.kernels.mutants --count 150 --seed 0` prints the table.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-LAUNCH_S = 20.0  # of the simulator; what runs 3 times as long is a loop in which it never looks at the clock
+# of the simulator; what runs 3 times as long is a loop in which it never looks at the clock
+LAUNCH_S = 20.0
 LIMIT_S = 900  # of a process
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.stem for path in (ROOT / "metal").glob("*.metal"))
@@ -50,20 +52,36 @@ DECLARED = re.compile(
 FUNCTION = re.compile(r"^(?:template\b|[a-zA-Z][\w\s*&<>:]*\().*?^\}", re.S | re.M)
 
 
-# Survivors that no test can catch, since nothing but speed or room changes: (file, line, old, new) and why.
+# Survivors that no test can catch, since nothing but speed or room changes: (file, line, old, new)
+# and why.
 EQUIVALENT = {
-    ("paged_attention", "constexpr int WIDEST = DV <", "COLUMNS", "WINDOW"): "room for columns that are none",
-    ("paged_attention", "float2 out[CHUNKS][MINE]", "MINE", "BLOCK"): "room for columns that are none",
+    (
+        "paged_attention",
+        "constexpr int WIDEST = DV <",
+        "COLUMNS",
+        "WINDOW",
+    ): "room for columns that are none",
+    (
+        "paged_attention",
+        "float2 out[CHUNKS][MINE]",
+        "MINE",
+        "BLOCK",
+    ): "room for columns that are none",
     ("paged_attention", "constant constexpr int PAGED_PITCH", "4", "3"): "where rows of scores lie",
     ("sample_accept", "uint high = 0, at = 0;", "0", "1"): "every value's order is above it",
-    ("small_qmm", "for (int at = pair / 32 * 32;", "pair", "BITS"): "a search that begins too early",
+    (
+        "small_qmm",
+        "for (int at = pair / 32 * 32;",
+        "pair",
+        "BITS",
+    ): "a search that begins too early",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """metal/<file>.metal with the text from `start` on replaced; outcome: "caught", "survived", "refused" (by
-    the compiler), "equivalent", "error" (says nothing)."""
+    """metal/<file>.metal with the text from `start` on replaced; outcome: "caught", "survived",
+    "refused" (by the compiler), "equivalent", "error" (says nothing)."""
 
     file: str
     start: int
@@ -79,7 +97,9 @@ class Mutant:
 
     @property
     def line(self) -> str:
-        return original(self.file).splitlines()[original(self.file).count("\n", 0, self.start)].strip()
+        return (
+            original(self.file).splitlines()[original(self.file).count("\n", 0, self.start)].strip()
+        )
 
     def __str__(self) -> str:
         before = original(self.file)[: self.start]
@@ -117,11 +137,14 @@ def changes(m: re.Match[str], known: dict[int, list[str]]) -> list[str]:
         case "name":
             return known.get(m.start(), [])
     digits = token.removesuffix(m["suffix"])
-    return [f"{x}{m['suffix']}" for x in dict.fromkeys((int(digits) + 1, int(digits) - 1, 0)) if x >= 0]
+    return [
+        f"{x}{m['suffix']}" for x in dict.fromkeys((int(digits) + 1, int(digits) - 1, 0)) if x >= 0
+    ]
 
 
 def names(text: str) -> dict[int, list[str]]:
-    """By the place of a name inside a function, the others of its type that are declared before it."""
+    """By the place of a name inside a function, the others of its type that are declared before
+    it."""
     found = {}
     for function in FUNCTION.finditer(text):
         declared: dict[str, list[tuple[str, int]]] = {}
@@ -133,9 +156,13 @@ def names(text: str) -> dict[int, list[str]]:
             places.add(d.start(2))
         for group in declared.values():
             for name in {name for name, _ in group}:
-                for m in re.compile(rf"(?<![\w.]){name}\b").finditer(text, function.start(), function.end()):
+                for m in re.compile(rf"(?<![\w.]){name}\b").finditer(
+                    text, function.start(), function.end()
+                ):
                     if m.start() not in places:
-                        found[m.start()] = sorted({n for n, at in group if at <= m.start()} - {name})
+                        found[m.start()] = sorted(
+                            {n for n, at in group if at <= m.start()} - {name}
+                        )
     return found
 
 
@@ -164,14 +191,23 @@ def judged(mutant: Mutant) -> Mutant:
         last = done.stdout.strip().rpartition("\n")[2]
         outcome, _, why = last.partition(" ")
         if done.returncode or outcome not in ("caught", "survived", "refused"):
-            outcome, why = "error", f"the process ended with {done.returncode}: {done.stderr[-300:]}"
+            outcome, why = (
+                "error",
+                f"the process ended with {done.returncode}: {done.stderr[-300:]}",
+            )
     except subprocess.TimeoutExpired:
         outcome, why = "error", f"no end after {LIMIT_S} s"
     for (file, line, *tokens), reason in EQUIVALENT.items():
-        same = mutant.file == file and mutant.line.startswith(line) and [mutant.old, mutant.new] == tokens
+        same = (
+            mutant.file == file
+            and mutant.line.startswith(line)
+            and [mutant.old, mutant.new] == tokens
+        )
         if same and outcome == "survived":
             outcome, why = "equivalent", reason
-    return Mutant(mutant.file, mutant.start, mutant.old, mutant.new, outcome, why, time.monotonic() - start)
+    return Mutant(
+        mutant.file, mutant.start, mutant.old, mutant.new, outcome, why, time.monotonic() - start
+    )
 
 
 def judge(mutant: Mutant) -> str:
@@ -215,8 +251,9 @@ def judge(mutant: Mutant) -> str:
 
 
 def sample(count: int, seed: int, files: list[str]) -> list[Mutant]:
-    """`count` mutants that count, as many of each file as of the others, and those drawn that do not: they do
-    not compile, or are known to be equivalent. Raises RuntimeError where a kernel as it is does not pass."""
+    """`count` mutants that count, as many of each file as of the others, and those drawn that do
+    not: they do not compile, or are known to be equivalent. Raises RuntimeError where a kernel as
+    it is does not pass."""
     out: list[Mutant] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for found in pool.map(judged, (Mutant(file, 0, "", "") for file in files)):
@@ -239,14 +276,18 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", nargs="+", choices=FILES, default=FILES)
-    parser.add_argument("--judge", action="store_true", help="one mutant, as JSON from standard input")
+    parser.add_argument(
+        "--judge", action="store_true", help="one mutant, as JSON from standard input"
+    )
     args = parser.parse_args()
     if args.judge:
         print(judge(Mutant(**json.load(sys.stdin))))
         return
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        os.environ["METALSIM_CACHE"] = folder  # theirs would push out the kernels that are tested each day
+        os.environ["METALSIM_CACHE"] = (
+            folder  # theirs would push out the kernels that are tested each day
+        )
         found = sample(args.count, args.seed, args.files)
     print(summary(found), f"{time.monotonic() - start:.0f} s")
     sys.exit(any(m.outcome == "error" for m in found))
@@ -262,7 +303,9 @@ def summary(found: list[Mutant]) -> str:
         *map(str, survived + same + errors),
     ]
     rate = f"{len(caught)} of {len(caught) + len(survived)} caught"
-    strict = f"{len(caught) / (len(caught) + len(survived) + len(same)):.1%} with the equivalent ones"
+    strict = (
+        f"{len(caught) / (len(caught) + len(survived) + len(same)):.1%} with the equivalent ones"
+    )
     return "\n".join([*lines, f"{rate}, {strict}; {len(refused)} more did not compile"])
 
 

@@ -1,12 +1,13 @@
-"""gather_small_qmm in the simulator: each pair has the bits of small_qmm, an active expert is read once."""
+"""gather_small_qmm in the simulator: each pair has the bits of small_qmm, an active expert is read
+once."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import metal, reference
-from mlxspec.kernels.prove import ROUNDED, differ
-from mlxspec.types import Unfit
+from mlxspec.kernels import matmul, reference
+from mlxspec.kernels.verify import ROUNDED, differ
+from mlxspec.types import UserError
 from tests import metalsim
 from tests.kernels import on_simulator
 
@@ -15,10 +16,13 @@ E, N = 6, 13
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def some(rows: int, k: int, group: int, bits: int, dtype: mx.Dtype, n: int = N) -> tuple[mx.array, Weights]:
+def some(
+    rows: int, k: int, group: int, bits: int, dtype: mx.Dtype, n: int = N
+) -> tuple[mx.array, Weights]:
     rng = np.random.default_rng(k)
     x, w = (
-        mx.array(rng.normal(size=size).astype(np.float32)).astype(dtype) for size in ((rows, k), (E, n, k))
+        mx.array(rng.normal(size=size).astype(np.float32)).astype(dtype)
+        for size in ((rows, k), (E, n, k))
     )
     return x, mx.quantize(w, group, bits)
 
@@ -32,10 +36,16 @@ def drawn(pairs: int, among: int = E) -> mx.array:
 
 
 def simulated(
-    x: mx.array, weights: Weights, of: mx.array, group: int, bits: int, tokens: int = 16, order: int = 0
+    x: mx.array,
+    weights: Weights,
+    of: mx.array,
+    group: int,
+    bits: int,
+    tokens: int = 16,
+    order: int = 0,
 ) -> mx.array:
     with metalsim.patch(order=order):
-        return metal.gather_small_qmm(x, *weights, of, group, bits, tokens)
+        return matmul.gather_small_qmm(x, *weights, of, group, bits, tokens)
 
 
 def alone(x: mx.array, weights: Weights, of: mx.array, group: int, bits: int) -> mx.array:
@@ -44,7 +54,7 @@ def alone(x: mx.array, weights: Weights, of: mx.array, group: int, bits: int) ->
     share = of.size // len(x)
     with metalsim.patch(checked=False):
         rows = [
-            metal.small_qmm(x[i // share][None], w[e], scales[e], biases[e], group, bits)
+            matmul.small_qmm(x[i // share][None], w[e], scales[e], biases[e], group, bits)
             for i, e in enumerate(of.tolist())
         ]
     return mx.concatenate(rows)
@@ -60,7 +70,9 @@ def alone(x: mx.array, weights: Weights, of: mx.array, group: int, bits: int) ->
         (2112, 64, 4, mx.bfloat16),  # by eight
     ],
 )
-def test_each_row_is_that_of_small_qmm(k: int, group: int, bits: int, dtype: mx.Dtype, share: int) -> None:
+def test_each_row_is_that_of_small_qmm(
+    k: int, group: int, bits: int, dtype: mx.Dtype, share: int
+) -> None:
     """To the bit, whatever the other pairs; and the reference's value."""
     of = drawn(24)
     x, weights = some(24 // share, k, group, bits, dtype)
@@ -68,11 +80,11 @@ def test_each_row_is_that_of_small_qmm(k: int, group: int, bits: int, dtype: mx.
     assert y.dtype == dtype and mx.array_equal(y, alone(x, weights, of, group, bits))
     want = reference.gather_small_qmm(x.astype(mx.float32), *weights, of, group, bits)
     off = mx.abs(y.astype(mx.float32) - want) - ROUNDED.get(dtype, 0) * mx.abs(want)
-    assert off.max() <= metal.TOLERANCE * mx.abs(want).max()
+    assert off.max() <= matmul.TOLERANCE * mx.abs(want).max()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", metal.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", matmul.FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_for_every_count_of_pairs(group: int, bits: int, dtype: mx.Dtype) -> None:
@@ -109,7 +121,8 @@ def test_the_reference_is_the_product_with_each_experts_weights() -> None:
     ids=["one", "three", "alike", "two", "apart", "sorted", "most"],
 )
 def test_runs_wherever_they_lie(of: mx.array, order: int) -> None:
-    """Weights that some pair needs are read once, and again for every 16 pairs more; of others, no byte."""
+    """Weights that some pair needs are read once, and again for every 16 pairs more; of others, no
+    byte."""
     x, weights = some(of.size, 288, 32, 4, mx.bfloat16)
     y = simulated(x, weights, of, 32, 4, order=order)
     found = metalsim.last().traffic
@@ -157,10 +170,10 @@ def test_what_it_does_not_do_is_refused() -> None:
         (4, 4, 2, "bits = 2"),
         (3, 8, 4, "pairs that the rows of x divide; here are 78, 8 and 3"),
     ]:
-        with pytest.raises(Unfit, match=why):
+        with pytest.raises(UserError, match=why):
             simulated(x[:rows], weights, drawn(pairs), 64, bits)
     few = [a[:2, :3] for a in weights]
-    with pytest.raises(Unfit, match="8 scales or more"):
+    with pytest.raises(UserError, match="8 scales or more"):
         simulated(x[:2], (few[0], few[1], few[2]), experts(0, 1), 64, 4)
 
 
@@ -168,11 +181,16 @@ def test_what_it_does_not_do_is_refused() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_a_case(rows: int, apart: bool) -> None:
     """Of 6 pairs for a token, whose rows of x it shares or not; 16 tokens' pairs are sorted."""
-    case = metal.gather_small_qmm_case(9, 24, 128, 4, 64, mx.bfloat16, 6, apart)
-    assert case.name == f"gather_small_qmm 9x24x128 of 4 bits, group 64, bfloat16, top 6{' apart' * apart}"
+    case = matmul.gather_small_qmm_case(9, 24, 128, 4, 64, mx.bfloat16, 6, apart)
+    assert (
+        case.name
+        == f"gather_small_qmm 9x24x128 of 4 bits, group 64, bfloat16, top 6{' apart' * apart}"
+    )
     given, most = case.inputs(rows, 1), case.inputs(16, 1)
     assert [a.shape for a in given[:2]] == [(rows, 6 if apart else 1, 128), (rows, 6)]
-    assert all(len(set(of)) == 6 for of in given[1].tolist()) and given[1].max() < len(given[2]) <= 9
+    assert (
+        all(len(set(of)) == 6 for of in given[1].tolist()) and given[1].max() < len(given[2]) <= 9
+    )
     assert all(mx.array_equal(a, b[:rows]) for a, b in zip(given[:2], most, strict=False))
     assert all(mx.array_equal(a, b) for a, b in zip(given[2:], most[2:], strict=True))
     want = case.reference(*given)
@@ -182,7 +200,9 @@ def test_a_case(rows: int, apart: bool) -> None:
     assert mx.allclose(want, mx.stack(pairs), 1e-4, 1e-4) and mx.abs(want).max() > 0.1
     with metalsim.patch(checked=False):
         differ(case.ways["plain"](*given), want, case.tolerance, mx.bfloat16)
-    differ(case.stock(*given), want.astype(mx.bfloat16), 0.05, mx.bfloat16)  # a CPU's own sums in bfloat16
+    differ(
+        case.stock(*given), want.astype(mx.bfloat16), 0.05, mx.bfloat16
+    )  # a CPU's own sums in bfloat16
 
 
 def of_all(experts: mx.array) -> list[int]:
@@ -201,8 +221,9 @@ def of_all(experts: mx.array) -> list[int]:
 def test_what_a_proof_launches_is_what_a_layer_launches(
     top: int, rows: int, raced: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By tokens, as far as 128 pairs go; each instance for the fewest and the most tokens that it is for."""
-    case = metal.gather_small_qmm_case(64, 8, 64, 4, 64, mx.float16, top, top == 8)
+    """By tokens, as far as 128 pairs go; each instance for the fewest and the most tokens that it
+    is for."""
+    case = matmul.gather_small_qmm_case(64, 8, 64, 4, 64, mx.float16, top, top == 8)
     assert case.rows == tuple(range(1, rows + 1)) and case.raced == raced
     launched = []
 
@@ -214,12 +235,14 @@ def test_what_a_proof_launches_is_what_a_layer_launches(
     for count in case.rows:
         case.ways["plain"](*case.inputs(count, 0))
     seats = {n: next(m for m in (1, 2, 4, 8, 16) if m >= n) for n in case.rows}
-    shared = [1 if top == 8 or n * top >= metal.SORTED else top for n in case.rows]
-    assert launched == [(seats[n], n * top, n * top // s) for n, s in zip(case.rows, shared, strict=True)]
+    shared = [1 if top == 8 or n * top >= matmul.SORTED else top for n in case.rows]
+    assert launched == [
+        (seats[n], n * top, n * top // s) for n, s in zip(case.rows, shared, strict=True)
+    ]
     assert {seats[n] for n in raced} == set(seats.values())
 
 
 def test_experts_that_no_token_goes_to_are_not_made() -> None:
-    case = metal.gather_small_qmm_case(1000, 8, 64, 4, 64, mx.float16, 2, False)
+    case = matmul.gather_small_qmm_case(1000, 8, 64, 4, 64, mx.float16, 2, False)
     _, experts, w, scales, biases = case.inputs(16, 0)
     assert {len(w), len(scales), len(biases)} == {len(set(of_all(experts)))} and 16 < len(w) <= 32

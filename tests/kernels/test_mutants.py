@@ -1,4 +1,5 @@
-"""What the tests of the kernels are worth: most single-token changes of a kernel must be noticed."""
+"""What the tests of the kernels are worth: most single-token changes of a kernel must be
+noticed."""
 
 import subprocess
 import sys
@@ -45,7 +46,14 @@ def test_one_token_is_another_and_comments_stay(monkeypatch: pytest.MonkeyPatch)
     assert sorted(changed) == [6, 7, 8, 9, 10]
     assert {("2", "3"), ("2", "1"), ("2", "0"), ("+", "-"), ("+", "*"), ("n", "N")} <= changed[6]
     assert changed[7] == {("first", "n"), ("first", "N")}
-    assert {("<", "<="), ("<", ">"), ("<", ">="), ("&&", "||"), ("!=", "=="), ("first", "last")} <= changed[8]
+    assert {
+        ("<", "<="),
+        ("<", ">"),
+        ("<", ">="),
+        ("&&", "||"),
+        ("!=", "=="),
+        ("first", "last"),
+    } <= changed[8]
     assert {("max", "min"), ("0.5f", "0.0f"), ("0.5f", "1.0f"), ("last", "first")} <= changed[9]
     assert changed[10] == {("threadgroup_barrier(mem_flags::mem_threadgroup)", "")}
 
@@ -75,7 +83,9 @@ def test_without_python_there_is_no_rate(broken: str, monkeypatch: pytest.Monkey
     ("raised", "outcome"),
     [(AssertionError("off by 3"), "caught trial 0: off by 3"), (None, "survived all trials")],
 )
-def test_what_is_a_catch(raised: Exception | None, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_a_catch(
+    raised: Exception | None, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def trial() -> None:
         if raised:
             raise raised
@@ -112,8 +122,11 @@ def test_a_place_is_a_line_and_a_column(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_the_battery_and_what_a_mac_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels as they are pass, and the sources that a Mac's compiler is to see are those that run here."""
+def test_the_battery_and_what_a_mac_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kernels as they are pass, and the sources that a Mac's compiler is to see are those that run
+    here."""
     ran, call = set(), metalsim.Kernel.__call__
 
     def recorded(self: metalsim.Kernel, **named: Any) -> list[mx.array]:
@@ -125,8 +138,13 @@ def test_the_battery_and_what_a_mac_compiles(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(metalsim.config, "severity", STRICT)
     for trial in (trial for file in FILES for trial in BATTERY[file]()):
         trial()
-    subprocess.run([sys.executable, mutants.ROOT / "scripts/metal", tmp_path], check=True, timeout=600)
-    written = {path.read_text("utf-8").split("using namespace metal;\n", 1)[1] for path in tmp_path.iterdir()}
+    subprocess.run(
+        [sys.executable, mutants.ROOT / "scripts/metal", tmp_path], check=True, timeout=600
+    )
+    written = {
+        path.read_text("utf-8").split("using namespace metal;\n", 1)[1]
+        for path in tmp_path.iterdir()
+    }
     assert written == ran and len(written) > 2 * len(FILES)
 
 
@@ -137,5 +155,7 @@ def test_mutants_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     found = mutants.sample(30, 0, FILES)
     print(mutants.summary(found))
     counted = [m for m in found if m.outcome in ("caught", "survived", "error")]
-    assert len(counted) == 30 and not any(m.outcome == "error" for m in counted), mutants.summary(found)
+    assert len(counted) == 30 and not any(m.outcome == "error" for m in counted), mutants.summary(
+        found
+    )
     assert sum(m.outcome == "caught" for m in counted) >= 0.95 * 30, mutants.summary(found)

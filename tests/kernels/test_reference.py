@@ -1,4 +1,5 @@
-"""Paged attention against numpy: ragged groups, shared blocks, grouped heads, windows, sinks, dtypes."""
+"""Paged attention against numpy: ragged groups, shared blocks, grouped heads, windows, sinks,
+dtypes."""
 
 import mlx.core as mx
 import numpy as np
@@ -27,12 +28,20 @@ def truth(q, keys, values, table, start, scale, window, sinks):
     return out
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(mx.float32, 1e-5), (mx.float16, 5e-3), (mx.bfloat16, 4e-2)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(mx.float32, 1e-5), (mx.float16, 5e-3), (mx.bfloat16, 4e-2)]
+)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
 @pytest.mark.parametrize(
     "shapes",
-    [[(1, [0])], [(1, [37])], [(5, [0])], [(20, [11])], [(1, [3, 40, 17]), (4, [9, 0]), (17, [16])]],
+    [
+        [(1, [0])],
+        [(1, [37])],
+        [(5, [0])],
+        [(20, [11])],
+        [(1, [3, 40, 17]), (4, [9, 0]), (17, [16])],
+    ],
     ids=["first", "decode", "prefill", "chunk", "ragged"],
 )
 def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
@@ -41,7 +50,10 @@ def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
     groups, qs, want, lo = [], [], [], 0
     sink = rng.normal(size=HEADS).astype(np.float32) if sinks else None
     for length, starts in shapes:
-        tables = [rng.permutation(np.arange(1, BLOCKS))[: -(-(s + length) // SIZE)].tolist() for s in starts]
+        tables = [
+            rng.permutation(np.arange(1, BLOCKS))[: -(-(s + length) // SIZE)].tolist()
+            for s in starts
+        ]
         hi = lo + length * len(starts)
         groups.append(Group(lo, hi, length, starts, {None: tables}, SIZE))
         lo = hi
@@ -65,7 +77,9 @@ def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
 @pytest.mark.parametrize("bits", [0, 8])
 @pytest.mark.parametrize("window", [None, 12, 100])
 @pytest.mark.parametrize("length, start", [(1, 0), (1, 37), (5, 30), (20, 11)])
-def test_blocks_in_a_row_are_not_gathered_and_give_the_same_bits(length, start, window, bits) -> None:
+def test_blocks_in_a_row_are_not_gathered_and_give_the_same_bits(
+    length, start, window, bits
+) -> None:
     """Where a sequence's blocks came to lie must not show."""
     rng, n = np.random.default_rng(1), -(-(start + length) // SIZE)
     packing = Packing(WIDE, mx.float32, bits) if bits else None
@@ -81,7 +95,9 @@ def test_blocks_in_a_row_are_not_gathered_and_give_the_same_bits(length, start, 
     found = []
     for (keys, values), blocks in ((pools, table), (moved, list(range(2, 2 + n)))):
         group = Group(0, length, length, [start], {None: [blocks]}, SIZE)
-        found.append(paged_attention(q, keys, values, [group], 0.3, window, None, (packing, packing)))
+        found.append(
+            paged_attention(q, keys, values, [group], 0.3, window, None, (packing, packing))
+        )
         assert isinstance(group.select(window)[0], slice) == (blocks != table or n == 1)
     assert mx.array_equal(*found)
 

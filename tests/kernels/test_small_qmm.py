@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import metal, reference
-from mlxspec.kernels.prove import Out, differ
-from mlxspec.types import Unfit
+from mlxspec.kernels import matmul, reference
+from mlxspec.kernels.verify import Out, differ
+from mlxspec.types import UserError
 from tests import metalsim
 from tests.kernels import on_simulator
 
@@ -17,9 +17,13 @@ Weights = tuple[mx.array, mx.array, mx.array]
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def some(rows: int, columns: int, k: int, group: int, bits: int, dtype: mx.Dtype) -> tuple[mx.array, Weights]:
+def some(
+    rows: int, columns: int, k: int, group: int, bits: int, dtype: mx.Dtype
+) -> tuple[mx.array, Weights]:
     rng = np.random.default_rng(k)
-    x, w = (mx.array(rng.normal(size=(n, k)).astype(np.float32)).astype(dtype) for n in (rows, columns))
+    x, w = (
+        mx.array(rng.normal(size=(n, k)).astype(np.float32)).astype(dtype) for n in (rows, columns)
+    )
     return x, mx.quantize(w, group, bits)
 
 
@@ -28,9 +32,11 @@ def matrix(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def simulated(x: mx.array, weights: Weights, group: int, bits: int, matrix: bool, order: int = 0) -> mx.array:
+def simulated(
+    x: mx.array, weights: Weights, group: int, bits: int, matrix: bool, order: int = 0
+) -> mx.array:
     with metalsim.patch(order=order):
-        return metal.small_qmm(x, *weights, group, bits, matrix)
+        return matmul.small_qmm(x, *weights, group, bits, matrix)
 
 
 def check(y: mx.array, x: mx.array, weights: Weights, group: int, bits: int) -> None:
@@ -61,7 +67,9 @@ def rows_of_any_count(
     whole = simulated(x, weights, group, bits, matrix)
     check(whole, x, weights, group, bits)
     for count in counts:
-        assert mx.array_equal(simulated(x[:count], weights, group, bits, matrix), whole[:count]), count
+        assert mx.array_equal(simulated(x[:count], weights, group, bits, matrix), whole[:count]), (
+            count
+        )
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
@@ -91,21 +99,25 @@ def test_shapes(k: int, columns: int, order: int, matrix: bool) -> None:
 
 @on_simulator
 @pytest.mark.parametrize("columns", [1, 5, ODD])
-@pytest.mark.parametrize("k, group, bits, split", [(544, 32, 4, 2), (1152, 128, 8, 4), (2112, 64, 4, 8)])
+@pytest.mark.parametrize(
+    "k, group, bits, split", [(544, 32, 4, 2), (1152, 128, 8, 4), (2112, 64, 4, 8)]
+)
 def test_simd_groups_that_share_k(k: int, group: int, bits: int, split: int, columns: int) -> None:
     """Values, rows that do not know of each other, and weights that are read once."""
-    assert metal._split(columns, k) == split
+    assert matmul._split(columns, k) == split
     for order in (0, 1, 7):
         x, weights = some(16, columns, k, group, bits, mx.bfloat16)
         whole = simulated(x, weights, group, bits, False, order)
         check(whole, x, weights, group, bits)
         assert metalsim.last().traffic["w"].read == weights[0].nbytes
     for count in (1, 3):
-        assert mx.array_equal(simulated(x[:count], weights, group, bits, False), whole[:count]), count
+        assert mx.array_equal(simulated(x[:count], weights, group, bits, False), whole[:count]), (
+            count
+        )
 
 
 def test_k_is_shared_where_columns_alone_do_not_fill_a_gpu() -> None:
-    found = {(n, k): metal._split(n, k) for n in (64, 1024, 4096, 8192) for k in (256, 512, 4096)}
+    found = {(n, k): matmul._split(n, k) for n in (64, 1024, 4096, 8192) for k in (256, 512, 4096)}
     assert [found[n, 4096] for n in (64, 1024, 4096, 8192)] == [8, 8, 2, 1]
     assert found[64, 256] == 1 and found[64, 512] == 2 and found[4096, 512] == 2
 
@@ -120,9 +132,11 @@ def test_few_columns(k: int, group: int, bits: int, columns: int, matrix: bool) 
 
 @on_simulator
 @pytest.mark.parametrize("k, group, bits", [(288, 32, 4), (320, 64, 4), (384, 128, 8)])
-def test_weights_are_read_once_for_any_count_of_rows(k: int, group: int, bits: int, matrix: bool) -> None:
-    """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not full. And
-    rows are those of 16 to the bit."""
+def test_weights_are_read_once_for_any_count_of_rows(
+    k: int, group: int, bits: int, matrix: bool
+) -> None:
+    """Each byte, by one lane of the whole grid; odd counts of columns and a last span that is not
+    full. And rows are those of 16 to the bit."""
     x, weights = some(16, ODD, k, group, bits, mx.bfloat16)
     whole = simulated(x, weights, group, bits, matrix)
     for rows in range(1, 17):
@@ -160,22 +174,25 @@ def test_what_it_does_not_do_is_refused(
     rows: int, columns: int, k: int, group: int, bits: int, why: str, matrix: bool
 ) -> None:
     x, weights = some(rows, columns, k, group, bits, mx.float16)
-    with pytest.raises(Unfit, match=why):
+    with pytest.raises(UserError, match=why):
         simulated(x, weights, group, bits, matrix)
 
 
 def test_rows_that_are_longer_than_the_weights_are_refused(matrix: bool) -> None:
     x, weights = some(2, 8, 128, 64, 4, mx.float16)
-    with pytest.raises(Unfit, match="K = 64"):
+    with pytest.raises(UserError, match="K = 64"):
         simulated(x[:, :64], weights, 64, 4, matrix)
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_case(bits: int, dtype: mx.Dtype) -> None:
-    """What a proof of it would find here: each way within the tolerance, inputs by the seed, finite."""
-    case = metal.small_qmm_case(24, 128, bits, 64, dtype)
-    assert case.name == f"small_qmm 24x128 of {bits} bits, group 64, {str(dtype).rpartition('.')[2]}"
+    """What a proof of it would find here: each way within the tolerance, inputs by the seed,
+    finite."""
+    case = matmul.small_qmm_case(24, 128, bits, 64, dtype)
+    assert (
+        case.name == f"small_qmm 24x128 of {bits} bits, group 64, {str(dtype).rpartition('.')[2]}"
+    )
     given = case.inputs(9, 1)
     assert all(mx.array_equal(a, b) for a, b in zip(given, case.inputs(9, 1), strict=True))
     assert not mx.array_equal(given[1], case.inputs(9, 2)[1])
@@ -190,17 +207,23 @@ def test_a_case(bits: int, dtype: mx.Dtype) -> None:
     assert stock.dtype == dtype and mx.abs(stock - want).max() < 0.05 * mx.abs(want).max()
 
 
-@pytest.mark.parametrize("dtype", metal.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", matmul.FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_case_sees_small_mistakes(bits: int, dtype: mx.Dtype) -> None:
-    """As a kernel would make them that is right but for this: all of it is below what bfloat16 rounds to."""
-    case = metal.small_qmm_case(64, 1024, bits, 64, dtype)
+    """As a kernel would make them that is right but for this: all of it is below what bfloat16
+    rounds to."""
+    case = matmul.small_qmm_case(64, 1024, bits, 64, dtype)
     x, w, scales, biases = case.inputs(16, 0)
     want = case.reference(x, w, scales, biases)
     differ(want.astype(dtype), want, case.tolerance, dtype)
     last = mx.arange(1024) < 1023
     for wrong in (
-        (x, w & mx.array(~1 & 0xFFFFFFFF, mx.uint32), scales, biases),  # the lowest bit of each word is lost
+        (
+            x,
+            w & mx.array(~1 & 0xFFFFFFFF, mx.uint32),
+            scales,
+            biases,
+        ),  # the lowest bit of each word is lost
         (x * last.astype(dtype), w, scales, biases),  # the last value of K
         (x, w, scales, mx.where(mx.arange(16) < 15, biases, 0)),  # the last group's bias
     ):
@@ -208,7 +231,9 @@ def test_a_case_sees_small_mistakes(bits: int, dtype: mx.Dtype) -> None:
             differ(case.reference(*wrong).astype(dtype), want, case.tolerance, dtype)
 
 
-def test_few_instances_for_all_counts_of_rows(matrix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_instances_for_all_counts_of_rows(
+    matrix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that a proof tries each of those that run."""
     seats = []
 
@@ -219,7 +244,7 @@ def test_few_instances_for_all_counts_of_rows(matrix: bool, monkeypatch: pytest.
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda *a: launch)
     x, weights = some(16, 8, 64, 64, 4, mx.float32)
     for rows in range(1, 17):
-        metal.small_qmm(x[:rows], *weights, 64, 4, matrix)
+        matmul.small_qmm(x[:rows], *weights, 64, 4, matrix)
     assert seats == ([8] * 8 + [16] * 8 if matrix else [1, 2, 4, 4, *[8] * 4, *[16] * 8])
-    raced = {seats[rows - 1] for rows in metal.small_qmm_case(8, 64, 4, 64, mx.float32).raced}
+    raced = {seats[rows - 1] for rows in matmul.small_qmm_case(8, 64, 4, 64, mx.float32).raced}
     assert raced == set(seats)

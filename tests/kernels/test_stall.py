@@ -9,7 +9,15 @@ import pytest
 
 from mlxspec.kernels.kept import Shelf
 from mlxspec.kernels.proven import VERDICTS, Verdict
-from mlxspec.kernels.stall import ABSURD_S, FIRST_S, LEAST_S, MOST_ROWS, ROUNDS, WINDOW, Stalls
+from mlxspec.kernels.stall import (
+    ABSURD_S,
+    FIRST_S,
+    LEAST_S,
+    MOST_ROWS,
+    ROUNDS,
+    WINDOW,
+    HangDetector,
+)
 
 kept: dict[str, tuple[Verdict, Verdict]] = {}
 
@@ -34,8 +42,8 @@ def use() -> None:
     VERDICTS["b 1"] = Verdict(why="slow")
 
 
-def stalls(rounds: int = ROUNDS, rows: int = 5, seconds: float = 0.02) -> Stalls:
-    made = Stalls(keep)
+def stalls(rounds: int = ROUNDS, rows: int = 5, seconds: float = 0.02) -> HangDetector:
+    made = HangDetector(keep)
     for _ in range(rounds):
         made.took(rows, seconds, seconds)
     return made
@@ -50,7 +58,12 @@ def test_a_stall_parks_what_is_used_once(caplog: pytest.LogCaptureFixture) -> No
     assert verdict.why == f"{why}, while matrix was in use"
     before, parked = kept["a 1"]
     assert before == Verdict("matrix", 1, 16, why=f"plain: slower; once, {why}")
-    assert parked.parked and not parked.way and parked.why.startswith(why) and "mlxspec tune" in parked.why
+    assert (
+        parked.parked
+        and not parked.way
+        and parked.why.startswith(why)
+        and "mlxspec tune" in parked.why
+    )
     assert VERDICTS["b 1"] == Verdict(why="slow")
     watch.took(5, 9.0, 9.0)
     [said] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -67,12 +80,16 @@ def test_a_stall_parks_what_is_used_once(caplog: pytest.LogCaptureFixture) -> No
         (ROUNDS, 0.02, 5, FIRST_S * 0.99, 9),  # one never seen was built beside it
     ],
 )
-def test_what_is_no_stall(rounds: int, usual: float, rows: int, waited: float, meanwhile: int) -> None:
+def test_what_is_no_stall(
+    rounds: int, usual: float, rows: int, waited: float, meanwhile: int
+) -> None:
     stalls(rounds, 5, usual).took(rows, waited, waited, meanwhile)
     assert VERDICTS["a 1"].takes(5) and not kept
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(105.0, 1), (FIRST_S, 1), (FIRST_S * 0.99, 2), (ABSURD_S, 2)])
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(105.0, 1), (FIRST_S, 1), (FIRST_S * 0.99, 2), (ABSURD_S, 2)]
+)
 def test_what_stalls_from_its_first_use_on(seconds: float, steps: int) -> None:
     watch, count = stalls(200, 1), 0
     while VERDICTS["a 1"].takes(8):
@@ -82,7 +99,7 @@ def test_what_stalls_from_its_first_use_on(seconds: float, steps: int) -> None:
 
 
 def test_where_every_third_step_stalls() -> None:
-    watch = Stalls(keep)
+    watch = HangDetector(keep)
     for seconds in (0.04, 0.04, 105.0):
         assert VERDICTS["a 1"].takes(8)
         watch.took(8, seconds, seconds)
@@ -92,7 +109,7 @@ def test_where_every_third_step_stalls() -> None:
 def test_time_in_which_nobody_waits_is_no_stall() -> None:
     """The host's own, and hidden by the host's: where it is slow, the usual step is too."""
     stalls().took(5, 300.0, 0.9)
-    watch = Stalls(keep)
+    watch = HangDetector(keep)
     for _ in range(ROUNDS):
         watch.took(1, 1.5, 0.0)
     watch.took(1, 1.5, 1.4)
@@ -113,26 +130,37 @@ def test_what_is_compiled_is_given_up_with_its_kernels() -> None:
 
 
 def test_it_is_bounded() -> None:
-    watch = Stalls(keep)
+    watch = HangDetector(keep)
     for rows in range(1, 300):
         for _ in range(2 * WINDOW):
             watch.took(rows, 0.01, 0.01, rows + 1)
-    assert len(watch._past) == MOST_ROWS and all(len(past) == WINDOW for past in watch._past.values())
+    assert len(watch._past) == MOST_ROWS and all(
+        len(past) == WINDOW for past in watch._past.values()
+    )
 
 
 def test_the_second_time_is_for_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In one process it happens once, whatever is loaded."""
     shelf = Shelf(tmp_path, {"chip": "x"})
     shelf.save("a 1", VERDICTS["a 1"])
-    watch = Stalls(shelf.stalled)
+    watch = HangDetector(shelf.stalled)
     watch.took(1, 105.0, 105.0)
     watch.took(1, 105.0, 105.0)
     found = shelf.load("a 1", True)
-    assert found is not None and found.takes(5) and "once, a step of 1 rows waited 105.0 s" in found.why
+    assert (
+        found is not None
+        and found.takes(5)
+        and "once, a step of 1 rows waited 105.0 s" in found.why
+    )
     VERDICTS["a 1"] = found  # as the next start does
-    Stalls(shelf.stalled).took(1, 105.0, 105.0)
+    HangDetector(shelf.stalled).took(1, 105.0, 105.0)
     found = shelf.load("a 1", True)
-    assert found is not None and found.parked and not found.way and "not for the first time" in found.why
+    assert (
+        found is not None
+        and found.parked
+        and not found.way
+        and "not for the first time" in found.why
+    )
     assert "; for 0 of them" in caplog.messages[0] and "; for 1 of them" in caplog.messages[1]
     shelf.mark("a 1")  # mlxspec tune
     assert not shelf.stalled("a 1", Verdict("plain"), Verdict()), "the mark stays"

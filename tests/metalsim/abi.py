@@ -3,7 +3,17 @@
 Rule: field by field the same as there; nothing else here knows the layout.
 """
 
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 
 DEFINED, WRITTEN, READ = 1, 2, 4  # flags of a byte of a buffer
 NO_LANE = 0xFFFFFFFF

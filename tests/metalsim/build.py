@@ -1,7 +1,7 @@
 """Compiles a kernel to a shared library and loads it.
 
-Rule: the cache on disk may be shared by processes: an entry appears whole by one rename, and the entries used
-longest ago go when there are more than ENTRIES.
+Rule: the cache on disk may be shared by processes: an entry appears whole by one rename, and the
+entries used longest ago go when there are more than ENTRIES.
 """
 
 import ctypes
@@ -110,7 +110,9 @@ def prune(folder: Path, most: int) -> None:
             continue
     whole = sorted((age, path) for age, path in ages if not path.name.startswith("."))
     for _, path in whole[: max(0, len(whole) - most)]:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".old-", ignore_cleanup_errors=True) as grave:
+        with tempfile.TemporaryDirectory(
+            dir=folder, prefix=".old-", ignore_cleanup_errors=True
+        ) as grave:
             try:
                 path.rename(Path(grave) / path.name)
             except FileNotFoundError:
@@ -125,16 +127,21 @@ def digest(*parts: str | bytes) -> str:
 @cache
 def sources() -> str:
     """A digest of the simulator itself."""
-    files = sorted(path for root in (INCLUDE, RUNTIME) for path in root.rglob("*") if path.is_file())
+    files = sorted(
+        path for root in (INCLUDE, RUNTIME) for path in root.rglob("*") if path.is_file()
+    )
     return digest(*(path.read_bytes() for path in [*files, HERE / "rewrite.py"]))
 
 
 @cache
 def mlx_headers() -> str:
-    """MLX's own kernel headers, out of its wheel, rewritten as a kernel is; ours in INCLUDE come before."""
+    """MLX's own kernel headers, out of its wheel, rewritten as a kernel is; ours in INCLUDE come
+    before."""
     shipped = Path(mx.__file__).parent / "include"
     files = [
-        path.relative_to(shipped) for path in sorted((shipped / MLX_KERNELS).rglob("*")) if path.is_file()
+        path.relative_to(shipped)
+        for path in sorted((shipped / MLX_KERNELS).rglob("*"))
+        if path.is_file()
     ]
     if not files:
         raise FileNotFoundError(
@@ -169,7 +176,9 @@ def runtime() -> Path:
     return entry("run-" + digest(tools.version, sources(), *BASE), make) / "run.o"
 
 
-def unit(name: str, header: str, signature: str, body: str, call: str, arguments: Sequence[str]) -> str:
+def unit(
+    name: str, header: str, signature: str, body: str, call: str, arguments: Sequence[str]
+) -> str:
     """The C++ of a kernel; `arguments` as codegen.Parameter.argument gives them."""
     return f"""#include <metal_stdlib>
 #include "mlx/backend/metal/kernels/utils.h"
@@ -207,7 +216,9 @@ def compiled(text: str, checked: bool) -> Compiled:
         done = run([*tools.compile, *flags, *paths, "-c", str(source), "-o", str(object_file)])
         if done.returncode:
             raise MetalCompileError(done.stderr.replace(f"{folder}/", ""))
-        linked = run([*tools.link, str(object_file), str(runtime()), "-o", str(folder / "kernel.so")])
+        linked = run(
+            [*tools.link, str(object_file), str(runtime()), "-o", str(folder / "kernel.so")]
+        )
         if linked.returncode:
             raise RuntimeError(f"link: {linked.stderr}")
         (folder / "warnings.txt").write_text(done.stderr, "utf-8")
@@ -216,7 +227,9 @@ def compiled(text: str, checked: bool) -> Compiled:
     folder = entry(key, make)
     ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(folder / "kernel.so"))
-    _loaded[key] = Compiled(library, Elf(folder / "kernel.so"), (folder / "warnings.txt").read_text("utf-8"))
+    _loaded[key] = Compiled(
+        library, Elf(folder / "kernel.so"), (folder / "warnings.txt").read_text("utf-8")
+    )
     while len(_loaded) > LOADED:
         _loaded.popitem(last=False)
     return _loaded[key]

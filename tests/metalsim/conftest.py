@@ -1,4 +1,5 @@
-"""The simulator loads what it compiles as Linux does; on a Mac the kernels run on the GPU itself."""
+"""The simulator loads what it compiles as Linux does; on a Mac the kernels run on the GPU
+itself."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Just enough of ELF and DWARF 4 to name what a finding is about: threadgroup variables and source lines.
+"""Just enough of ELF and DWARF 4 to name what a finding is about: threadgroup variables and source
+lines.
 
 Rule: reads what our own compiler wrote, nothing else's.
 """
@@ -13,13 +14,16 @@ ROW = tuple[int, str]  # address, "file:line:column" or "" where a sequence ends
 
 
 class Elf:
-    """threadgroup: (address, bytes, name) of each variable, in order. base: where their section starts."""
+    """threadgroup: (address, bytes, name) of each variable, in order. base: where their section
+    starts."""
 
     def __init__(self, path: Path) -> None:
         self.data = path.read_bytes()
         (offset,) = struct.unpack_from("<Q", self.data, 0x28)
         count, names = struct.unpack_from("<HH", self.data, 0x3C)
-        headers = [struct.unpack_from("<IIQQQQIIQQ", self.data, offset + 64 * i) for i in range(count)]
+        headers = [
+            struct.unpack_from("<IIQQQQIIQQ", self.data, offset + 64 * i) for i in range(count)
+        ]
         self.sections = [(self.text(headers[names][4] + header[0]), header) for header in headers]
         self.base = next((header[3] for name, header in self.sections if name == "msim_tg"), 0)
         self.threadgroup = sorted(set(self.variables()))
@@ -44,7 +48,9 @@ class Elf:
     def where(self, pc: int) -> str:
         """The source line of an address."""
         if self.rows is None:
-            found = next(((h[4], h[5]) for name, h in self.sections if name == ".debug_line"), (0, 0))
+            found = next(
+                ((h[4], h[5]) for name, h in self.sections if name == ".debug_line"), (0, 0)
+            )
             self.rows = sorted(
                 lines(self.data[found[0] : sum(found)]), key=lambda row: (row[0], row[1] != "")
             )

@@ -1,6 +1,7 @@
 """mx.fast.metal_kernel on a CPU: the same call, its source compiled unmodified, run and checked.
 
-Rule: what MLX would refuse is refused with MLX's error; what a GPU would do wrong is a MetalSimError.
+Rule: what MLX would refuse is refused with MLX's error; what a GPU would do wrong is a
+MetalSimError.
 """
 
 import ctypes
@@ -75,7 +76,8 @@ def span(a: np.ndarray) -> np.ndarray:
 
 
 class Buffers:
-    """The arguments of a launch in the order of the kernel's parameters; keeps their memory alive."""
+    """The arguments of a launch in the order of the kernel's parameters; keeps their memory
+    alive."""
 
     def __init__(self, checked: bool) -> None:
         self.checked = checked
@@ -113,7 +115,8 @@ class Buffers:
 
 
 class Kernel:
-    """As mx.fast.metal_kernel returns one; shapes are in elements, grid and threadgroup in threads."""
+    """As mx.fast.metal_kernel returns one; shapes are in elements, grid and threadgroup in
+    threads."""
 
     def __init__(
         self,
@@ -150,7 +153,10 @@ class Kernel:
                 codegen.Output(name, TYPES[type_name(dtype)])
                 for name, dtype in zip(self.output_names, dtypes, strict=True)
             ],
-            [(name, TYPES[type_name(v)] if isinstance(v, mx.Dtype) else v) for name, v in template or []],
+            [
+                (name, TYPES[type_name(v)] if isinstance(v, mx.Dtype) else v)
+                for name, v in template or []
+            ],
             self.atomic_outputs,
         )
 
@@ -182,7 +188,9 @@ class Kernel:
             print(f"Generated source code for `{self.name}`:\n```\n{text}\n```")
         buffers = [p for p in made.parameters if p.kind != "attribute"]
         if len(buffers) > MOST_BUFFERS:
-            raise ValueError(f"`{self.name}` has {len(buffers)} buffers; Metal allows {MOST_BUFFERS}")
+            raise ValueError(
+                f"`{self.name}` has {len(buffers)} buffers; Metal allows {MOST_BUFFERS}"
+            )
         numbers = {id(parameter): i for i, parameter in enumerate(buffers)}
         call = [p.argument(numbers.get(id(p), -1)) for p in made.parameters]
         text = build.unit(self.name, self.header, made.signature, self.source, made.call, call)
@@ -207,7 +215,11 @@ class Kernel:
         ]
 
     def refuse(
-        self, inputs: Sequence[Any], shapes: Sequence[Any], dtypes: Sequence[Any], threadgroup: Triple
+        self,
+        inputs: Sequence[Any],
+        shapes: Sequence[Any],
+        dtypes: Sequence[Any],
+        threadgroup: Triple,
     ) -> None:
         for given, names, what in (
             (inputs, self.input_names, "inputs"),
@@ -247,13 +259,17 @@ class Kernel:
             else:
                 layout: np.ndarray = {
                     "_shape": np.array(views[i].shape, np.int32),
-                    "_strides": np.array([s // views[i].itemsize for s in views[i].strides], np.int64),
+                    "_strides": np.array(
+                        [s // views[i].itemsize for s in views[i].strides], np.int64
+                    ),
                     "_ndim": np.array(views[i].ndim, np.int32),
                 }[kind]
                 bound.add(self.input_names[i] + kind, layout, None, layout.itemsize)
         return bound
 
-    def launch(self, code: build.Compiled, bound: Buffers, grid: Triple, threadgroup: Triple) -> Report:
+    def launch(
+        self, code: build.Compiled, bound: Buffers, grid: Triple, threadgroup: Triple
+    ) -> Report:
         tall = [size for at, bytes_, _ in code.elf.threadgroup for size in (at, at + bytes_)]
         buffers, errors = (abi.Buf * len(bound.items))(*bound.items), (abi.Err * FINDINGS)()
         run = abi.Launch(
@@ -273,7 +289,9 @@ class Kernel:
         )
         with _one:
             code.library.msim_launch(ctypes.byref(run))
-        said = Report(self.name, threadgroup_bytes=code.threadgroup_bytes, severity=dict(config.severity))
+        said = Report(
+            self.name, threadgroup_bytes=code.threadgroup_bytes, severity=dict(config.severity)
+        )
         for found in report.of_compiler(code.warnings):
             said.add(*found)
         for told in report.of_launch(errors[: run.nerrs], code, bound.names, self.name):
@@ -291,7 +309,11 @@ class Kernel:
             missing = np.count_nonzero(flags & (abi.DEFINED | abi.WRITTEN) == 0) // name.item
             if name.text in self.output_names and missing:
                 count = name.size // name.item
-                said.add("output-not-written", name.text, f"{missing} of {count} elements were never written")
+                said.add(
+                    "output-not-written",
+                    name.text,
+                    f"{missing} of {count} elements were never written",
+                )
 
 
 def metal_kernel(*arguments: Any, **named: Any) -> Kernel:

@@ -1,4 +1,5 @@
-"""What a launch says: findings with file, line, threadgroup and thread, and the bytes each buffer moved.
+"""What a launch says: findings with file, line, threadgroup and thread, and the bytes each buffer
+moved.
 
 Rule: a finding names the object and the place; whether it is an error is the settings' to say.
 """
@@ -37,7 +38,13 @@ KINDS = {
     21: "threadgroup-oob",
 }
 # What may be meant; every other kind is an error.
-WARNINGS = {"benign-race", "simd-divergence", "shift", "float-to-int-overflow", "output-not-written"}
+WARNINGS = {
+    "benign-race",
+    "simd-divergence",
+    "shift",
+    "float-to-int-overflow",
+    "output-not-written",
+}
 SEVERITY = dict.fromkeys([*WARNINGS, "compiler-warning"], "warn")
 BFLOAT = re.compile(r"to '[^']*(bfloat|__bf16)")
 
@@ -57,8 +64,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one buffer. read, written: as the lanes asked for them, so 32 lanes reading one float are 128
-    bytes; an atomic that changes a value is both. flags: uint8 [size], of abi."""
+    """Bytes of one buffer. read, written: as the lanes asked for them, so 32 lanes reading one
+    float are 128 bytes; an atomic that changes a value is both. flags: uint8 [size], of abi."""
 
     size: int
     read: int
@@ -85,8 +92,8 @@ class Traffic:
 
 @dataclass(slots=True)
 class Report:
-    """traffic: by the buffer's name, inputs, their _shape and _strides, and outputs; empty when unchecked.
-    counts: accesses, switches between lanes, SIMD operations, barriers, threadgroups."""
+    """traffic: by the buffer's name, inputs, their _shape and _strides, and outputs; empty when
+    unchecked. counts: accesses, switches between lanes, SIMD operations, barriers, threadgroups."""
 
     kernel: str
     findings: list[Finding] = field(default_factory=list)
@@ -109,7 +116,9 @@ class Report:
         return {finding.kind for finding in self.findings}
 
     def __str__(self) -> str:
-        return "\n  ".join([f"{self.kernel}: {len(self.findings)} finding(s)", *map(str, self.findings)])
+        return "\n  ".join(
+            [f"{self.kernel}: {len(self.findings)} finding(s)", *map(str, self.findings)]
+        )
 
 
 class MetalSimError(Exception):
@@ -130,14 +139,20 @@ class Name(NamedTuple):
 
 def of_compiler(warnings: str) -> Iterator[tuple[str, str, str]]:
     """(kind, where, text) of what the compiler said about the kernel's own lines."""
-    for file, line, column, text in re.findall(r"^(\S+\.metal):(\d+):(\d+): warning: (.*)$", warnings, re.M):
+    for file, line, column, text in re.findall(
+        r"^(\S+\.metal):(\d+):(\d+): warning: (.*)$", warnings, re.M
+    ):
         where = f"{file}:{line}:{column}"
         if "uninitialized]" in text:
             yield "uninitialised-variable", where, text
         elif "implicit-float-conversion" not in text:
             yield "compiler-warning", where, text
         elif BFLOAT.search(text):
-            yield "bfloat-implicit-conversion", where, f"Metal converts to bfloat explicitly only: {text}"
+            yield (
+                "bfloat-implicit-conversion",
+                where,
+                f"Metal converts to bfloat explicitly only: {text}",
+            )
 
 
 def of_launch(
@@ -162,7 +177,9 @@ def told(error: abi.Err, code: Compiled, names: Sequence[Name]) -> str:
             f" at {code.elf.where(error.pc2)}"
         )
     if kind == "simd-divergence":
-        return f"{who}: only lanes {error.a & 0xFFFFFFFF:#010x} of the SIMD-group reach this together"
+        return (
+            f"{who}: only lanes {error.a & 0xFFFFFFFF:#010x} of the SIMD-group reach this together"
+        )
     if kind == "shuffle-from-inactive-lane":
         return f"{who}: source lane {error.a}, active lanes {error.b & 0xFFFFFFFF:#010x}"
     if kind == "barrier-divergence":
@@ -182,11 +199,17 @@ def told(error: abi.Err, code: Compiled, names: Sequence[Name]) -> str:
 
 def place(error: abi.Err, code: Compiled, names: Sequence[Name]) -> str:
     if error.buf < 0:
-        return f"address {error.off:#x}" if KINDS[error.kind] == "wild-pointer" else "memory of no buffer"
+        return (
+            f"address {error.off:#x}"
+            if KINDS[error.kind] == "wild-pointer"
+            else "memory of no buffer"
+        )
     if error.buf < abi.THREADGROUP_BUFFERS:
         name, item, size = names[error.buf]
         return f"`{name}` byte {error.off} (element {error.off / item:g} of {size // item})"
     address, size, symbol = code.elf.threadgroup[error.buf - abi.THREADGROUP_BUFFERS]
-    inside = KINDS[error.kind] == "threadgroup-oob"  # there the offset is the variable's own already
+    inside = (
+        KINDS[error.kind] == "threadgroup-oob"
+    )  # there the offset is the variable's own already
     offset = error.off if inside else error.off + code.elf.base - address
     return f"threadgroup `{plain(symbol)}` byte {offset} of {size}"

@@ -13,7 +13,9 @@ TOKEN = re.compile(
     |(?P<mark>.)""",
     re.S | re.X,
 )
-VECTOR = r"(?:metal::)?(?:vec\s*<[^;]*>|(?:bool|u?char|u?short|u?int|u?long|half|float|bfloat)[234])"
+VECTOR = (
+    r"(?:metal::)?(?:vec\s*<[^;]*>|(?:bool|u?char|u?short|u?int|u?long|half|float|bfloat)[234])"
+)
 ALIAS = re.compile(rf"\busing\s+(\w+)\s*=\s*{VECTOR}\s*;|\btypedef\s+{VECTOR}\s+(\w+)\s*;")
 REAL = r"(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+"
 REAL_LITERAL, REAL_IN_DIRECTIVE = re.compile(REAL), re.compile(rf"(?<![\w.])(?:{REAL})(?![\w.])")
@@ -24,7 +26,8 @@ PRAGMA = re.compile(r"(?m)^[ \t]*#\s*pragma\s+METAL\b[^\n]*")
 @lru_cache(256)
 def rewrite(source: str) -> str:
     """- A literal without a suffix is a float: Metal has no double.
-    - `threadgroup T x[n];`, a variable and no pointer, becomes static in the section of threadgroup memory.
+    - `threadgroup T x[n];`, a variable and no pointer, becomes static in the section of threadgroup
+    memory.
     - A parameter `device T x[n]` becomes a pointer, which the array is.
     - vec<T, N>(...) and aliases of vectors, used as functions, go to metal::msl_make.
     - Explicit instances of kernels and pragmas of Metal go."""
@@ -125,4 +128,6 @@ def array_parameter(tokens: Tokens, i: int) -> None:
         return
     for at in range(opens, end + 1):
         tokens.out[at] = ""
-    tokens.out[last] = f"(*{tokens.texts[last]})" if tokens.next(end) == "[" else f"*{tokens.texts[last]}"
+    tokens.out[last] = (
+        f"(*{tokens.texts[last]})" if tokens.next(end) == "[" else f"*{tokens.texts[last]}"
+    )

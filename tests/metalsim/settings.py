@@ -13,10 +13,10 @@ from typing import Any
 class Config:
     """checked=False runs many times faster and finds nothing: for wide tests of values alone.
 
-    order: of lanes, SIMD-groups and threadgroups; 0 ascending, 1 descending, above that a seed to shuffle by.
-    timeout: seconds a launch may take; the unchecked mode looks at the clock between threadgroups only.
-    stack: bytes of private memory per lane.
-    severity: "error", "warn" or "ignore" by kind of finding, over report.SEVERITY.
+    order: of lanes, SIMD-groups and threadgroups; 0 ascending, 1 descending, above that a seed to
+    shuffle by. timeout: seconds a launch may take; the unchecked mode looks at the clock between
+    threadgroups only. stack: bytes of private memory per lane. severity: "error", "warn" or
+    "ignore" by kind of finding, over report.SEVERITY.
     """
 
     checked: bool = True

@@ -22,13 +22,18 @@ for k in range(2):
 def test_processes_share_an_empty_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "METALSIM_CACHE": str(tmp_path / "cache")}
     racers = [
-        subprocess.Popen([sys.executable, "-c", RACE], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", RACE], cwd=ROOT, env=environment, stderr=subprocess.PIPE
+        )
         for _ in range(3)
     ]
     for racer in racers:
         assert racer.communicate(timeout=100)[1] == b"" and racer.returncode == 0
     names = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    assert len(names) == 4 and [name.split("-")[0] for name in names if "-" in name] == ["mlx", "run"]
+    assert len(names) == 4 and [name.split("-")[0] for name in names if "-" in name] == [
+        "mlx",
+        "run",
+    ]
 
 
 def test_the_entries_used_longest_ago_go(tmp_path: Path) -> None:
@@ -56,7 +61,12 @@ for k in range(4):
 """
     environment = {**os.environ, "METALSIM_CACHE": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", text],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
 

@@ -85,7 +85,12 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_the_source_is_mlxs_own(case: Case, tmp_path: Path) -> None:
     kernel = metalsim.metal_kernel(
-        "k", list(case.inputs), list(case.outputs), case.source, case.header, atomic_outputs=case.atomic
+        "k",
+        list(case.inputs),
+        list(case.outputs),
+        case.source,
+        case.header,
+        atomic_outputs=case.atomic,
     )
     ours = kernel.mlx_source(list(case.inputs.values()), list(case.outputs.values()), case.template)
     assert ours == said_by_mlx(case, tmp_path)

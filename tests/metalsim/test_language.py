@@ -32,16 +32,29 @@ def test_atomics(checked: bool) -> None:
 
 
 def test_an_atomic_does_not_race_with_another() -> None:
-    run("atomic_fetch_add_explicit(&o[0], x[i], memory_order_relaxed);", 128, 32, out=1, init=0, atomic=True)
+    run(
+        "atomic_fetch_add_explicit(&o[0], x[i], memory_order_relaxed);",
+        128,
+        32,
+        out=1,
+        init=0,
+        atomic=True,
+    )
     assert metalsim.last().findings == []
 
 
 def test_strides_of_a_view() -> None:
     x = mx.arange(48).reshape(6, 8).astype(mx.bfloat16).T
-    body = "uint i = thread_position_in_grid.x; o[i] = x[elem_to_loc(i, x_shape, x_strides, x_ndim)];"
+    body = (
+        "uint i = thread_position_in_grid.x; o[i] = x[elem_to_loc(i, x_shape, x_strides, x_ndim)];"
+    )
     kernel = metalsim.metal_kernel("k", ["x"], ["o"], body, ensure_row_contiguous=False)
     (o,) = kernel(
-        inputs=[x], grid=(48, 1, 1), threadgroup=(48, 1, 1), output_shapes=[x.shape], output_dtypes=[x.dtype]
+        inputs=[x],
+        grid=(48, 1, 1),
+        threadgroup=(48, 1, 1),
+        output_shapes=[x.shape],
+        output_dtypes=[x.dtype],
     )
     assert mx.array_equal(o, x).item()
 

@@ -23,12 +23,17 @@ def test_bytes_are_counted_as_asked_for_and_as_distinct_ones() -> None:
     run("o[i] = x[i / 32] + x[3];")
     assert moved("x") == (2 * 4 * 64, 12, 0, 0)
     assert moved("o") == (0, 0, 4 * 64, 4 * 64)
-    assert np.flatnonzero(metalsim.last().traffic["x"].was_read).tolist() == [*range(8), *range(12, 16)]
+    assert np.flatnonzero(metalsim.last().traffic["x"].was_read).tolist() == [
+        *range(8),
+        *range(12, 16),
+    ]
     assert metalsim.last().counts["tg"] == 1
 
 
 def test_bytes_of_vectors_and_of_an_output_read_back() -> None:
-    run("if (i < 16) { float4 v = ((const device float4*)x)[i]; o[i] = v.x + v.w; o[i] = o[i] + 1; }")
+    run(
+        "if (i < 16) { float4 v = ((const device float4*)x)[i]; o[i] = v.x + v.w; o[i] = o[i] + 1; }"
+    )
     assert moved("x") == (256, 256, 0, 0)
     assert moved("o") == (64, 64, 128, 64)
 

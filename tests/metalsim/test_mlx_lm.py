@@ -1,6 +1,7 @@
 """mlx-lm's own Metal kernels, unmodified, against its pure-MLX code or the formula they stand for.
 
-Rule: no kernel is changed, but for the barriers that its losses lack, and a test shows those missing.
+Rule: no kernel is changed, but for the barriers that its losses lack, and a test shows those
+missing.
 """
 
 import math
@@ -116,7 +117,11 @@ def test_bitlinear(d: str, inv: bool) -> None:
     layer.weight_scale = mx.array([1.7]).astype(t)
     x = R((b, i)).astype(t)
     s = layer.weight_scale.astype(mx.float32)
-    close(layer(x), (x.astype(mx.float32) @ mx.array(W.astype(np.float32) - 1).T) * (1 / s if inv else s), d)
+    close(
+        layer(x),
+        (x.astype(mx.float32) @ mx.array(W.astype(np.float32) - 1).T) * (1 / s if inv else s),
+        d,
+    )
 
 
 @dtypes
@@ -183,7 +188,14 @@ def test_qk_norm_and_rope(d: str) -> None:
     close(q, qr, d)
     close(k, kr, d)
     q, k = kernels.qk_norm_rope(
-        x, n_heads=HQ, n_kv_heads=HK, head_dim=D, eps=1e-5, query_scale=0.125, rope_base=10000.0, offset=7
+        x,
+        n_heads=HQ,
+        n_kv_heads=HK,
+        head_dim=D,
+        eps=1e-5,
+        query_scale=0.125,
+        rope_base=10000.0,
+        offset=7,
     )
 
     def rope(z: mx.array) -> mx.array:
@@ -245,7 +257,10 @@ def test_rms_norm_sigmoid_gate(d: str) -> None:
     g = R((B, L, 2 * H * D)).astype(t)[..., : H * D]
     o = kernels.rms_norm_sigmoid_gate(x, g, eps=1e-5)
     close(
-        o, rms(x, None, 1e-5).transpose(0, 2, 1, 3).reshape(B, L, H * D) * mx.sigmoid(g.astype(mx.float32)), d
+        o,
+        rms(x, None, 1e-5).transpose(0, 2, 1, 3).reshape(B, L, H * D)
+        * mx.sigmoid(g.astype(mx.float32)),
+        d,
     )
 
 
@@ -276,7 +291,9 @@ def _fixed(k: ms.Kernel) -> ms.Kernel:
         "        // Share the sum_exp across",
         "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        // Share the sum_exp across",
     )
-    return ms.metal_kernel(k.name, k.input_names, k.output_names, s.replace("mem_none", "mem_threadgroup"))
+    return ms.metal_kernel(
+        k.name, k.input_names, k.output_names, s.replace("mem_none", "mem_threadgroup")
+    )
 
 
 @pytest.mark.parametrize("name", LOSS)
@@ -302,7 +319,9 @@ def test_losses_with_the_missing_barriers(d: str, order: int) -> None:
         (dq,) = _loss(_fixed(LOSS["kl_bwd"]), [q, p, c], [q.shape], V, t)
         j = _loss(_fixed(LOSS["js_fwd"]), [q, p], [(2,), (2,)], V, t)
         (jq,) = _loss(_fixed(LOSS["js_bwd"]), [q, p, c, j[1]], [q.shape], V, t)
-    lq, lp = (z.astype(mx.float32) - mx.logsumexp(z.astype(mx.float32), -1, keepdims=True) for z in (q, p))
+    lq, lp = (
+        z.astype(mx.float32) - mx.logsumexp(z.astype(mx.float32), -1, keepdims=True) for z in (q, p)
+    )
     close(a, (mx.exp(lp) * (lp - lq)).sum(-1), d)
     close(dq, (mx.exp(lq) - mx.exp(lp)) * c[:, None].astype(mx.float32), d)
     m = mx.logaddexp(lq, lp) - math.log(2)
@@ -311,7 +330,10 @@ def test_losses_with_the_missing_barriers(d: str, order: int) -> None:
     close(j[1], klq, d)
     close(
         jq,
-        0.5 * c[:, None].astype(mx.float32) * mx.exp(lq) * ((lq - m) - j[1].astype(mx.float32)[:, None]),
+        0.5
+        * c[:, None].astype(mx.float32)
+        * mx.exp(lq)
+        * ((lq - m) - j[1].astype(mx.float32)[:, None]),
         d,
     )
 

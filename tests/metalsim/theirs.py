@@ -11,11 +11,14 @@ from tests import metalsim
 
 
 def loaded() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "mlx_lm"}
+    return {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "mlx_lm"
+    }
 
 
 def load(*names: str) -> list[ModuleType]:
-    """Modules below mlx_lm. They make their kernels when they are imported, if a GPU seems to be there."""
+    """Modules below mlx_lm. They make their kernels when they are imported, if a GPU seems to be
+    there."""
     before = loaded()
     for name in before:
         del sys.modules[name]

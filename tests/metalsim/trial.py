@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from tests import metalsim
 
-# i: thread in the grid, l: in its threadgroup, lane: in its SIMD-group. One line: a body begins at line 2.
+# i: thread in the grid, l: in its threadgroup, lane: in its SIMD-group. One line: a body begins at
+# line 2.
 NAMES = (
     "uint i = thread_position_in_grid.x; uint l = thread_index_in_threadgroup;"
     " uint lane = thread_index_in_simdgroup; (void)i; (void)l; (void)lane;\n"
@@ -31,7 +32,9 @@ def run(
 ) -> mx.array:
     """Output `o` [out or n] of n threads in threadgroups of `group`."""
     given = inputs or {"x": mx.arange(n).astype(mx.float32) if x is None else x}
-    kernel = metalsim.metal_kernel("k", list(given), ["o"], NAMES + body, header, atomic_outputs=atomic)
+    kernel = metalsim.metal_kernel(
+        "k", list(given), ["o"], NAMES + body, header, atomic_outputs=atomic
+    )
     with metalsim.configure(**settings):
         return kernel(
             inputs=list(given.values()),

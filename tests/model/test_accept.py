@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.kernels.reference import accept
-from mlxspec.model.sample import drafts_of
+from mlxspec.model.sampler import drafts_of
 from mlxspec.types import Draft, Entry, Request, Sequence
 
 ids = st.integers(0, 2)  # so few that drafts are often right
@@ -34,10 +34,15 @@ def stands(draft: list[int], sampled: list[int]) -> int:
 
 
 @settings(max_examples=200)
-@given(st.lists(entries(), min_size=1, max_size=5).filter(lambda es: any(e.samples for e, _, _ in es)))
+@given(
+    st.lists(entries(), min_size=1, max_size=5).filter(lambda es: any(e.samples for e, _, _ in es))
+)
 def test_equals_the_rule_written_down(some: list[tuple[Entry, list[int], list[int]]]) -> None:
     plan = [e for e, _, _ in some]
-    firsts = [end - 1 - len(e.draft) for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)]
+    firsts = [
+        end - 1 - len(e.draft)
+        for e, end in zip(plan, accumulate(e.rows for e in plan), strict=True)
+    ]
     tokens = mx.array([t for _, _, sampled in some for t in sampled], mx.int32)
     inputs = mx.array([t for _, row, _ in some for t in row], mx.int32)
     drafts = drafts_of(plan, firsts)

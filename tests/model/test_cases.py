@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxspec.model import few
+from mlxspec.model import quantized
 from mlxspec.model.cases import cases_of
 from mlxspec.model.runner import Runner
 from tests import tiny
@@ -55,14 +55,16 @@ def test_quantized_weights_and_kv() -> None:
     model = tiny.model("llama:8")
     nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, nn.Linear))
     found = attention(model, 8, 8)
-    assert found[-1].startswith("paged_attention float32 ") and found[-1].endswith("block 8 kv_bits 8")
+    assert found[-1].startswith("paged_attention float32 ") and found[-1].endswith(
+        "block 8 kv_bits 8"
+    )
     assert len(found) > 2 and all(name.startswith("small_qmm ") for name in found[:-1])
 
 
 def test_experts_as_a_step_calls_them() -> None:
     model = tiny.model("qwen3_moe")
     nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, SwitchLinear))
-    few.install(model)
+    quantized.install(model)
     top = model.args.num_experts_per_tok
     names = [case.name for case in cases_of(model, 8)]
     assert sorted(names)[:2] == [

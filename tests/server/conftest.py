@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 
 

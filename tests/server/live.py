@@ -1,4 +1,5 @@
-"""An application on a real socket, served by uvicorn as `mlxspec serve` does, on a thread of its own."""
+"""An application on a real socket, served by uvicorn as `mlxspec serve` does, on a thread of its
+own."""
 
 import socket
 import threading
@@ -9,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from mlxspec.config import Config
-from mlxspec.server.run import _server, bind
+from mlxspec.server.process import _server, bind
 
 
 @contextmanager
@@ -21,8 +22,8 @@ def live(app: Any, most: int = 80) -> Iterator[str]:
 
 @contextmanager
 def serving(app: Any, most: int = 80, buffer: int = 0) -> Iterator[tuple[uvicorn.Server, int]]:
-    """uvicorn's server and its port; the kernel keeps `buffer` bytes of what it sends to each client, 0: as
-    many as it likes."""
+    """uvicorn's server and its port; the kernel keeps `buffer` bytes of what it sends to each
+    client, 0: as many as it likes."""
     with bind(Config(port=0)) as listener:
         if buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)

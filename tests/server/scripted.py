@@ -16,8 +16,19 @@ from starlette.types import ASGIApp, Message
 
 from mlxspec.config import Config
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import encode
-from mlxspec.types import Busy, Dead, Finish, Logprob, ModelInfo, Output, Request, Served, Stats, Unfit
+from mlxspec.text.chat import encode
+from mlxspec.types import (
+    Busy,
+    Dead,
+    Finish,
+    Logprob,
+    ModelInfo,
+    Output,
+    Request,
+    Served,
+    Stats,
+    UserError,
+)
 
 INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
 END = 299
@@ -99,7 +110,8 @@ class Scripted:
             yield self.speculated(made) if self.drafted else made
 
     def speculated(self, output: Output) -> Output:
-        """Counted as the engine does it, which looks at whole drafts: also where the answer ends in one."""
+        """Counted as the engine does it, which looks at whole drafts: also where the answer ends in
+        one."""
         kept: Counter[str] = Counter()
         for source, _ in zip(cycle(self.sources), range(output.rounds), strict=False):
             kept[source] += self.group - 1
@@ -107,22 +119,32 @@ class Scripted:
         return replace(output, drafted=self.drafted * output.rounds, accepted=accepted)
 
     def output(
-        self, request: Request, index: int, tokens: tuple[int, ...], finish: Finish | None, rounds: int = 1
+        self,
+        request: Request,
+        index: int,
+        tokens: tuple[int, ...],
+        finish: Finish | None,
+        rounds: int = 1,
     ) -> Output:
         n = request.sampling.logprobs
         logprobs = (
             ()
             if n is None
             else tuple(
-                Logprob(t, -0.5, tuple((o, -1.0 - i) for i, o in enumerate((64, 65, 66)[:n]))) for t in tokens
+                Logprob(t, -0.5, tuple((o, -1.0 - i) for i, o in enumerate((64, 65, 66)[:n])))
+                for t in tokens
             )
         )
         return Output(request.id, index, tokens, logprobs, finish, self.cached, rounds)
 
-    def push(self, text: str = "", finish: Finish | None = None, index: int = 0, error: str = "") -> None:
+    def push(
+        self, text: str = "", finish: Finish | None = None, index: int = 0, error: str = ""
+    ) -> None:
         """One output of the newest request."""
         request = self.submitted[-1]
-        tokens = tuple(encode(self.tokenizer, text, special=False)) + ((END,) if finish == "stop" else ())
+        tokens = tuple(encode(self.tokenizer, text, special=False)) + (
+            (END,) if finish == "stop" else ()
+        )
         self.streams[request.id].queue.put_nowait(
             Output(request.id, index, tokens, (), finish, self.cached, 1, error)
         )
@@ -151,7 +173,7 @@ class Scripted:
         if self.holds:
             await asyncio.Event().wait()
         if self.wrong:
-            raise Unfit(self.wrong)
+            raise UserError(self.wrong)
         change = {"status": status} | ({} if pin is None else {"pinned": pin})
         self.others = tuple(replace(s, **change) if s.info.name == name else s for s in self.others)
 
@@ -159,7 +181,9 @@ class Scripted:
         return self.loads
 
     def stats(self) -> Stats:
-        now = Stats(running=1, waiting=2, blocks_used=3, blocks_cached=4, blocks_free=5, generated_tokens=6)
+        now = Stats(
+            running=1, waiting=2, blocks_used=3, blocks_cached=4, blocks_free=5, generated_tokens=6
+        )
         return replace(now, seated=self.seated)
 
     def alive(self) -> bool:
@@ -222,7 +246,9 @@ class Connection:
         headers: dict[str, str] | None = None,
         chunks: list[bytes] | None = None,
     ) -> None:
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        data = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        )
         self._parts = [data] if chunks is None else list(chunks)
         self._gone, self._changed = asyncio.Event(), asyncio.Event()
         self.sent: list[Message] = []

@@ -1,4 +1,5 @@
-"""/v1/messages over ASGI with a scripted engine: the order of events, blocks, usage, tools, errors."""
+"""/v1/messages over ASGI with a scripted engine: the order of events, blocks, usage, tools,
+errors."""
 
 import json
 from collections.abc import Callable
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.server import anthropic
-from mlxspec.server.anthropic import SIGNATURE
+from mlxspec.server.anthropic import endpoints
+from mlxspec.server.anthropic.endpoints import SIGNATURE
 from mlxspec.server.ask import Format
-from mlxspec.text.prompt import render_chat
+from mlxspec.text.chat import render_chat
 from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +64,11 @@ async def test_a_whole_message(make: Make, agent: tuple[Any, Path]) -> None:
     [request] = s.engine.submitted
     prompt = render_chat(agent[0], [{"role": "system", "content": "be kind"}, *MESSAGES])
     assert answer.status == 200 and request.prompt == tuple(prompt) and request.max_tokens == 512
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (0.5, 7, 0.25)
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (
+        0.5,
+        7,
+        0.25,
+    )
     assert answer.json == {
         "id": request.id,
         "type": "message",
@@ -97,7 +102,8 @@ async def test_the_order_of_events(make: Make) -> None:
     }
     blocks = said[2:-2]
     short = [
-        (e["type"].removeprefix("content_block_"), e["index"], e.get("delta", {}).get("type")) for e in blocks
+        (e["type"].removeprefix("content_block_"), e["index"], e.get("delta", {}).get("type"))
+        for e in blocks
     ]
     assert list(dict.fromkeys(short)) == [
         ("start", 0, None),
@@ -114,7 +120,11 @@ async def test_the_order_of_events(make: Make) -> None:
         ("delta", 3, "input_json_delta"),
         ("stop", 3, None),
     ]
-    ids = [e["content_block"]["id"] for e in blocks if e.get("content_block", {}).get("type") == "tool_use"]
+    ids = [
+        e["content_block"]["id"]
+        for e in blocks
+        if e.get("content_block", {}).get("type") == "tool_use"
+    ]
     assert [e["content_block"] for e in blocks if "content_block" in e] == [
         {"type": "thinking", "thinking": "", "signature": ""},
         {"type": "text", "text": ""},
@@ -131,7 +141,15 @@ async def test_the_order_of_events(make: Make) -> None:
 
 @pytest.mark.parametrize(
     "says",
-    ["", "hello world", THOUGHT + "hello", THOUGHT, CALL, THOUGHT + "a" + CALL + "b" + CALL, "<think>\nwell"],
+    [
+        "",
+        "hello world",
+        THOUGHT + "hello",
+        THOUGHT,
+        CALL,
+        THOUGHT + "a" + CALL + "b" + CALL,
+        "<think>\nwell",
+    ],
 )
 async def test_a_stream_and_a_whole_body_say_the_same(make: Make, says: str) -> None:
     """Put together as a client does it."""
@@ -165,7 +183,10 @@ async def test_why_an_answer_ended(make: Make) -> None:
     async def end(says: str, **body: Any) -> tuple[str, str | None]:
         found = (await ask(make(says=(says,)), **body)).json
         streamed = events(await ask(make(says=(says,)), stream=True, **body))[-2]["delta"]
-        assert streamed == {"stop_reason": found["stop_reason"], "stop_sequence": found["stop_sequence"]}
+        assert streamed == {
+            "stop_reason": found["stop_reason"],
+            "stop_sequence": found["stop_sequence"],
+        }
         return found["stop_reason"], found["stop_sequence"]
 
     assert await end("hello world") == ("end_turn", None)
@@ -185,7 +206,8 @@ async def test_one_call_at_most(make: Make) -> None:
 
 
 async def test_a_round_of_tools_goes_on_where_it_stopped(make: Make) -> None:
-    """The next prompt begins with this one and all tokens of the answer, however the client spells that."""
+    """The next prompt begins with this one and all tokens of the answer, however the client spells
+    that."""
     s = make(says=(THOUGHT + "Let me see.\n" + CALL,))
     first = (await ask(s, tools=[LOOK])).json
     *_, call = first["content"]
@@ -201,11 +223,13 @@ async def test_a_round_of_tools_goes_on_where_it_stopped(make: Make) -> None:
         assert (await ask(s, tools=[LOOK], messages=[*turns, asked])).status == 200
     one, two, three = (request.prompt for request in s.engine.submitted)
     said = s.engine.tokenizer.decode(two[len(one) :])
-    assert two[: len(one)] == one and said.startswith(THOUGHT + "Let me see.\n" + CALL + "<|im_end|>")
-    assert said.count("a file") == 1 and "more" not in said
-    assert s.engine.tokenizer.decode(three).index("a file") < s.engine.tokenizer.decode(three).index(
-        "and now?"
+    assert two[: len(one)] == one and said.startswith(
+        THOUGHT + "Let me see.\n" + CALL + "<|im_end|>"
     )
+    assert said.count("a file") == 1 and "more" not in said
+    assert s.engine.tokenizer.decode(three).index("a file") < s.engine.tokenizer.decode(
+        three
+    ).index("and now?")
 
 
 @pytest.mark.parametrize(
@@ -253,15 +277,17 @@ async def test_thinking_can_be_switched_off(make: Make, thinking: Any, off: bool
     assert "x-mlxspec-ignored" not in answer.headers
 
 
-async def test_a_schema_for_the_answer_is_passed_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_schema_for_the_answer_is_passed_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
 
     async def converse(http: Any, model: Any, ask: Any, *rest: Any) -> Any:
         asked.append(ask.format)
         return await real(http, model, ask, *rest)
 
-    real = anthropic.converse
-    monkeypatch.setattr(anthropic, "converse", converse)
+    real = endpoints.converse
+    monkeypatch.setattr(endpoints, "converse", converse)
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     form = {"type": "json_schema", "schema": schema}
     await ask(make(), output_config={"format": form, "effort": "high"}, stream=True, tools=[])
@@ -278,7 +304,9 @@ async def test_what_has_no_effect_is_said(tokenizer: Any, model_dir: Path) -> No
 async def test_paths_and_headers_that_make_no_difference(make: Make) -> None:
     s = make()
     beta = {"anthropic-beta": "context-1m-2025-08-07", "anthropic-version": "2023-06-01"}
-    connection = Connection(s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES}, headers=beta)
+    connection = Connection(
+        s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES}, headers=beta
+    )
     connection.scope["query_string"] = b"beta=true"
     for answer in (
         await connection.answer(),
@@ -306,7 +334,9 @@ async def test_errors_have_anthropics_shape(make: Make) -> None:
         answer = await ask(make(), **body)
         assert answer.status == status and set(answer.json) == {"type", "error"}
         assert answer.json["type"] == "error" and set(answer.json["error"]) == {"type", "message"}
-        assert answer.json["error"]["type"] == kind and answer.json["error"]["message"].startswith(said)
+        assert answer.json["error"]["type"] == kind and answer.json["error"]["message"].startswith(
+            said
+        )
     assert f" tokens > {ROOMY.context} maximum" in answer.json["error"]["message"]
     answer = await ask(make(busy=7))
     assert (answer.status, answer.headers["retry-after"]) == (429, "7")
@@ -315,7 +345,9 @@ async def test_errors_have_anthropics_shape(make: Make) -> None:
 
 async def test_an_error_in_a_stream_is_an_event(make: Make) -> None:
     s = make(holds=True)
-    connection = Connection(s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES, "stream": True})
+    connection = Connection(
+        s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES, "stream": True}
+    )
     await s.engine.until(lambda: s.engine.submitted)
     s.engine.push("hello")
     await connection.until(b'"hello"')
@@ -327,9 +359,11 @@ async def test_an_error_in_a_stream_is_an_event(make: Make) -> None:
 
 
 async def test_silence_is_filled_with_pings(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.server.answer.PROTOCOL_S", 0.01)
+    monkeypatch.setattr("mlxspec.server.generate.PROTOCOL_S", 0.01)
     s = make(holds=True)
-    connection = Connection(s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES, "stream": True})
+    connection = Connection(
+        s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES, "stream": True}
+    )
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
     await connection.until(ping + b": keep-alive\n\n" + ping)
     s.engine.push("hello", "stop")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxspec.server.errors import ApiError
-from mlxspec.text.prompt import encode, render_chat
+from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +48,9 @@ async def test_index(make: Callable[..., Server]) -> None:
         ({"ending": True}, 503, "the server is stopping"),
     ],
 )
-async def test_health(make: Callable[..., Server], script: Any, status: int, reason: str | None) -> None:
+async def test_health(
+    make: Callable[..., Server], script: Any, status: int, reason: str | None
+) -> None:
     answer = await make(**script).get("/health")
     assert answer.status == status
     if reason:
@@ -78,9 +80,13 @@ async def test_tokenize(make: Callable[..., Server], tokenizer: Any, path: str) 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
 async def test_detokenize(make: Callable[..., Server], tokenizer: Any, path: str) -> None:
     s = make()
-    assert (await s.post(path, {"tokens": encode(tokenizer, "hello é")})).json == {"prompt": "hello é"}
+    assert (await s.post(path, {"tokens": encode(tokenizer, "hello é")})).json == {
+        "prompt": "hello é"
+    }
     assert (await s.post(path, {"tokens": []})).json == {"prompt": ""}
-    assert (await s.post(path, {"tokens": [310]})).status == 200  # padding of the model's vocabulary
+    assert (
+        await s.post(path, {"tokens": [310]})
+    ).status == 200  # padding of the model's vocabulary
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,11 @@ async def test_no_such_path_and_no_such_method(make: Callable[..., Server]) -> N
     assert answer.status == 405 and answer.headers["allow"] == "POST"
     assert "GET is not a method" in answer.error["message"]
     answer = await make().post("/v1/responses/resp_1", {})
-    assert answer.status == 405 and set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
+    assert answer.status == 405 and set(answer.headers["allow"].split(", ")) == {
+        "GET",
+        "HEAD",
+        "DELETE",
+    }
     answer = await s.post(
         "/v1/chat/completions", {"messages": MESSAGES}, headers={"origin": "http://localhost"}
     )

@@ -1,4 +1,5 @@
-"""Conversations with tools and reasoning: told apart, streamed as they are whole, and remembered."""
+"""Conversations with tools and reasoning: told apart, streamed as they are whole, and
+remembered."""
 
 import json
 from collections.abc import Callable
@@ -8,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from mlxspec.text.prompt import encode
+from mlxspec.text.chat import encode
 from tests.server.scripted import END, INFO, MESSAGES, Server, server
 
 pytestmark = pytest.mark.anyio
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("a", "b")
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("a", "b")
 ]
 CALL = '<tool_call>\n{"arguments": {"x":1},  "name": "a"}\n</tool_call>'
 OTHER = CALL.replace('"a"', '"b"')
@@ -50,7 +52,9 @@ async def test_a_stream_adds_up_to_the_whole(make: Callable[..., Server], group:
     assert message["reasoning_content"] == made["reasoning_content"] == "hm"
     assert message["content"] == made["content"] == "I look."
     for calls in (message["tool_calls"], made["tool_calls"]):
-        assert [c["function"] for c in calls] == [{"name": n, "arguments": '{"x": 1}'} for n in "ab"]
+        assert [c["function"] for c in calls] == [
+            {"name": n, "arguments": '{"x": 1}'} for n in "ab"
+        ]
         assert len({c["id"] for c in calls}) == 2 and {c["type"] for c in calls} == {"function"}
 
 
@@ -75,7 +79,9 @@ async def test_without_tools_or_with_none_a_call_is_text(make: Callable[..., Ser
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_next_turn_repeats_what_was_generated(make: Callable[..., Server], stream: bool) -> None:
+async def test_the_next_turn_repeats_what_was_generated(
+    make: Callable[..., Server], stream: bool
+) -> None:
     s = make(f"I look.\n{CALL}")
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     answer = await s.chat(messages=messages, tools=TOOLS, stream=stream)
@@ -83,7 +89,10 @@ async def test_the_next_turn_repeats_what_was_generated(make: Callable[..., Serv
     said.pop("finish", None)
     function = said["tool_calls"][0]["function"]
     function["arguments"] = json.dumps({"more": None, **json.loads(function["arguments"])})
-    messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "42"}]
+    messages += [
+        said,
+        {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "42"},
+    ]
     await s.chat(messages=messages, tools=TOOLS)
     first, second = (r.prompt for r in s.engine.submitted)
     so_far = (*first, *encode(s.engine.tokenizer, f"I look.\n{CALL}", special=False), END)
@@ -106,7 +115,10 @@ async def test_an_answer_that_was_cut_is_encoded_anew(make: Callable[..., Server
         ([5], "tools[0]"),
         ([{"type": "web_search"}], "tools[0]"),
         ([{"type": "function", "function": {}}], "tools[0].function.name"),
-        ([{"type": "function", "function": {"name": "a", "parameters": 5}}], "tools[0].function.parameters"),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": 5}}],
+            "tools[0].function.parameters",
+        ),
         ([*TOOLS, TOOLS[0]], "tools[2].function.name"),
     ],
 )
@@ -122,32 +134,45 @@ async def test_a_choice_that_is_none(make: Callable[..., Server], choice: Any) -
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 17])
-async def test_what_comes_behind_the_only_call_is_forgotten(make: Callable[..., Server], group: int) -> None:
+async def test_what_comes_behind_the_only_call_is_forgotten(
+    make: Callable[..., Server], group: int
+) -> None:
     """However many tokens a step brings, the next prompt is the same."""
     s = make(CALL + OTHER, group=group)
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     answer = await s.chat(messages=messages, tools=TOOLS, parallel_tool_calls=False)
     said = answer.json["choices"][0]["message"]
-    messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "42"}]
+    messages += [
+        said,
+        {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "42"},
+    ]
     await s.chat(messages=messages, tools=TOOLS)
     text = s.engine.tokenizer.decode(s.engine.submitted[1].prompt)
     assert text.count("<tool_call>") == text.count("</tool_call><|im_end|>\n<|im_start|>user") == 1
 
 
-async def test_an_answer_that_a_token_of_the_clients_ended_is_no_turn(make: Callable[..., Server]) -> None:
+async def test_an_answer_that_a_token_of_the_clients_ended_is_no_turn(
+    make: Callable[..., Server],
+) -> None:
     s = make("one\ntwo")
     await s.chat(stop_token_ids=encode(s.engine.tokenizer, "\n", special=False), max_tokens=2)
     assert not s.app.state.front.models["tiny"].history._turns
 
 
 @pytest.mark.parametrize("where", ["user", "tool"])
-async def test_a_marker_in_what_was_asked_opens_no_reasoning(make: Callable[..., Server], where: str) -> None:
+async def test_a_marker_in_what_was_asked_opens_no_reasoning(
+    make: Callable[..., Server], where: str
+) -> None:
     s = make("ok")
     text = "What does <think> do?"
     messages: list[Any] = [{"role": "user", "content": text}]
     if where == "tool":
         call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
-        messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": text}]
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": text},
+        ]
     answer = await s.chat(messages=messages, tools=TOOLS)
     assert answer.json["choices"][0]["message"]["content"] == "ok"
 
@@ -162,9 +187,9 @@ async def test_a_format_with_a_call_that_is_asked_for(make: Callable[..., Server
 async def test_an_answer_in_json_is_no_call(make: Callable[..., Server]) -> None:
     text = '{"name": "a", "arguments": {}}'
     free = (await make(text).chat(tools=TOOLS)).json["choices"][0]["message"]
-    ruled = (await make(text).chat(tools=TOOLS, response_format={"type": "json_object"})).json["choices"][0][
-        "message"
-    ]
+    ruled = (await make(text).chat(tools=TOOLS, response_format={"type": "json_object"})).json[
+        "choices"
+    ][0]["message"]
     assert free["tool_calls"] and ruled["content"] == text and "tool_calls" not in ruled
 
 
@@ -179,7 +204,9 @@ async def test_arguments_of_earlier_turns_that_are_no_object(
     call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": arguments}}
     messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
     answer = await s.chat(messages=messages, tools=TOOLS)
-    assert answer.status == (400 if isinstance(arguments, str) and len(arguments) > WIDE.context else 200)
+    assert answer.status == (
+        400 if isinstance(arguments, str) and len(arguments) > WIDE.context else 200
+    )
 
 
 async def test_unknown_fields_of_tools_and_formats_are_told(make: Callable[..., Server]) -> None:

@@ -1,4 +1,5 @@
-"""Several models in one server: which one is meant, what each endpoint says of them, loads and unloads."""
+"""Several models in one server: which one is meant, what each endpoint says of them, loads and
+unloads."""
 
 import asyncio
 import json
@@ -14,12 +15,12 @@ from anthropic import Anthropic
 from openai import NotFoundError, OpenAI
 
 from mlxspec.config import Config
-from mlxspec.engine.fleet import Fleet, Member
+from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.engine.worker import Worker
-from mlxspec.server import front as front_module
+from mlxspec.server import state as front_module
 from mlxspec.server.app import create_app
-from mlxspec.server.run import greeting
-from mlxspec.types import ModelInfo, Served, Unfit
+from mlxspec.server.process import greeting
+from mlxspec.types import ModelInfo, Served, UserError
 from tests import tiny
 from tests.server.live import live
 from tests.server.scripted import INFO, MESSAGES, Connection, Server, server
@@ -71,33 +72,52 @@ async def test_the_list_says_how_each_is(make: Make) -> None:
 )
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("other", "other"), ("tiny", "tiny"), ("default", "tiny"), ("claude-x", "tiny"), (None, "tiny")],
+    [
+        ("other", "other"),
+        ("tiny", "tiny"),
+        ("default", "tiny"),
+        ("claude-x", "tiny"),
+        (None, "tiny"),
+    ],
 )
-async def test_the_name_decides(make: Make, path: str, body: Any, name: str | None, meant: str) -> None:
+async def test_the_name_decides(
+    make: Make, path: str, body: Any, name: str | None, meant: str
+) -> None:
     s = make()
-    named = body if name is None and path != "/v1/messages" else {**body, "model": name or "claude-y"}
+    named = (
+        body if name is None and path != "/v1/messages" else {**body, "model": name or "claude-y"}
+    )
     answer = await s.post(path, named)
     assert answer.status == 200 and answer.json["model"] == meant
     assert [request.model for request in s.engine.submitted] == [meant]
     assert (
-        f'mlxspec_first_token_seconds_count{{model="{meant}"}} 1.0' in (await s.get("/metrics")).body.decode()
+        f'mlxspec_first_token_seconds_count{{model="{meant}"}} 1.0'
+        in (await s.get("/metrics")).body.decode()
     )
 
 
-async def test_each_has_its_own_tokenizer_window_and_template(make: Make, agent: tuple[Any, Path]) -> None:
+async def test_each_has_its_own_tokenizer_window_and_template(
+    make: Make, agent: tuple[Any, Path]
+) -> None:
     s = make()
     here = (await s.post("/tokenize", {"messages": MESSAGES})).json
     there = (await s.post("/tokenize", {"messages": MESSAGES, "model": "other"})).json
     assert here["max_model_len"] == 512 and there["max_model_len"] == 128
     think = {"prompt": "<think>"}
-    counts = [(await s.post("/tokenize", think | more)).json["count"] for more in ({}, {"model": "other"})]
+    counts = [
+        (await s.post("/tokenize", think | more)).json["count"] for more in ({}, {"model": "other"})
+    ]
     assert counts[0] > counts[1]
     assert (
         agent[0].decode(there["tokens"])
-        == (await s.post("/detokenize", {"tokens": there["tokens"], "model": "other"})).json["prompt"]
+        == (await s.post("/detokenize", {"tokens": there["tokens"], "model": "other"})).json[
+            "prompt"
+        ]
     )
     counted = {"model": "other", "messages": MESSAGES}
-    assert (await s.post("/v1/messages/count_tokens", counted)).json["input_tokens"] == there["count"]
+    assert (await s.post("/v1/messages/count_tokens", counted)).json["input_tokens"] == there[
+        "count"
+    ]
     answer = await s.post("/v1/completions", {"model": "other", "prompt": "hello " * 200})
     assert answer.status == 400 and "128 maximum" in answer.error["message"]
     assert not s.engine.ordered and not s.engine.submitted  # nothing of it loads weights
@@ -134,22 +154,33 @@ async def test_a_tokenizer_loads_off_the_event_loop_and_once(
     assert [a.status for a in await asyncio.gather(*waiting)] == [200] * 3 and len(paths) == 1
 
 
-async def test_a_broken_tokenizer_is_told_in_each_shape(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broken_tokenizer_is_told_in_each_shape(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(path: Path) -> Any:
-        raise Unfit("no usable tokenizer")
+        raise UserError("no usable tokenizer")
 
     monkeypatch.setattr(front_module, "load_tokenizer", broken)
     s = make()
     answer = await s.chat(model="other")
     assert answer.status == 503 and answer.error["code"] == "model_not_loaded"
-    said = (await s.post("/v1/messages", {"model": "other", "messages": MESSAGES, "max_tokens": 9})).json
-    assert said["error"]["message"] == "no usable tokenizer" and said["error"]["type"] == "overloaded_error"
+    said = (
+        await s.post("/v1/messages", {"model": "other", "messages": MESSAGES, "max_tokens": 9})
+    ).json
+    assert (
+        said["error"]["message"] == "no usable tokenizer"
+        and said["error"]["type"] == "overloaded_error"
+    )
     assert (await s.chat()).status == 200
 
 
 @pytest.mark.parametrize(
     ("fault", "status", "code"),
-    [("model", 503, "model_not_loaded"), ("prompt", 400, "context_length_exceeded"), ("engine", 500, None)],
+    [
+        ("model", 503, "model_not_loaded"),
+        ("prompt", 400, "context_length_exceeded"),
+        ("engine", 500, None),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_loading_brings_to_light(
@@ -179,12 +210,15 @@ async def test_load_and_unload(make: Make) -> None:
     assert found["seconds"] >= 0 and found["object"] == "model"
     refused = await s.post("/v1/models/unload", {"model": "other"})
     assert refused.status == 409 and "send force: true" in refused.error["message"]
-    assert (await s.post("/models/unload", {"model": "other", "force": True})).json["status"] == "unloaded"
+    assert (await s.post("/models/unload", {"model": "other", "force": True})).json[
+        "status"
+    ] == "unloaded"
     assert s.engine.ordered == [("other", True), ("other", "unload")]
 
 
 @pytest.mark.parametrize(
-    ("body", "param"), [({}, "model"), ({"model": 1}, "model"), ({"model": "other", "pin": "yes"}, "pin")]
+    ("body", "param"),
+    [({}, "model"), ({"model": 1}, "model"), ({"model": "other", "pin": "yes"}, "pin")],
 )
 async def test_wrong_loads(make: Make, body: Any, param: str) -> None:
     answer = await make().post("/v1/models/load", body)
@@ -192,7 +226,9 @@ async def test_wrong_loads(make: Make, body: Any, param: str) -> None:
 
 
 async def test_loads_that_fail(make: Make) -> None:
-    answer = await make(wrong="other cannot be loaded: no space").post("/v1/models/load", {"model": "other"})
+    answer = await make(wrong="other cannot be loaded: no space").post(
+        "/v1/models/load", {"model": "other"}
+    )
     assert answer.status == 503 and answer.error["message"] == "other cannot be loaded: no space"
     for script, why in (({"ending": True}, "is stopping"), ({"lives": False}, "has stopped")):
         answer = await make(**script).post("/v1/models/load", {"model": "other"})
@@ -241,10 +277,13 @@ async def test_a_conversation_may_change_its_model(make: Make, agent: tuple[Any,
 
 def test_the_greeting_names_them_all() -> None:
     text = greeting(Config(), ["a", "b", "c"], 81)
-    assert text.startswith("a is served at http://127.0.0.1:81/v1\nb, c: loaded when first asked for\n\n")
+    assert text.startswith(
+        "a is served at http://127.0.0.1:81/v1\nb, c: loaded when first asked for\n\n"
+    )
 
 
-# ---- real tiny models, over a socket ----------------------------------------------------------------------
+# ---- real tiny models, over a socket
+# ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -259,13 +298,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         def start() -> Any:
             return tiny.engine(tiny.model(kind), blocks=128, vocab=tiny.VOCAB), info
 
-        return Member(start, info)
+        return ModelSlot(start, info)
 
     def lack(name: str, held: int, freed: int) -> str:
         return "it is too large" if name == "huge" else "full" if held - freed else ""
 
     members = [loads("one", "qwen3"), loads("two", "llama"), loads("huge", "llama")]
-    worker = Worker(Fleet(members, lack), max_sequences=8, max_queue=16)
+    worker = Worker(ModelManager(members, lack), max_sequences=8, max_queue=16)
     worker.launch()
     tokenizer = front_module.load_tokenizer(one)
     app = create_app(worker, tokenizer, one, Config(keepalive_s=0.1), {"two": two, "huge": two})
@@ -284,7 +323,8 @@ def say(client: OpenAI, model: str, text: str) -> str:
 
 
 def test_swaps_under_load_change_no_answer(url: str) -> None:
-    """OpenAI's own client, eight threads, two models by turns, against what each says when all is quiet."""
+    """OpenAI's own client, eight threads, two models by turns, against what each says when all is
+    quiet."""
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         jobs = [("one" if i % 2 else "two", f"hello {i % 5}") for i in range(24)]
         quiet = {job: say(client, *job) for job in sorted(set(jobs))}
@@ -325,6 +365,8 @@ def test_load_and_unload_over_the_wire(url: str) -> None:
         found = client.post("/v1/models/load", json={"model": "one"}).json()
         assert (found["status"], found["pinned"]) == ("loaded", False)
         assert client.get("/health").json()["loaded"] == ["one"]
-        assert client.post("/v1/models/unload", json={"model": "one"}).json()["status"] == "unloaded"
+        assert (
+            client.post("/v1/models/unload", json={"model": "one"}).json()["status"] == "unloaded"
+        )
         assert client.get("/health").json()["loaded"] == []
         assert client.post("/v1/models/load", json={"model": "huge"}).status_code == 503

@@ -8,7 +8,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.server import ask as asking
-from mlxspec.text.prompt import encode, render_chat
+from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, MESSAGES, Answer, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +25,9 @@ def said(answer: Answer, index: int = 0) -> str:
     for event in answer.events[:-1]:
         for choice in event["choices"]:
             if choice["index"] == index:
-                texts.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+                texts.append(
+                    choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+                )
     return "".join(texts)
 
 
@@ -36,7 +38,9 @@ async def test_chat(make: Callable[..., Server], tokenizer: Any) -> None:
     body = answer.json
     assert answer.status == 200 and answer.headers["x-request-id"] == body["id"] == request.id
     assert (
-        body["id"].startswith("chatcmpl-") and body["object"] == "chat.completion" and body["model"] == "tiny"
+        body["id"].startswith("chatcmpl-")
+        and body["object"] == "chat.completion"
+        and body["model"] == "tiny"
     )
     assert body["choices"] == [
         {
@@ -54,7 +58,10 @@ async def test_chat(make: Callable[..., Server], tokenizer: Any) -> None:
         "completion_tokens": 3,
         "total_tokens": len(prompt) + 3,
         "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert s.engine.aborted == []
 
@@ -67,7 +74,12 @@ async def test_chat_streamed(make: Callable[..., Server]) -> None:
     assert events[-1] == "[DONE]" and {e["id"] for e in events[:-1]} == {s.engine.submitted[0].id}
     assert {e["object"] for e in events[:-1]} == {"chat.completion.chunk"}
     deltas = [e["choices"][0]["delta"] for e in events[:-1]]
-    assert deltas == [{"role": "assistant", "content": ""}, {"content": "hello"}, {"content": " world"}, {}]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "hello"},
+        {"content": " world"},
+        {},
+    ]
     assert [e["choices"][0]["finish_reason"] for e in events[:-1]] == [None, None, None, "stop"]
     assert all("usage" not in e for e in events[:-1])
 
@@ -82,7 +94,8 @@ async def test_usage_at_the_end_of_a_stream(make: Callable[..., Server]) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_tells_of_drafts(make: Callable[..., Server], stream: bool) -> None:
-    """Over all choices, in a body and in a stream, at either endpoint, also behind a stop string."""
+    """Over all choices, in a body and in a stream, at either endpoint, also behind a stop
+    string."""
     options = {"stream": stream, "stream_options": {"include_usage": True}, "n": 2}
 
     async def told(ask: str, **kw: Any) -> tuple[int, int, int]:
@@ -129,13 +142,17 @@ async def test_names_that_agents_have_built_in_mean_this_model(
 async def test_several_choices(make: Callable[..., Server]) -> None:
     says = ("hello", "world and system", "you")
     whole = (await make(says=says, cached=5).chat(n=3)).json
-    assert [(c["index"], c["message"]["content"]) for c in whole["choices"]] == list(enumerate(says))
+    assert [(c["index"], c["message"]["content"]) for c in whole["choices"]] == list(
+        enumerate(says)
+    )
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 5
     s = make(says=says)
     streamed = await s.chat(n=3, stream=True)
     assert [said(streamed, i) for i in range(3)] == list(says)
     assert len(s.engine.submitted) == 1 and s.engine.submitted[0].n == 3
-    finishes = [c["index"] for e in streamed.events[:-1] for c in e["choices"] if c["finish_reason"]]
+    finishes = [
+        c["index"] for e in streamed.events[:-1] for c in e["choices"] if c["finish_reason"]
+    ]
     assert sorted(finishes) == [0, 1, 2]
     roles = [c["index"] for e in streamed.events[:-1] for c in e["choices"] if "role" in c["delta"]]
     assert roles == [0, 1, 2]
@@ -145,7 +162,11 @@ async def test_several_choices(make: Callable[..., Server]) -> None:
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(
     ("stop", "text"),
-    [("lo wor", "hel"), ([" the", "and"], "hello world "), (["zzz"], "hello world and on with you")],
+    [
+        ("lo wor", "hel"),
+        ([" the", "and"], "hello world "),
+        (["zzz"], "hello world and on with you"),
+    ],
 )
 async def test_stop_strings(
     make: Callable[..., Server], stop: Any, text: str, group: int, stream: bool
@@ -166,7 +187,12 @@ async def test_stop_strings(
     assert s.engine.aborted == ([(request.id, 0)] if "zzz" not in stop else [])
     ids, read = encode(s.engine.tokenizer, s.engine.says[0]), ""
     reached = next(
-        (i for i, t in enumerate(ids, 1) if _ends(read := read + s.engine.tokenizer.decode([t]), stop)), 0
+        (
+            i
+            for i, t in enumerate(ids, 1)
+            if _ends(read := read + s.engine.tokenizer.decode([t]), stop)
+        ),
+        0,
     )
     assert count == (reached or len(ids) + 1)  # whatever the grouping
 
@@ -202,7 +228,9 @@ async def test_max_tokens(make: Callable[..., Server]) -> None:
 
 async def test_sampling_reaches_the_engine(make: Callable[..., Server]) -> None:
     s = make()
-    given = dict(temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, presence_penalty=1, frequency_penalty=-1)
+    given = dict(
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, presence_penalty=1, frequency_penalty=-1
+    )
     given |= dict(repetition_penalty=1.1, seed=-7)
     await s.chat(**given, logit_bias={"5": -100, "7": 1.5})
     sampling = s.engine.submitted[0].sampling
@@ -211,17 +239,22 @@ async def test_sampling_reaches_the_engine(make: Callable[..., Server]) -> None:
 
 
 async def test_a_silent_request_follows_the_models_defaults(tokenizer: Any, tmp_path: Any) -> None:
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "min_p": 0.05}')
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "min_p": 0.05}'
+    )
     s = server(tokenizer, tmp_path)
     await s.chat()
     await s.chat(temperature=0, top_k=-1, min_p=0)
     await s.chat(temperature=None)
-    picked = [(r.sampling.temperature, r.sampling.top_k, r.sampling.min_p) for r in s.engine.submitted]
+    picked = [
+        (r.sampling.temperature, r.sampling.top_k, r.sampling.min_p) for r in s.engine.submitted
+    ]
     assert picked == [(0.6, 20, 0.05), (0.0, 0, 0.0), (0.6, 20, 0.05)]
 
 
 @pytest.mark.parametrize(
-    "content", ["hello world", [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}]]
+    "content",
+    ["hello world", [{"type": "text", "text": "hello"}, {"type": "text", "text": " world"}]],
 )
 async def test_predictions_reach_the_engine(
     make: Callable[..., Server], tokenizer: Any, content: Any
@@ -241,7 +274,8 @@ async def test_predictions_reach_the_engine(
 async def test_a_prediction_is_cut_not_refused(
     make: Callable[..., Server], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the window, and to the ids that the model has. Text beyond all windows is not even encoded."""
+    """To the window, and to the ids that the model has. Text beyond all windows is not even
+    encoded."""
     s, encoded = make(), list[Any]()
 
     def counted(tokenizer: Any, text: str, **kw: Any) -> list[int]:
@@ -251,7 +285,10 @@ async def test_a_prediction_is_cut_not_refused(
     monkeypatch.setattr(asking, "encode", counted)
     await s.chat(prediction={"type": "content", "content": "hello " * 4000})
     assert encoded == [(INFO.context * asking.CHARS_PER_TOKEN, {"special": False})]
-    assert s.engine.submitted[-1].prediction == tuple(encode(tokenizer, "hello " * 4000))[: INFO.context]
+    assert (
+        s.engine.submitted[-1].prediction
+        == tuple(encode(tokenizer, "hello " * 4000))[: INFO.context]
+    )
     known = max(encode(tokenizer, "hello you"))
     s.engine.info = replace(INFO, vocab=known)
     for content in ("", []):
@@ -293,7 +330,10 @@ async def test_log_probabilities_of_chat(make: Callable[..., Server]) -> None:
     assert bytes(b for entry in content for b in entry["bytes"]).decode() == "hello é🦊"
     assert content[0]["token"] == "hello" and content[0]["logprob"] == -0.5
     assert content[-1]["token"] == "\\x8a"
-    assert [(t["token"], t["bytes"]) for t in content[0]["top_logprobs"]] == [("a", [97]), ("b", [98])]
+    assert [(t["token"], t["bytes"]) for t in content[0]["top_logprobs"]] == [
+        ("a", [97]),
+        ("b", [98]),
+    ]
     streamed = (await s.chat(logprobs=True, top_logprobs=2, stream=True)).events
     entries = [
         entry
@@ -321,7 +361,9 @@ async def test_completions(make: Callable[..., Server], tokenizer: Any) -> None:
     assert body["choices"] == [expected]  # the space that continues the prompt is kept
     assert s.engine.submitted[0].prompt == tuple(encode(tokenizer, "hello"))
     streamed = await s.complete(stream=True)
-    assert said(streamed) == " world" and streamed.events[-2]["choices"][0]["finish_reason"] == "stop"
+    assert (
+        said(streamed) == " world" and streamed.events[-2]["choices"][0]["finish_reason"] == "stop"
+    )
     assert all("delta" not in e["choices"][0] for e in streamed.events[:-1])
 
 
@@ -350,7 +392,9 @@ async def test_many_prompts(make: Callable[..., Server], tokenizer: Any) -> None
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo(make: Callable[..., Server], tokenizer: Any, stream: bool) -> None:
     s = make(says=(" world", " and"))
-    answer = await s.complete(prompt=["hello", encode(tokenizer, "you")], n=2, echo=True, stream=stream)
+    answer = await s.complete(
+        prompt=["hello", encode(tokenizer, "you")], n=2, echo=True, stream=stream
+    )
     expected = ["hello world", "hello and", "you world", "you and"]
     if stream:
         assert [said(answer, i) for i in range(4)] == expected
@@ -367,7 +411,9 @@ async def test_log_probabilities_of_completions(make: Callable[..., Server]) -> 
     none = (await s.complete(logprobs=0)).json["choices"][0]["logprobs"]
     assert none["top_logprobs"] == [{" world": -0.5}, {" ": -0.5}, {"é": -0.5}]
     fox = (await make(says=("🦊",)).complete(logprobs=0)).json["choices"][0]["logprobs"]
-    assert fox["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\xa6", "bytes:\\x8a"] and fox["text_offset"] == [
+    assert fox["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\xa6", "bytes:\\x8a"] and fox[
+        "text_offset"
+    ] == [
         0,
         0,
         0,
@@ -405,7 +451,11 @@ async def test_chat_refusals(
 async def test_more_answers_than_may_ever_wait(make: Callable[..., Server]) -> None:
     """A 429 would be for ever."""
     s = make(config=Config(max_sequences=1, max_queue=2))
-    for answer in (await s.chat(n=4), await s.complete(n=4), await s.complete(prompt=["a", "b"], n=2)):
+    for answer in (
+        await s.chat(n=4),
+        await s.complete(n=4),
+        await s.complete(prompt=["a", "b"], n=2),
+    ):
         assert (answer.status, answer.error["param"]) == (400, "n")
     assert (await s.chat(n=3)).status == 200
 
@@ -476,9 +526,13 @@ async def test_unknown_fields_are_reported(
     assert many.headers["x-mlxspec-ignored"].count(",") == 31
 
 
-async def test_reasoning_effort_and_template_variables(make: Callable[..., Server], tokenizer: Any) -> None:
+async def test_reasoning_effort_and_template_variables(
+    make: Callable[..., Server], tokenizer: Any
+) -> None:
     """They go to the chat template; where it does not look at them, that is said."""
-    answer = await make().chat(reasoning_effort="low", chat_template_kwargs={"colour": 1, "messages": 1})
+    answer = await make().chat(
+        reasoning_effort="low", chat_template_kwargs={"colour": 1, "messages": 1}
+    )
     assert answer.status == 400 and answer.error["param"] == "chat_template_kwargs"
     answer = await make().chat(reasoning_effort="low", chat_template_kwargs={"colour": 1})
     assert answer.headers["x-mlxspec-ignored"] == "chat_template_kwargs.colour, reasoning_effort"

@@ -55,7 +55,8 @@ async def left(connection: Connection) -> list[Any]:
     return [json.loads(block[6:]) for block in connection.body.decode().split("\n\n")[:-1]]
 
 
-# ---- files --------------------------------------------------------------------------------------------
+# ---- files
+# --------------------------------------------------------------------------------------------
 
 
 async def test_a_browser_gets_the_page_others_the_index(make: Make) -> None:
@@ -76,10 +77,13 @@ async def test_every_file_and_its_headers(make: Make) -> None:
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
         policy = dict(
-            rule.strip().split(" ", 1) for rule in answer.headers["content-security-policy"].split(";")
+            rule.strip().split(" ", 1)
+            for rule in answer.headers["content-security-policy"].split(";")
         )
         assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-        assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {"'self'"}
+        assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {
+            "'self'"
+        }
         assert "unsafe" not in str(policy) and "http" not in str(policy) and "*" not in str(policy)
     for name in ("other.js", "__init__.py", "../app.py", "%2e%2e/app.py"):
         assert (await s.get(f"/page/{name}")).status == 404, name
@@ -88,7 +92,9 @@ async def test_every_file_and_its_headers(make: Make) -> None:
 def test_the_files_go_nowhere_else_and_hold_no_inline_code() -> None:
     """Nothing is loaded from elsewhere, and nothing could run that a policy would have to allow."""
     here = Path(page.__file__).parent
-    assert {p.name for p in here.iterdir() if p.suffix not in (".py", "") and p.is_file()} == {*page.FILES}
+    assert {p.name for p in here.iterdir() if p.suffix not in (".py", "") and p.is_file()} == {
+        *page.FILES
+    }
     for name in page.FILES:
         text = (here / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|url\(|@import|['\"(]//\w", text), name
@@ -99,7 +105,9 @@ def test_the_files_go_nowhere_else_and_hold_no_inline_code() -> None:
             assert {m for m in re.findall(r'from "(.*?)"', text)} <= {"./charts.js", "./chat.js"}
     html = (here / "index.html").read_text("utf-8")
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", html)
-    assert {*re.findall(r'(?:src|href)="(.*?)"', html)} <= {f"/page/{name}" for name in page.FILES} | {"#say"}
+    assert {*re.findall(r'(?:src|href)="(.*?)"', html)} <= {
+        f"/page/{name}" for name in page.FILES
+    } | {"#say"}
 
 
 def test_what_the_script_looks_up_is_there() -> None:
@@ -108,12 +116,15 @@ def test_what_the_script_looks_up_is_there() -> None:
     html = (here / "index.html").read_text("utf-8")
     ids = re.findall(r'\sid="([\w-]+)"', html)
     assert len(ids) == len(set(ids))
-    scripts = "".join((here / name).read_text("utf-8") for name in page.FILES if name.endswith(".js"))
+    scripts = "".join(
+        (here / name).read_text("utf-8") for name in page.FILES if name.endswith(".js")
+    )
     assert {*re.findall(r'\$\("([\w-]+)"\)', scripts)} <= {*ids}
     assert {f"g-{name}" for name in re.findall(r'gauge\("(\w+)"', scripts)} <= {*ids}
 
 
-# ---- who gets through ---------------------------------------------------------------------------------
+# ---- who gets through
+# ---------------------------------------------------------------------------------
 
 
 async def test_the_page_needs_no_key_its_data_do(make: Make) -> None:
@@ -168,7 +179,8 @@ async def test_what_the_page_itself_fetches_may_not_be_framed(make: Make) -> Non
         assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
 
 
-# ---- the stream ---------------------------------------------------------------------------------------
+# ---- the stream
+# ---------------------------------------------------------------------------------------
 
 
 async def test_a_snapshot(make: Make) -> None:
@@ -180,7 +192,12 @@ async def test_a_snapshot(make: Make) -> None:
     now = await snapshot(s)
     names = "version time alive stopping stalled loading note unwell models process refused requests kernels"
     assert set(now) == {*names.split()}
-    assert (now["alive"], now["stopping"], now["refused"], now["kernels"]) == (True, False, {"400": 1}, [])
+    assert (now["alive"], now["stopping"], now["refused"], now["kernels"]) == (
+        True,
+        False,
+        {"400": 1},
+        [],
+    )
     assert set(now["process"]) == PROCESS
     tiny, odd = now["models"]
     assert (odd["name"], odd["status"], odd["pinned"], odd["error"]) == (
@@ -197,7 +214,9 @@ async def test_a_snapshot(make: Make) -> None:
     }
     [row] = now["requests"]
     assert set(row) == {f.name for f in fields(journal.Row)}
-    assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row["prompt"] > 0
+    assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row[
+        "prompt"
+    ] > 0
 
 
 async def test_snapshots_keep_coming_and_end_when_the_client_leaves(make: Make) -> None:
@@ -209,7 +228,11 @@ async def test_snapshots_keep_coming_and_end_when_the_client_leaves(make: Make) 
     assert s.app.state.front.listeners == 1
     connection.leave()
     found = await left(connection)
-    assert found[0]["loading"] == "" and found[-1]["loading"] == "two" and s.app.state.front.listeners == 0
+    assert (
+        found[0]["loading"] == ""
+        and found[-1]["loading"] == "two"
+        and s.app.state.front.listeners == 0
+    )
     times = [one["time"] for one in found]
     assert times == sorted(times)
     assert dict(connection.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
@@ -331,7 +354,13 @@ async def test_verdicts_of_kernels(tokenizer: Any, model_dir: Path) -> None:
     s = Server(engine, create_app(engine, tokenizer, model_dir, Config(), verdicts=table))
     one, two = (await snapshot(s))["kernels"]
     assert one["name"] == "small_qmm 64x64" and one["gains"] == [[2, 1.2], [8, 1.5]]
-    assert (one["way"], one["least"], one["most"], one["error"], one["why"]) == ("tall", 2, 8, 1e-3, "")
+    assert (one["way"], one["least"], one["most"], one["error"], one["why"]) == (
+        "tall",
+        2,
+        8,
+        1e-3,
+        "",
+    )
     assert (two["name"], two["way"], two["why"]) == ("accept 320", "", "slower")
     table["late"] = Verdict(why="no Metal here")
     assert len((await snapshot(s))["kernels"]) == 3  # the live table

@@ -1,4 +1,5 @@
-"""The page in a real browser, on the real engine with a tiny model: headless Chromium through Playwright."""
+"""The page in a real browser, on the real engine with a tiny model: headless Chromium through
+Playwright."""
 
 import json
 import os
@@ -21,7 +22,7 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server import page as served_page
 from mlxspec.server.app import create_app
 from mlxspec.service import status
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.drafters import attach
@@ -54,7 +55,11 @@ def chromium(no_browser: Callable[[str], None]) -> Iterator[Any]:
     except ImportError:
         no_browser("playwright is not installed")
     named = os.environ.get("CHROMIUM", "")
-    found = named or next(filter(None, map(shutil.which, NAMES)), "") or (MAC if Path(MAC).exists() else "")
+    found = (
+        named
+        or next(filter(None, map(shutil.which, NAMES)), "")
+        or (MAC if Path(MAC).exists() else "")
+    )
     if not found:
         no_browser(f"no Chromium: $CHROMIUM is empty, and PATH has none of {', '.join(NAMES)}")
     with sync_playwright() as started:
@@ -79,7 +84,8 @@ SLOW = Slow()
 
 @contextmanager
 def serving(path: Path, config: Config) -> Iterator[str]:
-    """A tiny model with copied drafts, greedy where a request says nothing: a run is like the next."""
+    """A tiny model with copied drafts, greedy where a request says nothing: a run is like the
+    next."""
     save_tokenizer(path)
     (path / "generation_config.json").write_text('{"do_sample": false}')
 
@@ -88,7 +94,9 @@ def serving(path: Path, config: Config) -> Iterator[str]:
             tiny.model("llama"), blocks=256, budget=64, context=512, vocab=tiny.VOCAB, trace=SLOW
         )
         attach(engine, "lookup")
-        return engine, ModelInfo(NAME, 512, tiny.VOCAB, "rows", 8, 256, 1 << 20, 1 << 20, 1_700_000_000)
+        return engine, ModelInfo(
+            NAME, 512, tiny.VOCAB, "rows", 8, 256, 1 << 20, 1 << 20, 1_700_000_000
+        )
 
     worker = Worker(start, max_sequences=4, max_queue=64)
     worker.launch()
@@ -106,12 +114,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextmanager
-def opened(chromium: Any, url: str, width: int = 1280, scheme: str = "light", **kw: Any) -> Iterator[Any]:
-    """A page that complains of nothing and asks nobody but the server. `allowed`: parts of complaints that
-    are looked for."""
+def opened(
+    chromium: Any, url: str, width: int = 1280, scheme: str = "light", **kw: Any
+) -> Iterator[Any]:
+    """A page that complains of nothing and asks nobody but the server. `allowed`: parts of
+    complaints that are looked for."""
     allowed = kw.pop("allowed", ())
     height = 900 if width > 500 else 812
-    context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **kw)
+    context = chromium.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, **kw
+    )
     said, asked = list[str](), list[str]()
     page = context.new_page()
     page.on("console", lambda m: said.append(f"{m.type}: {m.text}"))
@@ -128,7 +140,8 @@ def opened(chromium: Any, url: str, width: int = 1280, scheme: str = "light", **
 
 
 def until(page: Any, what: str, seconds: float = 30) -> None:
-    """Waits until an expression is true. Playwright's own way needs eval, which the page's policy forbids."""
+    """Waits until an expression is true. Playwright's own way needs eval, which the page's policy
+    forbids."""
     end = time.monotonic() + seconds
     while not page.evaluate(what):
         assert time.monotonic() < end, f"{what}\n{page.inner_text('body')}"
@@ -153,7 +166,9 @@ def load(base: str, clients: int = 2, tokens: int = 300) -> Iterator[None]:
                 "ignore_eos": True,
             }
             sent = urllib.request.Request(
-                f"{base}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+                f"{base}/v1/chat/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
             )
             with urllib.request.urlopen(sent, timeout=60) as answer:
                 answer.read()
@@ -176,7 +191,9 @@ LINES = "[...document.querySelectorAll('.chart .line.s0')].map(line => line.getA
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 375])
-def test_it_moves_under_load(chromium: Any, base: str, tmp_path: Path, width: int, scheme: str) -> None:
+def test_it_moves_under_load(
+    chromium: Any, base: str, tmp_path: Path, width: int, scheme: str
+) -> None:
     with opened(chromium, base, width, scheme) as page, load(base):
         until_live(page)
         until(page, "parseFloat(document.getElementById('g-rate').textContent) > 0")
@@ -187,8 +204,12 @@ def test_it_moves_under_load(chromium: Any, base: str, tmp_path: Path, width: in
         until(page, f"{LINES}.every((line, n) => line && line !== {json.dumps(before)}[n])")
         assert page.locator("#serving").inner_text() == NAME  # as text: no element came of it
         assert page.locator("main b[onclick], header b").count() == 0
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls sideways"
-        dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0] < 80")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+            "it scrolls sideways"
+        )
+        dark = page.evaluate(
+            "getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0] < 80"
+        )
         assert dark == (scheme == "dark")
         assert page.locator("#kernels").inner_text().startswith("None proven on this machine")
         shot = tmp_path / f"{width}-{scheme}.png"
@@ -204,7 +225,9 @@ def test_the_chat_by_keyboard(chromium: Any, base: str, monkeypatch: pytest.Monk
         order = []
         for _ in range(6):
             page.keyboard.press("Tab")
-            order.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+            order.append(
+                page.evaluate("document.activeElement.id || document.activeElement.className")
+            )
         assert order == ["skip", "model", "clear", "log", "say", "send"]
         ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert ring == "solid"
@@ -238,9 +261,9 @@ def test_an_answer_that_ends_tells_its_figures(chromium: Any, base: str) -> None
         page.locator("#say").press("Enter")
         until(page, "!document.getElementById('send').hidden", 60)
         last = page.locator(".turn").last.inner_text()
-        assert re.search(r"\d+ tokens.*, first after \d+\.\d\d s; \d+ of \d+ prompt tokens cached", last), (
-            last
-        )
+        assert re.search(
+            r"\d+ tokens.*, first after \d+\.\d\d s; \d+ of \d+ prompt tokens cached", last
+        ), last
 
 
 def test_a_refusal_is_told_and_the_text_comes_back(chromium: Any, base: str) -> None:
@@ -275,12 +298,16 @@ def test_the_key_is_asked_for_once_per_tab(chromium: Any, tmp_path: Path) -> Non
         assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
 
 
-def test_a_server_that_goes_is_told(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_goes_is_told(
+    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served_page, "TICK_S", 0.05)
     with ExitStack() as stack:
         server = stack.enter_context(ExitStack())
         base = server.enter_context(serving(tmp_path, Config()))
-        page = stack.enter_context(opened(chromium, base, allowed=["ERR_CONNECTION", "ERR_INCOMPLETE"]))
+        page = stack.enter_context(
+            opened(chromium, base, allowed=["ERR_CONNECTION", "ERR_INCOMPLETE"])
+        )
         until_live(page)
         began = time.monotonic()
         server.close()
@@ -294,7 +321,10 @@ def test_no_motion_where_none_is_wanted(chromium: Any, base: str) -> None:
         until_live(page)
         page.wait_for_selector(".part", state="attached")
         of = "getComputedStyle(document.querySelector('.part')).transitionProperty"
-        assert page.evaluate(f"{of}") == "none" or page.evaluate(of.replace("Property", "Duration")) == "0s"
+        assert (
+            page.evaluate(f"{of}") == "none"
+            or page.evaluate(of.replace("Property", "Duration")) == "0s"
+        )
 
 
 def test_the_gauges_say_what_metrics_say(chromium: Any, base: str) -> None:
@@ -305,13 +335,16 @@ def test_the_gauges_say_what_metrics_say(chromium: Any, base: str) -> None:
         with urllib.request.urlopen(f"{base}/metrics") as answer:
             lines = [line.rpartition(" ") for line in answer.read().decode().splitlines()]
         total = {
-            name.partition("{")[0]: float(value) for name, _, value in lines if name.startswith("mlxspec")
+            name.partition("{")[0]: float(value)
+            for name, _, value in lines
+            if name.startswith("mlxspec")
         }
         said = page.evaluate(
             "Object.fromEntries([...document.querySelectorAll('#gauges dd')].map(d => [d.id, d.innerText]))"
         )
         number = [
-            int(n.replace(",", "")) for n in re.findall(r"[\d,]+", said["g-rate-sub"] + said["g-hits-sub"])
+            int(n.replace(",", ""))
+            for n in re.findall(r"[\d,]+", said["g-rate-sub"] + said["g-hits-sub"])
         ]
         cached = total["mlxspec_cached_tokens_total"]
         assert number == [
@@ -336,7 +369,10 @@ def test_what_runs_is_seen_behind_a_long_queue(
             page,
             "[...document.querySelectorAll('.end-live')].filter(e => e.innerText === 'writing').length >= 3",
         )
-        assert page.evaluate("document.querySelector('#requests tbody .end-live').innerText") != "waiting"
+        assert (
+            page.evaluate("document.querySelector('#requests tbody .end-live').innerText")
+            != "waiting"
+        )
         now = status.look(base, over=1.0)
         assert now.running == 8 and now.waiting > 24 and now.speed > 0
         monkeypatch.setattr(SLOW, "pause", 0.0)
@@ -366,7 +402,9 @@ class Foreign(BaseHTTPRequestHandler):
         self.end_headers()
         for n in range(served_page.LISTENERS):
             host = ("127.0.0.1", "localhost")[n % 2]
-            self.wfile.write(f"<iframe src='http://{host}:{self.port}/page/events?{n}'></iframe>".encode())
+            self.wfile.write(
+                f"<iframe src='http://{host}:{self.port}/page/events?{n}'></iframe>".encode()
+            )
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -420,7 +458,8 @@ def test_a_selection_outlives_the_second(chromium: Any, base: str) -> None:
             assert after
 
 
-# ---- snapshots of our making ------------------------------------------------------------------------------
+# ---- snapshots of our making
+# ------------------------------------------------------------------------------
 
 
 FEED = """
@@ -440,8 +479,8 @@ window.fetch = async (url, options) => {
 
 @contextmanager
 def fed(chromium: Any, base: str, feeds: list[list[dict[str, Any]]], **kw: Any) -> Iterator[Any]:
-    """A page that gets these snapshots, a list for each time that it connects, then none. Each says what
-    differs from a real one."""
+    """A page that gets these snapshots, a list for each time that it connects, then none. Each says
+    what differs from a real one."""
     with urllib.request.urlopen(f"{base}/page/now") as answer:
         real = json.load(answer)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxspec.server import protocol
-from mlxspec.server.front import while_connected
+from mlxspec.server.state import while_connected
 from tests.server.live import live, serving
 from tests.server.scripted import MESSAGES, server
 
@@ -19,7 +19,9 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
-def address(tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+def address(
+    tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, int]]:
     monkeypatch.setattr(protocol, "HEADERS_S", 0.3)
     monkeypatch.setattr(protocol, "SPARE", 2)
     monkeypatch.setattr(protocol, "FRESH_S", 0.0)
@@ -68,7 +70,9 @@ def test_a_trickle_of_headers_does_not_wind_the_clock(address: tuple[str, int]) 
                 time.sleep(0.02)
 
 
-def test_a_second_request_is_on_the_clock_too_but_not_the_pause_before_it(address: tuple[str, int]) -> None:
+def test_a_second_request_is_on_the_clock_too_but_not_the_pause_before_it(
+    address: tuple[str, int],
+) -> None:
     with socket.create_connection(address, 10) as sock:
         assert ask(sock)["status"] == "ok"
         time.sleep(0.6)  # idle: longer than a request's headers may take
@@ -77,12 +81,17 @@ def test_a_second_request_is_on_the_clock_too_but_not_the_pause_before_it(addres
         assert read(sock) == b""
 
 
-def test_an_answer_may_take_longer(tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_may_take_longer(
+    tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(protocol, "HEADERS_S", 0.1)
     s = server(tokenizer, model_dir, holds=True)
     body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    with live(s.app) as url, socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 10) as sock:
+    with (
+        live(s.app) as url,
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), 10) as sock,
+    ):
         sock.sendall(head.encode() + body)
         got = b""
         while b"assistant" not in got:
@@ -130,7 +139,10 @@ def test_too_many_with_work_are_told_and_more_are_cut(
     """One with work, two spare; two that are told, but for /health; then none."""
     monkeypatch.setattr(protocol, "SPARE", 2)
     body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
-    post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    post = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
     with live(server(tokenizer, model_dir, holds=True).app, most=1) as url, ExitStack() as opened:
         address = "127.0.0.1", int(url.rsplit(":", 1)[1])
         for _ in range(3):
@@ -167,7 +179,9 @@ async def pour(scope: Any, receive: Any, send: Any) -> None:
 
     async def chunks() -> None:
         for left in range(int(scope["path"][1:] or 1 << 40), 0, -1000):
-            await send({"type": "http.response.body", "body": b"x" * min(left, 1000), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": b"x" * min(left, 1000), "more_body": True}
+            )
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
 
@@ -183,8 +197,11 @@ def soon(seen: Callable[[], object], seconds: float = 5.0) -> bool:
 
 
 @contextmanager
-def unread(monkeypatch: pytest.MonkeyPatch, path: bytes) -> Iterator[tuple[socket.socket, set[Any]]]:
-    """A client that has asked for bytes and reads none of them, and the connections of its server."""
+def unread(
+    monkeypatch: pytest.MonkeyPatch, path: bytes
+) -> Iterator[tuple[socket.socket, set[Any]]]:
+    """A client that has asked for bytes and reads none of them, and the connections of its
+    server."""
     monkeypatch.setattr(protocol, "CLIENT_S", 0.4)
     with serving(pour, buffer=4096) as (server, port), socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -192,7 +209,9 @@ def unread(monkeypatch: pytest.MonkeyPatch, path: bytes) -> Iterator[tuple[socke
         sock.sendall(b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
         there = server.server_state.connections
         assert soon(
-            lambda: any(c.transport.get_write_buffer_size() > min(10_000, protocol.HELD) for c in there)
+            lambda: any(
+                c.transport.get_write_buffer_size() > min(10_000, protocol.HELD) for c in there
+            )
         )
         yield sock, there
 
@@ -202,8 +221,8 @@ def unread(monkeypatch: pytest.MonkeyPatch, path: bytes) -> Iterator[tuple[socke
 def test_whatever_a_client_sends_it_has_to_read(
     monkeypatch: pytest.MonkeyPatch, path: bytes, sent: bytes
 ) -> None:
-    """An endless answer, one that has ended but for the client, a long one: bytes of a next request stop no
-    clock, and what is held of an answer is bounded."""
+    """An endless answer, one that has ended but for the client, a long one: bytes of a next request
+    stop no clock, and what is held of an answer is bounded."""
     with unread(monkeypatch, path) as (sock, there):
         sock.sendall(sent)
         held, began = [0], time.monotonic()
@@ -269,7 +288,9 @@ def test_a_burst_stays_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(sock.recv(10) == b"HTTP/1.1 2" for sock in new)
         assert len(there) <= 1 + protocol.SPARE
         many = [connect() for _ in range(6 * protocol.SPARE)]
-        assert soon(lambda: len(seen) == 1 + 8 * protocol.SPARE and len(there) <= 1 + 2 * protocol.SPARE)
+        assert soon(
+            lambda: len(seen) == 1 + 8 * protocol.SPARE and len(there) <= 1 + 2 * protocol.SPARE
+        )
         time.sleep(2 * protocol.FRESH_S)
         last = connect()
         last.sendall(GET.replace(b"/health", b"/1"))
@@ -278,7 +299,8 @@ def test_a_burst_stays_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_body_that_nobody_waits_for_may_still_be_sent(address: tuple[str, int]) -> None:
-    """A refusal comes before the body; a client that sends it in pieces gets the refusal, not a cut."""
+    """A refusal comes before the body; a client that sends it in pieces gets the refusal, not a
+    cut."""
     with socket.create_connection(address, 10) as sock:
         sock.sendall(b"POST /no/such/path HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8\r\n\r\n")
         for _ in range(8):

@@ -1,4 +1,5 @@
-"""/v1/responses over ASGI with a scripted engine: its events, its bodies, and what is kept of them."""
+"""/v1/responses over ASGI with a scripted engine: its events, its bodies, and what is kept of
+them."""
 
 import json
 from collections.abc import Callable
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.server import answer
+from mlxspec.server import generate
 from mlxspec.server.errors import ApiError
-from mlxspec.server.responses import NOT_ENCRYPTED, Store, _plain
-from mlxspec.text.prompt import encode, render_chat
+from mlxspec.server.responses.endpoints import NOT_ENCRYPTED, Store, _plain
+from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, Answer, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -60,7 +61,9 @@ def kinds(found: list[Any]) -> list[str]:
 def unnamed(value: Any) -> Any:
     """Without what differs between two answers to the same question."""
     if isinstance(value, dict):
-        left = {k: v for k, v in value.items() if k not in ("id", "call_id", "created_at", "item_id")}
+        left = {
+            k: v for k, v in value.items() if k not in ("id", "call_id", "created_at", "item_id")
+        }
         return {k: unnamed(v) for k, v in left.items()}
     return [unnamed(v) for v in value] if isinstance(value, list) else value
 
@@ -69,7 +72,8 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
 
 
-# ---- answers --------------------------------------------------------------------------------------------
+# ---- answers
+# --------------------------------------------------------------------------------------------
 
 
 async def test_an_answer(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
@@ -77,7 +81,9 @@ async def test_an_answer(make: Callable[..., Server], agent: tuple[Any, Path]) -
     answer = await ask(s, instructions="you", metadata={"a": "b"}, temperature=0.5, user="me")
     [request], body = s.engine.submitted, answer.json
     assert answer.status == 200 and answer.headers["x-request-id"] == body["id"] == request.id
-    assert body["id"].startswith("resp_") and body["object"] == "response" and body["model"] == "tiny"
+    assert (
+        body["id"].startswith("resp_") and body["object"] == "response" and body["model"] == "tiny"
+    )
     assert body["status"] == "completed" and body["error"] is body["incomplete_details"] is None
     [message] = body["output"]
     assert message.pop("id").startswith("msg_")
@@ -88,7 +94,9 @@ async def test_an_answer(make: Callable[..., Server], agent: tuple[Any, Path]) -
         "content": [text("hello world")],
     }
     chat = [{"role": "system", "content": "you"}, {"role": "user", "content": "hello"}]
-    assert request.prompt == tuple(render_chat(agent[0], chat)) and request.sampling.temperature == 0.5
+    assert (
+        request.prompt == tuple(render_chat(agent[0], chat)) and request.sampling.temperature == 0.5
+    )
     n = len(request.prompt)
     assert body["usage"] == {
         "input_tokens": n,
@@ -97,9 +105,19 @@ async def test_an_answer(make: Callable[..., Server], agent: tuple[Any, Path]) -
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": n + 3,
     }
-    told = {"instructions": "you", "metadata": {"a": "b"}, "temperature": 0.5, "user": "me", "top_p": 1.0}
+    told = {
+        "instructions": "you",
+        "metadata": {"a": "b"},
+        "temperature": 0.5,
+        "user": "me",
+        "top_p": 1.0,
+    }
     assert told.items() <= body.items()
-    assert body["tools"] == [] and body["tool_choice"] == "auto" and body["parallel_tool_calls"] is True
+    assert (
+        body["tools"] == []
+        and body["tool_choice"] == "auto"
+        and body["parallel_tool_calls"] is True
+    )
 
 
 async def test_a_stream(make: Callable[..., Server]) -> None:
@@ -154,15 +172,23 @@ async def test_reasoning_and_calls(make: Callable[..., Server], group: int) -> N
         ("function_call", "spawn", "agents"),
         ("custom_tool_call", "patch", None),
     ]
-    assert [c.get("arguments", c.get("input")) for c in calls] == ['{"x": 1}', '{"x": 1}', '*** "a"\n']
+    assert [c.get("arguments", c.get("input")) for c in calls] == [
+        '{"x": 1}',
+        '{"x": 1}',
+        '*** "a"\n',
+    ]
     assert len({item["id"] for item in response["output"]} | {c["call_id"] for c in calls}) == 8
     for k in range(5):  # each item's events name it, and add up to it
         own = [e for e in found if e.get("output_index") == k]
-        assert {e.get("item_id", e.get("item", {}).get("id")) for e in own} == {response["output"][k]["id"]}
+        assert {e.get("item_id", e.get("item", {}).get("id")) for e in own} == {
+            response["output"][k]["id"]
+        }
         assert own[0]["item"] | {"status": "completed"} != own[-1]["item"] == response["output"][k]
         deltas = "".join(e["delta"] for e in own if e["type"].endswith(".delta"))
         [done] = [
-            e for e in own if e["type"].endswith((".text.done", "_text.done", "ments.done", "input.done"))
+            e
+            for e in own
+            if e["type"].endswith((".text.done", "_text.done", "ments.done", "input.done"))
         ]
         assert deltas == next(done[key] for key in ("text", "arguments", "input") if key in done)
     whole = (await ask(make(said, group=group), **body)).json
@@ -203,7 +229,11 @@ async def test_more_than_the_window_is_clamped(make: Callable[..., Server]) -> N
 
 async def test_an_answer_of_nothing(make: Callable[..., Server]) -> None:
     assert (await ask(make(""))).json["output"] == []
-    assert kinds(events(await ask(make(""), stream=True))) == ["created", "in_progress", "completed"]
+    assert kinds(events(await ask(make(""), stream=True))) == [
+        "created",
+        "in_progress",
+        "completed",
+    ]
 
 
 async def test_one_call_at_a_time(make: Callable[..., Server]) -> None:
@@ -219,15 +249,24 @@ async def test_without_a_choice_of_tools_a_call_is_text(make: Callable[..., Serv
 
 
 def test_the_input_of_a_tool_that_takes_text() -> None:
-    assert _plain('{"input": "a"}') == _plain('{"input": "a", "why": "b"}') == _plain('{"patch": "a"}') == "a"
+    assert (
+        _plain('{"input": "a"}')
+        == _plain('{"input": "a", "why": "b"}')
+        == _plain('{"patch": "a"}')
+        == "a"
+    )
     assert _plain('{"input": "a\\ud800"}') == "a?"
     for other in ("{}", '{"input": 5}', '{"a": "b", "c": "d"}', '{"input": {"a": "b"}}'):
         assert _plain(other) == other
 
 
-async def test_options_of_the_template(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+async def test_options_of_the_template(
+    make: Callable[..., Server], agent: tuple[Any, Path]
+) -> None:
     s = make()
-    answer = await ask(s, reasoning={"effort": "low"}, chat_template_kwargs={"enable_thinking": False})
+    answer = await ask(
+        s, reasoning={"effort": "low"}, chat_template_kwargs={"enable_thinking": False}
+    )
     assert agent[0].decode(s.engine.submitted[0].prompt).endswith("</think>\n\n")
     assert answer.headers["x-mlxspec-ignored"] == "reasoning.effort"
     assert answer.json["reasoning"] == {"effort": "low"}
@@ -235,13 +274,16 @@ async def test_options_of_the_template(make: Callable[..., Server], agent: tuple
 
 async def test_what_is_ignored_is_reported(make: Callable[..., Server]) -> None:
     items = [{"type": "web_search_call", "id": "ws_1"}, {"role": "user", "content": "hello"}]
-    answer = await ask(make(), input=items, tools=[{"type": "web_search"}], text={"verbosity": "low"})
+    answer = await ask(
+        make(), input=items, tools=[{"type": "web_search"}], text={"verbosity": "low"}
+    )
     assert answer.headers["x-mlxspec-ignored"] == (
         "text.verbosity, tools[].web_search, input[].web_search_call"
     )
 
 
-# ---- what can go wrong ----------------------------------------------------------------------------------
+# ---- what can go wrong
+# ----------------------------------------------------------------------------------
 
 
 async def test_a_failure_in_a_stream(make: Callable[..., Server]) -> None:
@@ -281,7 +323,7 @@ async def test_a_client_that_left(make: Callable[..., Server]) -> None:
 
 
 async def test_silence_is_broken_by_an_event(make: Callable[..., Server], monkeypatch: Any) -> None:
-    monkeypatch.setattr(answer, "PROTOCOL_S", 0.05)
+    monkeypatch.setattr(generate, "PROTOCOL_S", 0.05)
     s = make(config=Config(keepalive_s=60), holds=True)
     connection = Connection(s.app, "/v1/responses", {"input": "hello", "stream": True})
     await s.engine.until(lambda: s.engine.submitted)
@@ -306,7 +348,12 @@ async def test_silence_is_broken_by_an_event(make: Callable[..., Server], monkey
         ({"input": "word " * 9000}, 400, "context_length_exceeded", "input"),
         ({"tools": [{"type": "mcp"}]}, 400, None, "tools[0]"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, 400, None, "tools[1].function.name"),
-        ({"previous_response_id": "resp_1"}, 400, "previous_response_not_found", "previous_response_id"),
+        (
+            {"previous_response_id": "resp_1"},
+            400,
+            "previous_response_not_found",
+            "previous_response_id",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "not_found", "input[0].id"),
         ({"input": [{"type": "item_reference"}]}, 404, "not_found", "input[0].id"),
     ],
@@ -317,7 +364,11 @@ async def test_refusals(
 ) -> None:
     s = make()
     answer = await ask(s, stream=stream, **body)
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (status, code, param)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (
+        status,
+        code,
+        param,
+    )
     assert s.engine.submitted == []
 
 
@@ -325,10 +376,15 @@ async def test_refusals(
 async def test_with_and_without_v1(make: Callable[..., Server], path: str) -> None:
     s = make()
     id = (await s.post(path, {"input": "hello"})).json["id"]
-    assert (await s.get(f"{path}/{id}")).status == (await s.get(f"{path}/{id}/input_items")).status == 200
+    assert (
+        (await s.get(f"{path}/{id}")).status
+        == (await s.get(f"{path}/{id}/input_items")).status
+        == 200
+    )
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------
+# ---- what is kept
+# ---------------------------------------------------------------------------------------
 
 
 async def test_get_and_delete(make: Callable[..., Server]) -> None:
@@ -340,7 +396,11 @@ async def test_get_and_delete(make: Callable[..., Server]) -> None:
         assert (await s.get(at)).json == body
         gone = await s.post(at, method="DELETE")
         assert gone.json == {"id": body["id"], "object": "response", "deleted": True}
-        for missing in (await s.get(at), await s.post(at, method="DELETE"), await s.get(f"{at}/input_items")):
+        for missing in (
+            await s.get(at),
+            await s.post(at, method="DELETE"),
+            await s.get(f"{at}/input_items"),
+        ):
             assert missing.status == 404 and body["id"] in missing.error["message"]
     assert s.app.state.responses == Store()
 
@@ -364,7 +424,9 @@ async def test_nothing_is_kept_unless_wanted(make: Callable[..., Server]) -> Non
     assert s.app.state.responses == Store()
 
 
-async def test_going_on_repeats_every_token(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+async def test_going_on_repeats_every_token(
+    make: Callable[..., Server], agent: tuple[Any, Path]
+) -> None:
     """Reasoning, text and a call, whether the client refers to them or sends them back."""
     says = (f"{THOUGHT}I look.\n{CALL}", f"{THOUGHT}So.", "hello")
     s = make()
@@ -373,9 +435,15 @@ async def test_going_on_repeats_every_token(make: Callable[..., Server], agent: 
     for k, words in enumerate(says):
         s.engine.says = (words,)
         previous = {"previous_response_id": said[-1]["id"]} if said else {}
-        said.append((await ask(s, input=turns[k], tools=TOOLS, instructions="you", **previous)).json)
+        said.append(
+            (await ask(s, input=turns[k], tools=TOOLS, instructions="you", **previous)).json
+        )
         call = next((item for item in said[-1]["output"] if item["type"] == "function_call"), None)
-        output = call and {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+        output = call and {
+            "type": "function_call_output",
+            "call_id": call["call_id"],
+            "output": "ok",
+        }
         turns.append([output or {"role": "user", "content": "and on"}])
     first, second, _ = (request.prompt for request in s.engine.submitted)
     made = (*encode(agent[0], says[0], special=False), END)
@@ -383,13 +451,19 @@ async def test_going_on_repeats_every_token(make: Callable[..., Server], agent: 
     prompt = agent[0].decode(second)
     assert prompt.count("you") == 1 and "ok" in prompt[len(agent[0].decode(first + made)) :]
     sent = [*turns[0], *said[0]["output"], *turns[1]]
-    referred = [*turns[0], *({"type": "item_reference", "id": i["id"]} for i in said[0]["output"]), *turns[1]]
+    referred = [
+        *turns[0],
+        *({"type": "item_reference", "id": i["id"]} for i in said[0]["output"]),
+        *turns[1],
+    ]
     for items in (sent, referred):
         await ask(s, input=items, tools=TOOLS, instructions="you", store=False)
         assert s.engine.submitted[-1].prompt == second
 
 
-async def test_instructions_are_not_inherited(make: Callable[..., Server], agent: tuple[Any, Path]) -> None:
+async def test_instructions_are_not_inherited(
+    make: Callable[..., Server], agent: tuple[Any, Path]
+) -> None:
     s = make()
     id = (await ask(s, instructions="system")).json["id"]
     await ask(s, input="and", previous_response_id=id)
@@ -399,7 +473,9 @@ async def test_instructions_are_not_inherited(make: Callable[..., Server], agent
 async def test_input_items(make: Callable[..., Server]) -> None:
     s = make()
     first = (
-        await ask(s, input=[{"role": "user", "content": "1"}, {"role": "developer", "content": "2"}])
+        await ask(
+            s, input=[{"role": "user", "content": "1"}, {"role": "developer", "content": "2"}]
+        )
     ).json
     second = (await ask(s, input="4", previous_response_id=first["id"])).json
 
@@ -420,12 +496,23 @@ async def test_input_items(make: Callable[..., Server]) -> None:
     assert [item["id"] for item in newest["data"]] == ids[:0:-1] and newest["has_more"] is True
     rest = (await page(f"limit=3&after={newest['last_id']}")).json
     assert [item["id"] for item in rest["data"]] == ids[:1] and rest["has_more"] is False
-    for query in ("limit=0", "limit=101", "limit=x", "after=msg_1", "order=up", "limit=00000001" + "0" * 9):
+    for query in (
+        "limit=0",
+        "limit=101",
+        "limit=x",
+        "after=msg_1",
+        "order=up",
+        "limit=00000001" + "0" * 9,
+    ):
         assert (await page(query)).status == 400
 
 
 def response(id: str, previous: str | None = None, said: str = "hello") -> dict[str, Any]:
-    return {"id": id, "previous_response_id": previous, "output": [{"id": f"msg_{id}", "said": said}]}
+    return {
+        "id": id,
+        "previous_response_id": previous,
+        "output": [{"id": f"msg_{id}", "said": said}],
+    }
 
 
 def test_the_least_used_makes_room() -> None:
@@ -446,7 +533,9 @@ def test_what_is_kept_has_a_size() -> None:
         store.keep(response(id, said="x" * 100), [])
         assert store._bytes == sum(map(len, store._kept.values())) <= 1000
     assert 3 < len(store._kept) == len(store._items) < 10
-    store.keep(response("large", said="x" * 1000), [])  # there is room for nothing else, nor for itself
+    store.keep(
+        response("large", said="x" * 1000), []
+    )  # there is room for nothing else, nor for itself
     assert store == Store(most_bytes=1000)
 
 
@@ -458,7 +547,10 @@ def test_a_conversation_without_its_beginning() -> None:
     store.keep(response("c", "b"), [])  # one of the two makes room
     with pytest.raises(ApiError) as caught:
         store.thread("c")
-    assert caught.value.code == "previous_response_not_found" and "is not stored" in caught.value.message
+    assert (
+        caught.value.code == "previous_response_not_found"
+        and "is not stored" in caught.value.message
+    )
 
 
 def test_an_item_that_was_sent_again_is_found_in_its_latest_response() -> None:

@@ -1,4 +1,5 @@
-"""What Anthropic's endpoints take: the conversation in OpenAI's form, refusals at the client's path."""
+"""What Anthropic's endpoints take: the conversation in OpenAI's form, refusals at the client's
+path."""
 
 import json
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.server.anthropic.schema import AT_CHAT, HARMLESS, REFUSED, Messages, Prompt, parsed
 from mlxspec.server.errors import ApiError
 from mlxspec.server.fields import MAX_STOPS
-from mlxspec.server.schema_anthropic import AT_CHAT, HARMLESS, REFUSED, Messages, Prompt, parsed
 
 HELLO = [{"role": "user", "content": "hello"}]
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
@@ -48,7 +49,12 @@ def test_a_conversation() -> None:
         },
         user(
             {"type": "tool_result", "tool_use_id": "c1", "content": "a"},
-            {"type": "tool_result", "tool_use_id": "c2", "content": [text("b"), text("c")], "is_error": True},
+            {
+                "type": "tool_result",
+                "tool_use_id": "c2",
+                "content": [text("b"), text("c")],
+                "is_error": True,
+            },
             {"type": "tool_result", "tool_use_id": "c3"},
             text("go on"),
         ),
@@ -109,7 +115,11 @@ def test_a_nonce_leaves_no_trace(header: str) -> None:
         assert chat(*HELLO, system=system) == HELLO
     plain = chat(*HELLO, system="You help.")
     assert plain == [{"role": "system", "content": "You help."}, *HELLO]
-    for system in ([text(header), text("You help.")], f"{header}\nYou help.", [text(f"{header}\nYou help.")]):
+    for system in (
+        [text(header), text("You help.")],
+        f"{header}\nYou help.",
+        [text(f"{header}\nYou help.")],
+    ):
         assert chat(*HELLO, system=system) == plain
     late = {"role": "system", "content": [text(header)]}
     assert chat(*HELLO, late) == HELLO
@@ -136,7 +146,11 @@ def test_tools() -> None:
         ({"type": "auto", "disable_parallel_tool_use": True}, "auto", True),
         ({"type": "any"}, "required", False),
         ({"type": "none"}, "none", False),
-        ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, {"name": "look"}, True),
+        (
+            {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
+            {"name": "look"},
+            True,
+        ),
     ],
 )
 def test_the_choice_of_tools(sent: Any, choice: Any, single: bool) -> None:
@@ -145,7 +159,12 @@ def test_the_choice_of_tools(sent: Any, choice: Any, single: bool) -> None:
 
 
 def test_a_deferred_tool_is_told_where_it_is_referred_to() -> None:
-    late = {"name": "fly", "description": "Flies.", "input_schema": {"type": "object"}, "defer_loading": True}
+    late = {
+        "name": "fly",
+        "description": "Flies.",
+        "input_schema": {"type": "object"},
+        "defer_loading": True,
+    }
     search = {"name": "ToolSearch", "input_schema": {"type": "object"}}
     found = [{"type": "tool_reference", "tool_name": name} for name in ("fly", "gone")]
     turns = [
@@ -182,11 +201,27 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1"}
         ({"messages": []}, "messages", "is empty"),
         ({"messages": ["hi"]}, "messages[0].role", "is no role; send user, assistant or system"),
         ({"messages": [{"role": ["user"]}]}, "messages[0].role", '= ["user"] is no role'),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", '= "tool" is no role'),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "null is neither a string nor a list"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages", "cannot be begun here"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages[0].role",
+            '= "tool" is no role',
+        ),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0].content",
+            "null is neither a string nor a list",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": "I"}]},
+            "messages",
+            "cannot be begun here",
+        ),
         ({"messages": [user("hi")]}, "messages[0].content[0].type", "= null is not supported here"),
-        ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1].type", '"image" is not supported'),
+        (
+            {"messages": [user(text("a"), IMAGE)]},
+            "messages[0].content[1].type",
+            '"image" is not supported',
+        ),
         (
             {"messages": [user({**IMAGE, "type": "document"})]},
             "messages[0].content[0].type",
@@ -197,7 +232,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1"}
             "messages[0].content[0].content[0].type",
             "image",
         ),
-        ({"messages": [user({**RESULT, "content": 7})]}, "messages[0].content[0].content", "= 7 is neither"),
+        (
+            {"messages": [user({**RESULT, "content": 7})]},
+            "messages[0].content[0].content",
+            "= 7 is neither",
+        ),
         (
             {"messages": [user({"type": "tool_result"})]},
             "messages[0].content[0].tool_use_id",
@@ -212,7 +251,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1"}
         (
             {
                 "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "b"}],
+                    },
                     *HELLO,
                 ]
             },
@@ -222,15 +264,31 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1"}
         ({"system": 7}, "system", "= 7 is neither a string nor a list of blocks"),
         ({"system": [IMAGE]}, "system[0].type", "send text"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema", "is missing"),
-        ({"tools": [LOOK, {"type": "bash_20250124", "name": "bash"}]}, "tools[1].type", "send a custom tool"),
-        ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type", '"web_search_20250305"'),
+        (
+            {"tools": [LOOK, {"type": "bash_20250124", "name": "bash"}]},
+            "tools[1].type",
+            "send a custom tool",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "a"}]},
+            "tools[0].type",
+            '"web_search_20250305"',
+        ),
         ({"tools": [LOOK, LOOK]}, "tools", "holds a name twice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "asks for a tool that is not in tools"),
         ({"tool_choice": {"type": "tool"}, "tools": [LOOK]}, "tool_choice", "not in tools"),
         ({"tool_choice": "auto"}, "tool_choice", "is not an object"),
-        ({"tool_choice": {"type": "required"}}, "tool_choice.type", "send 'auto', 'any', 'tool' or 'none'"),
+        (
+            {"tool_choice": {"type": "required"}},
+            "tool_choice.type",
+            "send 'auto', 'any', 'tool' or 'none'",
+        ),
         ({"thinking": {"type": "on"}}, "thinking.type", "is not supported"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "is missing"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format.schema",
+            "is missing",
+        ),
         (
             {"output_config": {"format": {"type": "json_object"}}},
             "output_config.format.type",
@@ -238,7 +296,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1"}
         ),
         ({"stop_sequences": "x"}, "stop_sequences", "is not a list"),
         ({"stop_sequences": [""]}, "stop_sequences", "holds an empty or overlong string"),
-        ({"stop_sequences": ["x"] * (MAX_STOPS + 1)}, "stop_sequences", f"holds more than {MAX_STOPS}"),
+        (
+            {"stop_sequences": ["x"] * (MAX_STOPS + 1)},
+            "stop_sequences",
+            f"holds more than {MAX_STOPS}",
+        ),
         ({"temperature": 2.1}, "temperature", "send 2.0 or less"),
         ({"top_k": -1}, "top_k", "send 0 or more"),
         ({"top_p": 1.5}, "top_p", "send 1.0 or less"),
@@ -274,20 +336,38 @@ def test_fields_of_other_apis(name: str, value: Any, mend: str) -> None:
 
 
 def test_values_that_ask_for_nothing_pass() -> None:
-    assert take(n=1, presence_penalty=0.0, parallel_tool_calls=True, mcp_servers=[], stop=None)[2] == []
+    assert (
+        take(n=1, presence_penalty=0.0, parallel_tool_calls=True, mcp_servers=[], stop=None)[2]
+        == []
+    )
 
 
 def test_harmless_fields_are_not_reported() -> None:
     """As Claude Code sends them."""
     mark = {"type": "ephemeral"}
     thought = {"type": "thinking", "thinking": "t", "signature": "s"}
-    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}, "caller": {"type": "direct"}}
+    call = {
+        "type": "tool_use",
+        "id": "c",
+        "name": "look",
+        "input": {},
+        "caller": {"type": "direct"},
+    }
     _, _, ignored = take(
         system=[text("s", cache_control=mark)],
         messages=[
             user(text("u", cache_control=mark, citations=None)),
-            {"role": "assistant", "content": [thought, {"type": "redacted_thinking", "data": "d"}, call]},
-            user({"type": "tool_result", "tool_use_id": "c", "content": [text("r", cache_control=mark)]}),
+            {
+                "role": "assistant",
+                "content": [thought, {"type": "redacted_thinking", "data": "d"}, call],
+            },
+            user(
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c",
+                    "content": [text("r", cache_control=mark)],
+                }
+            ),
         ],
         tools=[{**LOOK, "cache_control": mark, "eager_input_streaming": True, "strict": False}],
         thinking={"type": "adaptive", "display": "omitted", "budget_tokens": 2048},
@@ -303,7 +383,9 @@ def test_harmless_fields_are_not_reported() -> None:
 def test_what_nobody_knows_is_reported() -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": [text("r", odd=1)], "weight": 2}
     _, _, ignored = take(
-        messages=[{"role": "user", "content": [text("a", odd=1), text("b", odd=1), result], "name": "me"}],
+        messages=[
+            {"role": "user", "content": [text("a", odd=1), text("b", odd=1), result], "name": "me"}
+        ],
         system=[text("s", rank=1)],
         tools=[{**LOOK, "input_examples": []}],
         thinking={"type": "enabled", "depth": 3},

@@ -8,7 +8,7 @@ import pytest
 
 from mlxspec.server.errors import ApiError
 from mlxspec.server.fields import HARMLESS, REFUSED
-from mlxspec.server.schema_openai import (
+from mlxspec.server.openai.schema import (
     Chat,
     Completion,
     Detokenize,
@@ -124,14 +124,20 @@ def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
 def test_only_finite_numbers(name: str, value: str) -> None:
     shown = f'{{"5": {value}}}' if name == "logit_bias" else value
     error = refuse(Chat, f'{{"messages": [1], "{name}": {shown}}}'.encode())
-    assert error.param is not None and error.param.startswith(name) and "finite number" in error.message
+    assert (
+        error.param is not None
+        and error.param.startswith(name)
+        and "finite number" in error.message
+    )
 
 
 @pytest.mark.parametrize("kind", [Chat, Completion])
 def test_null_is_as_if_it_were_not_there(kind: Any) -> None:
     needed = CHAT if kind is Chat else COMPLETION
     nulls = dict.fromkeys([*kind.model_fields, *REFUSED, *HARMLESS])
-    assert parse(kind, json.dumps(nulls | needed).encode()) == parse(kind, json.dumps(needed).encode())
+    assert parse(kind, json.dumps(nulls | needed).encode()) == parse(
+        kind, json.dumps(needed).encode()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -199,7 +205,11 @@ def test_what_another_endpoint_has_is_refused_here(kind: Any, name: str, value: 
         ("stream", "yes", 'stream = "yes" is neither true nor false; send one of them'),
         ("messages", [], "messages = [] is empty; send 1 at least"),
         ("messages", "hi", 'messages = "hi" is not a list; send one'),
-        ("stop", [""], 'stop = [""] holds an empty or overlong string; send 1 to 1000 characters each'),
+        (
+            "stop",
+            [""],
+            'stop = [""] holds an empty or overlong string; send 1 to 1000 characters each',
+        ),
         ("stop", ["a"] * 17, "holds 17 strings; send 16 at most"),
         ("stop_token_ids", [1] * 17, "holds more than 16; leave some out"),
         ("logit_bias", [1], "logit_bias = [1] is not an object; send one"),
@@ -218,10 +228,22 @@ def test_every_refusal_has_a_mend(name: str, value: Any, why: str) -> None:
         ("text", "prediction", 'prediction = "text" is not an object; send one'),
         ({"content": "x"}, "prediction.type", "prediction.type is missing; send it"),
         ({"type": "content"}, "prediction.content", "prediction.content is missing; send it"),
-        ({"type": "x", "content": ""}, "prediction.type", "type = \"x\" is not supported; send 'content'"),
+        (
+            {"type": "x", "content": ""},
+            "prediction.type",
+            "type = \"x\" is not supported; send 'content'",
+        ),
         ({"type": None, "content": ""}, "prediction.type", "type = null is not supported"),
-        ({"content": None}, "prediction.content", "null is neither a string nor a list of text parts; send"),
-        ({"content": {"text": "x"}}, "prediction.content", "is neither a string nor a list of text parts"),
+        (
+            {"content": None},
+            "prediction.content",
+            "null is neither a string nor a list of text parts; send",
+        ),
+        (
+            {"content": {"text": "x"}},
+            "prediction.content",
+            "is neither a string nor a list of text parts",
+        ),
         ({"content": ["x"]}, "prediction.content[0]", '"x" is not an object; send one'),
         (
             {"content": [{"type": "image_url", "text": ""}]},
@@ -229,8 +251,16 @@ def test_every_refusal_has_a_mend(name: str, value: Any, why: str) -> None:
             "prediction.content[0].type = \"image_url\" is not supported; send 'text'",
         ),
         ({"content": [{"type": "text"}]}, "prediction.content[0].text", "is missing; send it"),
-        ({"content": [{"type": "text", "text": 5}]}, "prediction.content[0].text", "5 is not a string"),
-        ({"content": [{"type": "text", "text": ""}] * 1025}, "prediction.content", "holds more than 1024"),
+        (
+            {"content": [{"type": "text", "text": 5}]},
+            "prediction.content[0].text",
+            "5 is not a string",
+        ),
+        (
+            {"content": [{"type": "text", "text": ""}] * 1025},
+            "prediction.content",
+            "holds more than 1024",
+        ),
     ],
 )
 def test_wrong_predictions(kind: Any, value: Any, param: str, why: str) -> None:
@@ -250,7 +280,9 @@ def test_a_neutral_value_is_not_mistaken_for_another_type() -> None:
         assert refuse(Chat, CHAT | {name: value}).param == name
 
 
-@pytest.mark.parametrize("key", ["{x}", "{error!s:>100000000}", "{error.__traceback__.tb_frame}", "{"])
+@pytest.mark.parametrize(
+    "key", ["{x}", "{error!s:>100000000}", "{error.__traceback__.tb_frame}", "{"]
+)
 def test_a_clients_braces_are_only_text(key: str) -> None:
     error = refuse(Chat, CHAT | {"logit_bias": {key: 1}})
     assert repr(key) in error.message and len(error.message) < 300
@@ -300,7 +332,11 @@ def test_unknown_fields_at_every_depth() -> None:
             {"role": "user", "mood": 2},
         ],
         "stream_options": {"include_usage": True, "include_obfuscation": False, "speed": 1},
-        "prediction": {"type": "content", "content": [{"type": "text", "text": "x", "tint": 1}], "sure": 1},
+        "prediction": {
+            "type": "content",
+            "content": [{"type": "text", "text": "x", "tint": 1}],
+            "sure": 1,
+        },
         "colour": 1,
         "user": "me",
     }
@@ -315,7 +351,8 @@ def test_unknown_fields_at_every_depth() -> None:
 
 
 TWO_CALLS = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
-# For each field of the two endpoints a value that must show: in what reaches the engine, or in the answer.
+# For each field of the two endpoints a value that must show: in what reaches the engine, or in the
+# answer.
 TELLING: dict[str, Any] = {
     "model": "another",
     "n": 2,
@@ -356,7 +393,9 @@ TELLING: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in (Chat, Completion) for name in kind.model_fields]
 )
-async def test_no_field_is_silently_ignored(kind: Any, name: str, tokenizer: Any, model_dir: Any) -> None:
+async def test_no_field_is_silently_ignored(
+    kind: Any, name: str, tokenizer: Any, model_dir: Any
+) -> None:
     telling = (
         TELLING[name][kind.api]
         if isinstance(TELLING[name], dict) and kind.api in TELLING[name]
@@ -371,7 +410,8 @@ async def test_no_field_is_silently_ignored(kind: Any, name: str, tokenizer: Any
     if name == "stream_options":
         basis["stream"] = True
     one, other = [
-        await seen(tokenizer, model_dir, kind, body, says) for body in (basis, basis | {name: telling})
+        await seen(tokenizer, model_dir, kind, body, says)
+        for body in (basis, basis | {name: telling})
     ]
     assert one[0] == 200 and one != other
 
@@ -381,7 +421,9 @@ async def test_no_field_is_silently_ignored(kind: Any, name: str, tokenizer: Any
 async def test_harmless_fields_change_nothing(kind: Any, tokenizer: Any, model_dir: Any) -> None:
     basis: dict[str, Any] = {**(CHAT if kind is Chat else COMPLETION), "seed": 1}
     body = basis | dict.fromkeys(HARMLESS, "something")
-    assert await seen(tokenizer, model_dir, kind, body) == await seen(tokenizer, model_dir, kind, basis)
+    assert await seen(tokenizer, model_dir, kind, body) == await seen(
+        tokenizer, model_dir, kind, basis
+    )
 
 
 def forced(request: Any) -> Any:

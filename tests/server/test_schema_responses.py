@@ -1,4 +1,5 @@
-"""What /v1/responses takes: items become messages, tools functions, and nothing is silently ignored."""
+"""What /v1/responses takes: items become messages, tools functions, and nothing is silently
+ignored."""
 
 import json
 import re
@@ -8,7 +9,7 @@ import pytest
 
 from mlxspec.server.ask import Format
 from mlxspec.server.errors import ApiError
-from mlxspec.server.schema_responses import (
+from mlxspec.server.responses.schema import (
     FOREIGN,
     HARMLESS,
     HOSTED,
@@ -62,7 +63,8 @@ def function(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "name": name, "parameters": {"type": "object"}, **more}
 
 
-# ---- fields ---------------------------------------------------------------------------------------------
+# ---- fields
+# ---------------------------------------------------------------------------------------------
 
 WRONG = [
     ("input", 5),
@@ -148,7 +150,8 @@ def test_limits() -> None:
     assert body(max_output_tokens=5, max_tokens=3)[0].limit == 3
 
 
-# ---- items ----------------------------------------------------------------------------------------------
+# ---- items
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,14 +175,21 @@ def test_limits() -> None:
         ),
         (
             {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"\n'},
-            {"role": "assistant", "tool_calls": [chat_call("c", "patch", '{"input": "a \\"b\\"\\n"}')]},
+            {
+                "role": "assistant",
+                "tool_calls": [chat_call("c", "patch", '{"input": "a \\"b\\"\\n"}')],
+            },
         ),
         (
             {"type": "function_call_output", "call_id": "c", "output": "ok"},
             {"role": "tool", "tool_call_id": "c", "content": "ok"},
         ),
         (
-            {"type": "custom_tool_call_output", "call_id": "c", "output": [part("input_text", "ok")]},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c",
+                "output": [part("input_text", "ok")],
+            },
             {"role": "tool", "tool_call_id": "c", "content": "ok"},
         ),
     ],
@@ -189,7 +199,10 @@ def test_items(item: Any, message: Any) -> None:
 
 
 def test_what_an_assistant_did_in_a_row_is_one_message() -> None:
-    thought = {"type": "reasoning", "summary": [part("summary_text", "hm"), part("summary_text", "so")]}
+    thought = {
+        "type": "reasoning",
+        "summary": [part("summary_text", "hm"), part("summary_text", "so")],
+    }
     output = {"type": "function_call_output", "call_id": "c", "output": "ok"}
     raw = {"type": "reasoning", "summary": [], "content": [part("reasoning_text", "raw")]}
     assert messages(
@@ -265,10 +278,13 @@ def test_what_hosted_tools_did_is_left_out_and_reported() -> None:
     ],
 )
 def test_items_that_cannot_be_read(item: Any, at: str) -> None:
-    assert refuse(chat_messages, [said("user", "earlier")], [said("user", "hello"), item]).param == at
+    assert (
+        refuse(chat_messages, [said("user", "earlier")], [said("user", "hello"), item]).param == at
+    )
 
 
-# ---- tools ----------------------------------------------------------------------------------------------
+# ---- tools
+# ----------------------------------------------------------------------------------------------
 
 
 def test_tools() -> None:
@@ -277,7 +293,11 @@ def test_tools() -> None:
         function("f", description="does", strict=False),
         {"type": "custom", "name": "patch", "description": "edits", "format": grammar},
         {"type": "web_search"},
-        {"type": "namespace", "name": "agents", "tools": [function("spawn"), function("f"), {"type": "new"}]},
+        {
+            "type": "namespace",
+            "name": "agents",
+            "tools": [function("spawn"), function("f"), {"type": "new"}],
+        },
         {"type": "namespace", "name": "mcp__git__", "tools": [{"type": "custom", "name": "say"}]},
     )
     told = {tool["function"]["name"]: tool["function"] for tool in found.told}
@@ -306,7 +326,10 @@ def test_no_tools() -> None:
         ({"name": "f"}, "tools[0].type"),
         ({"type": "function"}, "tools[0].name"),
         ({"type": "namespace", "name": "n"}, "tools[0].tools"),
-        ({"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}, "tools[0].tools[0].name"),
+        (
+            {"type": "namespace", "name": "n", "tools": [{"type": "custom"}]},
+            "tools[0].tools[0].name",
+        ),
         *(({"type": kind}, "tools[0]") for kind in HOSTED),
     ],
 )
@@ -324,10 +347,18 @@ SPAWN = {"type": "namespace", "name": "n", "tools": [function("f")]}
         ("none", "none", ["f", "patch", "n__f"]),
         ("required", "required", ["f", "patch", "n__f"]),
         ({"type": "function", "name": "f"}, {"name": "f"}, ["f", "patch", "n__f"]),
-        ({"type": "function", "name": "f", "namespace": "n"}, {"name": "n__f"}, ["f", "patch", "n__f"]),
+        (
+            {"type": "function", "name": "f", "namespace": "n"},
+            {"name": "n__f"},
+            ["f", "patch", "n__f"],
+        ),
         ({"type": "custom", "name": "patch"}, {"name": "patch"}, ["f", "patch", "n__f"]),
         ({"type": "allowed_tools", "mode": "auto", "tools": [PATCH]}, "auto", ["patch"]),
-        ({"type": "allowed_tools", "mode": "required", "tools": [PATCH, function("f")]}, "required", None),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [PATCH, function("f")]},
+            "required",
+            None,
+        ),
     ],
 )
 def test_tool_choice(value: Any, choice: Any, left: Any) -> None:
@@ -345,7 +376,10 @@ def test_tool_choice(value: Any, choice: Any, left: Any) -> None:
         ({"type": "function"}, "tool_choice.name"),
         ({"type": "function", "name": "g"}, "tool_choice"),
         ({"type": "allowed_tools", "mode": "none", "tools": []}, "tool_choice.mode"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [function("g")]}, "tool_choice.tools[0]"),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [function("g")]},
+            "tool_choice.tools[0]",
+        ),
     ],
 )
 def test_wrong_choices(value: Any, at: str) -> None:

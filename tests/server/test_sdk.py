@@ -1,4 +1,5 @@
-"""OpenAI's own client over a real socket: against a scripted engine, then against the real one, tiny."""
+"""OpenAI's own client over a real socket: against a scripted engine, then against the real one,
+tiny."""
 
 import asyncio
 import threading
@@ -15,7 +16,7 @@ from pydantic import BaseModel, Field
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import encode
+from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.server.live import live
@@ -53,12 +54,19 @@ def client(url: str) -> Iterator[OpenAI]:
 
 
 def ask(client: Any, text: str = "hello world", **kw: Any) -> Any:
-    options = {"model": "tiny", "seed": 1, "max_tokens": 24, "extra_body": {"ignore_eos": True}} | kw
+    options = {
+        "model": "tiny",
+        "seed": 1,
+        "max_tokens": 24,
+        "extra_body": {"ignore_eos": True},
+    } | kw
     return client.chat.completions.create(messages=[{"role": "user", "content": text}], **options)
 
 
 def text_of(stream: Any, index: int = 0) -> str:
-    return "".join(c.delta.content or "" for event in stream for c in event.choices if c.index == index)
+    return "".join(
+        c.delta.content or "" for event in stream for c in event.choices if c.index == index
+    )
 
 
 def running(worker: Worker) -> int:
@@ -69,17 +77,25 @@ def running(worker: Worker) -> int:
 async def test_scripted(tokenizer: Any, model_dir: Any) -> None:
     s = server(tokenizer, model_dir, says=("hello é🦊",))
     with live(s.app) as base:
-        async with AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=30) as client:
-            whole = await client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True)  # type: ignore[arg-type]
+        async with AsyncOpenAI(
+            base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=30
+        ) as client:
+            whole = await client.chat.completions.create(
+                model="tiny", messages=MESSAGES, logprobs=True
+            )  # type: ignore[arg-type]
             assert (
-                whole.choices[0].message.content == "hello é🦊" and whole.choices[0].finish_reason == "stop"
+                whole.choices[0].message.content == "hello é🦊"
+                and whole.choices[0].finish_reason == "stop"
             )
             assert (
                 whole.usage
-                and whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+                and whole.usage.total_tokens
+                == whole.usage.prompt_tokens + whole.usage.completion_tokens
             )
             assert whole.choices[0].logprobs and whole.choices[0].logprobs.content
-            stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+            stream = await client.chat.completions.create(
+                model="tiny", messages=MESSAGES, stream=True
+            )  # type: ignore[call-overload]
             events = [event async for event in stream]
             assert "".join(e.choices[0].delta.content or "" for e in events) == "hello é🦊"
             done = await client.completions.create(model="tiny", prompt="hello", logprobs=1)
@@ -90,10 +106,16 @@ async def test_scripted(tokenizer: Any, model_dir: Any) -> None:
 async def test_retry_after_is_honoured(tokenizer: Any, model_dir: Any) -> None:
     s = server(tokenizer, model_dir, busy=1)
     with live(s.app) as base:
-        async with AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=1, timeout=30) as client:
-            asking = asyncio.ensure_future(client.chat.completions.create(model="tiny", messages=MESSAGES))  # type: ignore[arg-type]
+        async with AsyncOpenAI(
+            base_url=f"{base}/v1", api_key="none", max_retries=1, timeout=30
+        ) as client:
+            asking = asyncio.ensure_future(
+                client.chat.completions.create(model="tiny", messages=MESSAGES)
+            )  # type: ignore[arg-type]
             with pytest.raises(openai.RateLimitError) as caught:
-                await client.with_options(max_retries=0).completions.create(model="tiny", prompt="a")
+                await client.with_options(max_retries=0).completions.create(
+                    model="tiny", prompt="a"
+                )
             assert caught.value.response.headers["retry-after"] == "1"
             s.engine.busy = 0
             assert (await asking).choices[0].message.content == "hello world"
@@ -147,7 +169,9 @@ def test_log_probabilities(client: OpenAI, tokenizer: Any, anyio_backend: str) -
     answer = ask(client, logprobs=True, top_logprobs=3, temperature=0)
     content = answer.choices[0].logprobs.content
     assert len(content) == 24 and all(len(entry.top_logprobs) == 3 for entry in content)
-    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)  # greedy: the best
+    assert all(
+        entry.logprob == entry.top_logprobs[0].logprob for entry in content
+    )  # greedy: the best
     raw = bytes(b for entry in content for b in entry.bytes)
     assert raw.decode("utf-8", "replace").removeprefix(" ") == answer.choices[0].message.content
     streamed = list(ask(client, logprobs=True, top_logprobs=3, temperature=0, stream=True))
@@ -164,7 +188,10 @@ def test_stop_strings(client: OpenAI, worker: Worker, anyio_backend: str) -> Non
         ask(client, max_tokens=64, stop=stop),
         ask(client, max_tokens=64, stop=[stop, "never said"]),
     ):
-        assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "stop"
+        assert (
+            answer.choices[0].message.content == expected
+            and answer.choices[0].finish_reason == "stop"
+        )
         assert answer.usage.completion_tokens < 64
     assert text_of(ask(client, max_tokens=64, stop=stop, stream=True)) == expected
 
@@ -184,9 +211,16 @@ def test_a_prediction_changes_no_token(client: OpenAI, anyio_backend: str) -> No
     assert details.rejected_prediction_tokens >= 0
 
 
-def test_completions_continue_the_prompt(client: OpenAI, tokenizer: Any, anyio_backend: str) -> None:
+def test_completions_continue_the_prompt(
+    client: OpenAI, tokenizer: Any, anyio_backend: str
+) -> None:
     ids = encode(tokenizer, "hello world")
-    options = {"model": "tiny", "max_tokens": 16, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    options = {
+        "model": "tiny",
+        "max_tokens": 16,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
     by_text = client.completions.create(prompt="hello world", **options)
     by_ids = client.completions.create(prompt=ids, logprobs=0, **options)
     assert by_text.choices[0].text == by_ids.choices[0].text
@@ -194,7 +228,9 @@ def test_completions_continue_the_prompt(client: OpenAI, tokenizer: Any, anyio_b
     assert echoed.choices[0].text == "hello world" + by_text.choices[0].text
     said = by_ids.choices[0].logprobs
     assert (
-        len(said.tokens) == 16 and said.text_offset[0] == 0 and said.text_offset == sorted(said.text_offset)
+        len(said.tokens) == 16
+        and said.text_offset[0] == 0
+        and said.text_offset == sorted(said.text_offset)
     )
 
 
@@ -204,7 +240,12 @@ def test_completions_continue_the_prompt(client: OpenAI, tokenizer: Any, anyio_b
         ({"model": "other"}, openai.NotFoundError, "model_not_found", "model"),
         ({"temperature": 3}, openai.BadRequestError, None, "temperature"),
         ({"n": 9}, openai.BadRequestError, None, "n"),
-        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "unsupported_parameter", "functions"),
+        (
+            {"functions": [{"name": "f"}]},
+            openai.BadRequestError,
+            "unsupported_parameter",
+            "functions",
+        ),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, None, "tools[0]"),
         ({"text": "word " * 600}, openai.BadRequestError, "context_length_exceeded", "messages"),
     ],
@@ -234,7 +275,12 @@ def test_structured_answers(client: OpenAI, worker: Worker, anyio_backend: str) 
     """By the SDK's own schema, of weights that mean nothing, streamed and whole."""
     messages: Any = [{"role": "user", "content": "hello"}]
     for seed in range(6):
-        options: Any = {"model": "tiny", "messages": messages, "seed": seed, "response_format": Trip}
+        options: Any = {
+            "model": "tiny",
+            "messages": messages,
+            "seed": seed,
+            "response_format": Trip,
+        }
         made = client.chat.completions.parse(**options).choices[0].message.parsed
         assert isinstance(made, Trip)
         with client.chat.completions.stream(**options) as stream:
@@ -273,7 +319,9 @@ def test_max_tokens_beyond_the_window_is_clamped(client: OpenAI, anyio_backend: 
     assert answer.usage.total_tokens == CONTEXT and answer.choices[0].finish_reason == "length"
 
 
-def test_a_cancelled_stream_frees_its_blocks(client: OpenAI, worker: Worker, anyio_backend: str) -> None:
+def test_a_cancelled_stream_frees_its_blocks(
+    client: OpenAI, worker: Worker, anyio_backend: str
+) -> None:
     stream = ask(client, max_tokens=CONTEXT, stream=True, text="a long one")
     next(iter(stream))
     stream.close()
@@ -285,7 +333,9 @@ def test_a_cancelled_stream_frees_its_blocks(client: OpenAI, worker: Worker, any
 
 async def test_sixteen_streams_at_once(url: str, worker: Worker) -> None:
     """Each says what it says alone, although they share the engine's steps."""
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    async with AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
 
         async def one(i: int) -> tuple[str, int]:
             stream = await ask(

@@ -1,4 +1,5 @@
-"""Anthropic's own client over a real socket, against a scripted engine that reasons and calls tools."""
+"""Anthropic's own client over a real socket, against a scripted engine that reasons and calls
+tools."""
 
 import asyncio
 import json
@@ -55,7 +56,9 @@ def test_the_events_of_a_stream(agent: Any, anyio_backend: str) -> None:
         whole = client.messages.create(**ASK, tools=[LOOK])
         raw = [event.type for event in client.messages.create(**ASK, tools=[LOOK], stream=True)]
         assert [
-            kind for i, kind in enumerate(raw) if kind != "content_block_delta" or raw[i - 1] != kind
+            kind
+            for i, kind in enumerate(raw)
+            if kind != "content_block_delta" or raw[i - 1] != kind
         ] == [
             "message_start",
             *("content_block_start", "content_block_delta", "content_block_stop") * 3,
@@ -85,13 +88,20 @@ def test_a_loop_of_tools(agent: Any, stream: bool, anyio_backend: str) -> None:
         [call] = [block for block in first.content if block.type == "tool_use"]
         assert call.name == "look" and call.input == {"at": "/é", "deep": True}
         s.engine.says = ("I see a file.",)
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": "a file", "is_error": True}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": call.id,
+            "content": "a file",
+            "is_error": True,
+        }
         turns = [*MESSAGES, first.to_param(), {"role": "user", "content": [result]}]
         second = say(turns)
         assert second.stop_reason == "end_turn" and second.content[0].text == "I see a file."
         one, two = (request.prompt for request in s.engine.submitted)
         said = s.engine.tokenizer.decode(two[len(one) :])
-        assert two[: len(one)] == one and said.startswith(THOUGHT + CALL) and "Error: a file" in said
+        assert (
+            two[: len(one)] == one and said.startswith(THOUGHT + CALL) and "Error: a file" in said
+        )
         counted = client.messages.count_tokens(model="tiny", messages=turns, tools=[LOOK])
         assert counted.input_tokens == len(two) == second.usage.input_tokens
 
@@ -121,7 +131,11 @@ def test_models(agent: Any, anyio_backend: str) -> None:
     ("options", "kind", "said"),
     [
         ({"model": "other"}, anthropic.NotFoundError, "model = 'other' is not served here"),
-        ({"extra_body": {"temperature": 3}}, anthropic.BadRequestError, "temperature = 3 is too large"),
+        (
+            {"extra_body": {"temperature": 3}},
+            anthropic.BadRequestError,
+            "temperature = 3 is too large",
+        ),
         ({"extra_body": {"seed": 1}}, anthropic.BadRequestError, "seed = 1 is not supported"),
         (
             {"messages": [{"role": "user", "content": "é" * 9000}]},
@@ -171,7 +185,9 @@ async def test_a_closed_stream_aborts(agent: Any) -> None:
     aborted = threading.Event()
     s.engine.abort = lambda *a: aborted.set()  # type: ignore[method-assign]
     with live(s.app) as base:
-        async with AsyncAnthropic(base_url=base, api_key="none", max_retries=0, timeout=30) as client:
+        async with AsyncAnthropic(
+            base_url=base, api_key="none", max_retries=0, timeout=30
+        ) as client:
             stream = await client.messages.create(**ASK, stream=True)
             assert (await anext(aiter(stream))).type == "message_start" and not aborted.is_set()
             await stream.close()
@@ -183,4 +199,6 @@ def test_is_anybody_there(agent: Any, anyio_backend: str) -> None:
         assert [plain.head(path).status_code for path in ("/", "/api/hello")] == [200, 200]
         body = {**ASK, "stream": True, "system": [{"type": "text", "text": json.dumps({})}]}
         answer = plain.post("/v1/messages?beta=true", json=body, headers={"anthropic-beta": "a,b"})
-        assert answer.status_code == 200 and answer.text.endswith('data: {"type":"message_stop"}\n\n')
+        assert answer.status_code == 200 and answer.text.endswith(
+            'data: {"type":"message_stop"}\n\n'
+        )

@@ -1,4 +1,5 @@
-"""OpenAI's own client and /v1/responses over a real socket: scripted answers, then the real engine, tiny."""
+"""OpenAI's own client and /v1/responses over a real socket: scripted answers, then the real engine,
+tiny."""
 
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ from pydantic import TypeAdapter
 
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
-from mlxspec.server import answer
+from mlxspec.server import generate
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import encode
+from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.server.live import live
@@ -27,7 +28,11 @@ WIDE = replace(INFO, context=8192)
 THOUGHT = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"arguments": {"path":"a"},  "name": "read"}\n</tool_call>'
 PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n"}}\n</tool_call>'
-PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "additionalProperties": False}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}},
+    "additionalProperties": False,
+}
 TOOLS: list[Any] = [
     {"type": "function", "name": "read", "parameters": PARAMETERS, "strict": True},
     {
@@ -83,13 +88,16 @@ def ask(client: OpenAI, said: Any = "hello", **kw: Any) -> Any:
 
 
 def strictly(response: Any) -> Any:
-    """The response, if it is one by the letter of the SDK's types, which the SDK itself does not check."""
+    """The response, if it is one by the letter of the SDK's types, which the SDK itself does not
+    check."""
     Response.model_validate(response.to_dict())
     return response
 
 
 def test_a_whole_answer(client: OpenAI) -> None:
-    made = strictly(ask(client, instructions="you", metadata={"a": "b"}, reasoning={"effort": "low"}))
+    made = strictly(
+        ask(client, instructions="you", metadata={"a": "b"}, reasoning={"effort": "low"})
+    )
     assert made.output_text == "hello world" and made.status == "completed"
     assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
 
@@ -99,13 +107,16 @@ def test_a_stream_has_its_events_in_their_order(client: OpenAI, s: Server) -> No
     found = list(ask(client, tools=TOOLS, stream=True, include=["reasoning.encrypted_content"]))
     assert [event.type for event in found] == STREAMED
     for k, event in enumerate(found):
-        assert type(EVENT.validate_python(event.to_dict())) is type(event) and event.sequence_number == k
+        assert (
+            type(EVENT.validate_python(event.to_dict())) is type(event)
+            and event.sequence_number == k
+        )
     strictly(found[-1].response)
 
 
 def test_what_the_client_adds_up_is_the_answer(client: OpenAI, s: Server, monkeypatch: Any) -> None:
     """Although events that say nothing are in between."""
-    monkeypatch.setattr(answer, "PROTOCOL_S", 0.02)
+    monkeypatch.setattr(generate, "PROTOCOL_S", 0.02)
     s.engine.holds = True
     text = f"{THOUGHT}I look.\n{CALL}"
     with client.responses.stream(model="tiny", input="hello", tools=TOOLS[:1]) as stream:
@@ -134,10 +145,14 @@ def test_tools_go_round(client: OpenAI, s: Server, agent: tuple[Any, Path]) -> N
         for item in made.output:
             if item.type == "function_call":
                 assert (item.name, item.arguments) == ("read", '{"path": "a"}')
-                items.append({"type": "function_call_output", "call_id": item.call_id, "output": "text"})
+                items.append(
+                    {"type": "function_call_output", "call_id": item.call_id, "output": "text"}
+                )
             elif item.type == "custom_tool_call":
                 assert (item.name, item.input) == ("patch", "*** Begin\n")
-                items.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": "Done"})
+                items.append(
+                    {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "Done"}
+                )
     assert made.output_text == "hello world"
     prompts = [request.prompt for request in s.engine.submitted]
     for words, before, after in zip(says, prompts, prompts[1:], strict=False):
@@ -154,7 +169,9 @@ def test_going_on_from_what_is_kept(client: OpenAI, s: Server, agent: tuple[Any,
     assert other[: len(said)] == said and "and on" in agent[0].decode(other[len(said) :])
     assert client.responses.retrieve(second.id) == strictly(second)
     items = list(client.responses.input_items.list(second.id, order="asc", limit=2))  # of two pages
-    assert [item.type for item in items] == ["message"] * 3 and len({item.id for item in items}) == 3
+    assert [item.type for item in items] == ["message"] * 3 and len(
+        {item.id for item in items}
+    ) == 3
     client.responses.delete(first.id)
     for fails in (
         lambda: client.responses.retrieve(first.id),
@@ -214,7 +231,10 @@ def test_a_conversation_with_the_real_engine(tokenizer: Any, model_dir: Path) ->
     worker.launch()
     try:
         app = create_app(worker, tokenizer, model_dir, Config())
-        with live(app) as base, OpenAI(base_url=base, api_key="none", max_retries=0, timeout=30) as client:
+        with (
+            live(app) as base,
+            OpenAI(base_url=base, api_key="none", max_retries=0, timeout=30) as client,
+        ):
             options = {"max_output_tokens": 24, "extra_body": {"ignore_eos": True, "seed": 1}}
             first = strictly(ask(client, "hello world, and you, and the system", **options))
             assert first.status == "incomplete" and first.usage.output_tokens == 24

@@ -66,7 +66,10 @@ async def test_host(config: Config, host: str, ok: bool) -> None:
     answer = await ask(config, host=host)
     assert answer.status == (200 if ok else 403)
     if not ok:
-        assert answer.error["code"] == "host_not_allowed" and "--allowed-hosts" in answer.error["message"]
+        assert (
+            answer.error["code"] == "host_not_allowed"
+            and "--allowed-hosts" in answer.error["message"]
+        )
 
 
 async def test_no_host_and_two_hosts() -> None:
@@ -142,7 +145,10 @@ async def test_key(headers: dict[str, str], status: int) -> None:
     answer = await ask(config, **headers)
     assert answer.status == status
     if status == 401:
-        assert answer.error["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer"
+        assert (
+            answer.error["code"] == "invalid_api_key"
+            and answer.headers["www-authenticate"] == "Bearer"
+        )
         assert "sesame" not in answer.error["message"]
     assert (await ask(config, "/metrics", **headers)).status == status
     assert (await ask(config, "/health", **headers)).status == 200
@@ -179,7 +185,7 @@ async def test_a_body_in_pieces(tokenizer: Any, model_dir: Any) -> None:
 async def test_a_body_that_never_ends(
     tokenizer: Any, model_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.server.front.BODY_S", 0.01)
+    monkeypatch.setattr("mlxspec.server.state.BODY_S", 0.01)
     s = server(tokenizer, model_dir)
     connection = Connection(s.app, CHAT, chunks=[b"{", b""])
     connection._parts = [b"{"]
@@ -195,7 +201,8 @@ async def test_a_body_that_never_ends(
 
 
 async def test_bodies_that_come_are_bounded_together(tokenizer: Any, model_dir: Any) -> None:
-    """Who sends slowly must not fill the memory with many at once; what is whole, or gone, counts no more."""
+    """Who sends slowly must not fill the memory with many at once; what is whole, or gone, counts
+    no more."""
     s = server(tokenizer, model_dir, Config(max_body_mb=2))
     whole = b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}'.ljust(2 << 20)
     gate, ways = asyncio.Event(), list[asyncio.Task[Any]]()

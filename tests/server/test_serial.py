@@ -1,4 +1,5 @@
-"""Work in order on one thread, which ends when nobody needs it, and keeps nothing that nobody waits for."""
+"""Work in order on one thread, which ends when nobody needs it, and keeps nothing that nobody waits
+for."""
 
 import gc
 import subprocess

@@ -10,7 +10,7 @@ from anthropic import Anthropic
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
-from mlxspec.text.prompt import load_tokenizer
+from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
 from tests import tiny
 from tests.server.live import live
@@ -45,15 +45,19 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Anthropic]:
 
 @pytest.mark.slow
 def test_three_turns(client: Anthropic) -> None:
-    """30,000 tokens of system text and tools behind a header that changes; each turn a call, which the client
-    sends back with a default in front, its result, and `content` now as a list, now as a string."""
+    """30,000 tokens of system text and tools behind a header that changes; each turn a call, which
+    the client sends back with a default in front, its result, and `content` now as a list, now as a
+    string."""
     tools: Any = [
         {
             "name": f"tool{i}",
             "description": WORDS * 12,
             "input_schema": {
                 "type": "object",
-                "properties": {"path": {"type": "string", "maxLength": 4}, "all": {"type": "boolean"}},
+                "properties": {
+                    "path": {"type": "string", "maxLength": 4},
+                    "all": {"type": "boolean"},
+                },
                 "required": ["path"],
                 "additionalProperties": False,
             },
@@ -64,7 +68,10 @@ def test_three_turns(client: Anthropic) -> None:
     before, cold = 0, 0.0
     for turn in range(3):
         system: Any = [
-            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.329.{turn}a{turn};"},
+            {
+                "type": "text",
+                "text": f"x-anthropic-billing-header: cc_version=2.1.329.{turn}a{turn};",
+            },
             {"type": "text", "text": WORDS * 1280, "cache_control": {"type": "ephemeral"}},
         ]
         began, first = time.perf_counter(), 0.0
@@ -84,7 +91,9 @@ def test_three_turns(client: Anthropic) -> None:
         assert not before or first <= cold / 20, f"{first:.2f} s, the first turn {cold:.2f} s"
         usage = made.usage
         assert made.stop_reason == "tool_use"
-        prompt = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+        prompt = (
+            usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+        )
         if before:
             assert usage.cache_read_input_tokens >= 0.99 * before
             assert usage.input_tokens < 200
@@ -93,9 +102,14 @@ def test_three_turns(client: Anthropic) -> None:
         [call] = made.content
         spelled = {**call.model_dump(), "input": {"all": None, **call.input}}
         result = (
-            "fine" if turn else [{"type": "text", "text": "fine", "cache_control": {"type": "ephemeral"}}]
+            "fine"
+            if turn
+            else [{"type": "text", "text": "fine", "cache_control": {"type": "ephemeral"}}]
         )
         messages += [
             {"role": "assistant", "content": [spelled]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": result}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": call.id, "content": result}],
+            },
         ]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from mlxspec.server.stream import Choice, Failed, OpenAI, Piece, Usage, speculation, told, usage
-from mlxspec.text.parts import Part, Parts
-from mlxspec.text.prompt import encode
-from mlxspec.text.reader import Reader
+from mlxspec.text.chat import encode
+from mlxspec.text.detokenizer import Reader
+from mlxspec.text.output_parser import Part, Parts
 from mlxspec.types import Logprob, Output, Request
 
 END = 299
@@ -18,10 +18,14 @@ NOTHING = Usage(0, 0, 0, 0, 0)
 
 
 def dialect(tokenizer: Any, **kw: Any) -> OpenAI:
-    return OpenAI(**{"api": "chat", "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw)
+    return OpenAI(
+        **{"api": "chat", "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw
+    )
 
 
-def choice(tokenizer: Any, index: int = 0, stop: tuple[str, ...] = (), parts: bool = False) -> Choice:
+def choice(
+    tokenizer: Any, index: int = 0, stop: tuple[str, ...] = (), parts: bool = False
+) -> Choice:
     read = Parts(tokenizer, (), False, str) if parts else None
     return Choice(index, Reader(tokenizer, stop, frozenset({END})), read)
 
@@ -45,7 +49,9 @@ def data(chunk: bytes) -> Any:
 
 def test_pieces(tokenizer: Any) -> None:
     made = choice(tokenizer)
-    assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == Piece("hello", (), (), (0,))
+    assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == Piece(
+        "hello", (), (), (0,)
+    )
     last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
     assert last == Piece(" world", (), (), (5,), "stop")
     assert (made.finish, made.cached, made.rounds, made.reader.count) == ("stop", 3, 4, 3)
@@ -105,7 +111,9 @@ def test_openings(tokenizer: Any) -> None:
         (i, {"role": "assistant", "content": ""}) for i in (0, 1)
     ]
     assert dialect(tokenizer, api="completions", indexes=range(2)).opening(NOTHING) == b""
-    echo = dialect(tokenizer, api="completions", indexes=range(2), echoes=("a", "b")).opening(NOTHING)
+    echo = dialect(tokenizer, api="completions", indexes=range(2), echoes=("a", "b")).opening(
+        NOTHING
+    )
     assert [e["choices"][0]["text"] for e in events(echo)] == ["a", "b"]
 
 
@@ -126,7 +134,9 @@ def test_closings(tokenizer: Any) -> None:
 def test_no_infinity_in_json(tokenizer: Any) -> None:
     never = Logprob(64, float("-inf"), ((65, float("-inf")),))
     for api in ("chat", "completions"):
-        chunk = dialect(tokenizer, api=api, logprobs=True).chunk(choice(tokenizer), said("a", (never,), (0,)))
+        chunk = dialect(tokenizer, api=api, logprobs=True).chunk(
+            choice(tokenizer), said("a", (never,), (0,))
+        )
         assert b"Infinity" not in chunk and b"-9999.0" in chunk
 
 
@@ -140,7 +150,10 @@ def test_usage_counts_a_prompt_once(tokenizer: Any) -> None:
         "completion_tokens": 10,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 0 + 2},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 
@@ -150,12 +163,16 @@ def speculated(tokenizer: Any, *rounds: tuple[int, str, int], stop: tuple[str, .
     for n, (more, source, kept) in enumerate(rounds, 1):
         drafted += more
         accepted[source] = accepted.get(source, 0) + kept
-        made.take(output([64] * (kept + 1), rounds=n, drafted=drafted, accepted=tuple(accepted.items())))
+        made.take(
+            output([64] * (kept + 1), rounds=n, drafted=drafted, accepted=tuple(accepted.items()))
+        )
     return made
 
 
 def details(*choices: Choice) -> tuple[int, int]:
-    found = told(usage([Request("a", (1,), 50, n=len(choices))], choices))["completion_tokens_details"]
+    found = told(usage([Request("a", (1,), 50, n=len(choices))], choices))[
+        "completion_tokens_details"
+    ]
     return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
 
 

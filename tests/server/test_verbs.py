@@ -17,13 +17,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mlxspec import cli
-from mlxspec.chat import ChatError
+from mlxspec.commands.chat import ChatError
 from mlxspec.config import Config
 from mlxspec.server.journal import Row
 from mlxspec.service import ledger, status, stop, systemd
 from mlxspec.service.job import Job
 from mlxspec.service.menubar import menu_of
-from mlxspec.types import Served, Stats, Unfit
+from mlxspec.types import Served, Stats, UserError
 from tests.server.live import live
 from tests.server.scripted import INFO, Server, server
 from tests.service import fake
@@ -63,14 +63,16 @@ def absent() -> str:
 def mended(*words: str) -> str:
     """The message that `main` would print before it exits with 2."""
     done = run(*words)
-    assert isinstance(done.exception, (ChatError, Unfit)), done.output
+    assert isinstance(done.exception, (ChatError, UserError)), done.output
     return str(done.exception)
 
 
 def test_nobody_there() -> None:
     url = absent()
     done = run("status", "--url", url)
-    assert done.exit_code == 1 and f"no server at {url}; start one with: mlxspec serve" in done.output
+    assert (
+        done.exit_code == 1 and f"no server at {url}; start one with: mlxspec serve" in done.output
+    )
     assert json.loads(run("status", "--url", url, "--json").output)["up"] is False
     for words in (("ps",), ("load", "small"), ("stop", "small")):
         assert "start one with: mlxspec serve" in mended(*words, "--url", url)
@@ -88,7 +90,9 @@ def test_a_server_by_hand(at: At, model_dir: Path) -> None:
         lines = run("ps", "--url", url).output.splitlines()
         assert [line.split()[0] for line in lines] == ["NAME", "tiny"] and lines[1].endswith("busy")
         assert run("load", "small", "--url", url).output.startswith("small is loaded, after ")
-        assert [line.split()[0] for line in run("ps", "--url", url).output.splitlines()][2:] == ["small"]
+        assert [line.split()[0] for line in run("ps", "--url", url).output.splitlines()][2:] == [
+            "small"
+        ]
         assert run("stop", "small", "--url", url).output.startswith("small is unloaded, after ")
         assert made.engine.ordered == [("small", None), ("small", "unload")]
         assert "'nope' is not served here" in mended("load", "nope", "--url", url)
@@ -181,7 +185,9 @@ def test_speed_and_speculation_come_from_the_answers(at: At) -> None:
         assert json.loads(run("ps", "--url", url, "--json").output)["requests"][0]["id"] == "b"
 
 
-def test_speed_is_what_was_generated_between_two_looks(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_what_was_generated_between_two_looks(
+    at: At, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where more requests wait than have a row of what has ended."""
     with at() as (url, made):
         generated = iter(range(0, 10_000, 100))
@@ -212,7 +218,8 @@ def test_until(change: dict[str, Any], ttl: float, said: str) -> None:
     assert status.until(replace(status.Model("m", "loaded", 1), **change), ttl) == said
 
 
-# ---- the service ----------------------------------------------------------------------------------------
+# ---- the service
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -222,7 +229,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, fak
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(tmp_path))
     tool = fake.install("systemctl", tmp_path / "fake", monkeypatch)
-    monkeypatch.setattr("mlxspec.service.shutil.which", lambda name: name if name == "systemctl" else None)
+    monkeypatch.setattr(
+        "mlxspec.service.shutil.which", lambda name: name if name == "systemctl" else None
+    )
     job = Job(("/bin/true",), {}, "127.0.0.1", int(url.rpartition(":")[2]), 50)
     for path, data in systemd.files(job).items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +257,9 @@ def test_a_service_that_stays_down_or_is_stopped(
 ) -> None:
     url, tool = installed
     ledger.file().parent.mkdir(parents=True, exist_ok=True)
-    ledger.write(ledger.file(), ledger.Ledger(held="it crashed 6 times; `mlxspec service start` starts it"))
+    ledger.write(
+        ledger.file(), ledger.Ledger(held="it crashed 6 times; `mlxspec service start` starts it")
+    )
     with monkeypatch.context() as patch:
         patch.setattr(status, "call", None)  # a knock would start it again
         done = run("status")
@@ -263,11 +274,14 @@ def test_a_service_that_stays_down_or_is_stopped(
     assert "not installed" in mended("logs")
 
 
-# ---- stop, by hand --------------------------------------------------------------------------------------
+# ---- stop, by hand
+# --------------------------------------------------------------------------------------
 
 
 def stood(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop, "look", lambda url, key: status.Status(url, "idle", pid=pid, version="1"))
+    monkeypatch.setattr(
+        stop, "look", lambda url, key: status.Status(url, "idle", pid=pid, version="1")
+    )
 
 
 LISTENER = """
@@ -282,7 +296,9 @@ time.sleep(60)
 def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Iterator[Any]:
     """A process with a port, and the server's answer that names it."""
     (tmp_path / "mlxspec").mkdir(exist_ok=True)
-    (tmp_path / "mlxspec/__init__.py").touch()  # or a package that is installed would come before it
+    (
+        tmp_path / "mlxspec/__init__.py"
+    ).touch()  # or a package that is installed would come before it
     (tmp_path / "mlxspec/__main__.py").write_text(LISTENER)
     (tmp_path / "mlxspec/mlxspec").write_text(LISTENER)
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, cwd=tmp_path) as child:
@@ -293,13 +309,18 @@ def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> I
         child.kill()
 
 
-@pytest.mark.parametrize("words", [("-m", "mlxspec", "serve"), ("-u", "mlxspec/mlxspec", "serve", "a")])
+@pytest.mark.parametrize(
+    "words", [("-m", "mlxspec", "serve"), ("-u", "mlxspec/mlxspec", "serve", "a")]
+)
 def test_stop_ends_a_server_that_was_started_by_hand(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with listening(tmp_path, monkeypatch, *words) as (child, port):
-        for url in (f"http://192.168.1.5:{port}", absent()):  # elsewhere; a port that it does not have
-            with pytest.raises(Unfit, match="stop it there"):
+        for url in (
+            f"http://192.168.1.5:{port}",
+            absent(),
+        ):  # elsewhere; a port that it does not have
+            with pytest.raises(UserError, match="stop it there"):
                 stop.stop_server(url, "")
         assert child.poll() is None
         url = f"http://127.0.0.1:{port}"
@@ -314,7 +335,7 @@ def test_stop_signals_nobody_else(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with listening(tmp_path, monkeypatch, *words) as (child, port):
-        with pytest.raises(Unfit, match="stop it there"):
+        with pytest.raises(UserError, match="stop it there"):
             stop.stop_server(f"http://127.0.0.1:{port}", "")
         assert child.poll() is None
 
@@ -328,7 +349,7 @@ def test_stop_ends_what_has_the_port_of_a_stopped_service(monkeypatch: pytest.Mo
         monkeypatch.setattr(stop, "_argv", lambda pid: [])
         try:
             found = stop.stop_server(now.url, "")
-        except Unfit as error:
+        except UserError as error:
             found = str(error)
         assert said in found
 
@@ -343,7 +364,7 @@ def test_stop_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stop, name, found if name == "os" else lambda *_, found=found: found)
     monkeypatch.setattr(stop, "_serves", lambda argv: True)
     monkeypatch.setattr(stop, "PATIENCE_S", 0.01)
-    with pytest.raises(Unfit, match="at once: kill 7"):
+    with pytest.raises(UserError, match="at once: kill 7"):
         stop.stop_server("http://127.0.0.1:8080", "")
 
 
@@ -351,7 +372,7 @@ def test_stop_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ps and lsof; a path may have blanks."""
     monkeypatch.setattr(stop, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unfit, match=r"^ps: No such file"):
+    with pytest.raises(UserError, match=r"^ps: No such file"):
         stop._argv(1)
     command = "/Users/a/Application Support/bin/Python -m mlxspec serve x"
     for uid, state, found in (
@@ -367,15 +388,20 @@ def test_stop_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stop._listens(17, 81) and not stop._listens(7, 81) and not stop._listens(17, 82)
 
 
-# ---- the menu -------------------------------------------------------------------------------------------
+# ---- the menu
+# -------------------------------------------------------------------------------------------
 
 
 def test_the_menu_means_the_server_that_it_shows(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
     with at(Config(api_key="sesame")) as (url, _):
         out = run("menubar", "--xbar", "--url", url, "--api-key", "sesame").output
-        assert f'param3="stop" param4="--url" param5="{url}"' in out.replace('param4="tiny" param5', "param4")
+        assert f'param3="stop" param4="--url" param5="{url}"' in out.replace(
+            'param4="tiny" param5', "param4"
+        )
         assert "Serving tiny" in out
-        monkeypatch.setenv("MLXSPEC_PORT", url.rpartition(":")[2])  # which xbar does not hand to an action
+        monkeypatch.setenv(
+            "MLXSPEC_PORT", url.rpartition(":")[2]
+        )  # which xbar does not hand to an action
         monkeypatch.setenv("MLXSPEC_API_KEY", "sesame")
         out = run("menubar", "--xbar").output
         assert "Serving tiny" in out and f'"--copy" param5="--url" param6="{url}"' in out
@@ -391,6 +417,10 @@ def test_broken_settings_are_a_menu(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("menubar", "--xbar")
     lines = done.output.splitlines()
     assert done.exit_code == 0 and lines[:2] == ["⚠", "---"]
-    assert "eighty" in done.output and "doctor" in lines[-1] and all(len(line) <= 80 for line in lines[2:-2])
+    assert (
+        "eighty" in done.output
+        and "doctor" in lines[-1]
+        and all(len(line) <= 80 for line in lines[2:-2])
+    )
     monkeypatch.setenv("MLXSPEC_PORT", "1")
     assert run("status", "--url", absent()).exit_code == 1

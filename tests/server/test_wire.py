@@ -1,5 +1,5 @@
-"""What a client may write to a socket that is no request, or two, or another's: each gets one well-formed
-answer or none, never a 500 or a traceback, and the next honest client is served."""
+"""What a client may write to a socket that is no request, or two, or another's: each gets one
+well-formed answer or none, never a 500 or a traceback, and the next honest client is served."""
 
 import json
 import logging
@@ -28,7 +28,9 @@ def post(headers: bytes, body: bytes = BODY, path: bytes = b"/v1/completions") -
     return b"POST " + path + b" HTTP/1.1\r\n" + HOST + headers + b"\r\n" + body
 
 
-def get(target: bytes, headers: bytes = HOST, version: bytes = b"HTTP/1.1", method: bytes = b"GET") -> bytes:
+def get(
+    target: bytes, headers: bytes = HOST, version: bytes = b"HTTP/1.1", method: bytes = b"GET"
+) -> bytes:
     return method + b" " + target + b" " + version + b"\r\n" + headers + b"\r\n"
 
 
@@ -103,7 +105,7 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {  # what is sent, the statuse
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Address]]:
-    from mlxspec.text.prompt import load_tokenizer
+    from mlxspec.text.chat import load_tokenizer
     from tests.tiny_tokenizer import save_tokenizer
 
     path = save_tokenizer(tmp_path_factory.mktemp("model"))
@@ -113,7 +115,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ad
 
 
 def answers(address: Address, data: bytes, most: int = 1) -> list[tuple[int, bytes]]:
-    """Status and body of up to `most` answers; fewer where the server closes. An answer is whole or fails."""
+    """Status and body of up to `most` answers; fewer where the server closes. An answer is whole or
+    fails."""
     found = []
     with socket.create_connection(address, 10) as sock, sock.makefile("rb") as file:
         try:
@@ -137,7 +140,9 @@ def answers(address: Address, data: bytes, most: int = 1) -> list[tuple[int, byt
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_answer(name: str, place: tuple[Server, Address], caplog: pytest.LogCaptureFixture) -> None:
+def test_one_answer(
+    name: str, place: tuple[Server, Address], caplog: pytest.LogCaptureFixture
+) -> None:
     sent, statuses = CASES[name]
     with caplog.at_level(logging.ERROR):
         found = answers(place[1], sent)
@@ -172,8 +177,22 @@ def test_a_client_that_waits_to_be_told_to_go_on(place: tuple[Server, Address]) 
 @pytest.mark.parametrize(
     "host",
     [
-        *("evil.example", "localhost@evil.example", "evil@localhost", "[::1%25eth0]", "[::1%eth0]:80", "::1"),
-        *("localhost..", "xn--lcalhost-x", "localhost/evil", "localhost?x", "localhost#x", "localhost\\x"),
+        *(
+            "evil.example",
+            "localhost@evil.example",
+            "evil@localhost",
+            "[::1%25eth0]",
+            "[::1%eth0]:80",
+            "::1",
+        ),
+        *(
+            "localhost..",
+            "xn--lcalhost-x",
+            "localhost/evil",
+            "localhost?x",
+            "localhost#x",
+            "localhost\\x",
+        ),
         *(
             "localhost, evil",
             "localhost evil",
@@ -182,7 +201,16 @@ def test_a_client_that_waits_to_be_told_to_go_on(place: tuple[Server, Address]) 
             "localhost:abc",
             "localhost]",
         ),
-        *("0x7f.1", "2130706433", "127.1", "[::ffff:127.0.0.1]", "[localhost]", "localhost:80/x", "\xff", ""),
+        *(
+            "0x7f.1",
+            "2130706433",
+            "127.1",
+            "[::ffff:127.0.0.1]",
+            "[localhost]",
+            "localhost:80/x",
+            "\xff",
+            "",
+        ),
     ],
 )
 def test_a_host_that_is_not_ours(host: str, place: tuple[Server, Address]) -> None:
@@ -197,15 +225,27 @@ async def test_no_route_answers_a_foreign_name(tokenizer: Any, model_dir: Path, 
     s = server(tokenizer, model_dir, Config(api_key=key))
     routes = [route for route in s.app.routes if isinstance(route, Route)]
     assert len(routes) == len(s.app.routes) > 30
-    foreign = [{"host": "evil.example"}, {"host": "evil.example:8080", "origin": "http://evil.example:8080"}]
+    foreign = [
+        {"host": "evil.example"},
+        {"host": "evil.example:8080", "origin": "http://evil.example:8080"},
+    ]
     foreign += [{"origin": "http://evil.example"}, {"origin": "null"}]
     for route in routes:
-        path = route.path.replace("{name:path}", "tiny").replace("{name}", "page.js").replace("{id}", "x")
+        path = (
+            route.path.replace("{name:path}", "tiny")
+            .replace("{name}", "page.js")
+            .replace("{id}", "x")
+        )
         for method in route.methods or ():
             for headers in foreign:
                 headers = {**headers, "authorization": f"Bearer {key}"}
-                answer = await Connection(s.app, path, b"{}", method=method, headers=headers).answer()
+                answer = await Connection(
+                    s.app, path, b"{}", method=method, headers=headers
+                ).answer()
                 assert answer.status == 403, (method, path)
                 assert not [name for name in answer.headers if name.startswith("access-control")]
-                assert method == "HEAD" or "is not a name of this server" in answer.json["error"]["message"]
+                assert (
+                    method == "HEAD"
+                    or "is not a name of this server" in answer.json["error"]["message"]
+                )
     assert s.engine.submitted == s.engine.ordered == []

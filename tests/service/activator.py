@@ -1,5 +1,6 @@
-"""What launchd and systemd do, in a few lines: listen, start a program when a connection waits, hand it the
-socket, start it again when it ends with an error, and leave it alone when it ends well."""
+"""What launchd and systemd do, in a few lines: listen, start a program when a connection waits,
+hand it the socket, start it again when it ends with an error, and leave it alone when it ends
+well."""
 
 import os
 import select

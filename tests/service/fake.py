@@ -1,14 +1,17 @@
-"""Fakes of launchctl and systemctl: executables that record what they are asked, keep what is loaded, and
-fail when a test says so."""
+"""Fakes of launchctl and systemctl: executables that record what they are asked, keep what is
+loaded, and fail when a test says so."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-# As observed of the real one: 113 from print for a label that is not there, 3 from bootout, 5 from a
-# bootstrap of what is still there. `linger` has a line for each print after a bootout that still finds it;
-# `busy` has a status for each bootstrap to fail with; `alone`: nobody is logged in; `disabled`: the label is.
+# As observed of the real one: 113 from print for a label that is not there, 3 from bootout, 5 from
+# a
+# bootstrap of what is still there. `linger` has a line for each print after a bootout that still
+# finds it;
+# `busy` has a status for each bootstrap to fail with; `alone`: nobody is logged in; `disabled`: the
+# label is.
 LAUNCHCTL = r"""
 loaded=loaded; case $* in *menubar*) loaded=loaded.menubar;; esac
 [ -e alone ] && { echo "Could not find domain for user gui" >&2; exit 125; }

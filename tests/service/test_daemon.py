@@ -1,4 +1,5 @@
-"""The real program, started by an activator: by the first request, after a kill, in safe mode, held."""
+"""The real program, started by an activator: by the first request, after a kill, in safe mode,
+held."""
 
 import json
 import os
@@ -68,7 +69,9 @@ def save(path: Path, **over: int) -> None:
 
 
 def activator(home: Path, model: Path, *flags: str) -> Activator:
-    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {"HOME": str(home)}
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {
+        "HOME": str(home)
+    }
     command = [sys.executable, "-m", "mlxspec", "serve", str(model), "--kv-blocks", "32", *flags]
     return Activator(command, bare, home / "log")
 
@@ -94,7 +97,9 @@ def test_a_request_starts_it_and_a_kill_does_not_end_it(model: Path) -> None:
         wait_for(lambda: service.statuses)
         assert said(service.url) == first
         assert len(ledger.read(file).crashes) == 3
-        assert read(service.url)["note"].startswith("safe mode, without speculation: 3 crashes in 10 minutes")
+        assert read(service.url)["note"].startswith(
+            "safe mode, without speculation: 3 crashes in 10 minutes"
+        )
         service.signal(signal.SIGTERM)
         wait_for(lambda: len(service.statuses) == 2)
     assert service.statuses == [-signal.SIGKILL, 0]
@@ -117,7 +122,10 @@ def test_a_mistake_is_answered_and_no_loop(model: Path) -> None:
         code, found, after = refused(service.url)
         assert (code, after) == (503, "60")
         assert "pin = 'nobody' is none of the models" in found["error"]["message"]
-        assert found["reason"].endswith("then `mlxspec service restart`") and found["status"] == "unhealthy"
+        assert (
+            found["reason"].endswith("then `mlxspec service restart`")
+            and found["status"] == "unhealthy"
+        )
         assert refused(service.url)[0] == 503 and service.statuses == []
     assert service.statuses == [0] and ledger.read(model / STATE).crashes == []
 
@@ -125,7 +133,11 @@ def test_a_mistake_is_answered_and_no_loop(model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text", "said"),
     [
-        ((), "port = 8080\nprot = 9000", "config.toml:2: there is no setting 'prot'; did you mean port?"),
+        (
+            (),
+            "port = 8080\nprot = 9000",
+            "config.toml:2: there is no setting 'prot'; did you mean port?",
+        ),
         (("--no-such-flag",), "", "its command line is not understood"),
         ((), "broken import", "import of uvicorn halted"),
     ],
@@ -202,7 +214,9 @@ def test_held_it_bears_with_clients_that_send_nothing(monkeypatch: pytest.Monkey
 
         def call() -> None:
             try:
-                idle.extend(socket.create_connection(("127.0.0.1", port)) for _ in range(daemon.CROWD + 1))
+                idle.extend(
+                    socket.create_connection(("127.0.0.1", port)) for _ in range(daemon.CROWD + 1)
+                )
                 assert refused(f"http://127.0.0.1:{port}")[0] == 503
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -222,7 +236,8 @@ def test_held_for_a_while_it_ends_well(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_the_log_is_rotated(tmp_path: Path) -> None:
-    """By the one that writes it, in a process of its own: both descriptors move, and nothing is lost."""
+    """By the one that writes it, in a process of its own: both descriptors move, and nothing is
+    lost."""
     file = tmp_path / "a.log"
     code = (
         "import sys; from pathlib import Path; from mlxspec.service.daemon import rotate\n"
@@ -246,10 +261,12 @@ def rss(pid: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="measures memory as Linux shows it")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/statm"), reason="measures memory as Linux shows it"
+)
 def test_it_sleeps_and_wakes(tmp_path: Path) -> None:
-    """Idle, the memory is back; the next request has the same answer, with keep-alives until it comes, and
-    finds its prompt on the disk."""
+    """Idle, the memory is back; the next request has the same answer, with keep-alives until it
+    comes, and finds its prompt on the disk."""
     save(tmp_path, hidden_size=1024, intermediate_size=32768, num_attention_heads=16)
     weights = (tmp_path / "model.safetensors").stat().st_size
     with activator(tmp_path, tmp_path, "--idle-ttl", "2", "--keepalive-s", "0.1") as service:
@@ -263,15 +280,26 @@ def test_it_sleeps_and_wakes(tmp_path: Path) -> None:
             again = rss(service.pid)
             print(*(f"{size >> 20} MiB" for size in (weights, asleep, awake, again)))
             assert awake - asleep > 0.9 * weights and awake - again > 0.6 * weights
-            body = {"messages": prompt, "max_tokens": 12, "seed": 3, "ignore_eos": True, "stream": True}
+            body = {
+                "messages": prompt,
+                "max_tokens": 12,
+                "seed": 3,
+                "ignore_eos": True,
+                "stream": True,
+            }
             body |= {"stream_options": {"include_usage": True}}
-            request = urllib.request.Request(f"{service.url}/v1/chat/completions", json.dumps(body).encode())
+            request = urllib.request.Request(
+                f"{service.url}/v1/chat/completions", json.dumps(body).encode()
+            )
             began = time.monotonic()
             with urllib.request.urlopen(request, timeout=60) as answer:
                 lines = answer.read().decode().splitlines()
             parts = [json.loads(x[6:]) for x in lines if x.startswith("data: {")]
             assert (
-                "".join(p["choices"][0]["delta"].get("content") or "" for p in parts if p["choices"]) == first
+                "".join(
+                    p["choices"][0]["delta"].get("content") or "" for p in parts if p["choices"]
+                )
+                == first
             )
             assert lines.count(": keep-alive") > 2, lines
             cached = parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.usefixtures("bare_settings")
 
 def words(flags: dict[str, str | list[str] | None], **env: str) -> list[str]:
     job = job_of(flags, env)
-    assert job.command[:4] == (sys.executable, "-m", "mlxspec", "serve") and os.path.isabs(job.command[0])
+    assert job.command[:4] == (sys.executable, "-m", "mlxspec", "serve") and os.path.isabs(
+        job.command[0]
+    )
     return list(job.command[4:])
 
 
@@ -41,7 +43,9 @@ def test_the_file_is_left_to_the_file() -> None:
 
 def test_no_secret_is_written_down() -> None:
     for flags, env in (({"api_key": "sesame"}, {}), ({}, {"MLXSPEC_API_KEY": "sesame"})):
-        with pytest.raises(ConfigError, match=r"write api_key into .*config\.toml, chmod 600") as caught:
+        with pytest.raises(
+            ConfigError, match=r"write api_key into .*config\.toml, chmod 600"
+        ) as caught:
             job_of(flags, env)
         assert "sesame" not in str(caught.value)
     write('api_key = "sesame"')
@@ -62,11 +66,24 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("model", "small", "draft"):
         (tmp_path / name).mkdir()
     (tmp_path / "my.toml").write_text("port = 82")
-    flags = {"model": "model", "others": ["s=small", "org/name"], "draft": "draft", "cache_dir": "new"}
+    flags = {
+        "model": "model",
+        "others": ["s=small", "org/name"],
+        "draft": "draft",
+        "cache_dir": "new",
+    }
     job = job_of(flags, {"MLXSPEC_CONFIG": "my.toml"})
     at = str(tmp_path)
     assert list(job.command[4:]) == [
-        *(f"{at}/model", f"s={at}/small", "org/name", "--draft", f"{at}/draft", "--cache-dir", f"{at}/new")
+        *(
+            f"{at}/model",
+            f"s={at}/small",
+            "org/name",
+            "--draft",
+            f"{at}/draft",
+            "--cache-dir",
+            f"{at}/new",
+        )
     ]
     assert job.variables["MLXSPEC_CONFIG"] == f"{at}/my.toml" and job.port == 82
 

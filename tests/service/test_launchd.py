@@ -11,13 +11,15 @@ import pytest
 from mlxspec.config import ConfigError
 from mlxspec.service import Hands, launchd, verbs
 from mlxspec.service.job import Job
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 from tests.service import fake
 from tests.service.test_service import free_port
 
-# launchd.plist(5), the keys that a user's agent may need, with the types that the page gives them; a dict
+# launchd.plist(5), the keys that a user's agent may need, with the types that the page gives them;
+# a dict
 # holds the keys inside. `Crashed` is in the page since OS X 10.9. Read at
-# https://leancrew.com/all-this/man/man5/launchd.plist.html (macOS 13) and in Apple's own source of the page,
+# https://leancrew.com/all-this/man/man5/launchd.plist.html (macOS 13) and in Apple's own source of
+# the page,
 # https://github.com/apple-oss-distributions/launchd/blob/main/man/launchd.plist.5 (OS X 10.9).
 DOCUMENTED: dict[str, Any] = {
     "Label": str,
@@ -60,7 +62,9 @@ def faults(value: Any, rule: Any, at: str = "") -> list[str]:
         found = []
         for key, inner in value.items():
             known = rule.get(key, rule.get(str))
-            found += faults(inner, known, f"{at}/{key}") if known else [f"{at}/{key}: not documented"]
+            found += (
+                faults(inner, known, f"{at}/{key}") if known else [f"{at}/{key}: not documented"]
+            )
         return found
     if isinstance(rule, list):
         wrong = not isinstance(value, list) or any(type(one) is not rule[0] for one in value)
@@ -70,7 +74,9 @@ def faults(value: Any, rule: Any, at: str = "") -> list[str]:
     ways = rule if isinstance(rule, tuple) else (rule,)
     return (
         []
-        if any(type(value) is way or (isinstance(way, list) and not faults(value, way)) for way in ways)
+        if any(
+            type(value) is way or (isinstance(way, list) and not faults(value, way)) for way in ways
+        )
         else [f"{at}: {type(value).__name__}"]
     )
 
@@ -114,7 +120,10 @@ def test_the_table_refuses(job: Job, key: str, value: Any) -> None:
 def test_what_it_says(job: Job) -> None:
     found = made(job)
     assert found["Label"] == "dev.mlxspec" == launchd.paths()[0].stem
-    assert found["ProgramArguments"] == list(job.command) and found["EnvironmentVariables"] == job.variables
+    assert (
+        found["ProgramArguments"] == list(job.command)
+        and found["EnvironmentVariables"] == job.variables
+    )
     assert found["KeepAlive"] == {"SuccessfulExit": False, "Crashed": True}
     assert found["ProcessType"] == "Interactive" and found["ExitTimeOut"] == 50
     assert found["Umask"] == 0o077
@@ -133,8 +142,13 @@ def test_what_it_says(job: Job) -> None:
 def test_a_host_becomes_one_address(job: Job) -> None:
     """launchd listens on each address that a name has, and the server takes one socket."""
     assert made(replace(job, host="::1"))["Sockets"]["http"]["SockFamily"] == "IPv6"
-    assert made(replace(job, host="localhost"))["Sockets"]["http"]["SockNodeName"] in ("127.0.0.1", "::1")
-    with pytest.raises(ConfigError, match=r"host = 'no\.such\.invalid': .*; give an address of this machine"):
+    assert made(replace(job, host="localhost"))["Sockets"]["http"]["SockNodeName"] in (
+        "127.0.0.1",
+        "::1",
+    )
+    with pytest.raises(
+        ConfigError, match=r"host = 'no\.such\.invalid': .*; give an address of this machine"
+    ):
         made(replace(job, host="no.such.invalid"))
 
 
@@ -148,7 +162,9 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None) -
 
 @pytest.fixture
 def small() -> Job:
-    return Job(("/bin/true", "-m", "mlxspec", "serve"), {"PATH": "/bin"}, "127.0.0.1", free_port(), 50)
+    return Job(
+        ("/bin/true", "-m", "mlxspec", "serve"), {"PATH": "/bin"}, "127.0.0.1", free_port(), 50
+    )
 
 
 def test_a_bootstrap_waits_until_the_label_is_gone(tool: fake.Fake, small: Job) -> None:
@@ -168,7 +184,7 @@ def test_a_bootstrap_is_tried_again(tool: fake.Fake, small: Job, status: int) ->
 
 def test_a_bootstrap_that_fails_for_ever_is_said(tool: fake.Fake, small: Job) -> None:
     (tool.root / "busy").write_text("5\n" * 10_000)
-    with pytest.raises(Unfit, match=r"ended with status 5: .*; try again in a minute"):
+    with pytest.raises(UserError, match=r"ended with status 5: .*; try again in a minute"):
         verbs.install(launchd, small, Hands())
     assert not tool.loaded and not launchd.paths()[0].exists()
 
@@ -188,11 +204,15 @@ def test_the_menu_bar_goes_too(tool: fake.Fake, small: Job) -> None:
     assert not tool.loaded and not other.exists()
 
 
-def test_what_never_goes_is_said(tool: fake.Fake, small: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_goes_is_said(
+    tool: fake.Fake, small: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verbs.install(launchd, small, Hands())
     tool.linger(10_000)
     monkeypatch.setattr(launchd, "SLACK_S", -50 + 0.05)
-    with pytest.raises(Unfit, match=r"launchd has not let go of dev\.mlxspec \(launchctl print: 0\)"):
+    with pytest.raises(
+        UserError, match=r"launchd has not let go of dev\.mlxspec \(launchctl print: 0\)"
+    ):
         verbs.stop(launchd, Hands())
 
 

@@ -32,7 +32,9 @@ def test_crashes_bring_safe_mode_and_then_it_stays_down() -> None:
     assert [len(one.crashes) for one in seen] == list(range(DOWN + 1))
     assert [one.safe for one in seen] == [SAFE <= n < DOWN for n in range(DOWN + 1)]
     assert [bool(one.held) for one in seen] == [n >= DOWN for n in range(DOWN + 1)]
-    assert "crashed 6 times in 10 minutes, also in safe mode; `mlxspec service start`" in seen[-1].held
+    assert (
+        "crashed 6 times in 10 minutes, also in safe mode; `mlxspec service start`" in seen[-1].held
+    )
     assert not seen[-1].open  # to end is no crash of what does not serve
     again = life(seen[-1], 1000 + 60 + 2 * WINDOW_S, clean=True)
     assert not again.held and not again.safe and again.crashes == []
@@ -59,8 +61,14 @@ def test_a_panic_holds_until_it_is_forgiven(tmp_path: Path) -> None:
     running = life(Ledger(), 1000, clean=False)
     report = ["panic-full-2026.panic"]
     held = life(running, 1600, False, report)
-    assert "panicked while it ran (panic-full-2026.panic); `mlxspec service start` starts it" in held.held
-    for later in (1700.0, 1e6):  # however often it is started by a connection, and without the report too
+    assert (
+        "panicked while it ran (panic-full-2026.panic); `mlxspec service start` starts it"
+        in held.held
+    )
+    for later in (
+        1700.0,
+        1e6,
+    ):  # however often it is started by a connection, and without the report too
         held = life(held, later, True, [])
         assert held.held and not held.open
     file = tmp_path / "service.json"
@@ -78,9 +86,11 @@ def test_a_panic_while_it_did_not_run_does_not() -> None:
 
 
 @pytest.mark.parametrize("dated", [60.0, 4e9])
-def test_no_date_of_a_report_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dated: float) -> None:
-    """One of the future hides none that comes later, and one of 1970, before the network told the time, is
-    news; what was known when a life began is none, whatever its date."""
+def test_no_date_of_a_report_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dated: float
+) -> None:
+    """One of the future hides none that comes later, and one of 1970, before the network told the
+    time, is news; what was known when a life began is none, whatever its date."""
     monkeypatch.setattr(ledger, "PANICS", (str(tmp_path),))
     (tmp_path / "old.panic").write_text("")
     os.utime(tmp_path / "old.panic", (4e9, 4e9))
@@ -93,7 +103,9 @@ def test_no_date_of_a_report_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "new.panic" in life(again, 1.8e9, False, ledger.panics()).held
 
 
-def test_no_more_reports_are_kept_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_reports_are_kept_than_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ledger, "PANICS", (str(tmp_path),))
     monkeypatch.setattr(ledger, "MOST", 3)
     for n in range(5):
@@ -112,7 +124,9 @@ def test_no_jump_of_the_clock_locks_it_down(jump: float) -> None:
 
 def test_reports_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "PANICS", (str(tmp_path), str(tmp_path / "gone")))
-    for n, name in enumerate(["a.panic", "Kernel_b.ips", "panic-full-c.ips", "python.crash", "d.ips"]):
+    for n, name in enumerate(
+        ["a.panic", "Kernel_b.ips", "panic-full-c.ips", "python.crash", "d.ips"]
+    ):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (100 + n, 100 + n))
     assert ledger.panics() == ["panic-full-c.ips", "Kernel_b.ips", "a.panic"]
@@ -144,13 +158,17 @@ def test_the_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
         '{"held": null}',
     ],
 )
-def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_counts_as_none(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "x").write_text(text)
     assert ledger.read(tmp_path / "x") == Ledger()
     assert "x is damaged" in caplog.text
 
 
-def test_a_file_that_cannot_be_written_is_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written_is_no_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "x").write_text("")
     ledger.write(tmp_path / "x" / "service.json", Ledger())
     assert "crashes are not counted" in caplog.text

@@ -1,4 +1,5 @@
-"""The menu of each state as xbar reads it, its actions against the real command line, rumps as a fake."""
+"""The menu of each state as xbar reads it, its actions against the real command line, rumps as a
+fake."""
 
 import plistlib
 import re
@@ -18,7 +19,7 @@ from mlxspec import cli
 from mlxspec.service import Hands, launchd, menubar
 from mlxspec.service.menubar import Item, Menu, menu_of, xbar
 from mlxspec.service.status import Model, Status
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 from tests.service import fake
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "menubar"
@@ -26,7 +27,13 @@ URL = "http://127.0.0.1:8080"
 PROGRAM = ("/opt/mlxspec/bin/python", "-m", "mlxspec")
 BIG = Model("mlx-community/Qwen3-4B-4bit", "loaded", 3 << 30, idle=2.0)
 SMALL = Model("small", "unloaded", 98_000_000)
-UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.1.0", "pid": 42, "footprint": 5 << 30}
+UP: dict[str, Any] = {
+    "url": URL,
+    "service": "running",
+    "version": "0.1.0",
+    "pid": 42,
+    "footprint": 5 << 30,
+}
 UP |= {"models": (BIG, SMALL), "speed": 41.25, "round": 2.13, "kept": 0.634}
 ABSENT = f"no server at {URL}; start one with: mlxspec serve"
 
@@ -77,14 +84,18 @@ def parse(words: tuple[str, ...]) -> str:
     """What the real command line makes of them, short of doing it."""
     command: Any = typer.main.get_command(cli.app)
     context = command.make_context("mlxspec", list(words))
-    while hasattr(command, "resolve_command") and (rest := [*context._protected_args, *context.args]):
+    while hasattr(command, "resolve_command") and (
+        rest := [*context._protected_args, *context.args]
+    ):
         name, command, rest = command.resolve_command(context, rest)
         context = command.make_context(name, rest, parent=context)
     return str(context.command_path)
 
 
 def test_the_actions_are_commands() -> None:
-    chosen = {item.words for now in STATES.values() for item in every(menu_of(now).items) if item.words}
+    chosen = {
+        item.words for now in STATES.values() for item in every(menu_of(now).items) if item.words
+    }
     assert {parse(words) for words in chosen} == {
         *("mlxspec load", "mlxspec stop", "mlxspec menubar", "mlxspec logs", "mlxspec doctor"),
         *(
@@ -120,7 +131,10 @@ def test_what_xbar_runs_is_what_the_menu_says(name: str) -> None:
         title, does = read_back(line)
         assert title.lstrip("-✓ ") == item.title
         words = [does[key] for key in ("shell", *(f"param{n}" for n in range(1, 9))) if key in does]
-        assert words == ([*PROGRAM, *item.words] if item.words else []) and does.get("href", "") == item.href
+        assert (
+            words == ([*PROGRAM, *item.words] if item.words else [])
+            and does.get("href", "") == item.href
+        )
         assert does.get("terminal") == (str(item.terminal).lower() if item.words else None)
 
 
@@ -130,8 +144,12 @@ def test_what_xbar_runs_is_what_the_menu_says(name: str) -> None:
 def test_a_wild_name_is_shown_and_never_run(name: str) -> None:
     for state in ("loaded", "unloaded"):
         menu = menu_of(Status(state="idle", **UP | {"models": (Model(name, state, 1),)}))  # type: ignore[arg-type]
-        assert not any(item.words and item.words[0] in ("load", "stop") for item in every(menu.items))
-        [line] = [line for line in xbar(menu).splitlines() if line.startswith("--") and line != "---"] or [""]
+        assert not any(
+            item.words and item.words[0] in ("load", "stop") for item in every(menu.items)
+        )
+        [line] = [
+            line for line in xbar(menu).splitlines() if line.startswith("--") and line != "---"
+        ] or [""]
         assert not name or (read_back(line)[1] == {} and not line.startswith("---"))
 
 
@@ -151,7 +169,8 @@ def test_titles_stay_short_and_draw_nothing() -> None:
     assert len(menu.items[0].title) == 80 and line.endswith("… | emojize=false")
 
 
-# ---- rumps ----------------------------------------------------------------------------------------------
+# ---- rumps
+# ----------------------------------------------------------------------------------------------
 
 
 class Node(dict[str, Any]):
@@ -186,7 +205,9 @@ def rumps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     made.App, made.Timer, made.quit_application = app, timer, lambda sender: None
     made.alert = lambda title, text: made.alerts.append(text)
-    kit = SimpleNamespace(sharedApplication=lambda: SimpleNamespace(setActivationPolicy_=lambda policy: None))
+    kit = SimpleNamespace(
+        sharedApplication=lambda: SimpleNamespace(setActivationPolicy_=lambda policy: None)
+    )
     monkeypatch.setitem(sys.modules, "rumps", made)
     monkeypatch.setitem(sys.modules, "AppKit", SimpleNamespace(NSApplication=kit))
     monkeypatch.setattr(menubar, "LOOK_S", 0.001)
@@ -249,11 +270,12 @@ def test_the_command_shows_the_server_that_is_meant(
 
 
 def test_without_rumps_it_says_so() -> None:
-    with pytest.raises(Unfit, match=r"mlxspec\[menubar\]"):
+    with pytest.raises(UserError, match=r"mlxspec\[menubar\]"):
         menubar.show(lambda: Menu("", ()))
 
 
-# ---- its launch agent -----------------------------------------------------------------------------------
+# ---- its launch agent
+# -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -272,7 +294,10 @@ def test_install_and_uninstall(mac: fake.Fake, monkeypatch: pytest.MonkeyPatch) 
     assert not agent.exists() and not mac.calls()
     for _ in range(2):
         menubar.install(Hands())
-        assert mac.loaded and plistlib.loads(agent.read_bytes())["ProgramArguments"] == [*PROGRAM, "menubar"]
+        assert mac.loaded and plistlib.loads(agent.read_bytes())["ProgramArguments"] == [
+            *PROGRAM,
+            "menubar",
+        ]
         assert b"secret" not in agent.read_bytes()
     assert not launchd.paths()[0].exists()  # the service's own is another
     menubar.uninstall(Hands())
@@ -281,6 +306,6 @@ def test_install_and_uninstall(mac: fake.Fake, monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_install_that_fails_leaves_nothing(mac: fake.Fake) -> None:
     mac.fail("bootstrap")
-    with pytest.raises(Unfit, match="bootstrap"):
+    with pytest.raises(UserError, match="bootstrap"):
         menubar.install(Hands())
     assert not launchd.agent("dev.mlxspec.menubar").exists() and not mac.loaded

@@ -14,7 +14,7 @@ from mlxspec import cli
 from mlxspec.config import ConfigError
 from mlxspec.service import Hands, System, here, launchd, ledger, systemd, verbs
 from mlxspec.service.job import Job
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 from tests.service import fake
 
 
@@ -25,7 +25,9 @@ def free_port() -> int:
 
 @pytest.fixture
 def job() -> Job:
-    return Job(("/bin/true", "-m", "mlxspec", "serve"), {"PATH": "/bin"}, "127.0.0.1", free_port(), 50)
+    return Job(
+        ("/bin/true", "-m", "mlxspec", "serve"), {"PATH": "/bin"}, "127.0.0.1", free_port(), 50
+    )
 
 
 class Setup:
@@ -36,19 +38,25 @@ class Setup:
 
     def state(self) -> tuple[dict[str, bytes], bool]:
         """All but the ledger, which a failed change may make anew."""
-        return {n: d for n, d in fake.tree(self.home).items() if "service.json" not in n}, self.tool.loaded
+        return {
+            n: d for n, d in fake.tree(self.home).items() if "service.json" not in n
+        }, self.tool.loaded
 
 
 @pytest.fixture(params=["launchctl", "systemctl"])
 def at(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bare_settings: None,
 ) -> Setup:
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(launchd, "LOOK_S", 0.001)
     tool = fake.install(request.param, tmp_path / "fake", monkeypatch)
-    # this machine's own systemctl must not be found beside the fake launchctl, nor the other way round
+    # this machine's own systemctl must not be found beside the fake launchctl, nor the other way
+    # round
     system: System = launchd if request.param == "launchctl" else systemd
     monkeypatch.setattr("mlxspec.service.here", lambda: system)
     monkeypatch.setattr("mlxspec.service.status.here", lambda: system)
@@ -60,7 +68,11 @@ def at(
 DOMAIN = f"gui/{os.getuid()}"
 ADDS = {
     launchd: [f"bootstrap {DOMAIN} "],
-    systemd: ["--user daemon-reload", "--user enable mlxspec.socket", "--user start mlxspec.socket"],
+    systemd: [
+        "--user daemon-reload",
+        "--user enable mlxspec.socket",
+        "--user start mlxspec.socket",
+    ],
 }
 ENDS = {
     launchd: [f"bootout {DOMAIN}/dev.mlxspec"],
@@ -79,7 +91,9 @@ def status() -> tuple[int, str]:
 
 
 def alike(calls: list[str], wanted: list[str]) -> bool:
-    return len(calls) == len(wanted) and all(a.startswith(b) for a, b in zip(calls, wanted, strict=True))
+    return len(calls) == len(wanted) and all(
+        a.startswith(b) for a, b in zip(calls, wanted, strict=True)
+    )
 
 
 def test_a_whole_life(at: Setup, job: Job) -> None:
@@ -131,7 +145,9 @@ def test_a_first_install_that_fails_leaves_nothing(at: Setup, job: Job, step: in
     verb = steps[step].split()[at.tool.verb - 1]
     before = at.state()
     at.tool.fail(verb)
-    with pytest.raises(Unfit, match=rf"{verb}.* ended with status 9: {verb} failed: made up(; try.*)?$"):
+    with pytest.raises(
+        UserError, match=rf"{verb}.* ended with status 9: {verb} failed: made up(; try.*)?$"
+    ):
         verbs.install(at.system, job, at.hands)
     assert at.state() == before and not ledger.file().exists()
 
@@ -145,7 +161,7 @@ def test_a_change_that_fails_leaves_the_old_one(at: Setup, job: Job, step: int) 
         pytest.skip("launchctl is asked twice")
     verb = steps[step].split()[at.tool.verb - 1]
     at.tool.fail(verb)
-    with pytest.raises(Unfit, match=r"made up(; try.*)?$"):
+    with pytest.raises(UserError, match=r"made up(; try.*)?$"):
         verbs.install(at.system, replace(job, port=free_port()), at.hands)
     assert at.state() == before
 
@@ -154,7 +170,9 @@ def test_what_cannot_be_taken_back_is_said(at: Setup, job: Job) -> None:
     verbs.install(at.system, job, at.hands)
     files = at.state()[0]
     at.tool.fail(ADDS[at.system][-1].split()[at.tool.verb - 1], times=2)
-    with pytest.raises(Unfit, match=r"made up.*; and to take it back failed too: .* made up(; try.*)?$"):
+    with pytest.raises(
+        UserError, match=r"made up.*; and to take it back failed too: .* made up(; try.*)?$"
+    ):
         verbs.install(at.system, replace(job, port=free_port()), at.hands)
     assert at.state() == (files, False)
 
@@ -164,7 +182,7 @@ def test_what_does_not_end_stays(at: Setup, job: Job, verb: str) -> None:
     verbs.install(at.system, job, at.hands)
     before = at.state()
     at.tool.fail(ENDS[at.system][0].split()[at.tool.verb - 1])
-    with pytest.raises(Unfit, match=r"made up(; try.*)?$"):
+    with pytest.raises(UserError, match=r"made up(; try.*)?$"):
         getattr(verbs, verb)(at.system, at.hands)
     assert at.state() == before
 
@@ -181,7 +199,7 @@ def test_a_restart_that_fails_leaves_the_old_one(at: Setup, job: Job, verb: str,
     if step >= len(steps):
         pytest.skip("fewer steps than systemctl's")
     at.tool.fail(steps[step].split()[at.tool.verb - 1])
-    with pytest.raises(Unfit, match="made up"):
+    with pytest.raises(UserError, match="made up"):
         getattr(verbs, verb)(at.system, at.hands)
     assert at.state() == before and ledger.read(ledger.file()) == past
 
@@ -199,7 +217,7 @@ def test_without_a_session_it_is_said_once(at: Setup, job: Job) -> None:
         at.tool.calls()
         for verb in do:
             with pytest.raises(
-                Unfit, match=r"log in (there|on this machine), or .*`mlxspec serve`"
+                UserError, match=r"log in (there|on this machine), or .*`mlxspec serve`"
             ) as caught:
                 verb()
             assert str(caught.value).count("Failed to connect") <= 1 and at.tool.calls() == []
@@ -211,7 +229,7 @@ def test_what_is_in_the_way_is_named(at: Setup, job: Job) -> None:
     file = at.system.paths()[0].parent.parent
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("")
-    with pytest.raises(Unfit, match=f"{file}.*; make it one that you may write"):
+    with pytest.raises(UserError, match=f"{file}.*; make it one that you may write"):
         verbs.install(at.system, job, at.hands)
     assert at.tool.calls() == [] and not at.tool.loaded
 
@@ -221,7 +239,9 @@ def test_the_log_is_shown(
     at: Setup, job: Job, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(os, "execvp", lambda file, command: ran.append(command))  # which never returns
+    monkeypatch.setattr(
+        os, "execvp", lambda file, command: ran.append(command)
+    )  # which never returns
     assert "not installed" in str(CliRunner().invoke(cli.app, words).exception) and not ran
     verbs.install(at.system, job, at.hands)
     assert CliRunner().invoke(cli.app, words).exit_code == 0
@@ -232,7 +252,9 @@ def test_a_log_that_cannot_be_shown(at: Setup, job: Job, monkeypatch: pytest.Mon
     verbs.install(at.system, job, at.hands)
     monkeypatch.setenv("PATH", str(at.home))
     done = CliRunner().invoke(cli.app, ["service", "logs"])
-    assert isinstance(done.exception, Unfit) and str(done.exception).startswith(at.system.logs(1, False)[0])
+    assert isinstance(done.exception, UserError) and str(done.exception).startswith(
+        at.system.logs(1, False)[0]
+    )
 
 
 def test_a_taken_port_is_named(at: Setup, job: Job) -> None:
@@ -245,7 +267,7 @@ def test_a_taken_port_is_named(at: Setup, job: Job) -> None:
 
 def test_a_program_that_does_not_run_is_not_installed(at: Setup, job: Job) -> None:
     before = at.state()
-    with pytest.raises(Unfit, match="cannot run mlxspec outside this shell"):
+    with pytest.raises(UserError, match="cannot run mlxspec outside this shell"):
         verbs.install(at.system, replace(job, command=("/bin/false", "-m", "mlxspec")), at.hands)
     assert at.state() == before
 
@@ -260,7 +282,12 @@ def test_a_dry_run_does_nothing(at: Setup, job: Job) -> None:
     verbs.install(at.system, job, at.hands)
     before = at.state()
     at.tool.calls()
-    do: list[Callable[[System, Hands], Any]] = [verbs.stop, verbs.start, verbs.restart, verbs.uninstall]
+    do: list[Callable[[System, Hands], Any]] = [
+        verbs.stop,
+        verbs.start,
+        verbs.restart,
+        verbs.uninstall,
+    ]
     for verb in do:
         verb(at.system, hands)
     verbs.install(at.system, replace(job, exit_s=51), hands)
@@ -288,14 +315,16 @@ def test_start_is_for_what_stays_down(at: Setup, job: Job, monkeypatch: pytest.M
 def test_nothing_is_done_to_what_is_not_installed(at: Setup) -> None:
     do: list[Callable[[System, Hands], Any]] = [verbs.start, verbs.stop, verbs.restart]
     for verb in do:
-        with pytest.raises(Unfit, match="not installed; `mlxspec service install`"):
+        with pytest.raises(UserError, match="not installed; `mlxspec service install`"):
             verb(at.system, at.hands)
     assert at.tool.calls() == []
 
 
 def test_neither_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unfit, match="neither launchd nor systemd is here; let what starts programs"):
+    with pytest.raises(
+        UserError, match="neither launchd nor systemd is here; let what starts programs"
+    ):
         here()
     for name, module in (("systemctl", systemd), ("launchctl", launchd)):
         (tmp_path / name).write_text("#!/bin/sh\n")

@@ -1,4 +1,5 @@
-"""The descriptor that is handed over, by systemd's variables and by a library with launch_activate_socket."""
+"""The descriptor that is handed over, by systemd's variables and by a library with
+launch_activate_socket."""
 
 import ctypes
 import errno
@@ -14,7 +15,7 @@ import pytest
 
 from mlxspec.service import socket as ours
 from mlxspec.service.socket import activated, inherited, one_of
-from mlxspec.types import Unfit
+from mlxspec.types import UserError
 from tests.metalsim.toolchain import find
 
 SOURCE = f"""
@@ -72,13 +73,17 @@ def test_launchd_hands_over_a_socket(
     library.give(os.dup(listener.fileno()))
     monkeypatch.setattr(ours.sys, "platform", "darwin")
     monkeypatch.setattr(ours.ctypes, "CDLL", lambda name: library)
-    with socket.create_connection(listener.getsockname()) as client:  # it waits, as for a real launchd
+    with socket.create_connection(
+        listener.getsockname()
+    ) as client:  # it waits, as for a real launchd
         taken = one_of(inherited({}))
         assert not taken.get_inheritable() and library.count_freed() == 1
         with taken, taken.accept()[0] as mine:
             mine.sendall(b"hello")
             assert client.recv(5) == b"hello"
-    with pytest.raises(Unfit, match="does not hand over the socket 'http': Operation already in progress"):
+    with pytest.raises(
+        UserError, match="does not hand over the socket 'http': Operation already in progress"
+    ):
         inherited({})
 
 
@@ -97,13 +102,24 @@ def test_two_sockets_are_refused(
     library.give(os.dup(listener.fileno()))
     library.give(os.dup(listener.fileno()))
     first, second = inherited({})
-    with first, second, pytest.raises(Unfit, match="2 sockets were handed over; the service takes one"):
+    with (
+        first,
+        second,
+        pytest.raises(UserError, match="2 sockets were handed over; the service takes one"),
+    ):
         one_of([first, second])
 
 
-def test_systemd_hands_over_a_socket(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_hands_over_a_socket(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ours, "FIRST", os.dup(listener.fileno()))
-    env = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1", "LISTEN_FDNAMES": "mlxspec.socket", "X": "y"}
+    env = {
+        "LISTEN_PID": str(os.getpid()),
+        "LISTEN_FDS": "1",
+        "LISTEN_FDNAMES": "mlxspec.socket",
+        "X": "y",
+    }
     taken = one_of(inherited(env))
     assert env == {"X": "y"}
     with taken:
@@ -126,5 +142,5 @@ def test_what_does_not_listen_for_tcp_is_refused(
             wrong.listen()
         monkeypatch.setattr(ours, "FIRST", os.dup(wrong.fileno()))
         (given,) = inherited({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"})
-        with given, pytest.raises(Unfit, match="does not listen for TCP"):
+        with given, pytest.raises(UserError, match="does not listen for TCP"):
             one_of([given])

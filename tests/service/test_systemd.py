@@ -34,7 +34,10 @@ def test_what_they_say(job: Job) -> None:
     assert socket["Socket"]["ListenStream"] == "127.0.0.1:8080"
     assert socket["Install"]["WantedBy"] == "sockets.target"
     assert service["Unit"]["Requires"] == "mlxspec.socket"
-    assert service["Service"]["Restart"] == "on-failure" and service["Service"]["TimeoutStopSec"] == "50"
+    assert (
+        service["Service"]["Restart"] == "on-failure"
+        and service["Service"]["TimeoutStopSec"] == "50"
+    )
     assert service["Service"]["ExecStart"] == (
         '"/bin/true" "-m" "mlxspec" "serve" "a \\"b\\" 50%%" "$$HOME" "back\\\\slash"'
     )
@@ -51,8 +54,12 @@ def test_an_address_of_version_6_stands_in_brackets(job: Job, bare_settings: Non
     assert systemd.address() == ("::1", 8080)
 
 
-@pytest.mark.parametrize(("old", "new"), [("", ""), ("ExecStart=", "ExecStrat="), ('"/bin/true"', "true%")])
-def test_systemd_finds_nothing_wrong_but_what_is(job: Job, tmp_path: Path, old: str, new: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"), [("", ""), ("ExecStart=", "ExecStrat="), ('"/bin/true"', "true%")]
+)
+def test_systemd_finds_nothing_wrong_but_what_is(
+    job: Job, tmp_path: Path, old: str, new: str
+) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd here")
     for path, data in systemd.files(job).items():
@@ -64,4 +71,12 @@ def test_systemd_finds_nothing_wrong_but_what_is(job: Job, tmp_path: Path, old: 
 
 
 def test_the_log() -> None:
-    assert systemd.logs(5, True) == ["journalctl", "--user", "-u", "mlxspec.service", "-n", "5", "-f"]
+    assert systemd.logs(5, True) == [
+        "journalctl",
+        "--user",
+        "-u",
+        "mlxspec.service",
+        "-n",
+        "5",
+        "-f",
+    ]

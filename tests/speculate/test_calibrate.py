@@ -8,7 +8,7 @@ import pytest
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
 from mlxspec.speculate.calibrate import calibrate, one_row, sampling
-from mlxspec.speculate.depth import GRID
+from mlxspec.speculate.controller import GRID
 from tests import tiny
 
 SIZE = 16
@@ -40,7 +40,9 @@ def test_a_sorted_vocabulary_costs_more_than_a_greedy_row() -> None:
     assert found["sorted"] > found["drawn"] > 0 and found["sorted"] > found["narrow"]
 
 
-def test_what_is_known_is_not_measured_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_is_not_measured_again(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = calibrate(runner, 97, table())
     monkeypatch.setattr(module, "_time", None)  # measuring again would fail
     assert first is not None and calibrate(runner, 97, table(), first) is first
@@ -49,8 +51,11 @@ def test_what_is_known_is_not_measured_again(runner: Runner, monkeypatch: pytest
             calibrate(runner, 97, table(blocks), first, again)
 
 
-def test_a_slow_model_is_measured_once_at_each_point(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time is over at once; all is known all the same, and a longer context is never cheaper."""
+def test_a_slow_model_is_measured_once_at_each_point(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is over at once; all is known all the same, and a longer context is never
+    cheaper."""
     asked: list[Any] = []
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(
@@ -72,7 +77,9 @@ def test_layers_with_a_state_take_half_of_each_draft_back(
 ) -> None:
     runner = Runner(tiny.model("qwen3_next"), "rect", SIZE, 16, rewind=rewind)
     back, asked = runner.rewind, []
-    monkeypatch.setattr(runner, "rewind", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n))
+    monkeypatch.setattr(
+        runner, "rewind", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n)
+    )
     costs = calibrate(runner, 97, table())
     assert costs is not None and {(1, 1), (2, 1), (8, 4), (32, 16)} <= set(asked)
 

@@ -1,4 +1,5 @@
-"""Speculated tokens are distributed as plain sampling's, whoever drafted them: chi-square over many seeds.
+"""Speculated tokens are distributed as plain sampling's, whoever drafted them: chi-square over many
+seeds.
 
 A bias leaves four tokens, so that the exact probability of every answer can be written down.
 """
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from mlxspec.speculate.depth import Controller, Costs, Option, Pilot
+from mlxspec.speculate.controller import Controller, Costs, Option, SequenceStats
 from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import attach, like
-from tests.liar import Liar
+from tests.liar import NoisyOracle
 
 PROMPT = (5, 6, 7)
 TOKENS = (17, 58, 141, 272)
@@ -45,7 +46,8 @@ def flat(m: Any) -> Any:
 
 @functools.cache
 def logits() -> np.ndarray:
-    """The four tokens' logits in every context, float64 [answers, N, 4], by mlx-lm's own forward."""
+    """The four tokens' logits in every context, float64 [answers, N, 4], by mlx-lm's own
+    forward."""
     rows = [[*PROMPT, *(TOKENS[i] for i in answer[:-1])] for answer in ANSWERS]
     found = np.array(flat(tiny.model("qwen3"))(mx.array(rows)))
     return found[:, len(PROMPT) - 1 :, list(TOKENS)].astype(np.float64)
@@ -71,7 +73,9 @@ def exact(temperature: float) -> np.ndarray:
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be drafted is, so that few seeds tell much."""
 
-    def decide(self: Controller, pilots: list[Pilot], options: list[list[Option]], *_: Any) -> list[Any]:
+    def decide(
+        self: Controller, pilots: list[SequenceStats], options: list[list[Option]], *_: Any
+    ) -> list[Any]:
         return [(len(some[0].chances), some[0]) if some else (0, None) for some in options]
 
     monkeypatch.setattr(Controller, "decide", decide)
@@ -81,7 +85,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(kind: str) -> tiny.Engine:
     e = tiny.engine(model(), budget=256, blocks=128, max_sequences=32)
     if kind == "liar":
-        e.drafter = Liar({(PROMPT, 0): list(GUESS[:N])}, lies=0.2, most=N)
+        e.drafter = NoisyOracle({(PROMPT, 0): list(GUESS[:N])}, lies=0.2, most=N)
         return e
     chain = attach(e, kind, small() if kind in ("model", "chain") else None)
     if kind == "suffix":
@@ -99,7 +103,9 @@ def counts(
     found = np.zeros([4] * N)
     for start in range(0, n, 32):
         for seed in range(start, min(n, start + 32)):
-            r = tiny.request(str(seed), PROMPT, N, temperature=temperature, seed=seed, logit_bias=bias())
+            r = tiny.request(
+                str(seed), PROMPT, N, temperature=temperature, seed=seed, logit_bias=bias()
+            )
             e.add(predicted(r) if kind in ("lookup", "chain") and seed % 2 else r)
         answers: dict[str, list[int]] = {}
         for o in tiny.run(e):

@@ -12,9 +12,9 @@ import pytest
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
-from mlxspec.speculate.chain import Chain
-from mlxspec.speculate.depth import Controller, Costs
+from mlxspec.speculate.controller import Controller, Costs
 from mlxspec.speculate.draft_model import CATCH_UP, LAG, DraftModel
+from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Request
 from tests import tiny
 from tests.drafters import attach, like
@@ -49,21 +49,24 @@ def some(n: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class Twins:
-    """An engine whose draft model is the target itself, and how often each position of each sequence was
-    read by it. Positions behind a draft in flight are lower bounds; they are counted apart, as `blind`."""
+    """An engine whose draft model is the target itself, and how often each position of each
+    sequence was read by it. Positions behind a draft in flight are lower bounds; they are counted
+    apart, as `blind`."""
 
     kind: str = "qwen3"
     blocks: int = 64
     noise: float = 0.0
     layout: Any = "rows"
     engine: Engine = field(init=False)
-    chain: Chain = field(init=False)
+    chain: Proposer = field(init=False)
     reads: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     blind: int = 0
     rows: int = 0
 
     def __post_init__(self) -> None:
-        self.engine = tiny.engine(model(self.kind), layout=self.layout, block=BLOCK, blocks=self.blocks)
+        self.engine = tiny.engine(
+            model(self.kind), layout=self.layout, block=BLOCK, blocks=self.blocks
+        )
         self.chain = attach(self.engine, "model", like(None, self.kind, self.noise))
         assert self.draft
         forward = self.draft.runner.forward
@@ -74,7 +77,9 @@ class Twins:
                 if e.spread:
                     self.blind += e.count == 2
                     continue
-                self.reads.update((e.seq.request.id, e.seq.index, at) for at in range(e.start, e.end))
+                self.reads.update(
+                    (e.seq.request.id, e.seq.index, at) for at in range(e.start, e.end)
+                )
             return forward(plan, ids, late)
 
         self.draft.runner.forward = counted  # type: ignore[method-assign]
@@ -101,7 +106,8 @@ class Twins:
         assert sum(o.drafted for o in ends) >= 0.45 * sum(N for _ in ends)
 
 
-# ---- a twin is always right -------------------------------------------------------------------------------
+# ---- a twin is always right
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -139,9 +145,14 @@ def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> No
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_sequences_that_join_and_leave(temperature: float) -> None:
     twins = Twins()
-    rs = [tiny.request(f"r{i}", some(5 + 11 * i, i), N, temperature=temperature, seed=i) for i in range(4)]
+    rs = [
+        tiny.request(f"r{i}", some(5 + 11 * i, i), N, temperature=temperature, seed=i)
+        for i in range(4)
+    ]
     twins.engine.add(rs[0])
-    out = tiny.run(twins.engine, lambda i: [twins.engine.add(r) for r in rs[1:] if int(r.id[1]) * 2 == i], 8)
+    out = tiny.run(
+        twins.engine, lambda i: [twins.engine.add(r) for r in rs[1:] if int(r.id[1]) * 2 == i], 8
+    )
     assert all(tiny.tokens(out, r.id) == truth(r) for r in rs)
     twins.all_kept(out)
 
@@ -168,7 +179,11 @@ def test_after_an_abort_and_another_admission(at: int, temperature: float) -> No
     out += tiny.run(twins.engine)
     assert tiny.tokens(out, "s") == truth(stays)
     assert all(o.drafted == dict(o.accepted)["model"] for o in out if o.finish == "length")
-    for name, again in {"again": prompt, "other": some(30, 6), "turn": prompt + truth(gone)[:9]}.items():
+    for name, again in {
+        "again": prompt,
+        "other": some(30, 6),
+        "turn": prompt + truth(gone)[:9],
+    }.items():
         twins.all_kept(twins(tiny.request(name, again, N, temperature=temperature, seed=1)))
 
 
@@ -177,14 +192,18 @@ def test_after_preemption(temperature: float) -> None:
     """A twin is right again after it came back; only what was drafted counts, not how much."""
     twins = Twins(blocks=14)
     twins.engine.scheduler._lacking = lambda seq: 0  # type: ignore[method-assign]
-    rs = [tiny.request(f"r{i}", some(6 + 3 * i, i), 40, temperature=temperature, seed=i) for i in range(4)]
+    rs = [
+        tiny.request(f"r{i}", some(6 + 3 * i, i), 40, temperature=temperature, seed=i)
+        for i in range(4)
+    ]
     out = twins(*rs)
     assert twins.engine.scheduler.preemptions > 0
     for o in out:
         assert not o.finish or o.drafted == dict(o.accepted).get("model", 0), o.request
 
 
-# ---- it reads once ----------------------------------------------------------------------------------------
+# ---- it reads once
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_read_once_and_a_repeated_one_not_again() -> None:
@@ -201,7 +220,9 @@ def test_a_prompt_is_read_once_and_a_repeated_one_not_again() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_no_position_is_read_twice_but_one_row_per_blind_round(temperature: float, noise: float) -> None:
+def test_no_position_is_read_twice_but_one_row_per_blind_round(
+    temperature: float, noise: float
+) -> None:
     """Where drafts were refused, what was read for them is read again with the right token."""
     twins = Twins(noise=noise)
     r = tiny.request("a", some(40), 60, temperature=temperature, seed=2)
@@ -209,7 +230,9 @@ def test_no_position_is_read_twice_but_one_row_per_blind_round(temperature: floa
     assert all(n == 1 for (_, _, at), n in twins.reads.items() if at < len(r.prompt)), "prompt"
     refused = out[-1].drafted - sum(n for _, n in out[-1].accepted)
     assert bool(refused) == bool(noise)
-    assert twins.blind > 3 and twins.rows <= len(r.prompt) + r.max_tokens + twins.blind + refused + 8
+    assert (
+        twins.blind > 3 and twins.rows <= len(r.prompt) + r.max_tokens + twins.blind + refused + 8
+    )
 
 
 def test_a_sequence_without_drafts_is_read_in_steps_and_not_left_far_behind() -> None:
@@ -227,7 +250,8 @@ def test_a_sequence_without_drafts_is_read_in_steps_and_not_left_far_behind() ->
 
 
 def test_what_lags_is_caught_up_within_a_bound() -> None:
-    """The target's hits were computed before there was a draft model: it reads them later, a part a step."""
+    """The target's hits were computed before there was a draft model: it reads them later, a part a
+    step."""
     e = tiny.engine(model(), block=BLOCK, blocks=96, budget=2048)
     prompt = some(400)
     e.add(tiny.request("a", prompt, 2))
@@ -249,12 +273,15 @@ def test_what_lags_is_caught_up_within_a_bound() -> None:
     assert out[-1].drafted == dict(out[-1].accepted)["model"] > 10
 
 
-# ---- another vocabulary's width ---------------------------------------------------------------------------
+# ---- another vocabulary's width
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("width", [tiny.VOCAB - 64, tiny.VOCAB + 64])
-def test_logits_of_another_width(width: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_another_width(
+    width: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Padded vocabularies differ between sizes of one family: what one lacks is never drafted."""
     target, same = model(), like(None, "qwen3", 0.0)
     rows = same.model.embed_tokens.weight
@@ -273,7 +300,9 @@ def test_logits_of_another_width(width: int, temperature: float, monkeypatch: py
     other.model.embed_tokens.weight = mx.concatenate([rows[:held], best])
     e = tiny.engine(target, block=BLOCK)
     chain = attach(e, "model", other)
-    assert chain.model and isinstance(chain.model.runner, Runner) and chain.model.vocab == tiny.VOCAB
+    assert (
+        chain.model and isinstance(chain.model.runner, Runner) and chain.model.vocab == tiny.VOCAB
+    )
     seen: list[int] = []
     inner = chain.draft
 
@@ -281,7 +310,7 @@ def test_logits_of_another_width(width: int, temperature: float, monkeypatch: py
         inner(entries, before)
         seen.extend(t for entry in entries if len(entry.draft) for t in entry.draft.tokens.tolist())
 
-    monkeypatch.setattr(Chain, "draft", lambda self, entries, before: draft(entries, before))
+    monkeypatch.setattr(Proposer, "draft", lambda self, entries, before: draft(entries, before))
     for r, answer in zip((free, common), right, strict=True):
         seen.clear()
         e.add(r)
@@ -293,12 +322,17 @@ def test_logits_of_another_width(width: int, temperature: float, monkeypatch: py
 
 
 @pytest.mark.parametrize("rewind", ["tape", "refeed"])
-def test_it_follows_a_target_that_takes_drafts_back(rewind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_follows_a_target_that_takes_drafts_back(
+    rewind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each draft is what the small model itself would say behind the tokens that stand."""
     e = tiny.engine(model("mamba2"), layout="rect", block=BLOCK, rewind=rewind)
     chain = attach(e, "model", model("llama"))
     again = right = 0
-    three = lambda p, options, *_: [(3, some[-1]) if some else (0, None) for some in options]  # noqa: E731
+
+    def three(p, options, *_):
+        return [(3, some[-1]) if some else (0, None) for some in options]
+
     monkeypatch.setattr(Controller, "decide", lambda self, *args: three(*args))
     draft = DraftModel.draft
 

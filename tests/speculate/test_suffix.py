@@ -1,4 +1,5 @@
-"""Past outputs: the more frequent continuation wins, the text stays bounded, the oldest is forgotten."""
+"""Past outputs: the more frequent continuation wins, the text stays bounded, the oldest is
+forgotten."""
 
 from itertools import count
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.speculate.lookup import END
+from mlxspec.speculate.ngram import END
 from mlxspec.speculate.suffix import SHORTEST, Corpus
 
 
@@ -36,7 +37,8 @@ def test_the_more_frequent_continuation_wins_token_by_token() -> None:
 
 
 def test_a_shorter_match_with_more_witnesses_may_win_and_a_longer_one_too() -> None:
-    """The longest match has one witness, whose text ends soon; a shorter one promises more tokens."""
+    """The longest match has one witness, whose text ends soon; a shorter one promises more
+    tokens."""
     some = [padded(1, 2, 3), *[padded(8, 2, 3, 4, 5, 6, 7) for _ in range(3)]]
     ends_soon = corpus(padded(1, 2, 3, 50), *some[1:]).propose([1, 2, 3], 4)
     assert ends_soon and (ends_soon.match, ends_soon.tokens) == (2, (4, 5, 6, 7))
@@ -74,7 +76,9 @@ def test_the_oldest_goes_first() -> None:
 
 
 @settings(max_examples=150)
-@given(st.integers(20, 120), st.lists(st.lists(st.integers(0, 5), max_size=80), max_size=25), st.data())
+@given(
+    st.integers(20, 120), st.lists(st.lists(st.integers(0, 5), max_size=80), max_size=25), st.data()
+)
 def test_bounds(capacity: int, outputs: list[list[int]], data: st.DataObject) -> None:
     kept = Corpus(capacity)
     for output in outputs:
@@ -110,7 +114,8 @@ def test_the_newest_output_outlives_the_forgetting(length: int) -> None:
 
 
 def test_a_prompts_end_is_not_joined_to_a_cut_output() -> None:
-    """Of an output longer than half the capacity only the end is kept; it did not follow the prompt."""
+    """Of an output longer than half the capacity only the end is kept; it did not follow the
+    prompt."""
     kept = corpus(list(range(1000, 1150)), context=(7, 8), capacity=200)
     made = kept.propose([7, 8], 3)
     assert made is None or made.tokens == (1000, 1001, 1002)

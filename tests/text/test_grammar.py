@@ -1,4 +1,5 @@
-"""Grammars: what is drawn under the masks keeps to them, and what cannot be enforced is refused by name."""
+"""Grammars: what is drawn under the masks keeps to them, and what cannot be enforced is refused by
+name."""
 
 import json
 import random
@@ -12,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.text import grammar
-from mlxspec.text.grammar import KNOWN, MOST_DIGITS, Grammars
+from mlxspec.text.chat import encode, load_tokenizer
 from mlxspec.text.messages import Refused
-from mlxspec.text.parts import Parts
-from mlxspec.text.prompt import encode, load_tokenizer
-from mlxspec.text.schema import MOST_BYTES
+from mlxspec.text.output_parser import Parts
+from mlxspec.text.structured import grammar
+from mlxspec.text.structured.grammar import KNOWN, MOST_DIGITS, Grammars
+from mlxspec.text.structured.json_schema import MOST_BYTES
 from tests.schemas import schemas
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
@@ -50,8 +51,8 @@ def ids(mask: bytes) -> list[int]:
 
 
 def walk(g: Grammars, matcher: Any, rng: random.Random, most: int = MOST) -> list[int]:
-    """Tokens drawn evenly from those allowed; where the answer may end it does so half of the time, and
-    `most` tokens on it prefers what leads out: quotes and brackets."""
+    """Tokens drawn evenly from those allowed; where the answer may end it does so half of the time,
+    and `most` tokens on it prefers what leads out: quotes and brackets."""
     out: list[int] = []
     ends = g.tokenizer.eos_token_ids
     ways_out = {encode(g.tokenizer, char, special=False)[0] for char in '"]}'}
@@ -76,20 +77,26 @@ def by(g: Grammars, schema: Any, thinking: bool | None = False) -> Any:
     return g.compiled(g.rules([g.json(schema, "f")]), thinking, "f")
 
 
-# ---- JSON -------------------------------------------------------------------------------------------------
+# ---- JSON
+# -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
 @given(schemas(), st.integers(0, 1 << 30))
 def test_what_is_drawn_keeps_to_its_schema(plain: Grammars, schema: Any, seed: int) -> None:
     matcher = by(plain, schema)()
-    jsonschema.validate(json.loads(text(plain, walk(plain, matcher, random.Random(seed), 60))), schema)
+    jsonschema.validate(
+        json.loads(text(plain, walk(plain, matcher, random.Random(seed), 60))), schema
+    )
 
 
 @settings(max_examples=60)
 @given(schemas(), st.integers(0, 1 << 30), st.data())
-def test_masks_of_a_draft_are_those_of_its_tokens(agent: Grammars, schema: Any, seed: int, data: Any) -> None:
-    """One after the other, and asking changes nothing; a draft that does not fit is cut where it stops to."""
+def test_masks_of_a_draft_are_those_of_its_tokens(
+    agent: Grammars, schema: Any, seed: int, data: Any
+) -> None:
+    """One after the other, and asking changes nothing; a draft that does not fit is cut where it
+    stops to."""
     rng = random.Random(seed)
     said = walk(agent, by(agent, schema)(), rng, 40)
     at = data.draw(st.integers(0, len(said) - 1))
@@ -99,7 +106,9 @@ def test_masks_of_a_draft_are_those_of_its_tokens(agent: Grammars, schema: Any, 
     one, other = by(agent, schema)(), by(agent, schema)()
     one.take(said[:at])
     other.take(said[:at])
-    with mock.patch.object(grammar, "SLOW_S", 60):  # on a busy machine a draft would be cut for its time
+    with mock.patch.object(
+        grammar, "SLOW_S", 60
+    ):  # on a busy machine a draft would be cut for its time
         masks, again = one.masks(draft), one.masks(draft)
     assert masks == again
     for i, mask in enumerate(masks):
@@ -132,7 +141,8 @@ def test_the_names_of_an_object_are_forced(agent: Grammars) -> None:
 
 
 def test_a_number_ends(agent: Grammars) -> None:
-    """A model may be lost in zeros; digits in a string, or where nothing else may come, are its own."""
+    """A model may be lost in zeros; digits in a string, or where nothing else may come, are its
+    own."""
     zeros = encode(agent.tokenizer, "0" * 90, special=False)
     for schema, head, most in (
         ({"type": "number"}, "0.", MOST_DIGITS),
@@ -157,7 +167,9 @@ def test_nothing_but_an_end_follows_the_end(agent: Grammars) -> None:
     assert len(matcher.masks([*five, *five])) == 2
     matcher.take(five)
     assert set(ids(matcher.masks([])[0])) == set(agent.tokenizer.eos_token_ids)
-    assert matcher.forced(9) == [] and len(matcher.masks([*agent.tokenizer.eos_token_ids, *five])) == 1
+    assert (
+        matcher.forced(9) == [] and len(matcher.masks([*agent.tokenizer.eos_token_ids, *five])) == 1
+    )
     matcher.take([next(iter(agent.tokenizer.eos_token_ids))])
 
 
@@ -186,7 +198,9 @@ def test_a_token_that_does_not_fit_is_an_error(agent: Grammars) -> None:
         ({"items": {"type": "integer", "multipleOf": 999_983}}, "multipleOf = 999983"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(agent: Grammars, schema: Any, words: str) -> None:
+def test_what_cannot_be_enforced_is_refused_by_name(
+    agent: Grammars, schema: Any, words: str
+) -> None:
     with pytest.raises(Refused) as caught:
         by(agent, schema)
     assert words in str(caught.value) and caught.value.field == "f"
@@ -198,7 +212,8 @@ junk = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["type", "properties", "items", "enum", "anyOf", "$ref", "pattern"]), inner
+            st.sampled_from(["type", "properties", "items", "enum", "anyOf", "$ref", "pattern"]),
+            inner,
         )
     ),
     max_leaves=8,
@@ -214,7 +229,8 @@ def test_any_junk_is_a_schema_or_refused(agent: Grammars, schema: Any) -> None:
         assert error.field == "f"
 
 
-# ---- Lark -------------------------------------------------------------------------------------------------
+# ---- Lark
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_grammar_of_the_clients_own(agent: Grammars) -> None:
@@ -277,7 +293,8 @@ def test_compiled_grammars_are_kept_and_bounded(agent: Grammars) -> None:
     assert len(agent._known) == KNOWN
 
 
-# ---- reasoning --------------------------------------------------------------------------------------------
+# ---- reasoning
+# --------------------------------------------------------------------------------------------
 
 
 def reasoned(g: Grammars, thought: str, answer: str) -> list[int]:
@@ -286,14 +303,18 @@ def reasoned(g: Grammars, thought: str, answer: str) -> list[int]:
 
 @pytest.mark.parametrize("gap", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("opened", [True, None])
-def test_masks_begin_where_the_reasoning_ends(agent: Grammars, opened: bool | None, gap: str) -> None:
+def test_masks_begin_where_the_reasoning_ends(
+    agent: Grammars, opened: bool | None, gap: str
+) -> None:
     matcher = by(agent, {"const": 5}, opened)()
     ends = set(agent.tokenizer.eos_token_ids)
     if opened is None:
         first = ids(matcher.masks([])[0])
         assert len(first) > 1 and encode(agent.tokenizer, "<think>", special=False)[0] in first
         matcher.take(encode(agent.tokenizer, "<think>", special=False))
-    assert set(range(len(agent.tokenizer))) - set(ids(matcher.masks([])[0])) == ends, "all but the end"
+    assert set(range(len(agent.tokenizer))) - set(ids(matcher.masks([])[0])) == ends, (
+        "all but the end"
+    )
     said = reasoned(agent, "so 6", f"{gap}5")
     assert matcher.forced(9) == []
     assert len(matcher.masks([*said, *said])) == len(said) + 1
@@ -312,7 +333,8 @@ def test_an_answer_may_do_without_reasoning(agent: Grammars) -> None:
     assert len(ids(closed.masks([])[0])) == 1, "the prompt has closed the reasoning"
 
 
-# ---- calls ------------------------------------------------------------------------------------------------
+# ---- calls
+# ------------------------------------------------------------------------------------------------
 
 names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_.-]{0,12}", fullmatch=True)
 
@@ -331,7 +353,8 @@ def tools(draw: Any) -> list[Any]:
     made = []
     for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
         properties = {
-            key: draw(st.sampled_from(PARAMETERS)) for key in draw(st.lists(names, max_size=3, unique=True))
+            key: draw(st.sampled_from(PARAMETERS))
+            for key in draw(st.lists(names, max_size=3, unique=True))
         }
         required = [key for key in properties if draw(st.booleans())]
         parameters = {"type": "object", "properties": properties, "required": required}
@@ -391,7 +414,10 @@ def test_a_call_in_xml(coder: Grammars) -> None:
         "list": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
     }  # fmt: skip
     parameters = {"type": "object", "properties": properties, "required": ["n", "way"]}
-    some = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+    some = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name in ("f", "g")
+    ]
     seen = set()
     for seed in range(25):
         for name, arguments in called(coder, some, None, False, seed):
@@ -401,12 +427,14 @@ def test_a_call_in_xml(coder: Grammars) -> None:
 
 
 def test_free_text_in_xml_ends_at_its_tag(coder: Grammars) -> None:
-    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
     some = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     matcher = coder.compiled(coder.rules([coder.calls(some, "f", True, "t")]), False, "t")()
-    said = (
-        "<tool_call>\n<function=f>\n<parameter=text>\na < b\n\n</p\n</parameter>\n</function>\n</tool_call>"
-    )
+    said = "<tool_call>\n<function=f>\n<parameter=text>\na < b\n\n</p\n</parameter>\n</function>\n</tool_call>"
     tokens = encode(coder.tokenizer, said, special=False)
     assert len(matcher.masks(tokens)) == len(tokens) + 1
     matcher.take(tokens)
@@ -420,19 +448,25 @@ def test_calls_that_cannot_be_asked_for(agent: Grammars) -> None:
             agent.calls(tools_, name, True, "tool_choice")
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
     with pytest.raises(Refused, match=r'tool_choice cannot be honoured: .*"not"'):
-        agent.compiled(agent.rules([agent.calls(bad, None, True, "tool_choice")]), False, "tool_choice")
+        agent.compiled(
+            agent.rules([agent.calls(bad, None, True, "tool_choice")]), False, "tool_choice"
+        )
 
 
 def test_json_or_a_call(agent: Grammars) -> None:
     some = [
         {
             "type": "function",
-            "function": {"name": "f", "parameters": {"properties": {}, "additionalProperties": False}},
+            "function": {
+                "name": "f",
+                "parameters": {"properties": {}, "additionalProperties": False},
+            },
         }
     ]
     rules = agent.rules([agent.json({"const": 5}, "f"), agent.calls(some, None, True, "f")])
     said = {
-        text(agent, walk(agent, agent.compiled(rules, False, "f")(), random.Random(i))) for i in range(20)
+        text(agent, walk(agent, agent.compiled(rules, False, "f")(), random.Random(i)))
+        for i in range(20)
     }
     assert said == {"5", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'}
 
@@ -441,7 +475,8 @@ HUNGRY = 'start: e\ne: e e | e e e | e e e e | "x" | f f\nf: "(" e ")"'
 
 
 def test_what_fails_in_a_draft_is_only_a_draft(agent: Grammars) -> None:
-    """The answer goes on as long as it can by itself, and ends before it holds up others for long."""
+    """The answer goes on as long as it can by itself, and ends before it holds up others for
+    long."""
     matcher = agent.compiled(HUNGRY, False, "g")()
     x = encode(agent.tokenizer, "x", special=False)
     began = time.perf_counter()
@@ -471,11 +506,16 @@ def test_formats_without_rules_have_their_calls_in_json(tmp_path: Path, kind: st
     assert g.tokenizer.tool_parser.__module__.endswith(kind)
     parameters = {
         "type": "object",
-        "properties": {"path": {"type": "string", "maxLength": 4}, "n": {"enum": [[1], {"x": "y"}]}},
+        "properties": {
+            "path": {"type": "string", "maxLength": 4},
+            "n": {"enum": [[1], {"x": "y"}]},
+        },
         "required": ["path", "n"],
         "additionalProperties": False,
     }
-    some = [{"type": "function", "function": {"name": n, "parameters": parameters}} for n in ("f", "g")]
+    some = [
+        {"type": "function", "function": {"name": n, "parameters": parameters}} for n in ("f", "g")
+    ]
     for seed in range(6):
         for name, arguments in called(g, some, "g" if seed % 2 else None, seed < 3, seed):
             assert name == "g" or not seed % 2

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlxspec.text import history as module
+from mlxspec.text.chat import encode, load_tokenizer, remember, render, talk_of
 from mlxspec.text.history import History
-from mlxspec.text.parts import Call, Parts
-from mlxspec.text.prompt import encode, load_tokenizer, remember, render, talk_of
+from mlxspec.text.output_parser import Call, Parts
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {"type": "object"}}}]
@@ -19,7 +19,9 @@ END = "<|im_end|>"
 @pytest.fixture(scope="module", params=[("bytes", AGENT), ("spm", AGENT), ("bytes", CODER)])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     kind, template = request.param
-    return load_tokenizer(save_tokenizer(tmp_path_factory.mktemp("t"), kind, template, THINK + CALLS))
+    return load_tokenizer(
+        save_tokenizer(tmp_path_factory.mktemp("t"), kind, template, THINK + CALLS)
+    )
 
 
 def letters(tokenizer: Any, text: str) -> list[int]:
@@ -66,7 +68,9 @@ class Session:
 
     def result(self, text: str = "done") -> None:
         last = self.messages[-1]["tool_calls"]
-        self.messages += [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in last]
+        self.messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": text} for call in last
+        ]
 
 
 def spelled(call: str) -> str:
@@ -103,7 +107,9 @@ def test_reasoning_is_kept_where_the_template_keeps_it(tokenizer: Any) -> None:
     s.result()
     assert s.prompt()[: len(so_far)] == so_far
     s.messages += [{"role": "assistant", "content": "x"}, {"role": "user", "content": "new"}]
-    assert "so" not in s.rendered.text or s.prompt()[: len(so_far)] != so_far, "the template drops it now"
+    assert "so" not in s.rendered.text or s.prompt()[: len(so_far)] != so_far, (
+        "the template drops it now"
+    )
     assert s.prompt() == encode(tokenizer, s.rendered.text, special=False)
 
 
@@ -113,7 +119,11 @@ def test_arguments_that_clients_spell_anew(tokenizer: Any, how: str) -> None:
     so_far = s.say(calls_of(tokenizer)[0])
     function = s.messages[-1]["tool_calls"][0]["function"]
     own = json.loads(function["arguments"])
-    changed = {"replace_all": False, **own} if how == "defaults" else dict(sorted(own.items(), reverse=True))
+    changed = (
+        {"replace_all": False, **own}
+        if how == "defaults"
+        else dict(sorted(own.items(), reverse=True))
+    )
     function["arguments"] = json.dumps(own if how == "compact" else changed, separators=(",", ":"))
     s.result()
     assert s.prompt()[: len(so_far)] == so_far
@@ -197,7 +207,9 @@ def test_reasoning_that_the_template_hides_stays_hidden(tmp_path: Any) -> None:
     """Else the next client that says the same would be shown what was thought for another."""
     shown = "{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
     assert shown in AGENT
-    hiding = load_tokenizer(save_tokenizer(tmp_path, "bytes", AGENT.replace(shown, ""), THINK + CALLS))
+    hiding = load_tokenizer(
+        save_tokenizer(tmp_path, "bytes", AGENT.replace(shown, ""), THINK + CALLS)
+    )
     s = Session(hiding)
     s.say("<think>\nSECRET\n</think>\n\nhello")
     s.messages.append({"role": "user", "content": "and"})

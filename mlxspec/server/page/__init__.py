@@ -1,7 +1,7 @@
 """The page for a browser: its files, and one stream of snapshots that feeds it.
 
-Rule: the files hold no data and load without a key; the snapshots hold no text of anybody and need it. They
-are made of what the engine has published, so watching costs it nothing.
+Rule: the files hold no data and load without a key; the snapshots hold no text of anybody and need
+it. They are made of what the engine has published, so watching costs it nothing.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxspec import __version__
 from mlxspec.server.errors import ApiError
-from mlxspec.server.front import Front, Gone, while_connected
+from mlxspec.server.state import Gone, ServerState, while_connected
 from mlxspec.server.stream import event
 from mlxspec.types import PROCESS, Served, Stats
 
@@ -52,7 +52,10 @@ DATA = {
 }
 STREAM = DATA | {"content-type": "text/event-stream; charset=utf-8"}
 LISTENERS = 8  # pages that may be open at once
-TICKS, TICK_S = 4, 0.25  # looks at whether the server stops between two snapshots, and the pause before each
+TICKS, TICK_S = (
+    4,
+    0.25,
+)  # looks at whether the server stops between two snapshots, and the pause before each
 SHOWN = [row.name for row in fields(Stats) if row.name not in PROCESS | {"progress", "seated"}]
 OF_INFO = ("name", "layout", "context", "block_size", "kv_blocks", "kv_bytes", "weight_bytes")
 
@@ -73,9 +76,9 @@ def _read(name: str) -> bytes:
 
 
 async def events(http: HttpRequest) -> ASGIApp:
-    """A snapshot now and one a second, as server-sent events, until the client leaves or the server stops.
-    429 where LISTENERS listen already."""
-    front: Front = http.app.state.front
+    """A snapshot now and one a second, as server-sent events, until the client leaves or the server
+    stops. 429 where LISTENERS listen already."""
+    front: ServerState = http.app.state.front
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         if front.listeners >= LISTENERS:
@@ -92,7 +95,7 @@ async def events(http: HttpRequest) -> ASGIApp:
     return respond
 
 
-async def _feed(front: Front, send: Send, once: bool) -> None:
+async def _feed(front: ServerState, send: Send, once: bool) -> None:
     headers = [(name.encode(), value.encode()) for name, value in STREAM.items()]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     while True:
@@ -107,12 +110,13 @@ async def _feed(front: Front, send: Send, once: bool) -> None:
                 break
 
 
-def _ending(front: Front) -> bool:
+def _ending(front: ServerState) -> bool:
     return front.engine.draining() or not front.engine.alive()
 
 
-def snapshot(front: Front) -> Json:
-    """All that the page shows, as plain data: counters since the start, bytes, seconds by our clock."""
+def snapshot(front: ServerState) -> Json:
+    """All that the page shows, as plain data: counters since the start, bytes, seconds by our
+    clock."""
     engine, served = front.engine, list(front.engine.models().values())
     most = {name: max(getattr(one.stats, name) for one in served) for name in sorted(PROCESS)}
     return {

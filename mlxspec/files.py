@@ -1,0 +1,69 @@
+"""Files that other processes may read at the same time: atomic writes, locks, sizes for people."""
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
+    """Write a whole file or nothing, creating its folders.
+
+    `durable`: the data is on the medium when this returns. Raises OSError; the old file then stays.
+    """
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as out:
+            out.write(data)
+            out.flush()
+            if durable:
+                flush_to_medium(out.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # not every file system can flush a folder
+                flush_to_medium(folder)
+        finally:
+            os.close(folder)
+
+
+def flush_to_medium(fd: int) -> None:
+    """Flush a file through the drive's own cache, where macOS's fsync does not reach."""
+    if sys.platform == "darwin":
+        with suppress(OSError):  # not every file system supports it
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(fd)
+
+
+@contextmanager
+def lock(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold an exclusive lock on `path`, which is created; it ends with the process at the latest.
+
+    Yields whether the lock is held: always with `wait`, else only where no other process holds it.
+    Raises OSError where the file cannot be opened.
+    """
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def format_size(count: int) -> str:
+    """Bytes for people: "512 B", "1.5 GB"; 1 KB is 1024 bytes."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024 or unit == "GB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

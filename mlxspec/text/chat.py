@@ -1,0 +1,332 @@
+"""From what a client wrote to token ids: the tokenizer, the chat template, the model's own sampling
+defaults.
+
+Rule: one conversation renders to the same tokens however it was spelled (a one-part list is its
+string), and it is rewritten only where the model's template refuses it, always in the same way.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from mlx_lm.utils import load_tokenizer as load_wrapper
+
+from mlxspec.text.control_tokens import MARK, marked, special_of
+from mlxspec.text.control_tokens import encode as encode_rendered
+from mlxspec.text.detokenizer import token_bytes
+from mlxspec.text.history import History
+from mlxspec.text.messages import (
+    REWRITES,
+    Messages,
+    Refused,
+    TooLong,
+    Tools,
+    canonical,
+    check_tools,
+    clean,
+    spelled_out,
+)
+from mlxspec.text.output_parser import Call
+from mlxspec.types import InvalidRequest, blame, shown, too_long
+
+log = logging.getLogger("mlxspec")
+
+Tokenizer = TokenizerWrapper  # the name that the server knows it by
+
+FIRST_CHARS = 8  # for each token of the context: few texts have more
+
+OURS = frozenset(  # what a template's caller decides, not a request
+    "messages conversation tools chat_template tokenize add_generation_prompt continue_final_message padding"
+    " truncation max_length return_dict return_tensors return_assistant_tokens_mask tokenizer_kwargs"
+    " processor_kwargs".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """How the model wants to be sampled where a request is silent.
+
+    From generation_config.json. What the file does not say: temperature 1.0, as OpenAI's API has
+    it, and every filter and penalty off. `do_sample: false` means temperature 0.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+LIMITS = {  # of the defaults above, inclusive
+    "temperature": (0, 2),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+}
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model directory, its end tokens taken from generation_config.json, else
+    config.json.
+
+    Raises InvalidRequest where there is none that can be used.
+    """
+    files = [_json(path / name) for name in ("generation_config.json", "config.json")]
+    eos = files[0].get("eos_token_id") or files[1].get("eos_token_id")
+    try:
+        own = {"trust_remote_code": False}  # unless told, transformers asks whether to run it
+        tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
+        if (
+            not tokenizer.has_tool_calling
+        ):  # what text/messages.py tells a model without a format of its own
+            _give_tools(tokenizer)
+        tokenizer.model_max_length = (
+            1 << 62
+        )  # the context is checked by us; its warning would mislead
+        return tokenizer
+    except Exception as error:  # whatever the libraries raise at such files
+        why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
+        raise InvalidRequest(why) from error
+
+
+def _give_tools(tokenizer: Tokenizer) -> None:
+    """Let calls be JSON in tags. By hand, because to load it again with another parser takes a
+    third of a second of every start."""
+    start, end = json_tools.tool_call_start, json_tools.tool_call_end
+    tokenizer._tool_parser = json_tools.parse_tool_call
+    tokenizer._tool_call_start, tokenizer._tool_call_end = start, end
+    tokens = (tuple(tokenizer.encode(tag, add_special_tokens=False)) for tag in (start, end))
+    tokenizer._tool_call_start_tokens, tokenizer._tool_call_end_tokens = tokens
+
+
+def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
+    """Raises InvalidRequest where the two do not give the same tokens the same ids; `names` are the
+    models'. What one has beyond the other's last id does no harm: it is never drafted, never
+    accepted, or read as another."""
+    own, other = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
+    for i in range(min(max(own), max(other)) + 1):
+        if own.get(i) != other.get(i):
+            raise InvalidRequest(
+                f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is {other.get(i)!r}"
+                f" there and {own.get(i)!r} here ({len(other)} and {len(own)} tokens); give a model of the"
+                " same family, or leave --draft out"
+            )
+
+
+def generation_defaults(path: Path) -> Defaults:
+    """What generation_config.json of a model directory says, see `Defaults`. A value that is no
+    number or is out of range is left out, with a warning."""
+    found = _json(path / "generation_config.json")
+    values: dict[str, Any] = {}
+    for row in fields(Defaults):
+        value = found.get(row.name)
+        if value is None:
+            continue
+        low, high = LIMITS[row.name]
+        number = isinstance(value, int if row.name == "top_k" else (int, float))
+        if number and not isinstance(value, bool) and low <= value <= high:
+            values[row.name] = value if row.name == "top_k" else float(value)
+        else:
+            log.warning(
+                "generation_config.json: %s = %s is not used; it must be %s to %s",
+                row.name,
+                shown(value),
+                low,
+                high,
+            )
+    if found.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return Defaults(**values)
+
+
+def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
+    """Token ids of plain text, with the model's begin token if `special`, yet never twice."""
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(text, add_special_tokens=special and not begun))
+
+
+def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:
+    """Raises TooLong for a text that is far too long, by its beginning: else any text would be
+    encoded whole, which takes a second or two for each megabyte."""
+    size = context * FIRST_CHARS
+    while size < len(text):
+        n = len(tokenizer.encode(text[:size].replace(MARK, ""), add_special_tokens=False))
+        if n > context + FIRST_CHARS:  # its last token may be cut
+            tokens = n * len(text) // size
+            why = f"{too_long(tokens, context)}; that is reckoned from its first {size} characters"
+            raise TooLong(field, tokens, f"{why}; shorten {field}")
+        size *= 4
+
+
+def template_reads(tokenizer: Tokenizer, name: str) -> bool:
+    """Whether the chat template may look at the variable `name`. A template in code is taken to do
+    so."""
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template]
+    return any(text is None or name in text for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation for the model's template: canonical messages, the tools that may be called,
+    and what else the template is told."""
+
+    messages: Messages
+    tools: Tools = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the template writes it, with the marks of text/special.py, its token ids,
+    and whether its end opens the reasoning."""
+
+    text: str
+    ids: list[int]
+    thinking: bool
+
+
+def talk_of(
+    messages: Sequence[Any], tools: Any, options: Mapping[str, Any], history: History
+) -> Talk:
+    """What a client sent, in its one form, its calls as the model made them. Raises Refused."""
+    if taken := sorted(OURS & set(options)):
+        raise Refused(
+            "chat_template_kwargs",
+            f"chat_template_kwargs.{taken[0]} is set by the server; leave it out",
+        )
+    plain = canonical(messages)
+    for message in plain:
+        for call in message.get("tool_calls", ()):
+            own = history.call(call.get("id", ""))
+            if own and (arguments := same_call(call["function"], own)) is not None:
+                call["function"] = {"name": own.name, "arguments": arguments}
+    return Talk(plain, check_tools(tools), options)
+
+
+def same_call(sent: Mapping[str, Any], own: Call) -> dict[str, Any] | None:
+    """The model's arguments, where what a client sends is its call, if with defaults beside what
+    the model wrote. One that the client has changed is a call of its own: None."""
+    arguments: dict[str, Any] = json.loads(own.arguments)
+    there = sent["arguments"]
+    same = sent["name"] == own.name and all(
+        k in there and there[k] == v for k, v in arguments.items()
+    )
+    return arguments if same else None
+
+
+def render(
+    tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt: bool = True, context: int = 0,
+    field: str = "messages",
+) -> Rendered:  # fmt: skip
+    """The conversation, with `generation_prompt` up to where the assistant is to speak. Raises
+    Refused, naming the message, or the `field` where it is far longer than `context` tokens, if
+    these are given."""
+    text = _rendered(tokenizer, talk, generation_prompt)
+    if context:
+        check_length(tokenizer, text, context, field)
+    ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
+    thinking = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
+    return Rendered(text, ids, thinking)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Any],
+    generation_prompt: bool = True,
+    /,
+    **template: Any,
+) -> list[int]:
+    """Token ids of messages alone, as they are written. `template` goes to the template."""
+    talk = talk_of(messages, None, template, History())
+    return encode_rendered(tokenizer, _rendered(tokenizer, talk, generation_prompt))
+
+
+def remember(
+    tokenizer: Tokenizer,
+    talk: Talk,
+    before: Rendered,
+    answer: Mapping[str, Any],
+    ids: Sequence[int],
+    history: History,
+) -> None:
+    """Keep the tokens of an `answer`, a canonical message, that ended by itself."""
+    try:
+        after = _rendered(
+            tokenizer, Talk([*talk.messages, dict(answer)], talk.tools, talk.options), False
+        )
+    except Refused as error:
+        log.info("an answer will be spelled anew in the next turn: %s", error)
+        return
+    end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
+    shown = str(answer.get("reasoning_content", "")).strip() in after[len(before.text) :].replace(
+        MARK, ""
+    )
+    if shown:  # else the next prompt would hold what this template leaves out
+        history.keep_turn(before.text, after, ids, end)
+
+
+def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:
+    """The template's text. Where it refuses the messages as they are, they are tried merged, then
+    with the system text in the first user message; where it knows no tools, these are spelled
+    out."""
+    if not tokenizer.has_chat_template:
+        raise Refused(
+            "messages",
+            "messages cannot be rendered: the model has no chat template; use /v1/completions",
+        )
+    apply: Callable[..., str] = tokenizer.apply_chat_template
+    options, messages, tools = _marked(tokenizer, talk)
+    if not template_reads(tokenizer, "tools"):
+        messages = spelled_out(messages, tools)
+    elif tools:
+        options["tools"] = tools
+    tried: list[Messages] = []
+    first = ""
+    for rewrite in REWRITES:
+        turns = rewrite(messages)
+        if turns in tried:
+            continue
+        tried.append(turns)
+        try:
+            return clean(
+                apply(turns, tokenize=False, add_generation_prompt=generation_prompt, **options)
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            first = first or str(error).strip() or type(error).__name__
+    raise Refused(
+        "messages",
+        f"messages: the model's chat template refuses them: {first}; change their roles or order",
+    )
+
+
+def _marked(tokenizer: Tokenizer, talk: Talk) -> tuple[dict[str, Any], Messages, list[Any]]:
+    """The options, messages and tools of a conversation, in which no text is a control token."""
+    special = special_of(tokenizer)
+    try:
+        messages = [
+            marked(turn, special.answers if turn["role"] == "assistant" else special.begins)
+            | {"role": turn["role"]}
+            for turn in talk.messages
+        ]
+        options = {name: marked(value, special.begins) for name, value in talk.options.items()}
+        return options, messages, marked(list(talk.tools), special.begins)
+    except RecursionError as error:
+        raise Refused(
+            "messages", "messages, tools or options lie too deep in each other; flatten"
+        ) from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,205 @@
+"""From token ids to the text that a client sees.
+
+Rule: the text depends on the tokens alone, never on how they were grouped. No character is shown in
+pieces, nothing of a stop string is shown, and what might become one is held back until it cannot.
+"""
+
+import codecs
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
+
+BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+NEUTRAL = "a"  # stands for the prompt's end where the text continues it
+
+
+class Reader:
+    """Reads one choice. `stop` are the stop strings, `stop_tokens` end the text and are never
+    shown.
+
+    An answer does not begin with the space that its first token may carry; with
+    `prompt_text_continues` the text goes on from the prompt's and keeps it.
+
+    `stopped` is the stop string that was met, else None. `count` is the number of tokens read, a
+    stop token and the token that completed a stop string included. `released` has, for each token
+    of whose text something was shown, in order, where its text begins: their log-probabilities may
+    go out. Empty it as you like. Nothing is read after the end.
+    """
+
+    __slots__ = (
+        "_add",
+        "_flush",
+        "_pending",
+        "_seen",
+        "_shown",
+        "_starts",
+        "_stop",
+        "_stop_tokens",
+        "_trim",
+        "count",
+        "ended",
+        "released",
+        "stopped",
+    )
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        stop: Sequence[str] = (),
+        stop_tokens: frozenset[int] = frozenset(),
+        prompt_text_continues: bool = False,
+    ) -> None:
+        self._stop, self._stop_tokens = tuple(stop), stop_tokens
+        self._add, self._flush, trims = _decoder(tokenizer, prompt_text_continues)
+        self._trim = trims and not prompt_text_continues
+        self._pending = ""  # read, not shown: may be the beginning of a stop string
+        self._seen = self._shown = 0  # characters read and shown
+        self._starts: deque[int] = deque()  # where the text of each unreleased token begins
+        self.stopped: str | None = None
+        self.ended = False
+        self.count = 0
+        self.released: list[int] = []
+
+    def feed(self, tokens: Iterable[int]) -> str:
+        """The text that these tokens make certain."""
+        shown = []
+        for token in tokens:
+            if self.ended:
+                break
+            self.count += 1
+            if token in self._stop_tokens:
+                self.ended = True
+                break
+            self._starts.append(self._seen)
+            shown.append(self._take(self._add(token)))
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """What was held back; call it once, when no more tokens come."""
+        self.ended = True
+        if self.stopped is not None:
+            return ""
+        text = self._take(self._flush())
+        if self.stopped is None:
+            text += self._show(len(self._pending))
+            self.released += self._starts
+            self._starts.clear()
+        return text
+
+    def _take(self, text: str) -> str:
+        """Add text; returns what of it and of what was pending can be shown."""
+        if self._trim and text:
+            text, self._trim = text.removeprefix(" "), False
+        self._seen += len(text)
+        self._pending += text
+        hits = [
+            (at + len(stop), at, stop)
+            for stop in self._stop
+            if (at := self._pending.find(stop)) >= 0
+        ]
+        if not hits:
+            return self._show(len(self._pending) - self._held())
+        _, at, self.stopped = min(hits)  # the first to be complete
+        self.ended = True
+        text = self._show(at)
+        self._pending = ""
+        self._starts.clear()
+        return text
+
+    def _held(self) -> int:
+        """Length of the longest end of the pending text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for n in range(min(longest, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-n:]) for stop in self._stop):
+                return n
+        return 0
+
+    def _show(self, n: int) -> str:
+        text, self._pending = self._pending[:n], self._pending[n:]
+        self._shown += n
+        while self._starts and self._starts[0] < self._shown:
+            self.released.append(self._starts.popleft())
+        return text
+
+
+def _decoder(
+    tokenizer: TokenizerWrapper, continues: bool
+) -> tuple[Callable[[int], str], Callable[[], str], bool]:
+    """How tokens become text: add a token, flush the rest; and whether the text's first space is to
+    go.
+
+    Where tokens are bytes they are decoded as such. Else mlx-lm's detokenizer decodes the line so
+    far, which drops the first space by itself: a text that goes on is begun with a token that is
+    not shown.
+    """
+    inner = tokenizer.detokenizer
+    if isinstance(inner, (BPEStreamingDetokenizer, SPMStreamingDetokenizer)):
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        return (
+            lambda token: utf8.decode(token_bytes(tokenizer, token)),
+            lambda: utf8.decode(b"", True),
+            getattr(inner, "trim_space", True),
+        )
+
+    def add(token: int) -> str:
+        if is_token(tokenizer, token):
+            inner.add_token(token)
+        return str(inner.last_segment)
+
+    def flush() -> str:
+        inner.finalize()
+        return str(inner.last_segment)
+
+    for token in tokenizer.encode(NEUTRAL, add_special_tokens=False) if continues else ():
+        add(token)
+    return add, flush, False
+
+
+@lru_cache(maxsize=1 << 16)
+def is_token(tokenizer: TokenizerWrapper, token: int) -> bool:
+    """Whether the tokenizer knows this id. A model's vocabulary may be padded with ids that mean
+    nothing."""
+    return token < len(tokenizer) and tokenizer.convert_ids_to_tokens(token) is not None
+
+
+@lru_cache(maxsize=1 << 16)
+def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
+    """The UTF-8 bytes that a token stands for, also of a part of a character; none for an unknown
+    id."""
+    if not is_token(tokenizer, token):
+        return b""
+    piece: str = tokenizer.convert_ids_to_tokens(token)
+    if byte := BYTE_PIECE.fullmatch(piece):
+        return bytes([int(byte[1], 16)])
+    if isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer):
+        return piece.replace("▁", " ").encode()
+    if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
+        if token in _added(tokenizer):
+            return piece.encode()
+        return b"".join(_byte_of().get(char, char.encode()) for char in piece)
+    return bytes(tokenizer.decode([token]), "utf-8")
+
+
+@lru_cache(maxsize=4)
+def _added(tokenizer: TokenizerWrapper) -> frozenset[int]:
+    """Ids of tokens that are spelled out, not in the byte alphabet."""
+    return frozenset(tokenizer.added_tokens_decoder)
+
+
+@lru_cache(maxsize=1)
+def _byte_of() -> dict[str, bytes]:
+    """GPT-2's byte alphabet: a visible Latin-1 byte is its own character, the others count from
+    U+0100."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    chars = {chr(byte): byte for byte in visible} | {
+        chr(256 + i): byte for i, byte in enumerate(hidden)
+    }
+    return {char: bytes([byte]) for char, byte in chars.items()}

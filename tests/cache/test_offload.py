@@ -1,0 +1,277 @@
+"""What outlives the process: a second engine on the same directory goes on where the first one
+stopped."""
+
+import functools
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from mlxspec.cache import offload
+from mlxspec.cache.blocks import AGE_S
+from mlxspec.cache.disk import Disk
+from mlxspec.cache.offload import CHAINS, GAIN
+from mlxspec.cache.runfile import keys_of, label
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.loader import Options, _outlive
+from mlxspec.model.transfer import Transfer
+from tests import tiny
+from tests.tiers import attach, finish
+
+BLOCK = 8
+KINDS = [
+    "qwen3",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_next",
+    "nemotron_h",
+    "deepseek_v3",
+    "llama:8",
+    "gpt_oss:4",
+]
+LAYOUTS = {"qwen3_next": "rect", "nemotron_h": "rect", "deepseek_v3": "gather"}
+PROMPT = [i * 37 % tiny.VOCAB for i in range(90)]
+READ = 88  # tokens of it in full blocks: the most that can be found of it
+
+
+def start(root: Path, kind: str, **kw) -> tuple[Engine, Disk]:
+    kw |= dict(layout=LAYOUTS.get(kind, "rows"), block=BLOCK, kv_bits=tiny.kv_bits(kind))
+    e = tiny.engine(tiny.model(kind), **kw)
+    return e, attach(e, root)
+
+
+def first(root: Path, kind: str, **kw) -> list[int]:
+    """One answer, all of it saved."""
+    e, disk = start(root, kind, **kw)
+    e.add(tiny.request("first", PROMPT, 30, temperature=0.8, seed=3))
+    answer = tiny.tokens(finish(e, disk), "first")
+    assert disk.close(5)
+    return answer
+
+
+@functools.cache
+def plain(kind: str) -> tiny.Plain:
+    return tiny.Plain(tiny.model(kind), tiny.kv_bits(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_goes_on(tmp_path: Path, kind: str) -> None:
+    answer = first(tmp_path, kind)
+    assert answer == plain(kind)(PROMPT, 30, 0.8, 3)
+    turn = [*PROMPT, *answer, 5, 6, 7]
+    e, disk = start(tmp_path, kind)
+    e.add(tiny.request("second", turn, 20, temperature=0.8, seed=4))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "second") == plain(kind)(turn, 20, 0.8, 4)
+    saved = (
+        96 if e.runner.states.layers else (len(PROMPT) + 29) // BLOCK * BLOCK
+    )  # every third block a state
+    assert outputs[-1].cached == saved and e.counters["prompt"] == len(turn) - saved
+    assert not e.tier._landings and not e.tier._asked
+    disk.close(5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [READ, READ + 1, READ - 1])
+def test_the_same_prompt_again(tmp_path: Path, kind: str, length: int) -> None:
+    """Around a multiple of the block: as much as leaves a token to compute."""
+    for cached in (0, (length - 1) // BLOCK * BLOCK):
+        e, disk = start(tmp_path, kind)
+        e.add(tiny.request("r", PROMPT[:length], 12))
+        outputs = finish(e, disk)
+        assert tiny.tokens(outputs, "r") == plain(kind)(PROMPT[:length], 12)
+        assert outputs[-1].cached == cached
+        disk.close(5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_what_was_damaged_is_computed(tmp_path: Path, kind: str) -> None:
+    """Each file in turn is lost: whatever is left of the chain is used as far as that is whole."""
+    first(tmp_path, kind)
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) > 1
+    damaged: list[bool] = []
+    for i, file in enumerate(files):
+        copy = tmp_path.parent / f"{tmp_path.name}-{i}"
+        shutil.copytree(tmp_path, copy)
+        (copy / file.relative_to(tmp_path)).write_bytes(file.read_bytes()[:-1] + b"\xff\xff")
+        e, disk = start(copy, kind)
+        e.add(tiny.request("again", PROMPT, 12))
+        outputs = finish(e, disk)
+        assert tiny.tokens(outputs, "again") == plain(kind)(PROMPT, 12)
+        disk.close(5)
+        damaged.append(disk.stats().damaged > 0)
+        assert outputs[-1].cached <= READ
+    assert any(damaged)  # some hold what the prompt does not need
+
+
+def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
+    """A neighbour decodes while a prompt waits for the disk; a short prompt does not ask at all."""
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("short", PROMPT[: GAIN * BLOCK - 1], 40))
+    e.step()
+    assert not e.tier._landings
+    e.add(tiny.request("long", PROMPT, 12))
+    e.step()
+    assert e.tier._landings and [s.request.id for s in e.scheduler.running] == ["short"]
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
+    assert tiny.tokens(outputs, "short") == plain("qwen3")(PROMPT[: GAIN * BLOCK - 1], 40)
+    disk.close(5)
+
+
+def test_a_landing_spares_what_is_still_to_be_copied(tmp_path: Path) -> None:
+    """A second choice copies its partial block from a free one, while a prompt lands where blocks
+    are few."""
+    first(tmp_path, "qwen3")
+    for blocks in range(17, 24):
+        e, disk = start(tmp_path, "qwen3", blocks=blocks, budget=64)
+        ask = tiny.request("twice", PROMPT[5:42], 3, choices=2)
+        e.add(tiny.request("long", PROMPT, 3))
+        e.add(ask)
+        outputs = finish(e, disk)
+        for i in range(2):
+            assert tiny.tokens(outputs, "twice", i) == plain("qwen3")(ask.prompt, 3, index=i), (
+                blocks
+            )
+        assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 3)
+        disk.close(5)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first(tmp_path, "qwen3")
+    monkeypatch.setattr(offload, "WAIT_S", 0.05)
+    e, disk = start(tmp_path, "qwen3")
+    stuck, read = threading.Event(), disk._load
+    disk._load = lambda name: stuck.wait(10) and None  # type: ignore[method-assign]
+    e.add(tiny.request("r", PROMPT, 12))
+    outputs = tiny.run(e)
+    assert tiny.tokens(outputs, "r") == plain("qwen3")(PROMPT, 12) and outputs[-1].cached == 0
+    stuck.set()
+    disk._load = read  # type: ignore[method-assign]
+    disk.close(5)
+
+
+@pytest.mark.parametrize("verb", ["export", "host", "place"])
+def test_what_fails_in_the_tier_ends_the_tier_alone(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first(tmp_path, "qwen3")
+    monkeypatch.setattr(Transfer, verb, lambda *rest: [][0])
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("r", [*PROMPT, 3, 4, *range(40)], 12))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "r") == plain("qwen3")([*PROMPT, 3, 4, *range(40)], 12)
+    assert e.tier.broken and "it is not used until the next start" in caplog.text
+    e.check()
+    disk.close(5)
+
+
+def test_who_comes_while_the_pool_is_full_looks_when_there_is_room(tmp_path: Path) -> None:
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3", blocks=20)
+    e.add(tiny.request("full", range(100, 200), 40))
+    for _ in range(12):
+        e.step()
+    e.add(tiny.request("long", PROMPT, 12))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
+    assert [o for o in outputs if o.request == "long"][-1].cached == READ
+    disk.close(5)
+
+
+def test_who_leaves_while_waiting_leaves_nothing(tmp_path: Path) -> None:
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("gone", PROMPT, 12))
+    e.step()
+    assert e.tier._landings
+    e.abort("gone")
+    assert not e.tier._landings and not e.busy
+    finish(e, disk)
+    e.check()
+    disk.close(5)
+
+
+def test_no_room_is_no_gain(tmp_path: Path) -> None:
+    """A pool that others fill: what cannot be entered is computed when its turn comes."""
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3", blocks=20)
+    e.add(tiny.request("full", range(60), 60))
+    for _ in range(40):
+        e.step()
+    e.add(tiny.request("long", PROMPT, 12))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
+    disk.close(5)
+
+
+def test_what_another_model_wrote_does_not_fit(tmp_path: Path) -> None:
+    """The fingerprint keeps them apart; if it failed to, shapes would."""
+    first(tmp_path, "qwen3")
+    for kind in ("gemma3_text", "deepseek_v3"):
+        e, disk = start(tmp_path, kind)
+        e.add(tiny.request("r", PROMPT, 12))
+        outputs = finish(e, disk)
+        assert tiny.tokens(outputs, "r") == plain(kind)(PROMPT, 12) and outputs[-1].cached == 0
+        disk.close(5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_is_old_gives_way_only_where_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, broken: bool
+) -> None:
+    """While there are blocks that were never used: a prompt that a full disk lost is found in
+    memory."""
+    now, (e, disk) = 0.0, start(tmp_path, kind, blocks=100)
+    _outlive(e, disk, Options(disk=tmp_path, disk_bytes=1 << 30))
+    for pool in e.scheduler.groups.pools:
+        pool.clock = lambda: now
+    if broken:
+        monkeypatch.setattr(Disk, "save", lambda self, run: False)
+    for name, prompt in (("old", PROMPT), ("new", [3, *PROMPT[1:]]), ("old again", PROMPT)):
+        e.add(tiny.request(name, prompt, 4))
+        outputs = finish(e, disk)
+        now += 2 * AGE_S
+    one = -(-len(PROMPT) // BLOCK)
+    assert (e.scheduler.pool.given >= 2 * one - 1) == broken, "the part of a block is no loss"
+    assert outputs[-1].cached >= READ, "in memory, or on the disk"
+    assert disk.close(5)
+
+
+def test_a_window_is_saved_where_a_chain_ends(tmp_path: Path) -> None:
+    """Not for every token that it passed: two chain ends of a window of 12 tokens, 3 or 4 blocks
+    each."""
+    first(tmp_path, "gemma3_text")
+    keys = [key for file in tmp_path.rglob("*.safetensors") for key in keys_of(label(file))]
+    whole = (len(PROMPT) + 29) // BLOCK
+    assert whole < len(keys) <= whole + 8
+
+
+def test_what_is_left_is_saved_at_the_end(tmp_path: Path) -> None:
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("r", PROMPT, 12))
+    while e.scheduler.waiting or e.scheduler.running:
+        e.step()
+    e.close(5)
+    e, disk = start(tmp_path, "qwen3")
+    e.add(tiny.request("r", PROMPT, 12))
+    assert finish(e, disk)[-1].cached == READ
+    disk.close(5)
+
+
+def test_chains_that_wait_are_bounded(tmp_path: Path) -> None:
+    e, disk = start(tmp_path, "qwen3")
+    full = [tiny.request(f"r{i}", [i, *range(20)], 2) for i in range(CHAINS + 9)]
+    e.tier = None
+    for r in full:
+        e.add(r)
+    while e.busy:
+        e.step()
+    assert len(e.scheduler.tier._chains) == CHAINS
+    disk.close(5)

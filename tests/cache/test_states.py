@@ -1,0 +1,58 @@
+"""States by prefix: found by their name, bounded, the least recently used forgotten first."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.cache.states import StateCache
+
+
+def test_the_tails_behind_a_block_come_longest_first() -> None:
+    s = StateCache(8, 4)
+    for tail in ((1,), (1, 2, 3), (), (7, 8)):
+        s.put((b"a", tail), tail)
+    s.put((b"b", (5,)), "b")
+    assert s.tails(b"a") == [(1, 2, 3), (7, 8), (1,), ()]
+    assert s.tails(b"b") == [(5,)] and s.tails(b"c") == []
+    assert s.use((b"a", (7, 8))) == (7, 8)
+
+
+def test_what_was_used_stays_and_what_was_not_goes() -> None:
+    s = StateCache(2, 4)
+    s.put((b"a", ()), 1)
+    s.put((b"b", ()), 2)
+    s.use((b"a", ()))
+    s.put((b"c", ()), 3)
+    assert [name[0] for name, _ in s] == [b"a", b"c"] and s.tails(b"b") == []
+
+
+def test_the_first_state_of_a_name_stays() -> None:
+    """Both are right, but in another batch the last bits may differ: who goes on sees one and the
+    same."""
+    s = StateCache(2, 4)
+    s.put((b"a", ()), 1)
+    s.put((b"a", ()), 2)
+    assert s.use((b"a", ())) == 1 and len(s) == 1
+
+
+@given(
+    st.integers(0, 4),
+    st.lists(
+        st.tuples(st.booleans(), st.sampled_from("abc"), st.lists(st.integers(0, 1), max_size=2))
+    ),
+)
+def test_the_bound_holds(capacity: int, verbs: list[tuple[bool, str, list[int]]]) -> None:
+    s, mirror = StateCache(capacity, 4), {}
+    for put, parent, tail in verbs:
+        name = parent.encode(), tuple(tail)
+        if put:
+            s.put(name, name)
+            mirror[name] = mirror.pop(name, name)
+            mirror = dict(list(mirror.items())[-capacity:]) if capacity else {}
+        elif name in mirror:
+            assert s.use(name) == name
+            mirror[name] = mirror.pop(name)
+        s.check()
+        assert [n for n, _ in s] == list(mirror)
+    s.clear()
+    s.check()
+    assert not len(s)

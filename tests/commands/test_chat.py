@@ -1,0 +1,232 @@
+"""The terminal chat, as its own process, against a small real server on a socket."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Answer = Callable[["Peer", dict[str, Any]], None]
+
+
+class Peer(BaseHTTPRequestHandler):
+    """Answers each POST by the server's `answer`; keeps what it was sent."""
+
+    server: "Server"
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        self.reply(200, {"object": "list", "data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        self.server.keys.append(self.headers["Authorization"])
+        self.server.answer(self, body)
+
+    def reply(self, status: int, body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def stream(self, *pieces: str, end: bool = True) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for piece in pieces:
+            self.event(
+                {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
+            )
+        if end:
+            self.wfile.write(b": keep-alive\n\n")
+            self.event({"choices": [], "usage": {"completion_tokens": len(pieces)}})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, body: Any) -> None:
+        self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+        self.wfile.flush()
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(("127.0.0.1", 0), Peer)
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextmanager
+def serving(answer: Answer) -> Iterator[Server]:
+    with Server(answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def echo(peer: Peer, body: dict[str, Any]) -> None:
+    peer.stream("You said ", body["messages"][-1]["content"], ".")
+
+
+def command(url: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", "mlxspec", "chat", "--url", url, *words]
+
+
+def chat(url: str, typed: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(url, *words), input=typed, capture_output=True, text=True, timeout=60
+    )
+
+
+def contents(body: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in body["messages"]]
+
+
+def test_piped_turns() -> None:
+    with serving(echo) as server:
+        done = chat(
+            server.url, "one\n\ntwo\n", "--system", "S", "--temperature", "0", "--api-key", "k"
+        )
+    assert (done.returncode, done.stdout) == (0, "You said one.\nYou said two.\n")
+    lines = done.stderr.splitlines()
+    assert (
+        len(lines) == 2
+        and lines[0].startswith("3 tokens, ")
+        and " tokens/s, the first after " in lines[0]
+    )
+    first, second = server.bodies
+    assert (first["model"], first["stream"], first["temperature"]) == ("tiny", True, 0)
+    assert contents(first) == ["S", "one"]
+    assert contents(second) == ["S", "one", "You said one.", "two"]
+    assert server.keys == ["Bearer k", "Bearer k"]
+
+
+def test_reset_and_exit() -> None:
+    with serving(echo) as server:
+        done = chat(server.url, "one\n/reset\ntwo\n/exit\nthree\n")
+    assert done.stdout == "You said one.\nYou said two.\n"
+    assert [contents(body) for body in server.bodies] == [["one"], ["two"]]
+    assert "temperature" not in server.bodies[0] and server.keys[0] is None
+
+
+def test_interrupt_stops_the_answer_and_not_the_chat() -> None:
+    gone = threading.Event()
+
+    def slow(peer: Peer, body: dict[str, Any]) -> None:
+        if body["messages"][-1]["content"] == "again":
+            return peer.stream("done")
+        peer.stream("so far\n", end=False)
+        assert peer.connection.recv(1) == b""  # returns when the client has left
+        gone.set()
+
+    with (
+        serving(slow) as server,
+        subprocess.Popen(
+            command(server.url),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin and process.stdout
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "so far\n"
+        process.send_signal(signal.SIGINT)
+        assert gone.wait(30)
+        out, err = process.communicate("again\n", timeout=30)
+    assert (process.returncode, out) == (0, "\ndone\n")
+    assert "stopped after" in err and "Traceback" not in err
+    assert contents(server.bodies[1]) == ["go", "so far\n", "again"]
+
+
+def test_no_server() -> None:
+    with serving(echo) as server:
+        url = server.url
+    done = chat(url, "hello\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: no server at {url}; start one with: mlxspec serve\n"
+
+
+def refuse(peer: Peer, body: dict[str, Any]) -> None:
+    peer.reply(401, {"error": {"message": "wrong API key", "type": "invalid_request_error"}})
+
+
+def break_off(peer: Peer, body: dict[str, Any]) -> None:
+    peer.stream("half", end=False)
+
+
+def fail_midway(peer: Peer, body: dict[str, Any]) -> None:
+    peer.stream("half", end=False)
+    peer.event({"error": {"message": "out of memory"}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "out", "message"),
+    [
+        (refuse, "", "the server answered 401: wrong API key; give --api-key"),
+        (break_off, "half\n", "the answer was cut off; see the server's log"),
+        (fail_midway, "half\n", "out of memory"),
+    ],
+)
+def test_failures_end_a_piped_chat(answer: Answer, out: str, message: str) -> None:
+    with serving(answer) as server:
+        done = chat(server.url, "hello\nagain\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, out, f"error: {message}\n")
+    assert len(server.bodies) == 1
+
+
+def test_something_else_at_that_address() -> None:
+    with serving(echo) as server:
+        server.RequestHandlerClass = type(
+            "Other", (Peer,), {"do_GET": lambda peer: peer.reply(200, {})}
+        )
+        done = chat(server.url, "hello\n")
+    assert done.returncode == 2 and f"something else answers at {server.url} (" in done.stderr
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    with serving(lambda peer, body: peer.stream("a\x1b[2Jb\r\x07c\td")) as server:
+        assert chat(server.url, "x\n").stdout == "a[2Jbc\td\n"
+
+
+def test_at_a_terminal_a_failure_is_not_the_end(tmp_path: Path) -> None:
+    def second_works(peer: Peer, body: dict[str, Any]) -> None:
+        return echo(peer, body) if len(server.bodies) == 2 else refuse(peer, body)
+
+    ours, theirs = pty.openpty()
+    with serving(second_works) as server, open(ours, "wb", buffering=0) as keyboard:
+        environ = {**os.environ, "HOME": str(tmp_path), "TERM": "dumb"}
+        process = subprocess.Popen(
+            command(server.url),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        os.close(theirs)
+        keyboard.write(b"one\ntwo\n/exit\n")
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err.startswith(f"tiny at {server.url}. /exit or Ctrl-D ends the chat")
+    assert "error: the server answered 401: wrong API key; give --api-key" in err
+    assert contents(server.bodies[1]) == ["two"]

@@ -1,0 +1,97 @@
+"""What is on this disk: found, measured, fetched; weights that were cut off are named."""
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from mlxspec import cli
+from mlxspec.commands import models
+from mlxspec.config import Config
+from tests.tiny_tokenizer import save_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def bare(bare_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def weights(path: Path, size: int = 64) -> Path:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = save_tokenizer(tmp_path / "model")
+    (path / "config.json").write_text("{}")
+    weights(path / "model.safetensors")
+    return path
+
+
+def test_flaws(model: Path) -> None:
+    file = model / "model.safetensors"
+    assert models.flaws(model) == []
+    whole = file.read_bytes()
+    for data, said in (
+        (whole[:-1], "by its own header"),
+        (whole + b"x", "by its own header"),
+        (whole[:20], "is no safetensors file"),
+        (b"", "is no safetensors file"),
+        (struct.pack("<Q", 1 << 60), "by its own header"),
+        (struct.pack("<Q", 2) + b"[]", "is no safetensors file"),
+        (struct.pack("<Q", 8) + b'{"w": 1}', "is no safetensors file"),
+    ):
+        file.write_bytes(data)
+        assert [said in flaw and str(file) in flaw for flaw in models.flaws(model)] == [True], data[
+            :20
+        ]
+
+
+def test_stock(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def repo(name: str, *files: str, kind: str = "model") -> SimpleNamespace:
+        named = [SimpleNamespace(file_name=file) for file in files]
+        return SimpleNamespace(
+            repo_id=name, repo_type=kind, revisions=[SimpleNamespace(files=named)]
+        )
+
+    repos = [
+        repo("b/fits", "config.json", "model-00001-of-00002.safetensors"),
+        repo("a/gguf", "model.gguf"),
+        repo("a/data", "config.json", "model.safetensors", kind="dataset"),
+    ]
+    monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda: SimpleNamespace(repos=repos))
+    found = models.stock(Config(model=str(model), cache_dir=str(tmp_path / "cache")))
+    assert [(one.name, one.path) for one in found] == [
+        (str(model), model),
+        ("smollm2-135m-instruct", None),
+        ("b/fits", None),
+    ]
+    assert (
+        found[0].bytes == (model / "model.safetensors").stat().st_size
+        and found[1].bytes > 9 * 10**7
+    )
+
+
+def test_models_and_pull(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(cli.app, [*words, "--cache-dir", str(tmp_path / "cache")])
+        assert done.exit_code == 0, done.exception
+        return done.stdout
+
+    assert run("pull", str(model)).startswith(f"model is in {model}, ")
+    monkeypatch.setenv("MLXSPEC_MODEL", str(model))
+    lines = run("models", "--url", "http://127.0.0.1:1").splitlines()
+    assert lines[0].split() == ["NAME", "SIZE", "STATE", "PATH"]
+    assert "on disk" in lines[1] and "~/model" in lines[1] and "not fetched" in lines[2]
+    rows = json.loads(run("models", "--url", "http://127.0.0.1:1", "--json"))
+    assert rows[0]["path"] == str(model) and rows[0]["bytes"] > 64
+
+
+def test_a_model_that_nobody_knows(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["pull", "nonsense", "--cache-dir", str(tmp_path)])
+    assert "no model 'nonsense'" in str(done.exception)

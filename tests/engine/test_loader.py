@@ -1,0 +1,409 @@
+"""From a directory to a warm engine, and what is refused on the way."""
+
+import gc
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxspec.engine import loader, memory
+from mlxspec.engine.loader import Options
+from mlxspec.kernels import verify
+from mlxspec.kernels.proven import VERDICTS, Case, Verdict
+from mlxspec.model import layout as loading
+from mlxspec.model.layout import fit, geometry, load, read
+from mlxspec.model.pages import Pages
+from mlxspec.model.runner import Runner, owed
+from mlxspec.speculate import NoDrafter, calibrate
+from mlxspec.speculate.proposer import Proposer
+from mlxspec.types import Request, Sampling, UserError
+from tests import tiny
+from tests.model.test_layout import save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save(tmp_path)
+    return tmp_path
+
+
+def test_everything_is_derived_and_reported(path: Path) -> None:
+    e, info = loader.start(path, "tiny", Options(block_size=16))
+    assert (info.name, info.layout, info.vocab, info.context) == ("tiny", "rows", tiny.VOCAB, 512)
+    assert info.kv_blocks == memory.CONTEXTS * 512 // 16 + 1
+    pools = [p for pages in e.runner.caches for p in pages.pools()]
+    assert info.kv_bytes == sum(p.nbytes for p in pools) and info.weight_bytes > 0
+    assert info.prefill_budget == e.scheduler.pace.rows(decoding=True) > 0
+    stats = e.stats()
+    assert (stats.steps, stats.blocks_cached, stats.blocks_used) == (0, 0, 0), (
+        "warm-up leaves no trace"
+    )
+    e.add(tiny.request("r", [1, 2, 3], 8))
+    assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model("llama"))([1, 2, 3], 8)
+
+
+def test_options_override(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "mlxspec"):
+        e, info = loader.start(
+            path, "tiny", Options(block_size=8, kv_blocks=9, context=100, layout="gather")
+        )
+    assert (info.layout, info.context, e.scheduler.max_sequences) == ("gather", 64, 16)
+    assert "context cut from 100 to 64" in caplog.text
+
+
+def test_no_memory_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 1 << 10)
+    monkeypatch.setattr(loader, "read", lambda model: pytest.fail("a weight was read"))
+    with pytest.raises(UserError, match=r"9\.54e-07 GiB are free of"):
+        loader.start(path, "tiny", Options())
+    monkeypatch.setattr(memory, "available", lambda: memory.headroom() + (380 << 10))
+    with pytest.raises(
+        UserError, match=r"KV cache: the cache of one sequence of 512 tokens takes .*, and"
+    ):
+        loader.start(path, "tiny", Options())
+    with pytest.raises(UserError, match=r"--kv-blocks 20 takes .*; leave it out"):
+        loader.start(path, "tiny", Options(kv_blocks=20))
+
+
+def test_what_may_be_taken_can_be_set(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 0)
+    monkeypatch.setattr(memory, "CONTEXTS", 1 << 20)
+    monkeypatch.setattr(loader.meter, "held", lambda: (0, 0))  # other tests' models
+    held = sum(p.stat().st_size for p in path.glob("*.safetensors"))
+    asked = memory.headroom() + held + (8 << 20)
+    info = loader.start(path, "tiny", Options(memory=asked, speculate=False))[1]
+    assert 3 << 20 < info.kv_bytes <= 4 << 20, "half of what weights and headroom leave"
+
+
+def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    """48 GiB of weights in a file that takes no disk."""
+    config = dict(
+        tiny.CONFIGS["llama"], model_type="llama", hidden_size=4096, intermediate_size=1 << 20
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | dict(num_hidden_layers=1, head_dim=64))
+    )
+    wide = {
+        "mlp.gate_proj": [1 << 20, 4096],
+        "mlp.up_proj": [1 << 20, 4096],
+        "mlp.down_proj": [4096, 1 << 20],
+    }
+    heads = {"self_attn.q_proj": 256, "self_attn.k_proj": 128, "self_attn.v_proj": 128}
+    shapes = {f"layers.0.{name}": shape for name, shape in wide.items()}
+    shapes |= {f"layers.0.{name}": [rows, 4096] for name, rows in heads.items()}
+    shapes |= {f"layers.0.{name}_layernorm": [4096] for name in ("input", "post_attention")}
+    shapes |= {
+        "layers.0.self_attn.o_proj": [4096, 256],
+        "norm": [4096],
+        "embed_tokens": [tiny.VOCAB, 4096],
+    }
+    table, at = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        table[f"model.{name}.weight"] = {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    head = json.dumps(table).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + at)
+    loader.load(tmp_path)  # imports what it needs
+    gc.collect()  # of what other tests left, which would be held already
+    mx.clear_cache()
+    before, free = memory.footprint(), memory.free()
+    mx.reset_peak_memory()
+    active = mx.get_active_memory()
+    told = r"48 GiB of weights .* but (40|39.9) GiB are left of --memory-gb"
+    with pytest.raises(UserError, match=told) as said:
+        loader.start(tmp_path, "wide", Options(memory=40 << 30))
+    assert "billion parameters fits" in str(said.value)
+    assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20
+    assert free is not None and free - (memory.free() or 0) < 1 << 30
+
+
+def test_a_context_of_nothing_is_refused(path: Path) -> None:
+    with pytest.raises(UserError, match="raise --context"):
+        loader.start(path, "tiny", Options(context=1))
+
+
+def test_a_pool_that_is_copied_is_reported(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = Options(block_size=32, kv_blocks=3000)
+    with caplog.at_level(logging.WARNING, "mlxspec"):
+        loader.start(path, "tiny", wide)
+    assert "copies the pool" not in caplog.text
+    held = []
+    put = loader.Engine.step
+
+    def step(self):
+        held[:] = [p.pools() for p in self.runner.caches if p.keys is not None]
+        kept = [tuple(a[:] for a in pair) for pair in held]  # readers that are never done
+        held.append(kept)
+        return put(self)
+
+    monkeypatch.setattr(loader.Engine, "step", step)
+    with caplog.at_level(logging.WARNING, "mlxspec"):
+        loader.start(path, "tiny", wide)
+    assert "copies the pool" in caplog.text
+
+
+def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
+    """And what it will take is not free for another model."""
+    engine, info = loader.start(path, "tiny", Options(block_size=8, kv_blocks=400, speculate=False))
+    runner = engine.runner
+    held = sum(pool.nbytes for pages in runner.pages() for pool in pages.pools())
+    assert (
+        held < info.kv_bytes / 2
+        and held + runner.owed() == info.kv_bytes
+        and owed() >= runner.owed()
+    )
+    prompt = tuple(i * 7 % engine.vocab for i in range(480))
+    model, _ = load(path)
+    read(model)
+    want = tiny.Plain(model)(prompt, 20)
+    engine.add(Request("short", prompt[:40], 3, Sampling(temperature=0)))
+    tiny.run(engine)
+    for name, own in (("long", prompt), ("other", prompt[::-1]), ("third", prompt[1:])):
+        engine.add(Request(name, own, 20, Sampling(temperature=0)))
+    assert tiny.tokens(tiny.run(engine), "long") == want
+    assert sum(pool.nbytes for pages in runner.pages() for pool in pages.pools()) > 2 * held
+
+
+def test_a_pool_that_could_not_grow_tries_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of its layers had grown: nothing may be written behind the others' ends."""
+    engine, _ = loader.start(path, "tiny", Options(block_size=8, kv_blocks=400, speculate=False))
+    runner, real, done = engine.runner, Pages.grow, []
+
+    def short(self: Pages, blocks: int) -> None:
+        if len(done) == 1:
+            raise RuntimeError("[malloc] Unable to allocate")
+        done.append(self)
+        real(self, blocks)
+
+    engine.scheduler.groups.pool.alloc(200)
+    with monkeypatch.context() as broken:
+        broken.setattr(Pages, "grow", short)
+        with pytest.raises(RuntimeError, match="malloc"):
+            runner.grow()
+    runner.grow()
+    slots = {pool.shape[1] for pages in runner.pages() for pool in pages.pools()}
+    assert (
+        slots == {runner.view.held[None] * 8} and 200 * 8 < min(slots) <= (201 + 400 // 8 + 1) * 8
+    )
+
+
+def test_want_of_memory_decides_nothing_for_good(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, options = loading.probe, Options(cache=tmp_path / "costs")
+
+    def short(runner: Runner) -> object:
+        if runner.layout == "rows":
+            raise RuntimeError("[malloc] Unable to allocate")
+        return real(runner)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(loading, "probe", short)
+        assert loader.start(path, "tiny", options)[1].layout != "rows"
+    assert loader.start(path, "tiny", options)[1].layout == "rows"
+
+
+def test_the_next_start_does_not_try_again(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = Options(cache=tmp_path / "costs")
+    first, info = loader.start(path, "tiny", options)
+    monkeypatch.setattr(loader, "fit", None)  # trying again would fail
+    monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
+    second, again = loader.start(path, "tiny", options)
+    assert replace(again, created=info.created) == info
+    assert second.scheduler.pace.alone == first.scheduler.pace.alone
+    assert second.counters["steps"] == 0
+    assert isinstance(first.drafter, Proposer) and isinstance(second.drafter, Proposer)
+    assert replace(second.drafter.costs, factors={}) == replace(first.drafter.costs, factors={})
+    loader.start(path, "tiny", replace(options, speculate=False))  # forgets nothing
+    with monkeypatch.context() as other:
+        other.setitem(VERDICTS, "a 1", Verdict("plain", 1, 2))  # another kernel, other costs
+        with pytest.raises(TypeError):
+            loader.start(path, "tiny", options)
+    loader.start(path, "tiny", options)
+    with pytest.raises(TypeError):
+        loader.start(path, "tiny", replace(options, again=True))
+    (kept,) = (tmp_path / "costs").iterdir()
+    whole = json.loads(kept.read_text())
+    short = {**whole, "costs": {**whole["costs"], "measured": [[1], [0]]}}
+    for text in (
+        json.dumps(short),
+        "",
+        "[]",
+        '{"fit": {"windows": {}, "refused": []}, "seconds": 1}',
+    ):
+        kept.write_text(text)
+        with pytest.raises(TypeError):
+            loader.start(path, "tiny", options)
+    monkeypatch.undo()
+    config = path / "config.json"
+    config.write_text(config.read_text().replace("}", " }"))  # another file is another model
+    loader.start(path, "tiny", options)
+    assert len(list((tmp_path / "costs").glob("known-*"))) == 2
+
+
+def test_it_speculates_unless_told_otherwise(path: Path, tmp_path: Path) -> None:
+    e, _ = loader.start(path, "tiny", Options(block_size=16, cache=tmp_path / "costs"))
+    assert isinstance(e.drafter, Proposer) and e.drafter.model is None
+    assert list((tmp_path / "costs").iterdir()) and e.scheduler.pool.used == 0
+    off, _ = loader.start(path, "tiny", Options(block_size=16, speculate=False))
+    assert isinstance(off.drafter, NoDrafter)
+
+
+def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    e, info = loader.start(path, "tiny", Options(block_size=16, kv_blocks=20, draft=path))
+    assert isinstance(e.drafter, Proposer) and e.drafter.model is not None
+    assert "ms a token" in caplog.text
+    alone = loader.start(path, "tiny", Options(block_size=16, kv_blocks=20))[1]
+    assert (info.kv_bytes, info.weight_bytes) == (2 * alone.kv_bytes, 2 * alone.weight_bytes)
+    e.add(tiny.request("r", [1, 2, 3], 30))
+    assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model("llama"))([1, 2, 3], 30)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "how"),
+    [
+        ("llama", "gather", "gather layout, ready"),
+        ("llama", "rect", "rect layout, ready"),
+        (
+            "mamba2",
+            "auto",
+            "rect layout (a draft leaves the 20224 bytes of a sequence's state by tape), ready",
+        ),
+    ],
+)
+def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
+    path: Path, tmp_path: Path, kind: str, layout: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    target = tmp_path / "target"
+    target.mkdir()
+    save(target, kind)
+    e, info = loader.start(
+        target, "tiny", Options(layout=layout, block_size=16, kv_blocks=20, draft=path)
+    )
+    assert how in caplog.text and info.layout in how
+    assert isinstance(e.drafter, Proposer) and e.drafter.model is not None
+    e.add(tiny.request("r", [1, 2, 3], 30))
+    assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 30)
+    assert isinstance(e.drafter, Proposer)
+
+
+def test_what_quantized_pools_take_is_known_before_loading(tmp_path: Path) -> None:
+    save(tmp_path, "qwen3:4")
+    m = tiny.model("qwen3:4")
+    for bits in (0, 4, 8):
+        assert geometry(m, bits)[0] == fit(m, kv_bits=bits).token_bytes
+    with pytest.raises(UserError, match=r"kv_blocks = 1: .* give 2 or more"):
+        loader.start(tmp_path, "tiny", Options(kv_blocks=1))
+
+
+def test_quantized_pools_are_counted_and_a_draft_model_keeps_its_own_precision(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, "qwen3:4")
+    sizes = Options(block_size=16, kv_blocks=20)
+    plain = loader.start(tmp_path, "tiny", sizes)[1].kv_bytes
+    e, info = loader.start(tmp_path, "tiny", replace(sizes, kv_bits=4))
+    assert (
+        info.kv_bytes
+        == sum(p.nbytes for pages in e.runner.caches for p in pages.pools())
+        < plain / 2
+    )
+    e, both = loader.start(tmp_path, "tiny", replace(sizes, kv_bits=4, draft=tmp_path))
+    assert both.kv_bytes == info.kv_bytes + plain
+    assert e.drafter.model.runner.view.kv_bits == 0
+
+
+def test_what_cannot_draft_is_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match="--draft: no draft can be taken back in the solo layout; leave it out"
+    ):
+        loader.start(path, "tiny", Options(layout="solo", draft=path))
+    other = tmp_path / "other"
+    other.mkdir()
+    save(other, "mamba2")
+    with pytest.raises(UserError, match=r"other cannot draft: .*; give another --draft"):
+        loader.start(path, "tiny", Options(draft=other))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (Options(layout="solo"), "the solo layout"),
+        (Options(block_size=8, kv_blocks=4), "too small to measure"),
+    ],
+)
+def test_no_speculation_is_said(
+    path: Path, options: Options, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    e, _ = loader.start(path, "tiny", options)
+    assert isinstance(e.drafter, NoDrafter)
+    assert "no speculation: " in caplog.text and why in caplog.text
+
+
+def test_kernels_that_are_proven_are_watched(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One case that wins, by a kernel that is MLX's own and a stock that is slower."""
+    runs = []
+
+    def stock(x: mx.array) -> mx.array:
+        runs.append(len(x))
+        for _ in range(64):
+            x = mx.exp(mx.log(x))
+        return mx.sqrt(x)
+
+    def inputs(rows: int, seed: int) -> tuple[mx.array]:
+        return (mx.arange(1.0, 1.0 + 64 * rows).reshape(rows, 64),)
+
+    case = Case("fake", "1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
+    monkeypatch.setattr(loader, "cases_of", lambda *of: [case])
+    caplog.set_level(logging.INFO, "mlxspec")
+    warm, watched = loader._warm, []
+    monkeypatch.setattr(
+        loader, "_warm", lambda e, s: (watched.append(bool(e.stalls)), warm(e, s))[1]
+    )
+    options = Options(block_size=16, speculate=False, proofs=path / "kernels")
+    e, _ = loader.start(path, "tiny", options)
+    assert e.stalls is None and not runs and VERDICTS["fake 1"].why == "no Metal here"
+    for module in (verify, loader):
+        monkeypatch.setattr(module, "missing", lambda: "")
+    try:
+        e, _ = loader.start(path, "tiny", options)
+        assert e.stalls is not None and VERDICTS["fake 1"].takes(4) and runs
+        assert "1 of 1 kernels are used" in caplog.text
+        count = len(runs)
+        loader.start(path, "tiny", options)
+        assert len(runs) == count, "it is known"
+        loader.start(path, "tiny", replace(options, again=True))
+        assert len(runs) > count
+        count, room = len(runs), loader._room
+        monkeypatch.setattr(loader, "_room", lambda *of: min(room(*of), 4 << 20))
+        VERDICTS.clear()
+        less = replace(options, kv_blocks=9, proofs=path / "others")
+        loader.start(path, "tiny", less)
+        assert len(runs) == count and VERDICTS["fake 1"].why.endswith("MiB, and 4 are free")
+        off, _ = loader.start(path, "tiny", replace(options, kernels=False))
+        assert off.stalls is None and watched == [False, *[True] * 3, False, False], (
+            "the warm-up too"
+        )
+    finally:
+        VERDICTS.clear()

@@ -1,0 +1,633 @@
+"""Several models behind one worker: swaps, their order, failures, memory. Tiny models, or paper
+ones."""
+
+import asyncio
+import gc
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.engine import models as module
+from mlxspec.engine.loader import Options, start
+from mlxspec.engine.models import RETRY_S, Call, ModelManager, ModelSlot, total
+from mlxspec.engine.pressure import NORMAL, MemoryMonitor
+from mlxspec.engine.worker import Worker
+from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
+from tests import tiny
+
+KINDS = {"a": "qwen3", "b": "llama", "c": "qwen3_moe"}
+INFO = ModelInfo("", 512, tiny.VOCAB, "rows", 8, 64, 0, 1, 1)
+PLAIN = {name: tiny.Plain(tiny.model(kind)) for name, kind in KINDS.items()}
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def room(most: int) -> Callable[[str, int, int], str]:
+    """Space for so many models of one byte each."""
+    return lambda name, held, freed: "" if held - freed < most else "there is no space"
+
+
+def load(name: str) -> tuple[Any, ModelInfo]:
+    return tiny.engine(tiny.model(KINDS[name]), vocab=tiny.VOCAB), replace(INFO, name=name)
+
+
+def make(names: str = "ab", most: int = 1, starts: Any = None, **kw: Any) -> Worker:
+    """A worker with models of these names; `starts` replaces how some are loaded."""
+
+    def start_of(name: str) -> Callable[[], Any]:
+        return (starts or {}).get(name) or (lambda: load(name))
+
+    members = [ModelSlot(start_of(name), replace(INFO, name=name)) for name in names]
+    return Worker(ModelManager(members, room(most), **kw), max_sequences=16, max_queue=64)
+
+
+@pytest.fixture
+def launched() -> Any:
+    made: list[Worker] = []
+
+    def launch(*args: Any, **kw: Any) -> Worker:
+        made.append(make(*args, **kw))
+        made[-1].launch()
+        return made[-1]
+
+    yield launch
+    for worker in made:
+        worker.stop()
+
+
+async def collect(stream: Any) -> list[Output]:
+    async with asyncio.timeout(60):
+        return [o async for o in stream]
+
+
+def ask(worker: Worker, model: str, name: str, n: int = 8, **kw: Any) -> Any:
+    seed = sum(map(ord, name))
+    return worker.submit(replace(tiny.request(name, [seed % 300, 1, 2], n, **kw), model=model))
+
+
+def right(outputs: list[Output], model: str, name: str, n: int = 8) -> bool:
+    return tiny.tokens(outputs, name) == PLAIN[model]([sum(map(ord, name)) % 300, 1, 2], n)
+
+
+def states(worker: Worker) -> dict[str, str]:
+    return {name: served.status for name, served in worker.models().items()}
+
+
+def test_alternating_requests_swap_twice_and_are_answered_as_in_quiet(launched: Any) -> None:
+    worker = launched()
+    names = [("ab"[i % 2], f"r{i}") for i in range(12)]
+
+    async def main() -> list[list[Output]]:
+        return await asyncio.gather(*(collect(ask(worker, model, name)) for model, name in names))
+
+    for (model, name), outputs in zip(names, asyncio.run(main()), strict=True):
+        assert right(outputs, model, name), (model, name)
+    served = worker.models()
+    assert (served["a"].loads, served["b"].loads) == (2, 1)
+    assert states(worker) == {"a": "loaded", "b": "unloaded"}
+
+
+def test_models_that_fit_share_the_thread(launched: Any) -> None:
+    worker = launched("abc", most=3)
+
+    async def main() -> list[list[Output]]:
+        jobs = [(model, f"{model}{i}") for i in range(3) for model in "abc"]
+        return [jobs, await asyncio.gather(*(collect(ask(worker, *job, 20)) for job in jobs))]
+
+    jobs, found = asyncio.run(main())
+    assert all(right(o, *job, 20) for job, o in zip(jobs, found, strict=True))
+    assert set(states(worker).values()) == {"loaded"}
+    each = [served.stats for served in worker.models().values()]
+    assert [s.generated_tokens for s in each] == [60] * 3 and worker.stats().generated_tokens == 180
+
+
+def test_asleep_nothing_is_loaded_before_it_is_asked_for(launched: Any) -> None:
+    async def main() -> None:
+        worker = launched(asleep=True)
+        assert states(worker) == {"a": "unloaded", "b": "unloaded"} and worker.info.name == "a"
+        assert right(await collect(ask(worker, "", "one")), "a", "one")
+        assert states(worker) == {"a": "loaded", "b": "unloaded"}
+
+    asyncio.run(main())
+
+
+def test_what_comes_after_the_load_was_asked_for_waits_behind_it(launched: Any) -> None:
+    worker = launched()
+
+    async def main() -> list[str]:
+        ended: list[str] = []
+
+        async def one(model: str, name: str, n: int) -> None:
+            outputs = await collect(streams.pop(0))
+            assert right(outputs, model, name, n)
+            ended.append(name)
+
+        streams = [ask(worker, "a", "long", 60)]
+        first = asyncio.ensure_future(one("a", "long", 60))
+        while not worker.stats().running:
+            await asyncio.sleep(0)
+        streams += [ask(worker, "b", "swap", 4), ask(worker, "a", "late", 2)]
+        await asyncio.gather(first, one("b", "swap", 4), one("a", "late", 2))
+        return ended
+
+    assert asyncio.run(main()) == ["long", "swap", "late"]
+    assert {name: served.loads for name, served in worker.models().items()} == {"a": 2, "b": 1}
+    total_of_a = worker.models()["a"].stats
+    assert total_of_a.generated_tokens == 62 and total_of_a.running == 0  # counted across the swap
+
+
+def test_a_load_that_fails_is_told_and_hurts_nobody(launched: Any) -> None:
+    tries: list[int] = []
+
+    def broken() -> Any:
+        tries.append(1)
+        if len(tries) == 2:
+            raise RuntimeError("[metal::malloc] no more\nof it")
+        raise UserError("its files are broken")
+
+    clock = Clock()
+    worker = launched("ab", 2, {"b": broken}, clock=clock)
+
+    async def main() -> None:
+        good = ask(worker, "a", "good", 40)
+        bad = await collect(ask(worker, "b", "bad", choices=2))
+        assert [(o.finish, o.fault) for o in bad] == [("error", "model")] * 2
+        assert bad[0].error == "b cannot be loaded: its files are broken"
+        again = await collect(ask(worker, "b", "again"))
+        assert again[0].error == bad[0].error and len(tries) == 1  # not tried again so soon
+        with pytest.raises(
+            UserError, match=r"b cannot be loaded: RuntimeError: \[metal::malloc\] no more of it$"
+        ):
+            await worker.load("b")  # whoever asks for it is heard
+        clock.now += RETRY_S
+        assert "broken" in (await collect(ask(worker, "b", "later")))[0].error and len(tries) == 3
+        assert right(await collect(good), "a", "good", 40)
+
+    asyncio.run(main())
+    assert worker.alive() and "broken" in worker.models()["b"].error
+
+
+def test_what_cannot_fit_evicts_nobody(launched: Any) -> None:
+    worker = launched("ab", 0)
+
+    async def main() -> list[Output]:
+        return await collect(ask(worker, "b", "r"))
+
+    assert asyncio.run(main())[0].error == "b cannot be loaded: there is no space"
+    assert states(worker) == {"a": "loaded", "b": "unloaded"}
+
+
+def test_what_only_a_load_shows_not_to_fit_evicts_nobody(launched: Any) -> None:
+    """The first guess was too low: what the load found out decides whether it is worth while to
+    unload."""
+
+    def short() -> Any:
+        raise OutOfMemory("it needs 9", need=9)
+
+    worker = launched("abc", 3, {"c": short})
+    (member,) = [m for m in worker._fleet.members if m.info.name == "c"]
+    guess = worker._fleet.lack
+    worker._fleet.lack = lambda name, held, freed: (
+        "there is no space"
+        if name == "c" and member.need > 3 + freed - held
+        else guess(name, held, freed)
+    )
+
+    async def main() -> list[Output]:
+        await worker.load("b")
+        return await collect(ask(worker, "c", "r"))
+
+    assert asyncio.run(main())[0].error == "c cannot be loaded: there is no space"
+    assert states(worker) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+
+
+def test_a_load_is_no_pressure() -> None:
+    """What a load takes was not planned before: nobody may be told that memory is short because of
+    it."""
+    guard, levels = MemoryMonitor(planned=1 << 20), []
+
+    def slow() -> Any:
+        guard.read = -math.inf
+        levels.append(guard.look())
+        return load("b")
+
+    assert MemoryMonitor(planned=1 << 20).look() > NORMAL, "this process holds more than 1 MiB"
+    members = [
+        ModelSlot(lambda: load("a"), replace(INFO, name="a")),
+        ModelSlot(slow, replace(INFO, name="b")),
+    ]
+    fleet = ModelManager(members, guard=guard)
+    guard.planned = 1 << 50
+    fleet.launch()
+    guard.planned = 1 << 20
+    fleet.take(Call("c", "b", load=True))
+    while fleet.busy:
+        fleet.step()
+    assert levels == [NORMAL] and guard.planned == (1 << 20) + members[1].held
+
+
+def test_without_a_model_the_process_still_has_its_figures(launched: Any) -> None:
+    worker = launched("a", 1)
+    asyncio.run(worker.unload("a"))
+    assert states(worker) == {"a": "unloaded"}
+    assert (
+        worker.models()["a"].stats.live_arrays > 0 and worker.models()["a"].stats.blocks_free == 0
+    )
+
+
+def test_the_least_recently_used_leaves_and_pinned_ones_stay(launched: Any) -> None:
+    worker = launched("abc", 2)
+
+    async def main() -> None:
+        await worker.load("b")
+        await collect(ask(worker, "a", "r1"))
+        await collect(ask(worker, "c", "r2"))
+        assert states(worker) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        await worker.load("a", pin=True)
+        await collect(ask(worker, "b", "r3"))
+        assert states(worker) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+        await worker.load("b", pin=True)
+        assert "no space" in (await collect(ask(worker, "c", "r4")))[0].error
+        await worker.load("b", pin=False)
+        await worker.load("c")
+        assert states(worker) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+
+    asyncio.run(main())
+
+
+def test_an_unload_waits_for_answers_and_can_be_given_up(launched: Any) -> None:
+    worker = launched("ab", 2)
+
+    async def main() -> None:
+        first = ask(worker, "a", "first", 300)
+        await anext(first)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await worker.unload("a")
+        second = ask(worker, "a", "second", 4)  # it takes requests again
+        assert right(await collect(second), "a", "second", 4)
+        worker.abort("first")
+        await worker.unload("a")
+        assert states(worker)["a"] == "unloaded"
+        await worker.unload("a")  # is no mistake
+        assert right(
+            await collect(ask(worker, "", "third")), "a", "third"
+        )  # the default, loaded anew
+
+    asyncio.run(main())
+
+
+def test_idle_models_are_unloaded_but_not_pinned_ones(launched: Any) -> None:
+    clock = Clock()
+    worker = launched("abc", 3, ttl=60, clock=clock)
+
+    async def until(**wanted: str) -> None:
+        async with asyncio.timeout(20):
+            while states(worker) != wanted:
+                worker.abort("nobody")  # the fake clock wakes nobody
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        await worker.load("b", pin=True)
+        await worker.load("c")
+        clock.now = 59
+        await collect(ask(worker, "a", "r"))
+        assert set(states(worker).values()) == {"loaded"}
+        clock.now = 60
+        await until(a="loaded", b="loaded", c="unloaded")
+        clock.now = 119
+        await until(a="unloaded", b="loaded", c="unloaded")
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_gives_up_the_load(launched: Any) -> None:
+    worker = launched("ab", 1)
+
+    async def main() -> None:
+        long = ask(worker, "a", "long", 200)
+        await anext(long)
+        waits = ask(worker, "b", "waits", choices=2)
+        worker.abort("waits", 1)
+        worker.abort("waits")
+        assert [o.finish for o in await collect(waits)] == ["abort", "abort"]
+        one = ask(worker, "b", "one", 4, temperature=1.0, choices=2)
+        worker.abort("one", 1)  # of a choice that is not there yet
+        worker.abort("long")
+        ends = {o.index: o.finish for o in await collect(one) if o.finish}
+        assert ends == {0: "length", 1: "abort"}
+        assert (await collect(long))[-1].finish == "abort"
+
+    asyncio.run(main())
+
+
+def test_what_only_loading_shows(launched: Any) -> None:
+    """The window and the vocabulary are smaller than the files promised."""
+    worker = make(
+        "ab", 2, {"b": lambda: (load("b")[0], replace(INFO, name="b", context=16, vocab=99))}
+    )
+    worker.launch()
+
+    async def main() -> None:
+        long = replace(tiny.request("long", range(16), 4), model="b")
+        masked = replace(tiny.request("masked", [1], 4), model="b", grammar=lambda: None, masks=320)
+        clamped = replace(tiny.request("clamped", [1, 2], 400), model="b")
+        found = await asyncio.gather(*(collect(worker.submit(r)) for r in (long, masked, clamped)))
+        assert found[0][0].fault == "prompt" and "16 tokens > 16 maximum" in found[0][0].error
+        assert found[1][0].fault == "model" and "send the request again" in found[1][0].error
+        assert len(tiny.tokens(found[2], "clamped")) == 14
+
+    asyncio.run(main())
+    worker.stop()
+
+
+def test_a_stop_and_a_death_while_others_wait(launched: Any) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        begun.set()
+        assert gate.wait(20)
+        return load("b")
+
+    worker = launched("ab", 1, {"b": slow})
+
+    async def main() -> None:
+        waits, loads = ask(worker, "b", "r"), asyncio.ensure_future(worker.load("a"))
+        await asyncio.to_thread(begun.wait, 20)
+        assert worker.loading() == "b" and states(worker) == {"a": "unloaded", "b": "loading"}
+        with worker._wake:
+            worker._stopping = True
+        gate.set()
+        assert "stopping" in (await collect(waits))[0].error
+        with pytest.raises(UserError, match="stopping"):
+            await loads
+        with pytest.raises(Dead):
+            await worker.load("a")
+
+    asyncio.run(main())
+
+
+def test_a_drain_does_not_wait_for_a_load(launched: Any) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        begun.set()
+        assert gate.wait(20)
+        return load("b")
+
+    worker = launched("ab", 2, {"b": slow})
+
+    async def main() -> None:
+        waits, loads = ask(worker, "b", "r", choices=2), asyncio.ensure_future(worker.load("b"))
+        await asyncio.to_thread(begun.wait, 20)
+        await worker.drain(0.01)
+        assert [o.finish for o in await collect(waits)] == ["abort"] * 2
+        with pytest.raises(Dead, match="stopping"):
+            await loads
+        gate.set()
+
+    asyncio.run(main())
+
+
+def test_unknown_models_never_reach_the_thread(launched: Any) -> None:
+    worker = launched()
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="there is no model 'x'"):
+            ask(worker, "x", "r")
+        with pytest.raises(ValueError, match="there is no model 'x'"):
+            await worker.unload("x")
+
+    asyncio.run(main())
+
+
+def test_the_sum_of_two_models() -> None:
+    one = Stats(
+        running=1, steps=2, drafts=(("lookup", 1, 9, 8),), depths=((0, 3),), step_seconds=0.5
+    )
+    other = Stats(
+        running=3, drafts=(("lookup", 1, 1, 1), ("model", 1, 2, 0)), depths=((0, 1), (4, 1))
+    )
+    made = total([one, other, Stats()])
+    assert (made.running, made.steps, made.step_seconds) == (4, 2, 0.5)
+    assert made.drafts == (("lookup", 1, 10, 9), ("model", 1, 2, 0)) and made.depths == (
+        (0, 4),
+        (4, 1),
+    )
+
+
+@dataclass
+class Paper:
+    """An engine that answers each request in as many steps as it has tokens to give."""
+
+    log: list[Any]
+    name: str
+    queue: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue)
+
+    @property
+    def active(self) -> bool:
+        return self.busy
+
+    def add(self, request: Request) -> None:
+        self.queue.append([request, request.max_tokens])
+
+    def abort(self, id: str, index: int | None = None) -> list[Output]:
+        gone = [r for r, _ in self.queue if r.id == id]
+        self.queue = [job for job in self.queue if job[0].id != id]
+        return [Output(r.id, 0, (), finish="abort") for r in gone]
+
+    def step(self) -> list[Output]:
+        self.log.append(self.name)
+        for job in self.queue:
+            job[1] -= 1
+        done = [r for r, left in self.queue if left == 0]
+        self.queue = [job for job in self.queue if job[1]]
+        return [Output(r.id, 0, (1,), finish="length") for r in done]
+
+    def check(self) -> None: ...
+    def look(self) -> None: ...
+    def close(self, seconds: float) -> None:
+        assert not self.queue
+
+    def stats(self) -> Stats:
+        return Stats(running=len(self.queue))
+
+
+def paper(most: int, names: str = "abc") -> tuple[ModelManager, list[str]]:
+    steps: list[str] = []
+
+    def start_of(name: str) -> Callable[[], Any]:
+        return lambda: (Paper(steps, name), replace(INFO, name=name))
+
+    made = ModelManager(
+        [ModelSlot(start_of(n), replace(INFO, name=n)) for n in names], room(most), clock=Clock()
+    )
+    made.launch()
+    return made, steps
+
+
+def test_busy_models_step_in_turn() -> None:
+    made, steps = paper(3)
+    for model in "abc":
+        made.take(replace(tiny.request(model, [1], 8), model=model))
+    while made.busy:
+        made.step()
+    assert sorted(steps[-12:]) == sorted("abc" * 4) and all(
+        len(set(steps[-9 + i : -6 + i])) == 3 for i in range(6)
+    )
+
+
+ORDERS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from("abc"), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.just(""), st.integers(1, 4)),
+        st.tuples(st.just("abort"), st.just(""), st.integers(0, 30)),
+        st.tuples(st.sampled_from(["load", "unload"]), st.sampled_from("abc"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200)
+@given(ORDERS, st.integers(1, 3))
+def test_everyone_is_answered_once_within_the_space(orders: Any, most: int) -> None:
+    free, module._free = module._free, lambda: None
+    try:
+        made, _ = paper(most)
+        ended: dict[str, str] = {}
+        order: list[str] = []
+        asked, calls = dict[str, str](), 0
+
+        def note(outputs: list[Output]) -> None:
+            for o in outputs:
+                assert o.request not in ended
+                ended[o.request] = str(o.finish)
+
+        def turn() -> None:
+            if made.busy:
+                note(made.step())
+            assert sum(m.engine is not None for m in made.members) <= most
+            order.extend(m.info.name for m in made.members if m.loads > order.count(m.info.name))
+
+        for kind, model, n in orders:
+            if kind == "ask":
+                asked[f"r{len(asked)}"] = model
+                note(made.take(replace(tiny.request(f"r{len(asked) - 1}", [1], n), model=model)))
+            elif kind == "abort":
+                note(made.take((f"r{n}", None)))
+            elif kind == "step":
+                for _ in range(n):
+                    turn()
+            else:
+                calls += 1
+                made.take(Call(f"c{calls}", model, kind == "load"))
+        for _ in range(40 * len(orders) + 10):
+            turn()
+        assert not made.busy and set(ended) == set(asked)
+        assert set(ended.values()) <= {"length", "abort"}
+        assert sorted(made.answered) == [
+            (f"c{i}", "") for i in sorted(map(str, range(1, calls + 1)))
+        ]
+        assert len(order) <= 1 + len(asked) + calls  # each swap serves somebody
+    finally:
+        module._free = free
+
+
+def test_a_steady_stream_for_one_model_starves_nobody() -> None:
+    """Two new requests for `a` after every step: one for `b` is served when those before it are."""
+    made, steps = paper(1, "ab")
+    made.take(tiny.request("a0", [1], 5))
+    made.take(replace(tiny.request("b", [1], 2), model="b"))
+    turns, ended, n = 0, list[str](), 0
+    while "b" not in ended:
+        for _ in range(2):
+            n += 1
+            made.take(replace(tiny.request(f"a{n}", [1], 5), model="a"))
+        ended += [o.request for o in made.step()]
+        turns += 1
+        assert turns < 15
+    assert ended == ["a0", "b"] and steps == ["a"] * 5 + ["b"] * 2
+    while made.busy:
+        made.step()
+    assert made.members[0].loads == 2
+
+
+def test_nothing_refers_to_a_model_that_was_unloaded() -> None:
+    made = ModelManager([ModelSlot(lambda: load("a"), replace(INFO, name="a"))])
+    made.launch()
+    gc.collect()
+    mx.clear_cache()
+    before = None
+    for i in range(5):
+        made.take(tiny.request(f"r{i}", [1, 2, 3], 20))
+        while made.busy:
+            made.step()
+        engine = made.members[0].engine
+        assert engine is not None
+        refs = [
+            weakref.ref(engine.runner),
+            weakref.ref(engine.runner.model),
+            weakref.ref(engine.scheduler.pool),
+        ]
+        del engine
+        made.take(Call(f"c{i}", "a", False))
+        while made.busy:
+            made.step()
+        assert [ref() for ref in refs] == [None] * 3
+        now = mx.get_active_memory()
+        before = now if before is None else before
+        assert abs(now - before) < 1 << 20
+
+
+def rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_after_an_unload_the_memory_is_back(smollm2: Path, tmp_path: Path) -> None:
+    """Five times; speculation is on, so there is a drafter too."""
+    options = Options(kv_blocks=64, context=1024, cache=tmp_path)
+    made = ModelManager([ModelSlot(lambda: start(smollm2, "a", options), replace(INFO, name="a"))])
+    seen: list[tuple[int, int]] = []
+    before = (mx.get_active_memory(), rss())
+    made.launch()
+    size = made.members[0].info.weight_bytes
+    for i in range(5):
+        made.take(tiny.request(f"r{i}", [1, 2, 3, 4] * 20, 24))
+        while made.busy:
+            made.step()
+        assert mx.get_active_memory() - before[0] >= size
+        made.take(Call(f"c{i}", "a", False))
+        while made.busy:
+            made.step()
+        seen.append((mx.get_active_memory(), rss()))
+    print(
+        "active and RSS in MiB before:",
+        [x >> 20 for x in before],
+        "after:",
+        [[x >> 20 for x in s] for s in seen],
+    )
+    assert all(abs(active - before[0]) < 1 << 20 for active, _ in seen)
+    assert all(held - before[1] < size // 10 for _, held in seen)
+    assert seen[-1][1] - seen[0][1] < size // 50

@@ -1,0 +1,156 @@
+"""Grammars in a batch, with every drafter: each token is the best, or the drawn one, of those
+allowed."""
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec.engine.engine import Engine
+from mlxspec.kernels.reference import gumbel
+from mlxspec.model.sampler import seed32
+from mlxspec.types import Request
+from tests import tiny
+from tests.drafters import KINDS, attach, like
+from tests.liar import NoisyOracle
+from tests.maze import Maze, allowed
+from tests.test_lossless import BLOCK, drafted, prompts
+
+N = 21
+DRAFTERS = ["plain", "liar", *KINDS]
+
+
+@functools.cache
+def model(kind: str):
+    return tiny.model(kind)
+
+
+@functools.cache
+def truth(
+    kind: str, prompt: tuple[int, ...], temperature: float, seed: int, index: int, free: bool
+) -> list[int]:
+    """Plain decoding by mlx-lm; where it is not `free`, over the tokens that the maze allows."""
+    if free:
+        return tiny.Plain(model(kind))(prompt, N, temperature, seed, index)
+    cache, x, out = make_prompt_cache(model(kind)), mx.array([list(prompt)]), []
+    for position in range(len(prompt), len(prompt) + N):
+        logits = model(kind)(x, cache=cache)[:, -1].astype(mx.float32)
+        if temperature:
+            key = mx.array([seed32(seed, index)], mx.uint32)
+            noise = gumbel(key, mx.array([position], mx.uint32), logits.shape[-1])
+            logits = logits / temperature + noise
+        ways = sorted(allowed(out))
+        out.append(ways[int(mx.argmax(logits[0, mx.array(ways)]).item())])
+        x = mx.array([[out[-1]]])
+    return out
+
+
+def want(kind: str, r: Request, index: int = 0) -> list[int]:
+    s = r.sampling
+    return truth(kind, r.prompt, s.temperature, s.seed, index, r.grammar is None)
+
+
+def requests(temperature: float, choices: int = 1) -> dict[str, Request]:
+    """Every other one under the grammar."""
+    return {
+        name: replace(
+            tiny.request(name, p, N, temperature=temperature, seed=i, choices=choices),
+            grammar=Maze if i % 2 == 0 else None,
+        )
+        for i, (name, p) in enumerate(prompts().items())
+    }
+
+
+def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> None:
+    told = {(r.prompt, i): want(kind, r, i) for r in all_of.values() for i in range(r.n)}
+    if name == "liar":
+        e.drafter = NoisyOracle(told)
+    elif name != "plain":
+        chain = attach(e, name, like(None, kind, 0.02) if name in ("model", "chain") else None)
+        for answer in told.values():
+            chain.corpus.add((), [(t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(answer)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("budget", [1, 64])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_batch(name: str, budget: int, temperature: float) -> None:
+    all_of = requests(temperature)
+    e = tiny.engine(model("qwen3"), block=BLOCK, budget=budget)
+    equip(e, name, "qwen3", all_of)
+    for r in all_of.values():
+        e.add(r)
+    outputs = tiny.run(e)
+    assert {n: tiny.tokens(outputs, n) for n in all_of} == {
+        n: want("qwen3", r) for n, r in all_of.items()
+    }
+    if name in ("liar", "suffix", "chain"):
+        assert drafted(e, name)
+    if name not in ("plain", "liar"):
+        tried, kept = e.drafts.tried["grammar", 1], e.drafts.kept["grammar", 1]
+        assert tried == kept > 0, "what is forced is drafted, and kept"
+
+
+@pytest.mark.parametrize(
+    "kind, layout, lone", [("llama", "gather", False), ("mamba2", "solo", True)]
+)
+def test_other_layouts(kind: str, layout: str, lone: bool) -> None:
+    all_of = requests(0.8)
+    e = tiny.engine(model(kind), layout=layout, lone=lone, block=BLOCK)
+    for r in all_of.values():
+        e.add(r)
+    outputs = tiny.run(e)
+    assert {n: tiny.tokens(outputs, n) for n in all_of} == {
+        n: want(kind, r) for n, r in all_of.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "chain"])
+def test_preemption_and_choices(name: str) -> None:
+    all_of = requests(0.8, choices=2)
+    e = tiny.engine(model("llama"), block=BLOCK, blocks=16)
+    equip(e, name, "llama", all_of)
+    e.scheduler._lacking = lambda seq: 0
+    for r in all_of.values():
+        e.add(r)
+    outputs = tiny.run(e)
+    assert e.scheduler.preemptions > 0
+    for n, r in all_of.items():
+        assert [tiny.tokens(outputs, n, i) for i in range(2)] == [
+            want("llama", r, i) for i in range(2)
+        ]
+
+
+@pytest.mark.parametrize("name", ["plain", "lookup", "chain"])
+@pytest.mark.parametrize("breaks", [0, 1, 4, 9])
+def test_a_grammar_that_fails_ends_its_own_choice(name: str, breaks: int) -> None:
+    all_of = requests(0.0)
+    bad = replace(all_of["long"], grammar=lambda: Maze(breaks))
+    e = tiny.engine(model("llama"), block=BLOCK, budget=16)
+    equip(e, name, "llama", all_of)
+    for r in {**all_of, "long": bad}.values():
+        e.add(r)
+    outputs = tiny.run(e)
+    last = [o for o in outputs if o.request == "long"][-1]
+    assert last.finish == "error" and "no way out" in last.error
+    got = tiny.tokens(outputs, "long")
+    assert len(got) >= breaks and got == want("llama", all_of["long"])[: len(got)]
+    for n, r in all_of.items():
+        assert n == "long" or tiny.tokens(outputs, n) == want("llama", r)
+    assert not e.busy and e.scheduler.pool.used == 0
+
+
+def test_without_a_grammar_steps_still_overlap() -> None:
+    """And with one, a step waits for the tokens of the step before."""
+    for grammar in (None, Maze):
+        seen: list[tuple[str, int]] = []
+        e = tiny.engine(
+            model("llama"), trace=lambda event, step, seen=seen: seen.append((event, step))
+        )
+        e.add(replace(tiny.request("r", range(5), N), grammar=grammar))
+        tiny.run(e)
+        overlaps = sum(a[0] == b[0] == "submit" for a, b in pairwise(seen))
+        assert (overlaps > 0) == (grammar is None)

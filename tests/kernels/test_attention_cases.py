@@ -1,0 +1,227 @@
+"""What of paged_attention is proven, that nothing else runs, and that an engine with it says the
+same."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from mlxspec.kernels import Group, Packing, attention, reference, verify
+from mlxspec.kernels.proven import VERDICTS, Case, Verdict
+from mlxspec.types import UserError
+from tests import metalsim, tiny
+from tests.kernels import on_simulator
+from tests.kernels.test_attention import STEP, Step, reports, simulated
+from tests.test_lossless import drafted, drive, equip, same
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@on_simulator
+def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(((1, (3,)), (2, (9,)), (5, (30, 2))), size=32)
+    q, k, v, *rest = step.make()
+    args = (q, mx.nan_to_num(k), mx.nan_to_num(v), *rest)
+    want = reference.paged_attention(*args)
+    with reports() as found, attention.asked() as shapes:
+        assert mx.array_equal(attention.proven_attention(*args), want) and not found
+        (shape,) = shapes
+        name = shape.name
+        assert name == "paged_attention float32 8/2x32 block 32"
+        contexts = [f"{name} context 512", f"{name} ragged", f"{name} context 32768"]
+        assert [case.name for case in attention.paged_attention_cases(shape)] == contexts
+        verdicts = [Verdict("matrix", 1, 4), Verdict("matrix", 2, 16)]
+        for context, verdict in zip(contexts, verdicts, strict=False):
+            monkeypatch.setitem(VERDICTS, context, verdict)
+        assert mx.array_equal(attention.proven_attention(*args), want) and not found, (
+            "the long context is unproven"
+        )
+        monkeypatch.setitem(VERDICTS, contexts[2], Verdict("matrix", 1, 16))
+        got = attention.proven_attention(*args)
+        assert (
+            len(found) == 2
+            and mx.array_equal(got[:1], want[:1])
+            and mx.array_equal(got[3:], want[3:])
+        )
+        assert found[0].traffic["q"].size == 2 * 8 * 32 * 4
+        for way in ("plain", ""):  # another than for the others; parked
+            verdicts[0].way = way
+            assert mx.array_equal(attention.proven_attention(*args), want) and len(found) == 2
+        assert [shape] == list(shapes)
+
+
+def small(shape: attention.Shape, monkeypatch: pytest.MonkeyPatch) -> list[Case]:
+    """Cases of contexts that a simulator has time for."""
+    monkeypatch.setattr(attention, "SHORT", 130)
+    monkeypatch.setattr(attention, "LONG", 300)
+    return [
+        attention._case(shape, *trial) for trial in attention._trials.__wrapped__(shape).items()
+    ]
+
+
+@on_simulator
+@pytest.mark.parametrize("bits, window", [(0, 0), (8, 200)])
+def test_the_kernel_matches_its_cases(
+    bits: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = attention.Shape(mx.bfloat16, 4, 2, 32, 64, 16, bits, window, True)
+    for case in small(shape, monkeypatch):
+        assert case.rows == tuple(range(1, 17)) and set(case.raced) < set(case.rows)
+        less, out = replace(case, rows=(1, 3)), {}
+        with metalsim.patch():
+            assert sorted(verify._match(less, out, math.inf, time.perf_counter)) == [
+                "matrix",
+                "plain",
+            ], out
+        stock = case.stock(*case.inputs(3, 0))
+        assert stock.shape == (3, 3 if case.name.endswith("ragged") else 1, 4, 64)
+        assert mx.allclose(stock, case.reference(*case.inputs(3, 0)), atol=0.05)
+
+
+def mistaken(**change: object) -> Callable[..., mx.array]:
+    """Attention over fp32, rounded once, with something else than what it was called with."""
+
+    def attention(
+        q: mx.array, k: mx.array, v: mx.array, groups: list[Group], scale: float,
+        window: int | None, sinks: mx.array | None, packings: tuple, **_: object,
+    ) -> mx.array:  # fmt: skip
+        by = change.get("by", 0)
+        groups = [replace(g, starts=[s + by for s in g.starts]) for g in groups]
+        if change.get("late"):
+            groups = [replace(g, late=None, spread=0) for g in groups]
+        if change.get("tables"):
+            groups = [replace(g, tables=groups[-1].tables) for g in groups]
+        window = window and window + change.get("window", 0)
+        sinks = (
+            None if sinks is None or change.get("sinks") == 0 else sinks * change.get("sinks", 1)
+        )
+        return attention._exact(q, k, v, groups, scale, window, sinks, packings).astype(q.dtype)
+
+    return attention
+
+
+MISTAKES = {
+    "a key too few": dict(by=-1),
+    "a key too many": dict(by=1),
+    "no sinks": dict(sinks=0),
+    "negated sinks": dict(sinks=-1),
+    "a smaller window": dict(window=-1),
+    "a larger window": dict(window=1),
+    "not late": dict(late=True),
+    "one table for all": dict(tables=True),
+}
+
+
+@on_simulator
+@pytest.mark.parametrize("window, bits", [(0, 0), (128, 0), (0, 8), (1024, 4)])
+@pytest.mark.parametrize("dtype", list(STEP), ids=str)
+def test_a_case_tells_right_from_wrong(
+    dtype: mx.Dtype, window: int, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of these comes near what is allowed, in any dtype."""
+    monkeypatch.setattr(attention, "LONG", 2048)
+    shape = attention.Shape(dtype, 4, 2, 64, 64, 32, bits, window, True)
+    noticed: dict[str, float] = {}
+    for name, sequences in attention._trials.__wrapped__(shape).items():
+        made = {}
+        for what, change in {"right": {}, **MISTAKES}.items():
+            monkeypatch.setattr(attention, "paged_attention", mistaken(**change))
+            made[what] = attention._case(shape, name, sequences)
+        (inputs, reference_of) = made["right"].inputs(5, 0), made["right"].reference
+        want = reference_of(*inputs)
+        for what, case in made.items():
+            got = case.ways["matrix"](*inputs)
+            off = verify.differ(got, want, math.inf, dtype)
+            assert what != "right" or off < case.tolerance / 10
+            noticed[what] = max(noticed.get(what, 0.0), off)
+    for what in MISTAKES:
+        if window or "window" not in what:
+            assert noticed[what] > 50 * attention.TOLERANCE, (what, noticed)
+
+
+@pytest.mark.parametrize(
+    "heads, kv, dim", [(32, 8, 128), (32, 4, 128), (8, 1, 256), (14, 2, 64), (32, 32, 80)]
+)
+def test_all_that_serving_can_launch_is_matched_and_memory_is_bounded(
+    heads: int, kv: int, dim: int
+) -> None:
+    shape = attention.Shape(mx.bfloat16, heads, kv, dim, dim, 32)
+    cases = attention.paged_attention_cases(shape)
+    for case in cases:
+        assert case.rows == tuple(range(1, attention.ROWS + 1))
+        assert sum(x.nbytes for x in case.inputs(attention.ROWS, 0)) < 1.05 * attention.LARGEST
+    assert int(cases[-1].name.split()[-1]) == min(32768, (128 << 20) // (kv * dim * 4))
+    if heads == 8 * kv and dim == 128:
+        assert {attention._plan(shape, rows)[0] for rows in attention.RACED} == set(attention.TILES)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (dict(dims=(20, 32)), r"8/2x20\+32"),
+        (dict(dims=(32, 264)), r"8/2x32\+264"),
+        (dict(heads=65, kv=1), "65/1"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_and_runs_in_the_reference(change: dict, why: str) -> None:
+    args = Step(((1, (3,)),), **change).make()
+    with pytest.raises(UserError, match=why):
+        simulated(args)
+    clean = (args[0], *map(mx.nan_to_num, args[1:3]), *args[3:])
+    assert mx.array_equal(attention.proven_attention(*clean), reference.paged_attention(*clean))
+
+
+def test_pools_that_do_not_go_together_are_refused() -> None:
+    q, k, v, *rest = Step(((1, (3,)),)).make()
+    for args, why in (
+        ((q.astype(mx.float16), k, v), r"q is mlx.core.float16 of 32, K of mlx.core.float32 2x32"),
+        ((q[..., :24], k, v), r"q is mlx.core.float32 of 24, K of mlx.core.float32 2x32"),
+        ((q, k, v[:1]), r"V of mlx.core.float32 1x32"),
+        ((q, k, v, Packing(32, mx.float32, 8)), r"one dtype and packing"),
+    ):
+        packings = (None, *args[3:]) if args[3:] else (None, None)
+        with pytest.raises(UserError, match=why):
+            simulated((*args[:3], *rest[:-1], packings))
+
+
+@on_simulator
+@pytest.mark.parametrize(
+    "kind, name",
+    [(kind, name) for kind in ("llama", "llama:8", "gpt_oss") for name in ("plain", "liar")]
+    + [("gpt_oss", "model")],
+)
+def test_an_engine_with_the_kernel_says_the_same(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged decodes and drafts of neighbours that come and go, windows, sinks: plain decoding's
+    tokens."""
+    model = tiny.model(kind)
+    plain = tiny.Plain(model, tiny.kv_bits(kind))
+    asked = {
+        n: tiny.request(
+            n, range(at, at + size), 24 if name == "model" else 8, temperature=0.8, seed=at
+        )
+        for n, at, size in (("a", 5, 21), ("b", 40, 9), ("c", 3, 30))
+    }
+    monkeypatch.setattr("tests.test_lossless.plain", lambda kind: plain)
+    e = tiny.engine(model, block=8, budget=24, kv_bits=tiny.kv_bits(kind))
+    asked = equip(e, name, kind, asked)
+
+    class Proven(dict):
+        def get(self, name: str, default: object = None) -> Verdict:
+            return Verdict("matrix", 1, attention.ROWS)
+
+    monkeypatch.setattr(attention, "VERDICTS", Proven(some=Verdict()))
+    places, late = attention._places, []
+    monkeypatch.setattr(
+        attention,
+        "_places",
+        lambda g, w: late.append(any(x.late is not None for x in g)) or places(g, w),
+    )
+    with reports() as found:
+        same(kind, drive(e, asked, {"b": 2, "c": 4}), asked)
+    assert any(late) == (name == "model"), "rows come before the host knows where they start"
+    assert drafted(e, name) and len(found) > 2 * len(model.layers) * (8 if name == "plain" else 3)

@@ -1,0 +1,232 @@
+"""The layout is found by trying, and a model that fits none is refused by name."""
+
+import gc
+import json
+import logging
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from mlxspec.engine import memory
+from mlxspec.kernels import Packing
+from mlxspec.model import layout as load_module
+from mlxspec.model import recurrent
+from mlxspec.model.layout import context_of, fit, geometry, load, read, weights
+from mlxspec.model.recurrent import SHORT
+from mlxspec.types import UserError
+from tests import tiny
+
+
+@pytest.mark.parametrize(
+    "kind, layout, lone",
+    [
+        ("llama", "rows", False),
+        ("gpt_oss", "rows", False),
+        ("gemma2", "gather", True),
+        ("mamba2", "rect", False),
+        ("qwen3_next", "rect", False),
+        ("deepseek_v3", "gather", False),
+        ("internlm2", "rect", True),
+        ("llama4", "solo", True),
+        ("minimax_m3_vl", "solo", True),  # keys without values; some reads of such pages would work
+    ],
+)
+def test_layouts(kind: str, layout: str, lone: bool) -> None:
+    found = fit(tiny.model(kind))
+    assert (found.layout, found.lone, found.trunk, found.vocab) == (layout, lone, True, tiny.VOCAB)
+    assert bool(found.refused) == (layout != "rows")
+
+
+def test_token_bytes_are_those_of_the_pool() -> None:
+    m = tiny.model("gemma3_text")
+    each = 2 * 2 * 16 * 4  # K and V, heads, dim, fp32
+    assert (fit(m).token_bytes, fit(m).windows) == (each, {12: 2 * each})
+    runner = fit(m).runner(m, 8, 10)
+    assert runner.trunk
+
+
+@pytest.mark.parametrize("kind, dims", [("llama", 2 * 2 * 2 * [128]), ("qwen3", 2 * 2 * 2 * [32])])
+def test_token_bytes_of_quantized_pools(kind: str, dims: list[int]) -> None:
+    """Each value takes its bits, and each group of values a scale and a bias."""
+    for bits in (8, 4):
+        m = tiny.model(f"{kind}:{bits}")
+        m.set_dtype(mx.bfloat16)
+        group = 64 if kind == "llama" else 32
+        found = fit(m, kv_bits=bits)
+        assert found.token_bytes == sum(d * bits // 8 + d // group * 2 * 2 for d in dims)
+        assert found.token_bytes / fit(m).token_bytes == bits / 16 + 2 / group
+        runner = found.runner(m, 8, 10)
+        assert runner.view.kv_bits == bits
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"kv_bits = 8 takes 32 values at a time, and .* K or V has 16; give 0"
+    ):
+        fit(tiny.model("llama"), kv_bits=8)
+    with pytest.raises(UserError, match="kv_bits = 4: the model keeps no K/V; give 0"):
+        fit(tiny.model("mamba2"), kv_bits=4)
+    with pytest.raises(
+        UserError, match=r"kv_bits = 4: .*layout solo\) are not quantized; give 0; rows: "
+    ):
+        fit(tiny.model("llama4"), kv_bits=4)
+    with pytest.raises(UserError, match="kv_bits = 4: mlx-lm's own caches"):
+        fit(tiny.model("llama:4"), "solo", 4)
+
+
+@pytest.mark.parametrize("broken", ["pack", "unpack", "round"])
+def test_a_quantized_pool_that_gives_other_answers_is_refused(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(Packing, broken)
+    monkeypatch.setattr(Packing, broken, lambda packing, x: right(packing, x[..., ::-1]))
+    with pytest.raises(
+        UserError, match="kv_bits = 8: what is read back is not what was rounded: logits"
+    ):
+        fit(tiny.model("qwen3:8"), kv_bits=8)
+
+
+def test_models_own_caches_are_measured() -> None:
+    assert fit(tiny.model("llama"), "solo").token_bytes == fit(tiny.model("llama")).token_bytes
+    assert fit(tiny.model("mamba2"), "solo").token_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "kind, rewind, sharing, drafts",
+    [
+        ("llama", None, True, 1 << 31),
+        ("qwen3_next", "tape", True, SHORT),
+        ("mamba", "refeed", True, SHORT),
+        ("llama4", None, False, 0),
+    ],
+)
+def test_how_a_draft_is_taken_back(
+    kind: str, rewind: str | None, sharing: bool, drafts: int
+) -> None:
+    m = tiny.model(kind)
+    found = fit(m)
+    assert (found.rewind, found.sharing, found.drafts) == (rewind, sharing, drafts)
+    runner = found.runner(m, 4, 8)
+    assert runner.states.taped == (rewind != "refeed")
+    held = [c.cache for c in make_prompt_cache(m) if isinstance(c, ArraysCache)]
+    assert bool(found.state_bytes) == bool(held)
+
+
+def test_a_tape_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = recurrent.Tape.behind
+    monkeypatch.setattr(
+        recurrent.Tape, "behind", lambda self, batch, rows: right(self, batch, rows + 1)
+    )
+    found = fit(tiny.model("qwen3_next"))
+    assert (
+        found.rewind == "refeed"
+        and "drafts taken back by tape: logits are off" in found.refused[-1]
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "gemma2", "mamba2"])
+def test_what_caches_take_is_known_before_a_weight_is_read(kind: str, tmp_path: Path) -> None:
+    save(tmp_path, kind)
+    # models are full of cycles; what earlier tests left must not go while this one counts
+    gc.collect()
+    active = mx.get_active_memory()
+    m, _ = load(tmp_path)
+    mx.reset_peak_memory()
+    token, windows, state = geometry(m)
+    assert mx.get_peak_memory() - active < 4096, "nothing was evaluated"
+    assert weights(m) == sum(a.nbytes for _, a in tree_flatten(tiny.model(kind).parameters()))
+    read(m)
+    assert mx.get_active_memory() - active >= weights(m)
+    layer = 2 * 2 * 16 * 4  # K and V, heads, dim, fp32
+    full, local = {"gemma3_text": (1, 2), "gpt_oss": (1, 1), "mamba2": (0, 0)}.get(kind, (2, 0))
+    assert (token, windows) == (full * layer, ((12, local * layer),) * bool(local))
+    if kind == "mamba2":
+        caches = make_prompt_cache(m)
+        mx.eval(m(mx.array([[1]]), cache=caches))
+        assert state == sum(c.nbytes for c in caches) > 0
+    else:
+        assert state == 0 and (token, dict(windows)) == (fit(m).token_bytes, fit(m).windows)
+
+
+def test_a_model_that_does_not_run_so_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    m = tiny.model("llama")
+    type(m).__call__, call = lambda self, *rest, **kw: [][0], type(m).__call__
+    try:
+        with caplog.at_level(logging.INFO, "mlxspec"):
+            assert geometry(m) == (0, (), 0)
+    finally:
+        type(m).__call__ = call
+    assert "not known before its weights are read: list index out of range" in caplog.text
+
+
+def test_reading_tells_how_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path)
+    monkeypatch.setattr(load_module, "READ_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(load_module, "TELL_S", 0.0)
+    with caplog.at_level(logging.INFO, "mlxspec"):
+        read(load(tmp_path)[0])
+    assert len(caplog.records) > 2 and caplog.messages[-1] == "0.0 of 0.0 GiB of weights read"
+
+
+def test_weights_that_are_cut_short_are_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    m, _ = load(tmp_path)
+    file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(UserError, match="cannot"):
+        read(m)
+
+
+def test_a_wanted_layout_is_taken_or_refused() -> None:
+    assert fit(tiny.model("llama"), "solo").layout == "solo"
+    with pytest.raises(UserError, match="not paged"):
+        fit(tiny.model("mamba2"), "rows")
+
+
+def test_a_layout_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxspec.model import attention
+
+    right = attention.paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda q, *rest: right(q * 1.1, *rest))
+    assert fit(tiny.model("llama")).layout == "gather"
+
+
+def test_context_comes_from_the_config(caplog: pytest.LogCaptureFixture) -> None:
+    assert context_of({"max_position_embeddings": 99}) == 99
+    assert context_of({"text_config": {"max_position_embeddings": 77}}) == 77
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "mlxspec"):
+        assert context_of({}) == 8192
+    assert "8192" in caplog.text
+
+
+def test_load_reads_a_directory_and_says_what_is_wrong(tmp_path: Path) -> None:
+    save(tmp_path)
+    model, config = load(tmp_path)
+    assert weights(model) > 0 and config["vocab_size"] == tiny.VOCAB
+    config["model_type"] = "nonesuch"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="nonesuch"):
+        load(tmp_path)
+
+
+def save(path: Path, kind: str = "llama") -> None:
+    m = tiny.model(kind)
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(m.parameters())))
+    (path / "config.json").write_text(json.dumps(tiny.config(kind)))
+
+
+def test_loading_leaves_no_chain_of_draws_behind(tmp_path: Path) -> None:
+    """A layer draws its first weights from MLX's random state; if nobody computes them, the state
+    keeps the graph of all draws since the start: 32 KiB for each load of even this model."""
+    save(tmp_path)
+    load(tmp_path)
+    before = memory.footprint()
+    for _ in range(100):
+        load(tmp_path)
+    assert memory.footprint() - before < 1 << 20

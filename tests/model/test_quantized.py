@@ -1,0 +1,306 @@
+"""Kernels in a model's layers: used as far as verdicts say, and the tokens stay those of plain
+decoding."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+
+from mlxspec.kernels import matmul
+from mlxspec.kernels.proven import VERDICTS, Case, Verdict
+from mlxspec.kernels.stall import ROUNDS, HangDetector
+from mlxspec.model import quantized
+from tests import metalsim, tiny
+from tests.liar import NoisyOracle
+
+STOCK = "quantized_matmul", "gather_qmm"
+EXPERTS = dict(num_experts=8, num_experts_per_tok=4)  # 16 rows are 64 pairs: mlx-lm sorts these
+
+
+@pytest.fixture(autouse=True)
+def verdicts() -> Iterator[None]:
+    before = dict(VERDICTS)
+    VERDICTS.clear()
+    yield
+    VERDICTS.clear()
+    VERDICTS.update(before)
+
+
+def quantized_model(kind: str, bits: int = 4, **change: Any) -> nn.Module:
+    m = tiny.model(kind, **change)
+    nn.quantize(m, 32, bits)
+    mx.eval(m.parameters())
+    return m
+
+
+def force(m: nn.Module, way: str = "plain") -> None:
+    """Each kernel for all the rows that it can take."""
+    for case in quantized.cases(m):
+        experts = case.kernel == "gather_small_qmm"
+        VERDICTS[case.name] = Verdict("plain" if experts else way, 1, matmul.ROWS)
+
+
+def layer(
+    n: int = 24, k: int = 96, bits: int = 4, bias: bool = False, dtype: mx.Dtype = mx.float16
+) -> Any:
+    mx.random.seed(n)
+    linear = nn.Linear(k, n, bias)
+    linear.set_dtype(dtype)
+    return nn.QuantizedLinear.from_linear(linear, 32, bits)
+
+
+def installed(x: Any) -> tuple[Any, Case]:
+    quantized.install(x)
+    (case,) = quantized.cases(x)
+    VERDICTS[case.name] = Verdict("plain", 2, 6)
+    return x, case
+
+
+def launched(run: Any) -> tuple[mx.array, bool]:
+    """What comes of it, and whether a kernel was launched for it."""
+    calls = []
+
+    def make(*names: Any, **more: Any) -> Any:
+        kernel = metalsim.metal_kernel(*names, **more)
+        return lambda **how: [calls.append(names[0]), kernel(**how)][1]
+
+    with metalsim.patch(checked=False):
+        mx.fast.metal_kernel = make
+        y = run()
+    return y, bool(calls)
+
+
+@pytest.mark.parametrize("way", ["plain", "matrix"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_uses_what_its_verdict_takes(bias: bool, way: str) -> None:
+    own, (ours, case) = layer(bias=bias), installed(layer(bias=bias))
+    own.bias = ours.bias = mx.arange(24).astype(mx.float16) if bias else None
+    VERDICTS[case.name].way = way
+    for shape in [(2, 1), (1, 2), (2, 3), (6,), (1,), (7, 1), ()]:
+        x = mx.random.normal((*shape, 96)).astype(mx.float16)
+        y, used = launched(lambda x=x: ours(x))
+        assert used == (shape in [(2, 1), (1, 2), (2, 3), (6,)]), shape
+        assert y.dtype == mx.float16 and y.shape == (*shape, 24)
+        want = own(x)
+        assert mx.allclose(y, want, 2e-2, 2e-2) if used else mx.array_equal(y, want)
+
+
+def test_a_parked_kernel_is_not_asked_again() -> None:
+    ours, case = installed(layer())
+    x = mx.random.normal((3, 96)).astype(mx.float16)
+    assert launched(lambda: ours(x))[1]
+    VERDICTS[case.name].way = ""
+    y, used = launched(lambda: ours(x))
+    assert not used and mx.array_equal(y, layer()(x))
+
+
+def test_rows_of_another_dtype_than_the_scales_are_mlxs() -> None:
+    ours, _ = installed(layer())
+    for dtype in (mx.float32, mx.bfloat16):
+        x = mx.random.normal((3, 96)).astype(dtype)
+        y, used = launched(lambda x=x: ours(x))
+        assert not used and mx.array_equal(y, layer()(x))
+
+
+@pytest.mark.parametrize(
+    "pairs", ["of one token", "of many tokens", "sorted", "more than it takes"]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_in_every_shape_that_mlx_lm_gives_them(bias: bool, pairs: str) -> None:
+    tokens = {
+        "of one token": (1,),
+        "of many tokens": (3, 1),
+        "sorted": (1, 16),
+        "more than it takes": (33,),
+    }
+    mx.random.seed(5)
+    m = SwitchGLU(64, 32, 8, bias=bias)
+    nn.quantize(m, 32, 4)
+    if bias:
+        for part in (m.gate_proj, m.up_proj, m.down_proj):
+            part.bias = mx.random.normal(part.bias.shape)
+    x = mx.random.normal((*tokens[pairs], 64))
+    of = mx.argsort(mx.random.normal((*tokens[pairs], 8)))[..., :4]
+    want = m(x, of)
+    quantized.install(m)
+    assert not quantized.cases(m)
+    m(mx.zeros((2, 64)), mx.zeros((2, 4), mx.uint32))  # it is enough to ask
+    assert sorted(c.shape for c in quantized.cases(m)) == [
+        "8x32x64 of 4 bits, group 32, float32, top 4",
+        "8x64x32 of 4 bits, group 32, float32, top 4 apart",
+    ]
+    force(m)
+    y, used = launched(lambda: m(x, of))
+    assert used == (pairs != "more than it takes") and y.shape == want.shape
+    assert mx.allclose(y, want, 1e-4, 1e-4) if used else mx.array_equal(y, want)
+    if used:
+        rows, some = x.reshape(-1, 64), of.reshape(-1, 4)
+        alone = [
+            launched(lambda i=i: m(rows[i : i + 1], some[i : i + 1]))[0] for i in range(len(rows))
+        ]
+        assert mx.array_equal(mx.concatenate(alone).reshape(y.shape), y)
+
+
+@pytest.mark.parametrize(
+    "x, of",
+    [
+        ((3, 2, 64), (3,)),  # two rows at a time
+        ((3, 1, 1, 64), (3, 3)),  # three experts instead of two
+        ((3, 2, 1, 64), (3, 2)),  # each with a row of its own
+        ((1, 1, 1, 64), (3, 2)),  # tokens that share a row
+    ],
+    ids=str,
+)
+def test_experts_that_are_called_otherwise_than_proven_are_mlxs(
+    x: tuple[int, ...], of: tuple[int, ...]
+) -> None:
+    mx.random.seed(5)
+    m = QuantizedSwitchLinear(64, 16, 4, False, 32)
+    rows, experts = mx.random.normal(x), mx.random.randint(0, 4, of).astype(mx.uint32)
+    want = m(rows, experts)
+    quantized.install(m)
+    as_proven = mx.ones((3, 1, 1, 64)), mx.ones((3, 2), mx.uint32)
+    m(*as_proven)
+    force(m)
+    assert launched(lambda: m(*as_proven))[1]
+    y, used = launched(lambda: m(rows, experts))
+    assert not used and mx.array_equal(y, want)
+
+
+def test_what_is_compiled_leaves_a_kernel_that_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few models compile what has layers in it: what is traced would go on using the kernel."""
+    ours, _ = installed(layer())
+    used: list[int] = []
+
+    def kernel(x: mx.array, w: mx.array, *_: Any) -> mx.array:
+        used.append(len(x))
+        return mx.zeros((len(x), len(w)), x.dtype)
+
+    monkeypatch.setattr(matmul, "small_qmm", kernel)
+    f, x = mx.compile(lambda x: ours(x)), mx.random.normal((3, 96)).astype(mx.float16)
+    assert not f(x).any() and not f(x).any() and used == [3]
+    stalls = HangDetector(lambda name, was, parked: False)
+    try:
+        for seconds in (*[0.02] * ROUNDS, 105.0):
+            stalls.took(3, seconds, seconds)
+        assert mx.array_equal(f(x), layer()(x)) and used == [3]
+    finally:
+        mx.enable_compile()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_what_a_model_is_stays(kind: str) -> None:
+    """Names, parameters and another model of the same kind; and again is as once."""
+    m, other = quantized_model(kind), quantized_model(kind)
+    names = [(name, type(x)) for name, x in m.named_modules()]
+    arrays = dict(tree_flatten(m.parameters()))
+    cases = [case.name for case in quantized.cases(m)]
+    quantized.install(m)
+    quantized.install(m)
+    assert [name for name, _ in m.named_modules()] == [name for name, _ in names]
+    after = dict(tree_flatten(m.parameters()))
+    assert after.keys() == arrays.keys() and all(after[n] is a for n, a in arrays.items())
+    assert [case.name for case in quantized.cases(m)] == cases
+    assert [(name, type(x)) for name, x in other.named_modules()] == names
+    assert all(
+        isinstance(x, was) for (_, x), (_, was) in zip(m.named_modules(), names, strict=True)
+    )
+
+
+def test_cases_of_a_model() -> None:
+    """Each shape once; the embedding as it is the lm_head too; behind a runner's trunk as before
+    it."""
+    m = quantized_model("qwen3_moe")
+    quantized.install(m)
+    m(mx.array([[1, 2]]))  # it is enough to ask
+    want = {
+        "small_qmm": {"64x64", "32x64", "4x64", "320x64"},
+        "gather_small_qmm": {"4x32x64", "4x64x32"},
+    }
+    for _ in range(2):
+        found = quantized.cases(m)
+        assert len(found) == 6 and {c.kernel: {x.shape.split()[0] for x in found if x.kernel == c.kernel}
+                                    for c in found} == want  # fmt: skip
+        assert quantized.left_out(m) == {}
+        tiny.engine(m)
+    m = quantized_model("llama", tie_word_embeddings=False)
+    assert sum(case.shape.startswith("320x64") for case in quantized.cases(m)) == 1
+    del m.lm_head
+    m.lm_head = nn.Linear(64, 320)
+    assert not any(case.shape.startswith("320x64") for case in quantized.cases(m)), (
+        "an embedding is not multiplied"
+    )
+
+
+def test_what_is_left_out_is_said() -> None:
+    """Each layer by its own bits."""
+    m = tiny.model("llama")
+    how = {"q_proj": {"bits": 8}, "k_proj": {"bits": 6}, "v_proj": {"mode": "mxfp4"}}
+
+    def choose(path: str, x: nn.Module) -> Any:
+        if not hasattr(x, "to_quantized") or path.endswith("o_proj"):
+            return False
+        return {"group_size": 32, "bits": 4} | how.get(path.rpartition(".")[2], {})
+
+    nn.quantize(m, class_predicate=choose)
+    m.layers[0].mlp.up_proj.__class__ = type("Other", (nn.QuantizedLinear,), {})
+    quantized.install(m)
+    assert quantized.left_out(m) == {
+        "6 bits in groups of 32": 2,
+        "quantized as mxfp4": 2,
+        "not quantized": 2,
+        "a Other, not MLX's own class": 1,
+    }
+    assert {type(x.self_attn.q_proj) for x in m.layers} == {quantized.FewLinear}
+    assert type(m.layers[0].self_attn.k_proj) is nn.QuantizedLinear
+    assert any("64x64 of 8 bits" in case.name for case in quantized.cases(m))
+
+
+@pytest.mark.parametrize(
+    "kind, way, temperature",
+    [("qwen3", "plain", 0.8), ("llama", "matrix", 0.0), ("qwen3_moe", "plain", 0.0)],
+)
+def test_tokens_are_those_of_plain_decoding(
+    kind: str, way: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences with drafts, at most 16 rows a step, by kernels alone; until they are
+    parked."""
+    m = quantized_model(kind, **EXPERTS if kind == "qwen3_moe" else {})
+    quantized.install(m)
+    m(mx.array([[1, 2]]))
+    force(m, way)
+    prompts = {"a": [5, 9, 2, 7, 5, 9, 2], "b": [3, 1, 4], "c": [8] * 9}
+    all_of = {
+        name: tiny.request(name, prompt, 10, temperature=temperature, seed=i)
+        for i, (name, prompt) in enumerate(prompts.items())
+    }
+    calls: list[str] = []
+    for name in STOCK:
+        stock = getattr(mx, name)
+        monkeypatch.setattr(
+            mx, name, lambda *a, s=stock, n=name, **k: [calls.append(n), s(*a, **k)][1]
+        )
+    with metalsim.patch(checked=False):
+        plain = tiny.Plain(m)
+        truth = {n: plain(r.prompt, 10, temperature, r.sampling.seed) for n, r in all_of.items()}
+        for parked in (False, True):
+            calls.clear()
+            liar = NoisyOracle({(r.prompt, 0): truth[n] for n, r in all_of.items()}, lies=0.2)
+            e = tiny.engine(m, drafter=liar, budget=4, max_sequences=2)
+            for r in all_of.values():
+                e.add(r)
+
+            def park(turn: int, parked: bool = parked) -> None:
+                if parked and turn == 3:
+                    assert not calls
+                    for verdict in VERDICTS.values():
+                        verdict.way = ""
+
+            outputs = tiny.run(e, park)
+            assert {n: tiny.tokens(outputs, n) for n in all_of} == truth
+            assert 0 < liar.kept < liar.drafted
+            assert bool(calls) == parked

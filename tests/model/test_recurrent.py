@@ -1,0 +1,235 @@
+"""A sequence's state stands at `computed`, holds its own memory only, and goes back by tape or by
+feeding."""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec.engine.engine import Engine
+from mlxspec.model import recurrent
+from mlxspec.model.runner import Runner
+from mlxspec.types import Draft, Entry, Request, Sequence, UserError
+from tests import tiny
+from tests.liar import NoisyOracle
+
+PROMPT = tuple(range(40, 53))
+KINDS = ["qwen3_next", "nemotron_h", "lfm2", "mamba"]
+
+
+def rewind_of(kind: str) -> str:
+    return "refeed" if kind == "mamba" else "tape"
+
+
+class Fixed(NoisyOracle):
+    """Drafts four tokens whenever it may, of which those at every fifth position are wrong."""
+
+    def plan(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
+        return dict.fromkeys(seqs, 4)
+
+    def draft(self, entries: Seq[Entry], before: object) -> None:
+        for e in entries:
+            if e.depth:
+                at = e.seq.generated
+                rest = enumerate(self.truth[e.seq.request.prompt, 0][at : at + e.depth], at)
+                e.draft = Draft([(t + (i % 5 == 3)) % tiny.VOCAB for i, t in rest], "fixed")
+
+
+def counted(e: Engine) -> Counter[str]:
+    """What goes through the model from now on."""
+    found: Counter[str] = Counter()
+    model = e.runner.model
+
+    def call(tokens: mx.array, cache: object) -> mx.array:
+        found.update(forwards=1, rows=tokens.size)
+        return model(tokens, cache=cache)
+
+    e.runner.model = call
+    return found
+
+
+def test_tape_feeds_fewer_rows_than_feeding_again() -> None:
+    m = tiny.model("qwen3_next")
+    told = tiny.Plain(m)(PROMPT, 60)
+    seen = {}
+    for rewind in ("tape", "refeed"):
+        e = tiny.engine(m, layout="rect", rewind=rewind, drafter=Fixed({(PROMPT, 0): told}))
+        count = counted(e)
+        e.add(tiny.request("r", PROMPT, 60))
+        outputs = tiny.run(e)
+        assert tiny.tokens(outputs, "r") == told
+        seen[rewind] = dict(count, rounds=outputs[-1].rounds, drafted=outputs[-1].drafted)
+    tape, refeed = seen["tape"], seen["refeed"]
+    assert tape["forwards"] == tape["rounds"]  # no pass is there only to take a draft back
+    assert (
+        tape["rows"] == len(PROMPT) + tape["rounds"] - 1 + tape["drafted"]
+    )  # and no row is read twice
+    assert tape["rounds"] <= refeed["rounds"] and 60 / tape["rounds"] > 4
+    assert tape["rows"] < 0.8 * refeed["rows"], seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each commit, also of one that a stop token ends inside a draft: mlx-lm's own state
+    there."""
+    m = tiny.model(kind)
+    told = tiny.Plain(m)(PROMPT, 30)
+    e = tiny.engine(m, layout="rect", rewind=rewind_of(kind))
+    e.drafter = NoisyOracle({(PROMPT, i): told for i in range(2)})
+    stop = frozenset({told[22]})
+    e.add(tiny.request("r", PROMPT, 30, choices=2, stop_tokens=stop))
+    drop, seen, ended = e.scheduler.groups.drop, [], []
+
+    def check(seq: Sequence) -> None:
+        cache = make_prompt_cache(m)
+        m(mx.array([seq.tokens[: seq.computed]]), cache=cache)
+        want = [a for c in cache if hasattr(c, "cache") for a in c.cache]
+        for a, b in zip(seq.state, want, strict=True):
+            assert a.shape == b.shape
+            assert mx.abs(a - b).max() < 1e-3 * mx.abs(b).max()
+        seen.append(seq.computed)
+
+    def dropped(seq: Sequence) -> None:
+        if seq.finish:
+            check(seq)
+            ended.append(seq.finish)
+        drop(seq)
+
+    monkeypatch.setattr(type(e.scheduler.groups), "drop", lambda self, seq: dropped(seq))
+    while e.busy:
+        e.step()
+        for seq in e.scheduler.running:
+            if not seq.spread and seq.state is not None:
+                check(seq)
+    assert ended == ["stop", "stop"] and len(seen) > 5
+    assert 0 < e.drafter.kept < e.drafter.drafted
+
+
+def test_nothing_is_recorded_without_a_draft_or_for_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    monkeypatch.setattr(recurrent, "Tape", lambda: made.append(states_tape()) or made[-1])
+    one, other = tiny.model("qwen3_next"), tiny.model("qwen3_next")
+    e, quiet = (tiny.engine(m, layout="rect") for m in (one, other))
+    told = tiny.Plain(one)(PROMPT, 20)
+    e.drafter = Fixed({(PROMPT, 0): told})
+    e.add(tiny.request("r", PROMPT, 20))
+    quiet.add(tiny.request("r", PROMPT, 20))
+    got, silent = [], []
+    while e.busy or quiet.busy:  # turn by turn, and plain mlx-lm in between
+        if e.busy:
+            got += e.step()
+        before = len(made)
+        if quiet.busy:
+            silent += quiet.step()
+        one(mx.array([PROMPT]), cache=make_prompt_cache(one))
+        assert len(made) == before and recurrent._tape is None
+    assert tiny.tokens(got, "r") == tiny.tokens(silent, "r") == told
+    assert made and not any(tape.convs or tape.runs for tape in made)
+
+
+states_tape = recurrent.Tape
+
+
+def test_a_failed_forward_leaves_nothing_behind() -> None:
+    m = tiny.model("lfm2")
+    runner = Runner(m, "rect", 8, 8)
+    seq = Sequence(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
+    model, runner.model = runner.model, None
+    with pytest.raises(TypeError):
+        runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
+    runner.model = model
+    assert recurrent._tape is None and seq.state is None
+    assert all(a is None for layer in runner.states.layers for a in layer.cache)
+
+
+def test_what_is_not_recorded_is_refused() -> None:
+    runner = Runner(tiny.model("mamba"), "rect", 8, 8)
+    seq = Sequence(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
+    with pytest.raises(UserError, match="not recorded"):
+        runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
+
+
+def wide() -> Runner:
+    """A model whose convolutions read far more than their state keeps."""
+    from tests import architectures
+
+    config = architectures.config("lfm2") | dict(
+        hidden_size=1024, block_dim=1024, num_hidden_layers=2
+    )
+    arch = architectures.module("lfm2")
+    m = arch.Model(arch.ModelArgs.from_dict(config))
+    mx.eval(m.parameters())
+    return Runner(m, "rect", 32, 40)
+
+
+def held(runner: Runner, work: list[list[Entry]]) -> int:
+    """Bytes that are held after these steps and were not before, the pools aside."""
+    plan: list[Entry]
+    for plan in work:
+        mx.eval(runner.logits(plan))
+        runner.rewind(plan, [1 + len(e.draft) // 2 if len(e.draft) else e.rows for e in plan])
+        for e in plan:
+            mx.eval(e.seq.state)
+            e.seq.computed = e.end
+    runner.view.groups = ()  # its masks live until the next step
+    return mx.get_active_memory()
+
+
+def test_a_state_holds_neither_its_chunk_nor_its_batch_nor_a_tape() -> None:
+    runner = wide()
+    seqs = [
+        Sequence(
+            Request("r", (1,) * 300, 4),
+            tokens=[1] * 300,
+            table=list(range(1 + 10 * i, 11 + 10 * i)),
+        )
+        for i in range(3)
+    ]
+    first = Sequence(Request("r", (1,) * 40, 4), tokens=[1] * 40, table=[35, 36])
+    base = held(runner, [[Entry(first, 0, 20, False)]])  # pools are made, everything is compiled
+    own = recurrent.size(first.state)
+    slack = 1 << 15
+    assert own == 2 * 1024 * 4
+    assert held(runner, [[Entry(s, 0, 256, False) for s in seqs]]) <= base + 3 * own + slack
+    drafts = [[Entry(s, 256, 1, True, draft=Draft([5] * 8)) for s in seqs]]
+    assert held(runner, drafts) <= base + 3 * (own + slack)
+    many = [[Entry(s, 260 + i, 1, False) for s in seqs[i:]] for i in range(3)]
+    now = held(runner, [*many, [Entry(first, 20, 1, False)]])
+    del many
+    assert now <= base + 3 * (own + slack)
+    assert [s.batch for s in seqs] == [None] * 3
+
+
+def test_a_batch_that_stays_together_is_not_cut_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = tiny.model("qwen3_next")
+    e = tiny.engine(m, layout="rect", budget=64)
+    for name in "abc":
+        e.add(tiny.request(name, PROMPT, 20))
+    joined = []
+    join = mx.concatenate
+    for _ in range(4):
+        e.step()
+    monkeypatch.setattr(
+        recurrent.mx, "concatenate", lambda *a, **kw: joined.append(1) or join(*a, **kw)
+    )
+    enter = recurrent.States.enter
+    inside = []
+
+    def entered(self, entries):
+        before = len(joined)
+        tape = enter(self, entries)
+        inside.append(len(joined) - before)
+        return tape
+
+    monkeypatch.setattr(recurrent.States, "enter", entered)
+    for _ in range(4):
+        e.step()
+    assert inside == [0] * 4
+    e.abort("b")
+    e.step()
+    assert inside[-1] > 0
+    tiny.run(e)

@@ -1,0 +1,436 @@
+"""The process: bind, greet, drain at a signal, end with the engine."""
+
+import ast
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxspec.config import Config, ConfigError
+from mlxspec.server import process
+from mlxspec.server.process import bind, greeting, serve
+from tests import tiny
+from tests.server.scripted import MESSAGES, Server, server
+from tests.tiny_tokenizer import save_tokenizer
+
+
+@pytest.fixture
+def make(tokenizer: Any, model_dir: Path) -> Callable[..., Server]:
+    return lambda **kw: server(tokenizer, model_dir, Config(port=0), **kw)
+
+
+class Caller:
+    """What happens once the server listens, on a thread of its own."""
+
+    def __init__(self, do: Callable[[str], None]) -> None:
+        self.do, self.said, self.errors = do, "", list[BaseException]()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __call__(self, text: str) -> None:
+        self.said = text
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.do(self.said.split()[4].removesuffix("/v1"))
+        except BaseException as error:
+            self.errors.append(error)
+
+    def check(self) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive() and self.errors == []
+
+
+def stop_me(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def post(url: str, **body: Any) -> Any:
+    data = json.dumps({"messages": MESSAGES, **body}).encode()
+    with urllib.request.urlopen(f"{url}/v1/chat/completions", data, timeout=10) as answer:
+        return json.load(answer)
+
+
+def read(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_with_0(make: Callable[..., Server], number: int) -> None:
+    s = make()
+
+    def call(url: str) -> None:
+        assert post(url)["choices"][0]["message"]["content"] == "hello world"
+        stop_me(number)
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0, drain_s=7), caller) == 0
+    caller.check()
+    assert s.engine.drained == [7] and s.engine.stopped == 1
+
+
+def test_running_answers_end_first(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the signal nothing more is admitted; what runs is answered."""
+    s = make(holds=True)
+    draining, late, answered = asyncio.Event(), threading.Event(), list[Any]()
+
+    async def drain(timeout: float) -> None:
+        s.engine.ending = True
+        draining.set()
+        await asyncio.to_thread(late.wait, 10)
+        s.engine.push("hello", finish="stop")
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(s.engine, "drain", drain)
+
+    def call(url: str) -> None:
+        first = threading.Thread(target=lambda: answered.append(post(url)), daemon=True)
+        first.start()
+        while not s.engine.submitted:
+            assert not late.wait(0.005)
+        stop_me()
+        while not draining.is_set():
+            assert not late.wait(0.005)
+        for late_one in (
+            lambda: post(url),
+            lambda: urllib.request.urlopen(f"{url}/health", timeout=10),
+        ):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                late_one()
+            assert caught.value.code == 503 and b"the server is stopping" in caught.value.read()
+            caught.value.close()
+        late.set()
+        first.join(10)
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0), caller) == 0
+    caller.check()
+    assert [a["choices"][0]["message"]["content"] for a in answered] == ["hello"]
+
+
+def test_a_second_signal_ends_it_at_once(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    s = make(holds=True)
+
+    async def drain(timeout: float) -> None:
+        stop_me()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(s.engine, "drain", drain)
+
+    def call(url: str) -> None:
+        with httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json={"messages": MESSAGES, "stream": True}
+        ) as r:
+            assert r.status_code == 200
+            stop_me()
+            with pytest.raises(httpx.HTTPError):
+                r.read()
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0, drain_s=3600), caller) == 0
+    caller.check()
+    assert "Exception in ASGI application" not in caplog.text
+
+
+def test_uvicorn_leaves_the_signals_alone(make: Callable[..., Server]) -> None:
+    """Its own handlers would close the door before the drain, and end the process by the signal."""
+    before = signal.getsignal(signal.SIGTERM)
+    with process._server(make().app, 1).capture_signals():
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("while_draining", [False, True])
+def test_a_dead_engine_ends_it_with_1(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, while_draining: bool
+) -> None:
+    monkeypatch.setattr(process, "POLL_S", 0.01)
+    s = make()
+
+    async def drain(timeout: float) -> None:
+        s.engine.lives = False
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(s.engine, "drain", drain)
+
+    def call(url: str) -> None:
+        if while_draining:
+            stop_me()
+        else:
+            s.engine.lives = False
+
+    caller = Caller(call)
+    assert serve(s.app, s.engine, Config(port=0, drain_s=3600), caller) == 1
+    caller.check()
+
+
+@pytest.mark.parametrize(("loads", "status"), [("other", 0), ("", 1)])
+def test_a_thread_that_does_not_end_is_left_behind(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, loads: str, status: int
+) -> None:
+    """Without complaint where it loads: that may take minutes, and nothing is wrong with it."""
+    s, ended, forever = make(loads=loads), list[int](), threading.Event()
+    monkeypatch.setattr(process, "STOP_S", 0.01)
+    monkeypatch.setattr(process.os, "_exit", ended.append)
+    monkeypatch.setattr(process.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(s.engine, "stop", forever.wait)
+    caller = Caller(lambda url: stop_me())
+    serve(s.app, s.engine, Config(port=0), caller)
+    caller.check()
+    forever.set()
+    assert ended == [status]
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"port = {port}: Address already in use; give another --port"
+        ):
+            bind(Config(port=port))
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as used:  # and was left, with connections that linger
+        port = used.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), used.accept()[0] as accepted:
+            accepted.close()
+    for way in (Config(port=0), Config(port=port)):
+        with bind(way) as first:
+            config = Config(port=first.getsockname()[1])
+            with pytest.raises(
+                ConfigError, match="Address already in use"
+            ):  # before the first one listens
+                bind(config)
+            process._open(first, config)
+            with (
+                socket.create_connection(first.getsockname()),
+                pytest.raises(ConfigError, match="in use; give"),
+            ):
+                bind(config)
+    with pytest.raises(ConfigError, match=r"host = 'no\.such\.host\.invalid'"):
+        bind(Config(host="no.such.host.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("config", "url"),
+    [
+        (Config(), "http://127.0.0.1:81/v1"),
+        (Config(host="0.0.0.0"), "http://127.0.0.1:81/v1"),
+        (Config(host="::"), "http://[::1]:81/v1"),
+        (Config(host="::1"), "http://[::1]:81/v1"),
+        (Config(host="mac.local"), "http://mac.local:81/v1"),
+    ],
+)
+def test_the_greeting_has_a_curl_line(config: Config, url: str) -> None:
+    text = greeting(config, ["tiny"], 81)
+    assert (
+        text.startswith(f"tiny is served at {url}\n") and f"curl {url}/chat/completions -H" in text
+    )
+    assert "Authorization" not in text and text.endswith(
+        f"or open {url.removesuffix('v1')} in a browser\n"
+    )
+
+
+def test_the_curl_line_works(make: Callable[..., Server]) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    s, answers = make(), list[Any]()
+
+    def call(url: str) -> None:
+        line = next(line for line in caller.said.splitlines() if "curl" in line)
+        done = subprocess.run(shlex.split(line), capture_output=True, timeout=20, check=True)
+        answers.append(json.loads(done.stdout))
+        stop_me()
+
+    caller = Caller(call)
+    serve(s.app, s.engine, Config(port=0), caller)
+    caller.check()
+    assert answers[0]["choices"][0]["message"]["content"] == "hello world"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_command_serves_a_model(tmp_path: Path, several: bool) -> None:
+    """The whole chain, in a process of its own: load, warm up, greet, answer, end at SIGTERM."""
+    model = tiny.model("llama")
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", **tiny.CONFIGS["llama"]})
+    )
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    models = [str(tmp_path), *[f"two={tmp_path}"] * several]
+    command = [
+        sys.executable,
+        "-m",
+        "mlxspec",
+        "serve",
+        *models,
+        "--port",
+        "0",
+        "--kv-blocks",
+        "32",
+    ]
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")} | {
+        "HOME": str(tmp_path)
+    }
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=bare,
+        stdin=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process, process.stdout, process.stderr:
+        try:
+            flags, greeted = process.stdout.readline(), process.stdout.readline()
+            derived = f" two={tmp_path} " if several else "--kv-blocks 32 --layout rows"
+            assert derived in flags, flags + process.stderr.read()
+            assert "--decode-gap-ms 250" in flags and "--prefill-budget" not in flags
+            url = greeted.split()[4].removesuffix("/v1")
+            answer = post(url, max_tokens=5, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 5 and answer["model"] == tmp_path.name
+            if several:
+                assert post(url, max_tokens=5, model="two")["model"] == "two"
+                assert read(f"{url}/health")["loaded"] == [tmp_path.name, "two"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert f"{answer['id']}: " in process.stderr.read()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> None:
+    code = (
+        "import logging, threading, mlxspec.server.run as run; from mlxspec.config import Config\n"
+        "logging.basicConfig(level='INFO')\n"
+        "def load(config, *_):\n"
+        "    threading.Thread(target=threading.Event().wait).start()  # never ends by itself\n"
+        "    print('loading', flush=True); threading.Event().wait()\n"
+        "run._load = load; run.serve_model(Config(port=0))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process, process.stdout, process.stderr:
+        try:
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(number)
+            assert process.wait(20) == 0
+            assert "stopped while loading" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+TRYING = """
+import sys, threading, types, mlxspec.server.run as run
+from pathlib import Path
+from mlxspec.config import Config
+from mlxspec.kernels import verify as prove
+from mlxspec.kernels.kept import Shelf
+
+def load(*_):
+    prove.TRIAL.shelf, prove.TRIAL.name, prove.TRIAL.until = Shelf(Path(sys.argv[1]), {}), "a 1", 1e18
+    prove.TRIAL.shelf.mark("a 1")
+    print("trying", flush=True)
+    threading.Event().wait(60)
+
+async def ended(*args):
+    pass
+
+run._load, run._serve = load, ended
+if sys.argv[2] == "start":
+    run.serve_model(Config(port=0))
+engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")  # on demand
+threading.Thread(target=lambda: load(None), daemon=True).start()
+while prove.TRIAL.shelf is None or not list(Path(sys.argv[1]).glob("*.json")):
+    pass
+run.serve(None, engine, Config(port=0), listener=object())
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "number"), [("start", signal.SIGTERM), ("start", signal.SIGHUP), ("on demand", 0)]
+)
+def test_a_kernel_that_is_being_tried_at_the_end_has_not_crashed(
+    when: str, number: int, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", TRYING, str(tmp_path), when]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "trying\n"
+            if number:
+                assert len(list(tmp_path.glob("*.json"))) == 1
+                process.send_signal(number)
+                process.send_signal(number)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_an_exit_that_nobody_asked_for_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: Config, *_: Any) -> Any:
+        sys.exit(3)
+
+    monkeypatch.setattr(process, "_load", load)
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as caught:
+        process.serve_model(Config(port=0))
+    assert caught.value.code == 3
+
+
+def test_the_key_is_not_printed() -> None:
+    text = greeting(Config(api_key="sesame"), ["tiny"], 81)
+    assert "sesame" not in text and '-H "Authorization: Bearer $MLXSPEC_API_KEY"' in text
+
+
+def test_nothing_heavy_is_imported_before_blas() -> None:
+    """The module's own imports bring neither mlx nor mlx_lm: BLAS must be loaded before them."""
+    tree = ast.parse(Path(process.__file__).read_text("utf-8"))
+    names = {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
+    ours = {name for name in names if name and name.startswith("mlxspec")}
+    assert ours == {"mlxspec", "mlxspec.config", "mlxspec.server", "mlxspec.server.protocol"}
+    code = "import sys, mlxspec.server.run; sys.exit(bool({'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_asyncio_says_what_it_says_but_one_thing(caplog: pytest.LogCaptureFixture) -> None:
+    """That it cannot take connections again, when it is not to."""
+    loop, closing = asyncio.new_event_loop(), list[bool]()
+    tell = process._once_a_second(lambda: bool(closing))
+    retry = {"message": "Exception in callback BaseSelectorEventLoop._start_serving(...)"}
+    tell(loop, retry)
+    tell(loop, {"message": "a task was destroyed"})
+    assert [r.name for r in caplog.records] == ["asyncio", "asyncio"]
+    closing.append(True)
+    tell(loop, retry)
+    tell(loop, {"message": "a task was destroyed"})
+    assert len(caplog.records) == 3
+    full = {"message": "socket.accept() out of system resource", "exception": OSError(24, "full")}
+    for _ in range(5):
+        tell(loop, full)
+    assert len(caplog.records) == 4 and "no connection can be taken" in caplog.text
+    loop.close()

@@ -1,0 +1,168 @@
+"""The text thread: off the event loop, one at a time, bounded. And how a client's leaving is
+seen."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.server.errors import ApiError
+from mlxspec.server.state import Gone, ServerState, while_connected
+from mlxspec.text.chat import Refused
+from tests.server.scripted import server
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def front(tokenizer: Any, model_dir: Any) -> ServerState:
+    made: ServerState = server(
+        tokenizer, model_dir, Config(max_sequences=1, max_queue=2)
+    ).app.state.front
+    return made
+
+
+async def test_work_runs_elsewhere_and_in_turn(front: ServerState) -> None:
+    gate, order = threading.Event(), []
+
+    def work(name: str, wait: bool = False) -> str:
+        if wait:
+            assert gate.wait(10)
+        order.append((name, threading.current_thread() is threading.main_thread()))
+        return name
+
+    first = asyncio.ensure_future(front.on_text_thread(work, "a", wait=True))
+    second = asyncio.ensure_future(front.on_text_thread(work, "b"))
+    await asyncio.sleep(0)  # the loop is free although the thread is not
+    assert not order
+    gate.set()
+    assert await asyncio.gather(first, second) == ["a", "b"]
+    assert order == [("a", False), ("b", False)]
+
+
+async def test_what_may_wait_is_bounded(front: ServerState) -> None:
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as caught:
+        await front.on_text_thread(len, "")
+    assert caught.value.status == 429 and caught.value.headers == {"Retry-After": "1"}
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert await front.on_text_thread(len, "ab") == 2
+
+
+async def test_what_nobody_waits_for_any_more_makes_room(front: ServerState) -> None:
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[2].cancel()
+    await asyncio.wait(waiting[2:])
+    gate.set()
+    assert await front.on_text_thread(len, "ab") == 2
+    await asyncio.gather(*waiting[:2])
+
+
+async def test_nothing_is_kept_of_what_was_taken_back(front: ServerState) -> None:
+    """A body may have megabytes, and the thread may be at another for long."""
+
+    class Body: ...
+
+    gate, bodies = threading.Event(), weakref.WeakSet[Body]()
+    held = asyncio.ensure_future(front.on_text_thread(gate.wait, 10))
+    for _ in range(20):
+        body = Body()
+        bodies.add(body)
+        gone = asyncio.ensure_future(front.on_text_thread(id, body))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait((gone,))
+        del body, gone
+    await asyncio.sleep(0.05)
+    assert not front.text.waiting and not bodies
+    gate.set()
+    assert await held
+
+
+async def test_who_waits_is_told_when_the_engine_takes_no_more(
+    front: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: what is rendered then is refused."""
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(type(front.engine), "draining", lambda self: True)
+    for job in waiting:
+        with pytest.raises(ApiError, match="is stopping") as caught:
+            await asyncio.wait_for(job, 2)
+        assert caught.value.status == 503
+    assert not front.text.waiting and front.text.at_work
+    gate.set()
+
+
+async def test_refusals_become_400(front: ServerState) -> None:
+    def refuse() -> None:
+        raise Refused("messages[1]", "messages[1] is wrong; mend it")
+
+    with pytest.raises(ApiError) as caught:
+        await front.on_text_thread(refuse)
+    assert (caught.value.status, caught.value.param) == (400, "messages[1]")
+
+
+def connection() -> tuple[Callable[[], Any], asyncio.Event]:
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive, gone
+
+
+async def test_while_connected_returns_what_the_work_returns() -> None:
+    receive, _ = connection()
+
+    async def work() -> int:
+        return 5
+
+    assert await while_connected(receive, work()) == 5
+
+
+async def test_while_connected_passes_errors_on() -> None:
+    receive, _ = connection()
+
+    async def work() -> int:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await while_connected(receive, work())
+
+
+@pytest.mark.parametrize("how", ["the client", "the server"])
+async def test_while_connected_cancels_the_work_and_waits_for_its_end(how: str) -> None:
+    receive, gone = connection()
+    began, log = asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            log.append("ended")
+
+    task = asyncio.ensure_future(while_connected(receive, work()))
+    await began.wait()
+    if how == "the client":
+        gone.set()
+        with pytest.raises(Gone):
+            await task
+    else:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert log == ["ended"]

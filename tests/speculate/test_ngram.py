@@ -1,0 +1,225 @@
+"""Copies: the index equals a brute-force search, stays fast, and the copy follows edits."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.speculate.ngram import END, LONG, LOST, REACH, SHORT, TRIED, Index, Lookup
+
+texts = st.integers(1, 4).flatmap(lambda k: st.lists(st.integers(0, k - 1), max_size=220))
+
+
+def common(text: list[int], end: int, context: list[int]) -> int:
+    """Tokens before and at `end` that equal the end of `context`, REACH at most."""
+    n = 0
+    while n < min(REACH, len(context), end + 1) and text[end - n] == context[-1 - n]:
+        n += 1
+    return n
+
+
+def brute(text: list[int], indexed: int, context: list[int]) -> list[tuple[int, int]]:
+    """The rule written down: the latest TRIED ends that share LONG tokens, or else SHORT tokens."""
+    for size in (LONG, SHORT):
+        ends = [e for e in range(indexed) if common(text, e, context) >= size][-TRIED:]
+        goes_on = [e for e in ends if e + 1 < len(text) and text[e + 1] != END]
+        if found := [(common(text, e, context), e) for e in goes_on]:
+            return sorted(found, reverse=True)
+    return []
+
+
+@settings(max_examples=300)
+@given(texts, st.data())
+def test_find_equals_a_search_through_the_text(text: list[int], data: st.DataObject) -> None:
+    if text and data.draw(st.booleans()):
+        text[data.draw(st.integers(0, len(text) - 1))] = END
+    index = Index(list(text))
+    while data.draw(st.booleans()) and index.index(data.draw(st.integers(0, 60))):
+        pass
+    inside = data.draw(st.integers(0, max(0, len(text) - 1)))
+    foreign = data.draw(st.lists(st.integers(0, 3), max_size=8))
+    for context in (text, text[:inside], text[:inside] + foreign, foreign):
+        context = context[-REACH:]
+        if END in context:
+            context = context[len(context) - context[::-1].index(END) :]
+        assert index.find(context) == brute(text, index.indexed, context)
+
+
+@settings(max_examples=200)
+@given(texts)
+def test_the_first_found_is_the_longest_match_there_is(text: list[int]) -> None:
+    """Where an n-gram is not more frequent than what is compared, nothing longer exists."""
+    index = Index(list(text))
+    index.index(len(text))
+    best = max((common(text, e, text) for e in range(len(text) - 1)), default=0)
+    size = LONG if best >= LONG else SHORT
+    rivals = sum(common(text, e, text) >= size for e in range(len(text)))
+    found = index.find(text[-REACH:])
+    assert bool(found) == (best >= SHORT) or rivals > TRIED
+    if found and rivals <= TRIED:
+        assert found[0][0] == min(best, REACH)
+
+
+@settings(max_examples=100)
+@given(texts, st.lists(st.integers(0, 50), max_size=20))
+def test_slices_give_what_one_call_gives(text: list[int], slices: list[int]) -> None:
+    whole, parts = Index(list(text)), Index(list(text))
+    assert whole.index(len(text) + 9) == len(text) and whole.index(9) == 0
+    done = 0
+    for most in [*slices, len(text)]:
+        new = parts.index(most)
+        assert new == min(most, len(text) - done)
+        done += new
+    assert parts == whole
+
+
+def code(n: int) -> list[int]:
+    """Tokens as uneven as a text's, with long repeats."""
+    rng = random.Random(4)
+    out: list[int] = []
+    while len(out) < n:
+        if out and rng.random() < 0.1:
+            at = rng.randrange(len(out))
+            out += out[at : at + 200]
+        out += [int(rng.paretovariate(0.6)) % 32000 for _ in range(50)]
+    return out[:n]
+
+
+@pytest.mark.parametrize("text", [code(100_000), [7] * 100_000], ids=["uneven", "one token"])
+def test_long_texts_are_indexed_without_a_stall(text: list[int]) -> None:
+    index, slices = Index(text), []
+    while True:
+        began = time.process_time()
+        new = index.index(4096)
+        slices.append(time.process_time() - began)
+        if not new:
+            break
+    assert sum(slices) < 1.0
+    assert sorted(slices)[-2] < 0.05, "one slice may meet the garbage collector"
+    began = time.process_time()
+    for at in range(200, 100_000, 1000):
+        index.find(text[at - REACH : at])
+    assert time.process_time() - began < 0.1, "100 searches"
+
+
+def fed(tokens: list[int], prediction: tuple[int, ...] = ()) -> Lookup:
+    lookup = Lookup(prediction)
+    lookup.feed(tokens, 10**6)
+    return lookup
+
+
+def tokens_of(lookup: Lookup, most: int = 8) -> tuple[int, ...]:
+    made = lookup.propose(most)
+    return made.tokens if made else ()
+
+
+def test_a_prediction_is_drafted_from_its_start() -> None:
+    prediction = tuple(range(100, 130))
+    lookup = fed([1, 2, 3], prediction)
+    made = lookup.propose(5)
+    assert made and made.tokens == prediction[:5] and made.source == "resume" and made.match == 0
+    assert len(made.shares) == 5
+    lookup.feed([1, 2, 3, *prediction[:6]], 100)
+    lookup.moved(5)
+    made = lookup.propose(5)
+    assert made and made.tokens == prediction[6:11] and made.source == "lookup" and made.match == 6
+    assert tokens_of(lookup, 99) == prediction[6:], "it ends where the prediction does"
+
+
+def test_a_copy_goes_on_behind_a_replaced_word() -> None:
+    old = list(range(100, 140))
+    out = [1, 2, *old, 3, *old[:10]]
+    lookup = fed(out)
+    assert tokens_of(lookup, 4) == tuple(old[10:14])
+    out += [old[10], 999]  # one was right, the second was refused
+    lookup.feed(out, 100)
+    lookup.moved(1)
+    made = lookup.propose(4)
+    assert made and made.source == "resume" and made.tokens == tuple(old[12:16])
+    out += old[12:17]
+    lookup.feed(out, 100)
+    lookup.moved(4)
+    made = lookup.propose(4)
+    assert made and made.source == "lookup" and made.tokens == tuple(old[17:21])
+
+
+def test_a_copy_that_is_lost_is_given_up_and_found_again() -> None:
+    lookup = fed([1, 2], tuple(range(100, 200)))
+    out = [1, 2]
+    for i in range(LOST):
+        assert tokens_of(lookup, 3) == (100 + i, 101 + i, 102 + i)
+        out.append(900 + i)
+        lookup.feed(out, 100)
+        lookup.moved(0)
+    assert lookup.propose(3) is None
+    lookup.feed([*out, 150, 151], 100)
+    assert tokens_of(lookup, 3) == (152, 153, 154)
+    lookup.moved(3)
+    lookup.feed([*out, 150, 151, 152, 153, 154, 777], 100)
+    assert lookup.propose(3), "a kept token restores the trust"
+
+
+def test_the_prompt_is_no_continuation_of_the_prediction() -> None:
+    """The two texts are apart: neither does a match reach across, nor does a copy."""
+    lookup = fed([7, 8, 9, 1, 2], (5, 6, 1, 2))
+    made = lookup.propose(9)
+    assert made is None or END not in made.tokens
+    assert lookup._index.find([2, 7]) == []
+
+
+def test_a_new_match_needs_two_tokens() -> None:
+    assert tokens_of(fed([1, 2, 3, 9, 2])) == ()
+    assert tokens_of(fed([1, 2, 3, 9, 1, 2]), 3) == (3, 9, 1)
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 17])
+def test_periodic_text_goes_on(period: int) -> None:
+    text = [i % period for i in range(period * 12)]
+    made = fed(text).propose(10)
+    want = [(len(text) + i) % period for i in range(10)]
+    assert made and made.match == min(REACH, len(text) - period)
+    assert made.tokens == tuple(want[: len(made.tokens)]) and len(made.tokens) >= min(10, period)
+
+
+def test_what_most_occurrences_go_on_with() -> None:
+    lookup = fed([1, 2, 7, 0, 1, 2, 8, 3, 1, 2, 7, 4, 1, 2])
+    made = lookup.propose(2)
+    assert made and made.match == 2 and made.tokens[0] == 7
+    assert made.shares == (2 / 3, 1 / 2) and made.score == pytest.approx(2 / 3 + 1 / 3)
+
+
+@settings(max_examples=200)
+@given(texts, texts, st.integers(1, 40), st.data())
+def test_bounds(prompt: list[int], prediction: list[int], most: int, data: st.DataObject) -> None:
+    lookup, out = Lookup(tuple(prediction)), list(prompt)
+    for _ in range(6):
+        lookup.feed(out, data.draw(st.integers(0, 300)))
+        made = lookup.propose(most)
+        kept = 0
+        if made:
+            assert 1 <= len(made.tokens) == len(made.shares) <= most
+            assert END not in made.tokens and 0 <= made.match <= REACH
+            assert all(0 < s <= 1 for s in made.shares) and 0 < made.score <= len(made.tokens)
+            kept = data.draw(st.integers(0, len(made.tokens)))
+            out += made.tokens[:kept]
+        out.append(data.draw(st.integers(0, 3)))
+        lookup.moved(kept)
+
+
+@pytest.mark.parametrize("n", [12, 70, 200])
+def test_a_repetition_is_drafted_beyond_the_end_of_the_text(n: int) -> None:
+    for text in ([5] * n, [1, 2, 3] * (n // 3)):
+        lookup = Lookup()
+        lookup.feed(text, 1 << 20)
+        made = lookup.propose(32)
+        period = len(set(text))
+        assert made and made.tokens == tuple((text[-period:] * 32)[:32])
+
+
+def test_a_match_at_an_end_does_not_hide_one_that_goes_on() -> None:
+    lookup = Lookup((9, 6, 1, 2))
+    lookup.feed([6, 1, 2, 3, 4, 9, 6, 1, 2], 1 << 20)
+    made = lookup.propose(4)
+    assert made and (made.match, made.tokens) == (3, (3, 4, 9, 6))

@@ -1,0 +1,391 @@
+"""What llguidance alone would let pass: schemas of every kind and misshapen ones, drafts that break
+it, text in tags, numbers that are not exact."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.text.chat import encode, load_tokenizer
+from mlxspec.text.messages import Refused
+from mlxspec.text.structured.grammar import Grammars
+from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
+
+VOCAB = 330
+
+
+class Made(dict[str, Grammars]):
+    def __repr__(self) -> str:  # hypothesis prints it
+        return "made"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    def one(
+        name: str, template: str, extra: tuple[str, ...], kind: Any = "bytes", vocab: int = VOCAB
+    ) -> Grammars:
+        path = save_tokenizer(tmp_path_factory.mktemp(name), kind, template, extra)
+        return Grammars(load_tokenizer(path), vocab)
+
+    return Made(
+        {
+            "agent": one("a", AGENT, THINK + CALLS),
+            "coder": one("c", CODER, THINK + CALLS),
+            "plain": one("p", TEMPLATE, ()),
+            "spm": one("s", TEMPLATE, (), "spm"),
+            "words": one("w", TEMPLATE, (), "words"),
+            "mistral": one("m", "[TOOL_CALLS]" + TEMPLATE, ("[TOOL_CALLS]", "[ARGS]")),
+            "mistral_list": one("l", "[TOOL_CALLS]" + TEMPLATE, ("[TOOL_CALLS]",)),
+        }
+    )
+
+
+def ids(mask: bytes) -> list[int]:
+    return [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+
+
+def walk(g: Grammars, make: Any, seed: int, soft: int = 40) -> str:
+    """Evenly drawn; from `soft` tokens on with a leaning to what ends texts, lists and answers."""
+    rng, matcher, said = random.Random(seed), make(), []
+    out = {encode(g.tokenizer, c, special=False)[-1] for c in '"]}<\n'}
+    while len(said) < 600:
+        allowed = ids(matcher.masks([])[0])
+        ends = [t for t in allowed if t in g.tokenizer.eos_token_ids]
+        if ends and (ends == allowed or rng.random() < 0.3 or len(said) > soft):
+            return str(g.tokenizer.decode(said))
+        allowed = [t for t in allowed if t not in ends]
+        better = [t for t in allowed if t in out]
+        said.append(
+            rng.choice(better if better and len(said) > soft and rng.random() < 0.7 else allowed)
+        )
+        matcher.take(said[-1:])
+    raise TimeoutError
+
+
+def json_of(g: Grammars, schema: Any, thinking: bool | None = False) -> Any:
+    return g.compiled(g.rules([g.json(schema, "f")]), thinking, "f")
+
+
+numbers = st.one_of(
+    st.integers(-200, 200),
+    st.integers(-(2**70), 2**70),
+    st.floats(-1e3, 1e3),
+    st.floats(allow_nan=False),
+)
+bound = st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from(["integer", "number"]),
+    st.dictionaries(bound, numbers, max_size=3),
+    st.integers(0, 1 << 30),
+)
+def test_bounds_hold_or_are_refused(
+    made: dict[str, Grammars], kind: str, bounds: Any, seed: int
+) -> None:
+    schema = {"type": kind, **bounds}
+    try:
+        make = json_of(made["plain"], schema)
+    except Refused:
+        return
+    for i in range(3):
+        jsonschema.validate(json.loads(walk(made["plain"], make, seed + i, 12)), schema)
+
+
+@settings(max_examples=80)
+@given(st.one_of(numbers, st.lists(numbers, max_size=2)), st.integers(0, 1 << 30))
+def test_constants_hold_or_are_refused(made: dict[str, Grammars], value: Any, seed: int) -> None:
+    try:
+        make = json_of(made["plain"], {"enum": [value, "x"]})
+    except Refused:
+        return
+    assert json.loads(walk(made["plain"], make, seed)) in (value, "x")
+
+
+words = st.sampled_from(["a", "b", "ab", "é", 'a"b', "a\nb", "x y"])
+leaf = st.one_of(
+    st.sampled_from(
+        [
+            {"type": "integer", "minimum": 0, "maximum": 30, "multipleOf": 7},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "string", "pattern": "^[ab]{1,3}$", "maxLength": 2},
+            {"type": "string", "pattern": "b", "maxLength": 5},
+            {"type": "string", "format": "date"},
+            {"type": "string", "format": "ipv4"},
+            {"type": "string", "format": "uuid"},
+            {"type": "string", "minLength": 2, "maxLength": 3},
+            {"type": ["string", "null"], "maxLength": 2},
+            {"type": "number", "minimum": -1.5, "exclusiveMaximum": 2.25},
+            {"$ref": "#/$defs/tree"},
+            {"$ref": "#/$defs/color"},
+            {"const": None},
+            {"enum": [1, 1.5, "1", [1], {"a": 1}, True]},
+            True,
+            False,
+        ]
+    ),
+)
+DEFS = {
+    "color": {"enum": ["red", "green"]},
+    "tree": {
+        "type": "object",
+        "properties": {"c": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}},
+        "required": ["c"],
+        "additionalProperties": False,
+    },
+}
+
+
+def grown(inner: Any) -> Any:
+    maps, some = st.dictionaries(words, inner, max_size=3), st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        st.fixed_dictionaries(
+            {"type": st.just("object")},
+            optional={
+                "properties": maps,
+                "required": st.lists(words, max_size=2, unique=True),
+                "additionalProperties": inner,
+                "patternProperties": st.dictionaries(
+                    st.sampled_from(["^a", "b$", "^x+$"]), inner, max_size=2
+                ),
+                "minProperties": st.integers(0, 3),
+                "maxProperties": st.integers(0, 4),
+            },
+        ),
+        st.fixed_dictionaries(
+            {"type": st.just("array"), "maxItems": st.integers(0, 3)},
+            optional={
+                "items": inner,
+                "prefixItems": some,
+                "minItems": st.integers(0, 3),
+                "uniqueItems": st.booleans(),
+            },
+        ),
+        st.fixed_dictionaries({}, optional={"anyOf": some, "oneOf": some, "allOf": some}),
+    )
+
+
+@settings(max_examples=250)
+@given(st.recursive(leaf, grown, max_leaves=8), st.integers(0, 1 << 30))
+def test_every_schema_holds_or_is_refused(
+    made: dict[str, Grammars], schema: Any, seed: int
+) -> None:
+    schema = {**schema, "$defs": DEFS} if isinstance(schema, dict) else schema
+    try:
+        make = json_of(made["plain"], schema)
+    except Refused as error:
+        assert error.field == "f" and "\n" not in str(error) and len(str(error)) < 600
+        return
+    for i in range(2):
+        try:
+            text = walk(made["plain"], make, seed + i)
+        except TimeoutError:
+            continue
+        jsonschema.validate(json.loads(text), schema)
+
+
+KEYWORDS = (
+    "type properties items anyOf allOf oneOf enum const $ref required minimum maxLength pattern multipleOf"
+    " additionalProperties patternProperties prefixItems minProperties format $defs x-guidance"
+).split()
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.sampled_from(KEYWORDS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400)
+@given(junk)
+def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schema: Any) -> None:
+    try:
+        json_of(made["plain"], schema)
+    except Refused as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"const": 2**53 + 1}, "2^53"),
+        ({"type": "integer", "multipleOf": 9999991}, "multipleOf"),
+        ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, "multipleOf"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"uniqueItems": True}},
+                "x-guidance": {"lenient": True},
+            },
+            "uniqueItems",
+        ),
+        ({"properties": {"a": {"$id": "http://x/", "$ref": "#/$defs/a"}}}, "$id"),
+        ({"$ref": "#/$defs/a~1b", "$defs": {"a~1b": {}, "a/b": {}}}, "$defs/a~1b"),
+        ({"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(24)]}, "patterns"),
+        ({"items": {"items": {"not": {}}}}, "f.items.items"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusive"),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 3}, {"maximum": 3.5}]}, "exclusive"),
+        (json.loads('{"items":' * 100 + "{}" + "}" * 100), "nested"),
+    ],
+)
+def test_what_llguidance_would_let_pass(made: dict[str, Grammars], schema: Any, said: str) -> None:
+    with pytest.raises(Refused) as caught:
+        json_of(made["plain"], schema)
+    assert said in str(caught.value)
+
+
+def test_no_key_comes_in_disguise(made: dict[str, Grammars]) -> None:
+    g = made["plain"]
+    make = json_of(g, {"type": "object", "properties": {"a": {"type": "integer"}}})
+    for text, fits in (('{"a": 1, "b": 2}', True), ('{"a": 1, "\\u0061": "x"}', False)):
+        tokens = encode(g.tokenizer, text, special=False)
+        assert (len(make().masks(tokens)) == len(tokens) + 1) is fits
+
+
+@pytest.mark.parametrize(
+    "lark",
+    [
+        "start: a\na[temperature=1]: /x/",
+        'start: a "b"\na[max_tokens=3]: /x+/',
+        "start: A\nA: /x+/ & /.*a.{20}b/",
+        "start: A\nA: ~/.*c.{12}/",
+        'start: %json {"multipleOf": 9999991}',
+        'start: "\ud800"',
+        "start: /(?=a)/",
+    ],
+)
+def test_a_clients_grammar_that_is_not_taken(made: dict[str, Grammars], lark: str) -> None:
+    with pytest.raises(Refused):
+        made["plain"].compiled(made["plain"].lark(lark, "grammar"), False, "grammar")
+
+
+def test_a_clients_grammar_that_is(made: dict[str, Grammars]) -> None:
+    g = made["plain"]
+    text = 'start: (word "&&")~2 X // & and ~ in a comment\nword: "a"|"b"\nX: /[~&]/\n'
+    assert len(walk(g, g.compiled(g.lark(text, "f"), False, "f"), 1)) == 7
+
+
+def test_a_draft_that_breaks_the_grammar_costs_no_more_than_itself(
+    made: dict[str, Grammars],
+) -> None:
+    """llguidance's copies share a lexer: what a draft breaks is mended for all of them."""
+    g, lark = made["plain"], 'start: "x" | A\nA: "a"{1000000000}'
+    one, other = (g.compiled(lark, False, "f")() for _ in range(2))
+    first = one.masks([])
+    assert first == one.masks(encode(g.tokenizer, "aaaa", special=False))[:1]
+    for matcher in (one, other, g.compiled(lark, False, "f")()):
+        assert matcher.masks([]) == first
+        matcher.take(encode(g.tokenizer, "x", special=False))
+        assert set(ids(matcher.masks([])[0])) == set(g.tokenizer.eos_token_ids)
+
+
+def test_masks_do_not_depend_on_how_tokens_came(made: dict[str, Grammars]) -> None:
+    g = made["agent"]
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "the": {"const": "hello world"}},
+        "required": ["the"],
+    }
+    make = json_of(g, schema, True)
+    text = 'so {"a</think>\n\n{"name": "the hello", "the": "hello world"}'
+    tokens = encode(g.tokenizer, text, special=False)
+    for at in range(len(tokens) + 1):
+        one, other = make(), make()
+        one.take(tokens[:at])
+        rows = one.masks(tokens[at:])
+        assert len(rows) == len(tokens) - at + 1 and rows == one.masks(tokens[at:])
+        for token, row in zip([*tokens[at:], None], rows, strict=True):
+            other_row = other.masks([]) if at == 0 else None
+            assert other_row is None or other_row == [row]
+            assert len(row) == -(-VOCAB // 8) and max(ids(row)) < len(g.tokenizer)
+            if at == 0 and token is not None:
+                other.take([token])
+
+
+kinds = st.sampled_from(
+    [
+        {"type": "string"},
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        {"type": "integer"},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "integer", "minimum": 3, "maximum": 40},
+        {"$ref": "#/$defs/color"},
+        {"type": "array", "items": {"$ref": "#/$defs/color"}, "maxItems": 2},
+        {"type": "string", "enum": ["a", "null", "b c"]},
+        {"enum": [3, "x"]},
+        {
+            "type": "object",
+            "properties": {"k": {"type": "integer"}},
+            "required": ["k"],
+            "additionalProperties": False,
+        },
+    ]
+)
+
+
+@settings(max_examples=80)
+@given(
+    st.dictionaries(st.sampled_from(["p", "q-1", "r.s", "t"]), kinds, max_size=4),
+    st.data(),
+    st.booleans(),
+    st.integers(0, 1 << 30),
+)
+def test_calls_are_read_by_their_parsers(
+    made: dict[str, Grammars], properties: Any, data: Any, single: bool, seed: int
+) -> None:
+    required = [p for p in properties if data.draw(st.booleans())]
+    parameters = {"type": "object", "properties": properties, "required": required, "$defs": DEFS}
+    tools = [
+        {"type": "function", "function": {"name": n, "parameters": parameters}}
+        for n in ("f", "f_2")
+    ]
+    for name in ("agent", "coder", "mistral", "mistral_list"):
+        g = made[name]
+        make = g.compiled(g.rules([g.calls(tools, None, single, "t")]), False, "t")
+        try:
+            text = walk(g, make, seed)
+        except TimeoutError:
+            continue
+        start, end = g.tokenizer.tool_call_start, g.tokenizer.tool_call_end
+        bodies = [b.split(end)[0] if end else b for b in text.split(start)[1:]]
+        assert bodies and text.startswith(start)
+        calls = []
+        for body in bodies:
+            found = g.tokenizer.tool_parser(body.removeprefix("\n").removesuffix("\n"), tools)
+            calls += found if isinstance(found, list) else [found]
+        assert len(calls) == 1 or not single
+        for call in calls:
+            assert call["name"] in ("f", "f_2") and set(required) <= set(call["arguments"]) <= set(
+                properties
+            )
+            loose = (
+                {"$ref": "#/$defs/color"} if name == "coder" else None
+            )  # bare text of no plain type
+            kept = {p: s for p, s in properties.items() if s != loose}
+            jsonschema.validate(call["arguments"], {**parameters, "properties": kept})
+
+
+@pytest.mark.parametrize("kind", ["spm", "words"])
+def test_other_tokenizers(made: dict[str, Grammars], kind: str) -> None:
+    g = made[kind]
+    if kind == "words":
+        with pytest.raises(Refused, match="this model's tokenizer"):
+            json_of(g, {"const": 5})
+    else:
+        assert "hello" in walk(g, json_of(g, {"const": "hello"}), 1)

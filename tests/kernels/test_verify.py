@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlxspec import files
 from mlxspec.kernels import kept, verify
 from mlxspec.kernels.kept import CRASHED, Shelf
 from mlxspec.kernels.matmul import gather_small_qmm_case, small_qmm_case

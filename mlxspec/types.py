@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 Finish = Literal["stop", "length", "abort", "error"]
 
+Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
+FINAL_NORM: Tap = -1
 NULL_BLOCK = 0  # padding points here; nobody owns it
 MAX_CHOICES = 8
 MAX_DEPTH = 32  # tokens drafted for one sequence
@@ -288,11 +290,13 @@ class OutOfMemory(UnsupportedModel):
 
 @dataclass(slots=True)
 class Draft:
-    """Proposed tokens for one entry: ints, or a lazy int32 [k] array of a drafter that does not
-    sync."""
+    """Proposed tokens for one entry: ints, or a lazy int32 [k] array from a drafter that does not
+    sync. `source` names the drafter in the metrics; `keys` say what each token's acceptance rate
+    depends on."""
 
     tokens: Any = ()
     source: str = ""
+    keys: Seq[Any] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -302,43 +306,39 @@ class Draft:
 class Sequence:
     """One choice of a request while it runs. Owned by the engine thread.
 
-    `tokens` holds prompt and output that the host knows; `pending` counts the newest tokens,
-    sampled but not read yet, as if every draft in flight were refused. `computed` counts the
-    positions whose KV is written or submitted, `cached` those that came from the prefix cache,
-    `shared` those that lie in blocks that others may read: they are never written again. `table`
-    lists the block ids, position // block_size; `windows` are the tables of layers with a sliding
-    window, with the null block where it has passed; `marks` are the blocks behind which a later
-    prompt is likely to go on.
+    Lengths nest: `cached <= computed <= len(tokens) + pending`. `tokens` are prompt and output as
+    far as the host has read them; `pending` counts sampled tokens in flight, as if every draft in
+    flight were rejected. `computed` counts positions whose KV is written or submitted, `cached`
+    those taken from the prefix cache, `shared` those in blocks that others may read, which are
+    never written again.
     """
 
     request: Request
     index: int = 0
-    order: int = 0  # arrival, the age that preemption looks at
+    order: int = 0  # arrival; preemption takes the youngest
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     pending: int = 0
+    inflight_drafts: int = 0  # drafted tokens in flight: `pending` may turn out larger by so many
     cached: int = 0
     shared: int = 0
-    table: list[int] = field(default_factory=list)
-    windows: list[list[int]] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)  # block ids by position // block_size
+    windows: list[list[int]] = field(default_factory=list)  # tables of sliding-window layers
+    marks: list[int] = field(default_factory=list)  # blocks where a later prompt may branch off
     keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
     state: Any = None  # of recurrent layers, behind `computed`; the solo layout's own caches
-    batch: Any = None  # what `state` was cut from
-    leader: "Sequence | None" = None  # the sibling whose prefill this choice waits for
-    deferred: int = 0  # plans that passed this prefill over
+    batch: Any = None  # the batch that `state` is a slice of
+    leader: "Sequence | None" = None  # the sibling choice whose prefill this one waits for
+    deferred: int = 0  # plans in which shorter prefills went first
     rounds: int = 0
     drafted: int = 0
     accepted: dict[str, int] = field(default_factory=dict)  # by source
     reported_cached: int = 0  # `cached` of the first admission, for usage
     finish: Finish | None = None
     flight: "deque[Entry]" = field(default_factory=lambda: deque())  # submitted, not committed
-    spread: int = 0  # drafted tokens in flight: so many more than `pending` may turn out to exist
     admitted: bool = False
-    matcher: Matcher | None = (
-        None  # of the request's grammar; it has seen all of `tokens` behind the prompt
-    )
-    counts: Any = None  # what penalties go by, up to a token: the sampler's
+    matcher: Matcher | None = None  # of the request's grammar, advanced over all generated tokens
+    counts: Any = None  # token counts for penalties: the sampler's
 
     @property
     def prompt_len(self) -> int:
@@ -355,7 +355,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Rows to catch up."""
+        """Rows left to compute."""
         return self.known - self.computed
 
     @property
@@ -364,9 +364,8 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled, after the pending ones and all that may turn out to
-        be."""
-        return self.prompt_len + self.request.max_tokens - self.known - self.spread
+        """Tokens that may still be sampled, if everything in flight is accepted."""
+        return self.prompt_len + self.request.max_tokens - self.known - self.inflight_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -374,21 +373,20 @@ class Entry:
     """One sequence's share of one step: rows `start .. start + count`, then the draft's rows.
 
     It samples iff it reaches the end of what is known; then each of its last `1 + len(draft)` rows
-    is sampled. `pending` says that its last known row is a token the host has not read. Where a
-    draft of the sequence is in flight, `start` is a lower bound until that is read: the entry
-    begins up to `spread` later.
+    is sampled. `pending`: its last known row is a token the host has not read. While a draft of the
+    sequence is in flight, `start` is a lower bound, by up to `inflight_drafts`.
     """
 
     seq: Sequence
     start: int
     count: int
     samples: bool
-    depth: int = 0  # how many tokens may be drafted
+    depth: int = 0  # tokens that may be drafted
     pending: bool = False
-    spread: int = 0
+    inflight_drafts: int = 0
     draft: Draft = field(default_factory=Draft)
-    masks: Seq[bytes] = ()  # of the sampled rows, where a grammar rules; see Matcher.masks
-    state: Any = None  # of the sequence behind these rows, once they are submitted
+    masks: Seq[bytes] = ()  # of the sampled rows, under a grammar; see Matcher.masks
+    state: Any = None  # the sequence's recurrent state behind these rows, once submitted
 
     @property
     def rows(self) -> int:
@@ -401,7 +399,23 @@ class Entry:
 
     @property
     def sampled(self) -> int:
+        """Rows that are sampled."""
         return 1 + len(self.draft.tokens) if self.samples else 0
+
+
+@dataclass(slots=True)
+class Accepted:
+    """What a step brought for one entry, cut at a stop: accepted drafts, then one sampled token.
+    Empty where the entry did not sample."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def drafts(self) -> int:
+        """Accepted draft tokens."""
+        return max(0, len(self.tokens) - 1)
 
 
 Plan = Seq[Entry]

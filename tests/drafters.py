@@ -12,6 +12,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
+from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Request
 from tests import tiny
@@ -26,7 +27,7 @@ class Silent:
         self.capacity = 0
 
     def add(self, *_: Any) -> None: ...
-    def moved(self, *_: Any) -> None: ...
+    def advance(self, *_: Any) -> None: ...
     def index(self, *_: Any) -> int:
         return 0
 
@@ -43,8 +44,8 @@ class Told:
     def __init__(self, answers: Callable[[Request, int], list[int]], block_size: int) -> None:
         self.answers, self.view = answers, SimpleNamespace(block_size=block_size)
 
-    def forward(self, plan: list[Entry], ids: mx.array, late: Any) -> mx.array:
-        assert late is None and ids.size == sum(e.rows for e in plan)
+    def forward_rows(self, plan: list[Entry], ids: mx.array, offsets: Any) -> mx.array:
+        assert offsets is None and ids.size == sum(e.rows for e in plan)
         next_ = []
         for e in plan:
             if e.samples:
@@ -72,7 +73,7 @@ def like(model: Any, kind: str, noise: float) -> Any:
 
 
 def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Proposer:
-    """Give the engine a chain of the sources that `kind` names."""
+    """Give the engine a proposer with the sources that `kind` names."""
     model = None
     if kind in ("model", "chain"):
         own = small
@@ -81,11 +82,21 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
                 small, "rows", e.runner.view.block_size, e.scheduler.pool.size, shares=True
             )
         model = DraftModel(own, tiny.VOCAB, row)
-    chain = Proposer(costs(row), model, late=e.runner.layout == "rows")
+    copying = NgramDrafter()
     if kind not in ("suffix", "chain"):
-        chain.corpus = Silent()  # type: ignore[assignment]
+        copying.corpus = Silent()  # type: ignore[assignment]
     if kind not in ("lookup", "chain"):
-        chain.lookup = Silent  # type: ignore[assignment]
-    e.drafter = chain
-    e.scheduler.blind = chain.blind
-    return chain
+        copying.lookup = Silent  # type: ignore[assignment]
+    drafters: list[Any] = [copying, model] if model else [copying]
+    e.proposer = Proposer(costs(row), drafters, overlap=e.runner.layout == "rows")
+    return e.proposer
+
+
+def copies(proposer: Proposer) -> Any:
+    """The copying drafter of a proposer."""
+    return proposer.drafters[0]
+
+
+def small_model(proposer: Proposer) -> Any:
+    """The draft model of a proposer, if it has one."""
+    return proposer.drafters[1] if len(proposer.drafters) > 1 else None

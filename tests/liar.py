@@ -1,11 +1,12 @@
-"""A drafter that knows the truth and lies every so often: it proves that drafts cannot change the
-output."""
+"""A drafter that knows the truth and is wrong every so often: it proves that drafts cannot change
+the output."""
 
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
-from mlxspec.types import Draft, Entry, Sequence
+from mlxspec.types import Accepted, Draft, Entry, Sequence
 from tests import tiny
 
 
@@ -26,14 +27,14 @@ class NoisyOracle:
         assert id(seq) not in self.live
         self.live.add(id(seq))
 
-    def waits(self, seqs: Seq[Sequence]) -> bool:
+    def needs_sync(self, seqs: Seq[Sequence]) -> bool:
         return True
 
-    def plan(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
+    def depths(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
         return {seq: self.rng.randint(0, self.most) for seq in seqs}
 
-    def draft(self, entries: Seq[Entry], before: object) -> None:
-        for e in entries:
+    def draft(self, plan: Seq[Entry], previous: object) -> None:
+        for e in plan:
             if not e.depth:
                 continue
             assert not e.seq.pending
@@ -42,13 +43,11 @@ class NoisyOracle:
                 [(t + (self.rng.random() < self.lies)) % tiny.VOCAB for t in rest], "liar"
             )
 
-    def observe(
-        self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str
-    ) -> None:
-        self.drafted += sum(len(e.draft) for e in entries)
-        self.kept += sum(max(0, len(a) - 1) for a in accepted)
+    def observe(self, step: Any, accepted: Seq[Accepted], seconds: float) -> None:
+        self.drafted += sum(len(e.draft) for e in step.plan)
+        self.kept += sum(new.drafts for new in accepted)
 
-    def forget(self) -> None: ...
+    def clear(self) -> None: ...
 
     def end(self, seq: Sequence) -> None:
         self.live.remove(id(seq))

@@ -106,12 +106,12 @@ def test_conforms(name: str) -> None:
     assert e.counters["cached"] == (shared if found.sharing else 0)
     if found.state_bytes and found.rollback:
         e = engine(m, found)
-        e.drafter = NoisyOracle({(r.prompt, 0): want[key] for key, r in requests.items()})
+        e.proposer = NoisyOracle({(r.prompt, 0): want[key] for key, r in requests.items()})
         for r in requests.values():
             e.add(r)
         outputs = tiny.run(e)
         assert {key: tiny.tokens(outputs, key) for key in requests} == want
-        assert 0 < e.drafter.kept < e.drafter.drafted
+        assert 0 < e.proposer.kept < e.proposer.drafted
 
 
 def test_a_window_that_no_cache_keeps_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

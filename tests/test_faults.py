@@ -34,7 +34,7 @@ from mlxspec.model import runner
 from mlxspec.model.runner import Runner, Step
 from mlxspec.server import ask as asking
 from mlxspec.server import process
-from mlxspec.speculate import NoDrafter
+from mlxspec.speculate import NoSpeculation
 from mlxspec.speculate.proposer import Proposer
 from tests.model.test_layout import save
 from tests.server.scripted import MESSAGES, Answer, Connection
@@ -259,7 +259,7 @@ def test_a_drafter_that_raises_is_left_out(
         after = await ask()
         fault.armed = True
         assert [after, await ask()] == [before] * 2 and worker.alive()
-        assert type(engine.drafter) is NoDrafter and "the drafter failed" in caplog.text
+        assert type(engine.proposer) is NoSpeculation and "the drafter failed" in caplog.text
 
     with served(path, tmp_path) as (app, worker):
         asyncio.run(main())

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.speculate import NoDrafter
+from mlxspec.speculate import NoSpeculation
 from mlxspec.types import Request
 from tests import tiers, tiny
-from tests.drafters import KINDS, Told, attach, like
+from tests.drafters import KINDS, Told, attach, copies, like
 from tests.liar import NoisyOracle
 
 PAGED = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
@@ -108,12 +108,12 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> dict[s
     """Give the engine the drafter `name`, with something to say; the requests as they are to be
     sent."""
     if name == "liar":
-        e.drafter = liar(kind, all_of)
+        e.proposer = liar(kind, all_of)
     elif name != "plain":
         told = Told(lambda r, i: truth(kind, r, i), BLOCK)
         chain = attach(e, name, small(kind) if e.runner.layout == "rows" else told)
         for r in all_of.values():
-            chain.corpus.add((), hint(kind, r))
+            copies(chain).corpus.add((), hint(kind, r))
     if name in ("lookup", "chain"):
         return {n: replace(r, prediction=hint(kind, r)) for n, r in all_of.items()}
     return all_of
@@ -123,8 +123,8 @@ def drafted(e: Engine, name: str) -> bool:
     """Whether the drafter said something, part of it right: drafts that never come show nothing."""
     if name == "plain":
         return True
-    assert not isinstance(e.drafter, NoDrafter), "the drafter failed"
-    tried, kept = e.drafts.tried.total(), e.drafts.kept.total()
+    assert not isinstance(e.proposer, NoSpeculation), "the drafter failed"
+    tried, kept = e.drafts.drafted.total(), e.drafts.accepted.total()
     return 0 < kept and (name == "model" or kept < tried)
 
 
@@ -177,7 +177,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
         assert drafted(e, name)
     e = tiny.engine(model(kind), layout=layout, block=BLOCK, blocks=12, budget=7, rollback=rollback)
     all_of = equip(e, name, kind, all_of)
-    e.scheduler._lacking = lambda seq: 0
+    e.scheduler.overcommit = True
     for r in all_of.values():
         e.add(r)
     outputs = tiny.run(e, lambda i: e.abort("alone") if i == 6 else None, last=6)
@@ -257,7 +257,7 @@ def test_preemption(kind: str, name: str, temperature: float) -> None:
     all_of = requests(temperature)
     e = tiny.engine(model(kind), block=BLOCK, blocks=14)
     all_of = equip(e, name, kind, all_of)
-    e.scheduler._lacking = lambda seq: 0  # admit without looking ahead, so that blocks do run out
+    e.scheduler.overcommit = True  # admit without looking ahead, so that blocks do run out
     same(kind, drive(e, all_of, {"fork": 6, "one": 4}), all_of)
     assert e.scheduler.preemptions > 0
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import Options, start
-from mlxspec.speculate import NoDrafter
+from mlxspec.speculate import NoSpeculation
 from mlxspec.text.chat import load_tokenizer, render_chat
 from mlxspec.text.output_parser import Parts
 from mlxspec.text.structured.grammar import Grammars
@@ -46,7 +46,7 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def answers(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     """The tokens of each, which must end by itself."""
-    engine.forget()
+    engine.reset()
     outputs: list[Output] = []
     for request in requests:
         engine.add(request)
@@ -69,12 +69,12 @@ def test_every_answer_keeps_to_its_schema(served: tuple[Engine, Any], first: int
         sampling, ends = Sampling(temperature=1.0, seed=i), frozenset(t.eos_token_ids)
         requests.append(Request(f"{i}", prompt, MOST, sampling, ends, grammar=make))
     with_it = answers(engine, requests)
-    assert engine.drafts.kept.total() > 10, "nothing was drafted"
-    drafter, engine.drafter = engine.drafter, NoDrafter()
+    assert engine.drafts.accepted.total() > 10, "nothing was drafted"
+    drafter, engine.proposer = engine.proposer, NoSpeculation()
     try:
         assert answers(engine, requests) == with_it
     finally:
-        engine.drafter = drafter
+        engine.proposer = drafter
     for name, tokens in with_it.items():
         jsonschema.validate(json.loads(t.decode(tokens[:-1])), wanted[name])
 

@@ -14,7 +14,7 @@ def attach(e: Engine, root: Path) -> Disk:
     """Give the engine a directory that outlives it; its pools are made first, as warm-up does."""
     e.add(tiny.request("warm", range(300, 303), 2))
     tiny.run(e)
-    e.forget()
+    e.reset()
     disk = Disk(root, "c0ffee00", 1 << 28)
     e.tier = e.scheduler.tier = Tier(disk, e.scheduler.groups, Transfer(e.runner))
     return disk

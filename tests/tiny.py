@@ -23,11 +23,10 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.recurrent import MAX_RECORDED_ROWS
 from mlxspec.model.recurrent import own as own_state
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.model.sampler import seed32
-from mlxspec.speculate import Drafter, NoDrafter
+from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
 
 VOCAB = 320
@@ -207,7 +206,7 @@ def engine(
     block: int = 8,
     blocks: int = 64,
     budget: int = 16,
-    drafter: Drafter | None = None,
+    proposer: Speculator | None = None,
     max_sequences: int = 8,
     context: int = 512,
     lone: bool = False,
@@ -234,7 +233,7 @@ def engine(
         StateCache(states, STRIDE, own_state) if stateful else None,
     )
     if not whole:
-        runner.by_need(lambda: [pool.given for pool in groups.pools])
+        runner.grow_on_demand(lambda: [pool.given for pool in groups.pools])
         runner.view.held = {pool: min(2, size) for pool, size in runner.view.blocks.items()}
     scheduler = Scheduler(
         groups,
@@ -242,13 +241,9 @@ def engine(
         max_sequences=max_sequences,
         pace=PrefillBudget(fixed=budget),
         sharing=layout != "solo",
-        drafts=0
-        if layout == "solo" or not rollback
-        else MAX_RECORDED_ROWS
-        if stateful
-        else 1 << 31,
+        drafts=rollback and layout != "solo",
     )
-    return Engine(runner, scheduler, drafter or NoDrafter(), **kw)
+    return Engine(runner, scheduler, proposer or NoSpeculation(), **kw)
 
 
 def request(

@@ -13,7 +13,7 @@ from typing import TypeVar
 from mlxspec.bench.figures import Answer, Cell, Side, Trial
 from mlxspec.bench.workloads import Task
 from mlxspec.engine.engine import Engine
-from mlxspec.speculate import Drafter, NoDrafter
+from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.text.chat import Tokenizer, encode, render_chat
 from mlxspec.types import Request, Sampling, UserError
 
@@ -56,8 +56,8 @@ class Bench:
     context: int
     max_tokens: int
     stop: frozenset[int]
-    drafter: Drafter
-    plain: Drafter
+    drafter: Speculator
+    plain: Speculator
     sampling: Sampling
 
     def cell(
@@ -86,11 +86,11 @@ class Bench:
                 cell.trials.append(Trial(plain, drafted))
         return cell
 
-    def side(self, group: Sequence[Prompt], drafter: Drafter, most: int) -> Side:
+    def side(self, group: Sequence[Prompt], drafter: Speculator, most: int) -> Side:
         """Run the group's prompts together, up to `most` tokens each."""
         engine = self.engine
-        engine.drafter = drafter
-        engine.forget()
+        engine.proposer = drafter
+        engine.reset()
         requests = [self.request(prompt, most) for prompt in group]
         answers = {prompt.name: Answer(prompt.name) for prompt in group}
         began = time.perf_counter()
@@ -120,4 +120,4 @@ def bench_of(
     engine: Engine, context: int, max_tokens: int, stop: frozenset[int], sampling: Sampling
 ) -> Bench:
     """The engine as it was started, against itself with no drafter."""
-    return Bench(engine, context, max_tokens, stop, engine.drafter, NoDrafter(), sampling)
+    return Bench(engine, context, max_tokens, stop, engine.proposer, NoSpeculation(), sampling)

@@ -8,6 +8,8 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -15,8 +17,9 @@ from rich.table import Column, Table
 
 from mlxspec.config import ConfigError
 from mlxspec.speculate.controller import GRID, Costs
+from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Entry, Request
+from mlxspec.types import Accepted, Entry, Request
 from mlxspec.types import Sequence as Seq
 
 MOST = 1 << 28  # bytes of a recording
@@ -80,6 +83,10 @@ def flat(row_cost: float) -> Costs:
     return Costs((64, 65), GRID, (line, line))
 
 
+def _step(entry: Entry) -> Any:
+    return SimpleNamespace(plan=[entry], overlaps=False, taps={})
+
+
 def score(chain: Proposer, recorded: Recording, total: Score) -> None:
     """Play one recording as the engine would, with nobody beside it."""
     seq = Seq(
@@ -89,10 +96,10 @@ def score(chain: Proposer, recorded: Recording, total: Score) -> None:
     first = Entry(seq, 0, len(recorded.prompt), True)
     seq.tokens.append(recorded.output[0])
     seq.computed = len(recorded.prompt)
-    chain.observe([first], [[recorded.output[0]]], 0.0, "exact")
+    chain.observe(_step(first), [Accepted([recorded.output[0]])], 0.0)
     total.tokens += 1
     while seq.generated < len(recorded.output):
-        depth = chain.plan([seq]).get(seq, 0)
+        depth = chain.depths([seq]).get(seq, 0)
         entry = Entry(seq, seq.computed, 1, True, depth=depth)
         chain.draft([entry], None)
         rest = recorded.output[seq.generated :]
@@ -104,7 +111,7 @@ def score(chain: Proposer, recorded: Recording, total: Score) -> None:
         new = list(rest[: kept + 1])
         seq.tokens += new
         seq.computed += len(new)
-        chain.observe([entry], [new], seconds, "exact")
+        chain.observe(_step(entry), [Accepted(new)], seconds)
         total.rounds += 1
         total.tokens += len(new)
         total.cost += seconds
@@ -117,7 +124,7 @@ def score(chain: Proposer, recorded: Recording, total: Score) -> None:
 def replay(file: Path, row_cost: float, console: Console) -> None:
     """Score a recording and print the table."""
     recorded = read(file)
-    total, chain = Score(), Proposer(flat(row_cost))
+    total, chain = Score(), Proposer(flat(row_cost), [NgramDrafter()])
     for one in track(
         recorded, "Replaying", console=Console(stderr=True), disable=not console.is_terminal
     ):

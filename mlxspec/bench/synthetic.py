@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Column, Table
 
-from mlxspec.speculate.controller import GRID, Controller, Costs, Key, Option
-from mlxspec.speculate.draft_model import MODEL_DEPTH
-from mlxspec.speculate.proposer import FIRST_MODEL
+from mlxspec.speculate.controller import GRID, Controller, Costs, Key, Proposal
+from mlxspec.speculate.draft_model import MAX_DEPTH as MODEL_DEPTH
+from mlxspec.speculate.proposer import FIRST_RATE as FIRST_MODEL
 
 SOURCE = "model"
 ROUNDS = 2000
@@ -55,15 +55,15 @@ def simulate(
 
     def first(key: Key) -> float:
         assert isinstance(key, tuple)
-        return FIRST_MODEL if key[1] == 1 else control.chance.of((SOURCE, key[1] - 1))
+        return FIRST_MODEL if key[1] == 1 else control.rate.of((SOURCE, key[1] - 1))
 
     control = Controller(Costs((64, 65), GRID, (line, line)), first)
-    pilots = [control.pilot() for _ in range(streams)]
+    pilots = [control.begin() for _ in range(streams)]
     keys: list[Key] = [(SOURCE, i) for i in range(1, MODEL_DEPTH + 1)]
     made = []
     for n in range(rounds):
         chance = p(n)
-        options = [[Option(SOURCE, [pilot.chance.of(k) for k in keys], draft)] for pilot in pilots]
+        options = [[Proposal(SOURCE, [pilot.rate.of(k) for k in keys], draft)] for pilot in pilots]
         depths = [depth for depth, _ in control.decide(pilots, options, 64, "exact")]
         for pilot, depth in zip(pilots, depths, strict=True):
             kept = next((i for i in range(depth) if rng.random() >= chance), depth)

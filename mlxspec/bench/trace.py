@@ -28,9 +28,9 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import Start
 from mlxspec.engine.worker import Worker
 from mlxspec.model import attention
+from mlxspec.model.batch import Step
 from mlxspec.model.pages import Pages
-from mlxspec.model.runner import Step
-from mlxspec.speculate import Drafter, NoDrafter
+from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import Entry, ModelInfo, Request
 
 SWITCH_S = 5e-5  # a thread that has seen something waits so long at most for the interpreter
@@ -108,7 +108,7 @@ class Side:
 
     title: str
     streams: int
-    drafter: Drafter
+    drafter: Speculator
     spans: list[Span] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -188,9 +188,9 @@ class Recorder:
         """Wrap what is this engine's alone."""
         self.engine, engine.trace = engine, self._event
         engine.scheduler.plan = self._span("plan", engine.scheduler.plan)  # type: ignore[method-assign]
-        engine.runner.run = self._run(engine.runner.run)  # type: ignore[method-assign]
-        draft = getattr(engine.drafter, "model", None)
-        for runner in (engine.runner, *([draft.runner] if draft else ())):
+        engine.runner.forward = self._run(engine.runner.forward)  # type: ignore
+        drafters = getattr(engine.proposer, "drafters", ())
+        for runner in (engine.runner, *(d.runner for d in drafters if hasattr(d, "runner"))):
             runner.model = Timed(runner.model, {"__call__": self._clock("model", runner.model)})
 
     @contextmanager
@@ -201,7 +201,7 @@ class Recorder:
         patches: list[tuple[Any, str, Any]] = [
             (mx, "async_eval", self._submit(submit)),
             (Engine, "add", self._add(Engine.add)),
-            (Engine, "_book", self._span("commit", Engine._book)),
+            (Engine, "_count", self._span("commit", Engine._count)),
             (Step, "read", self._reading(Step.read)),
             (Worker, "_publish", self._span("publish", Worker._publish)),
             (Worker, "_turn", self._turn(Worker._turn)),
@@ -266,15 +266,15 @@ class Recorder:
         def first(engine: Engine, request: Request) -> None:
             if self.upcoming:
                 self.side, self.upcoming = self.upcoming, None
-                engine.forget()
-                engine.drafter = self._drafter(self.side.drafter)
+                engine.reset()
+                engine.proposer = self._drafter(self.side.drafter)
                 self._booked, self._plan = 0, ()
             add(engine, request)
 
         return first
 
-    def _drafter(self, drafter: Drafter) -> Drafter:
-        if isinstance(drafter, NoDrafter):
+    def _drafter(self, drafter: Speculator) -> Speculator:
+        if isinstance(drafter, NoSpeculation):
             return drafter  # the engine knows it by its class
         timed: Any = Timed(drafter, {"draft": self._span("draft", drafter.draft)})
         return timed  # type: ignore[no-any-return]
@@ -301,8 +301,8 @@ class Recorder:
 
         return watched
 
-    def _run(self, run: Callable[..., Step]) -> Callable[..., Step]:
-        def built(plan: Sequence[Entry], before: Step | None) -> Step:
+    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def built(plan: Sequence[Entry], before: Step | None) -> Any:
             self._plan, began = plan, time.perf_counter()
             step = run(plan, before)
             if self.side:
@@ -340,7 +340,7 @@ class Recorder:
                     "seam": seam,
                 }
                 drafted = sum(len(e.draft) for e in plan)
-                fresh = any(e.fresh > 1 for e in plan)
+                fresh = any(e.count > 1 for e in plan)
                 self.side.turns.append(Turn(self._number - 1, len(plan), drafted, fresh, spent))
             return goes_on
 
@@ -358,7 +358,7 @@ def record(
     def begin() -> tuple[Engine, ModelInfo]:
         made = start()
         recorder.adopt(made[0])
-        held.append((made[0], made[0].drafter))
+        held.append((made[0], made[0].proposer))
         return made
 
     with recorder.wrapped():
@@ -367,8 +367,10 @@ def record(
         try:
             engine, own = held[0]
             for title, requests in chosen(engine, info):
-                for drafter in (NoDrafter(), own)[: 1 + (not isinstance(own, NoDrafter))]:
-                    name = f"{title}, {'plain' if isinstance(drafter, NoDrafter) else 'drafting'}"
+                for drafter in (NoSpeculation(), own)[: 1 + (not isinstance(own, NoSpeculation))]:
+                    name = (
+                        f"{title}, {'plain' if isinstance(drafter, NoSpeculation) else 'drafting'}"
+                    )
                     side = recorder.upcoming = Side(name, len(requests), drafter)
                     asyncio.run(_serve(worker, requests))
                     found.append(side)

@@ -1,323 +1,307 @@
-"""The loop: plan, draft, forward, sample, submit; read the step before; accept, commit.
+"""The loop: plan, draft, forward, sample, submit; read the step before; accept, commit, observe.
 
-Rule: step n+1 is submitted before step n is read, if that samples. A stop that is found late costs
-one wasted row, never a wrong token.
+Rule: a step is submitted before the one in front of it is read, unless it samples nothing. A stop
+that is found late costs one wasted row, never a wrong token.
 """
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from mlxspec.cache.disk import DiskStats
 from mlxspec.cache.offload import Tier
 from mlxspec.engine import structured
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
-from mlxspec.engine.scheduler import Scheduler, cut
+from mlxspec.engine.scheduler import Scheduler, accept
 from mlxspec.kernels.stall import HangDetector
 from mlxspec.model import meter
-from mlxspec.model.runner import Runner, Step
-from mlxspec.speculate import Drafter, NoDrafter
-from mlxspec.types import Draft, Entry, InvalidRequest, Logprob, Output, Request, Stats
+from mlxspec.model.batch import Step
+from mlxspec.model.runner import Runner
+from mlxspec.speculate import NoSpeculation, Speculator
+from mlxspec.types import Accepted, Entry, InvalidRequest, Output, Request, Stats
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
 
-T = TypeVar("T")
+PROGRESS_S = 5.0  # between two log lines on the progress of prompts
 
-TELL_S = 5.0  # between two lines on the progress of prompts
-
-_COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
+COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
 
 
 @dataclass(slots=True)
 class SpecDecodeMetrics:
-    """What was drafted and kept, by source and position; rounds by draft length; seconds of
-    decoding without any draft. Keys are bounded: a handful of sources, MAX_DEPTH positions."""
+    """Drafted and accepted tokens by (source, position), rounds by draft length, and seconds of
+    decoding without any draft. Bounded: few sources, MAX_DEPTH positions."""
 
-    tried: Counter[tuple[str, int]] = field(default_factory=Counter)
-    kept: Counter[tuple[str, int]] = field(default_factory=Counter)
+    drafted: Counter[tuple[str, int]] = field(default_factory=Counter)
+    accepted: Counter[tuple[str, int]] = field(default_factory=Counter)
     depths: Counter[int] = field(default_factory=Counter)
     parked: float = 0.0
 
-    def book(self, source: str, drafted: int, kept: int) -> None:
+    def record(self, source: str, drafted: int, accepted: int) -> None:
         self.depths[drafted] += 1
-        if not drafted:
-            return
-        self.tried.update((source, i) for i in range(1, drafted + 1))
-        self.kept.update((source, i) for i in range(1, kept + 1))
+        self.drafted.update((source, i) for i in range(1, drafted + 1))
+        self.accepted.update((source, i) for i in range(1, accepted + 1))
 
     def table(self) -> tuple[tuple[str, int, int, int], ...]:
-        return tuple((*key, n, self.kept[key]) for key, n in self.tried.items())
+        return tuple((*key, n, self.accepted[key]) for key, n in self.drafted.items())
 
 
 @dataclass(slots=True)
 class Engine:
-    """One model's scheduler, runner and drafter. `trace` is told ("submit" | "read", number)."""
+    """One model's scheduler, runner and drafters. `trace` is called with ("submit" | "read",
+    number of the step)."""
 
     runner: Runner
     scheduler: Scheduler
-    drafter: Drafter = field(default_factory=NoDrafter)
+    proposer: Speculator = field(default_factory=NoSpeculation)
     vocab: int = 0  # 0: token ids are not checked
-    tier: Tier | None = None  # None: nothing outlives the process
+    tier: Tier | None = None  # None: no disk cache
     trace: Callable[[str, int], None] = lambda event, step: None
-    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0
-    rests: bool = False  # nothing can be done until the disk has
-    _moved: bool = False  # something went to the disk or came from it, which took time
-    guard: MemoryMonitor | None = None  # None: memory is not watched
-    stalls: HangDetector | None = None  # None: no kernel is used
-    census: meter.Census = field(default_factory=meter.Census)
-    _pressed: tuple[int, float] = (
-        NORMAL,
-        0.0,
-    )  # the guard's level and reading that were heeded last
-    _flight: deque[tuple[int, Step]] = field(default_factory=deque)
-    _settled: float = 0.0
-    _waited: float = 0.0  # seconds that the last read took
-    _told: float = field(default_factory=time.monotonic)
+    rests: bool = False  # nothing can be done until the disk is
+    guard: MemoryMonitor | None = None
+    stalls: HangDetector | None = None  # None: no kernel is in use
+    in_flight: Step | None = None
+    _pressure: tuple[int, float] = (NORMAL, 0.0)  # level and time of the monitor's last reading
+    _disk_busy: bool = False  # the last step moved blocks to or from the disk, which took time
+    _last_read: float = 0.0
+    _read_wait: float = 0.0  # seconds that the last read waited for the device
+    _reported: float = field(default_factory=time.monotonic)
     _live: dict[Seq, None] = field(default_factory=dict)
 
+    # ---- requests ----------------------------------------------------------------------------
+
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest where it can never run; then nothing is kept of
-        it."""
-        ids = (
-            *request.prompt,
-            *request.prediction,
-            *(token for token, _ in request.sampling.logit_bias),
-        )
+        """Queue a request. Raises InvalidRequest where it can never run."""
+        biased = (token for token, _ in request.sampling.logit_bias)
+        ids = (*request.prompt, *request.prediction, *biased)
         if self.vocab and not all(0 <= token < self.vocab for token in ids):
-            raise InvalidRequest(f"a token id is outside the model's vocabulary of {self.vocab}")
+            raise InvalidRequest(
+                f"a token id is outside the model's vocabulary of {self.vocab}; send ids below it"
+            )
         self.scheduler.add(request)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:
         """End a request's choices now; their blocks are free when this returns."""
         outputs = self.scheduler.abort(request, index)
-        self._retire()
+        self._end_finished()
         return outputs
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for an answer."""
-        return bool(self._flight or self.scheduler.running or self.scheduler.waiting)
+        """Whether a request runs or waits."""
+        return bool(self.in_flight or self.scheduler.running or self.scheduler.waiting)
 
     @property
     def active(self) -> bool:
         """Whether there is anything to do, if only for the disk."""
         return self.busy or (self.tier is not None and self.tier.saving)
 
+    # ---- a step ------------------------------------------------------------------------------
+
     def step(self) -> list[Output]:
-        """Submit one step and book the one before it."""
+        """Submit one step and commit the one before it."""
         outputs: list[Output] = []
-        self.look()
-        running = self.scheduler.running
-        if self._flight and (structured.waits(running) or self._ask(self.drafter.waits, running)):
-            outputs += self._settle(keep=0)
+        self.poll_memory()
+        if self.in_flight and self._needs_sync():
+            outputs += self._finish(self.in_flight)
         began = time.perf_counter()
-        plan = self.scheduler.plan(self._depths)
-        self._enlist(e.seq for e in plan)
-        self._ask(self.drafter.draft, plan, self._flight[-1][1] if self._flight else None)
-        if isinstance(self.drafter, NoDrafter):  # it may have failed half way
-            for e in plan:
-                e.draft = Draft()
+        previous, self.in_flight = self.in_flight, None
+        depths = self.proposer.depths(self.scheduler.decoding())
+        plan = self.scheduler.plan(depths)
+        self._begin_new(plan)
+        self.proposer.draft(plan, previous)
+        plan, failed = self._apply_grammars(plan)
+        self.runner.copy_blocks(self.scheduler.copies)
+        self.scheduler.copies.clear()
+        if plan:
+            forward = self.runner.forward(plan, previous)
+            sampled = self.runner.sample(forward)
+            self.in_flight = self.runner.submit(forward, sampled)
+            self._submitted(self.in_flight, began, previous)
+        if previous:
+            outputs += self._finish(previous)
+        if self.in_flight and not self.in_flight.sampled:
+            # A step of prompts alone takes a second and brings nothing: requests that come
+            # meanwhile go before the next one.
+            outputs += self._finish(self.in_flight)
+        outputs += failed
+        self._housekeeping(idle=not (plan or outputs))
+        return outputs
+
+    def _needs_sync(self) -> bool:
+        """Whether the step in flight must be read before the next one is planned: a grammar's mask
+        or a drafter depends on tokens that were not read."""
+        running = self.scheduler.running
+        if any(s.matcher is not None and s.pending for s in running):
+            return True
+        return self.proposer.needs_sync(running)
+
+    def _finish(self, step: Step) -> list[Output]:
+        """Read a submitted step: accept, commit, observe."""
+        if step is self.in_flight:
+            self.in_flight = None
+        results = self._read(step)
+        accepted = [accept(e, *new) for e, new in zip(step.plan, results, strict=True)]
+        pairs = list(zip(step.plan, accepted, strict=True))
+        self.runner.rollback(step.plan, [e.count + new.drafts for e, new in pairs])
+        self._count(pairs)
+        failures = structured.advance(pairs)
+        outputs = self.scheduler.commit(step.plan, accepted)
+        self.counters["generated"] += sum(len(o.tokens) for o in outputs)
+        outputs += [self.scheduler.fail(seq, why) for seq, why in failures if seq.finish is None]
+        self.proposer.observe(step, accepted, self.step_seconds)
+        return outputs
+
+    def _read(self, step: Step) -> list[tuple[list[int], list[Any]]]:
+        """Wait for a step, and learn from its time."""
+        began = time.perf_counter()
+        results = step.read()
+        now = time.perf_counter()
+        self.trace("read", step.number)
+        self._read_wait = now - began
+        self._learn_time(step, now)
+        return results
+
+    def _apply_grammars(self, plan: list[Entry]) -> tuple[list[Entry], list[Output]]:
+        """Mask the sampled rows and cut the drafts of sequences under a grammar."""
+        outputs = []
         for seq, why in structured.mask(plan):
             outputs.append(self.scheduler.fail(seq, why))
             plan = [e for e in plan if e.seq is not seq]
-        self.runner.copy(self.scheduler.copies)
-        self.scheduler.copies.clear()
-        if plan:
-            self._submit(plan, began)
-        # A step of prompts alone takes a second and brings nothing: who comes meanwhile goes before
-        # the next.
-        outputs += self._settle(keep=int(any(e.samples for e in plan)))
-        self._retire()
-        self._tell()
-        self._moved = self.tier is not None and self.tier.turn()
-        self.rests = not (plan or outputs or self._moved)
-        return outputs
+        return plan, outputs
 
-    def look(self) -> None:
-        """See how short memory is, and give back what can be had again. Once per turn, and when
-        idle."""
-        self.census.take(idle=not self.busy)
-        if self.guard is None:
-            return
-        level, before = self.guard.look(), self._pressed
-        if level > NORMAL and self.guard.read != before[1]:
-            meter.trim()
-        if level > before[0]:
-            log.info(
-                "%d cached KV blocks were forgotten, and all states", self.scheduler.groups.forget()
-            )
-        self.scheduler.short, self._pressed = level > NORMAL, (level, self.guard.read)
-        for pool in self.scheduler.groups.pools if level != before[0] else ():
-            pool.thrifty = level > NORMAL
-
-    def _tell(self) -> None:
-        """Say how far long prompts have been read."""
-        now = time.monotonic()
-        if now - self._told < TELL_S:
-            return
-        self._told = now
-        for seq in self.scheduler.running:
-            if left := self._unread(seq):
-                log.info(
-                    "%s: %d of %d prompt tokens read",
-                    seq.request.id,
-                    seq.prompt_len - left,
-                    seq.prompt_len,
-                )
-
-    @staticmethod
-    def _unread(seq: Seq) -> int:
-        return 0 if seq.generated else max(0, seq.prompt_len - seq.computed)
-
-    def _depths(self, seqs: list[Seq]) -> Mapping[Seq, int]:
-        self._enlist(seqs)
-        return self._ask(self.drafter.plan, seqs) or {}
-
-    def _ask(self, verb: Callable[..., T], *args: Any) -> T | None:
-        """Ask the drafter. It only makes things faster: where it fails, decoding goes on without
-        it."""
-        try:
-            return verb(*args)
-        except Exception:
-            log.exception("the drafter failed; no more speculation until the next start")
-            self.drafter = NoDrafter()
-            self.scheduler.blind = lambda seq: False
-            return None
-
-    def _submit(self, plan: Sequence[Entry], began: float) -> None:
-        before = self._flight[-1][1] if self._flight else None
-        step = self.runner.run(plan, before)
-        step.began, step.overlaps = began, before is not None
-        self.scheduler.submitted(plan)
+    def _submitted(self, step: Step, began: float, previous: Step | None) -> None:
         self.counters["steps"] += 1
-        self._flight.append((self.counters["steps"], step))
-        self.trace("submit", self.counters["steps"])
+        step.number, step.began, step.overlaps = self.counters["steps"], began, previous is not None
+        self.scheduler.submitted(step.plan)
+        self.trace("submit", step.number)
 
-    def _settle(self, keep: int) -> list[Output]:
-        """Read and commit submitted steps, oldest first, until `keep` are left in flight."""
-        outputs: list[Output] = []
-        while len(self._flight) > keep:
-            number, step = self._flight.popleft()
-            began = time.perf_counter()
-            tokens, logprobs, kept = step.read()
-            now = time.perf_counter()
-            self.trace("read", number)
-            self._waited = now - began
-            self._clock(step, now)
-            outputs += self._book(step, tokens, logprobs, kept)
-        return outputs
-
-    def _book(
-        self, step: Step, tokens: list[int], logprobs: list[list[Logprob]], kept: Iterable[int]
-    ) -> list[Output]:
-        accepted, lps, r, stands = [], [], 0, iter(kept)
-        for e in step.plan:
-            new = tokens[r : r + 1 + next(stands)] if e.samples else []
-            accepted.append(new)
-            lps.append([lp for row in logprobs[r : r + len(new)] for lp in row])
-            r += e.sampled
-            if e.samples and e.seq.finish is None:  # or what it brings is dropped
+    def _count(self, pairs: Iterable[tuple[Entry, Accepted]]) -> None:
+        for e, new in pairs:
+            if e.samples and e.seq.finish is None:
                 self.counters["rounds"] += 1
-                self.drafts.book(e.draft.source, len(e.draft), len(new) - 1)
-            cut(e.seq, new)
+                self.drafts.record(e.draft.source, len(e.draft), new.drafts)
             self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
-        self.runner.rollback(
-            step.plan,
-            [e.count + max(0, len(new) - 1) for e, new in zip(step.plan, accepted, strict=True)],
-        )
-        outputs = self.scheduler.commit(step.plan, accepted, lps)
-        self.counters["generated"] += sum(len(o.tokens) for o in outputs)
-        how = "overlap" if step.overlaps else "exact"
-        for seq, why in structured.take(step.plan, accepted):
-            outputs.append(self.scheduler.fail(seq, why))
-        self._ask(self.drafter.observe, step.plan, accepted, self.step_seconds, how)
-        return outputs
 
-    def _clock(self, step: Step, now: float) -> None:
+    def _learn_time(self, step: Step, now: float) -> None:
         """A step lasts from the later of its beginning and the read before it to its own read."""
-        since = max(step.began, self._settled)
-        self.step_seconds = now - since
-        self._settled = now
-        prefill = sum(e.count for e in step.plan if e.count > 1)
-        decoding = any(e.count == 1 for e in step.plan)
-        if self._moved:  # it says nothing about the next
+        self.step_seconds = now - max(step.began, self._last_read)
+        self._last_read = now
+        if self._disk_busy:  # its time says nothing about the next one's
             self.step_seconds = 0.0
             return
-        self._watch(step, prefill)
+        prefill = sum(e.count for e in step.plan if e.count > 1)
+        decoding = any(e.count == 1 for e in step.plan)
+        self._watch_for_hang(step, prefill)
         self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.drafts.parked += self.step_seconds
 
-    def _watch(self, step: Step, prefill: int) -> None:
-        """Tell of a step whose time is the kernels': none of a prompt, none beside which one was
-        built, none while memory is short. What the host does itself and what other models take is
-        no waiting."""
+    def _watch_for_hang(self, step: Step, prefill: int) -> None:
+        """Report a step whose time is the kernels': without prompts in it or in the step built
+        meanwhile, and while memory is not short."""
         if self.stalls is None or prefill or (self.guard and self.guard.look() > NORMAL):
             return
-        beside = self._flight[-1][1] if self._flight else None
-        if not any(e.count > 1 for e in (beside.plan if beside else ())):
-            held = (0.0 if step.overlaps else step.held) + (beside.held if beside else 0.0)
-            rows = [sum(e.rows for e in s.plan) if s else 0 for s in (step, beside)]
-            self.stalls.took(rows[0], self.step_seconds, self._waited + held, rows[1])
+        beside = self.in_flight  # was built while this one ran
+        if beside and any(e.count > 1 for e in beside.plan):
+            return
+        held = beside.submit_seconds if beside else 0.0
+        if not step.overlaps:
+            held += step.submit_seconds
+        rows = sum(e.rows for e in step.plan)
+        beside_rows = sum(e.rows for e in beside.plan) if beside else 0
+        self.stalls.took(rows, self.step_seconds, self._read_wait + held, beside_rows)
 
-    def _enlist(self, seqs: Iterable[Seq]) -> None:
-        for seq in seqs:
-            if seq not in self._live:
-                self._live[seq] = None
-                self.counters["cached"] += seq.reported_cached
-                self._ask(self.drafter.begin, seq)
+    def _begin_new(self, plan: Iterable[Entry]) -> None:
+        for e in plan:
+            if e.seq not in self._live:
+                self._live[e.seq] = None
+                self.counters["cached"] += e.seq.reported_cached
+                self.proposer.begin(e.seq)
 
-    def _retire(self) -> None:
+    def _end_finished(self) -> None:
         for seq in [s for s in self._live if s.finish is not None and not s.flight]:
             del self._live[seq]
-            self._ask(self.drafter.end, seq)
+            self.proposer.end(seq)
+
+    # ---- housekeeping ------------------------------------------------------------------------
+
+    def _housekeeping(self, idle: bool) -> None:
+        self._end_finished()
+        self._report_progress()
+        self._disk_busy = self.tier is not None and self.tier.turn()
+        self.rests = idle and not self._disk_busy
+
+    def poll_memory(self) -> None:
+        """Read the memory pressure and give memory back where it is high. Once a step, and idle."""
+        if self.guard is None:
+            return
+        level, (before, read) = self.guard.look(), self._pressure
+        if level > NORMAL and self.guard.read != read:
+            meter.trim()
+        if level > before:
+            evicted = self.scheduler.groups.forget()
+            log.info("memory pressure: evicted %d cached blocks and all recurrent states", evicted)
+        self.scheduler.short, self._pressure = level > NORMAL, (level, self.guard.read)
+        if level != before:
+            for pool in self.scheduler.groups.pools:
+                pool.thrifty = level > NORMAL
+
+    def _report_progress(self) -> None:
+        """Log how far long prompts have been read."""
+        now = time.monotonic()
+        if now - self._reported < PROGRESS_S:
+            return
+        self._reported = now
+        for seq in self.scheduler.running:
+            if left := _unread(seq):
+                done = seq.prompt_len - left
+                log.info("%s: %d of %d prompt tokens read", seq.request.id, done, seq.prompt_len)
 
     def close(self, seconds: float) -> None:
-        """No step will follow: let the disk finish, in so many seconds at most."""
+        """No step will follow: let the disk finish, for at most so many seconds."""
         if self.tier is not None:
             self.tier.close(seconds)
 
-    def forget(self) -> None:
-        """Drop what the prefix cache knows and start the counters afresh. The engine must be
-        idle."""
+    def reset(self) -> None:
+        """Clear the prefix cache, the drafters' memory and the counters of an idle engine."""
         self.scheduler.groups.forget()
-        self.counters, self.drafts = dict.fromkeys(_COUNTERS, 0), SpecDecodeMetrics()
-        self.drafter.forget()
+        self.counters, self.drafts = dict.fromkeys(COUNTERS, 0), SpecDecodeMetrics()
+        self.proposer.clear()
 
     def check(self) -> None:
-        """Assert the invariants; meant for an idle engine and for tests."""
+        """Assert the invariants; for an idle engine and for tests."""
         self.scheduler.check()
 
     def stats(self) -> Stats:
         """A snapshot. The caller adds `progress` and `disk_bytes`, which are not of one model."""
-        pool, c = self.scheduler.pool, self.counters
+        scheduler, pool, count = self.scheduler, self.scheduler.pool, self.counters
         used, cached = pool.used, len(pool.idle)
         disk = self.tier.disk.stats() if self.tier is not None else DiskStats()
-        states = self.scheduler.groups.states
+        states = scheduler.groups.states
         return Stats(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
             blocks_used=used,
             blocks_cached=cached,
             blocks_free=pool.size - 1 - used - cached,
-            steps=c["steps"],
-            rounds=c["rounds"],
-            prompt_tokens=c["prompt"],
-            prompt_left=sum(
-                self._unread(s) for s in (*self.scheduler.running, *self.scheduler.waiting)
-            ),
-            cached_tokens=c["cached"],
-            generated_tokens=c["generated"],
+            steps=count["steps"],
+            rounds=count["rounds"],
+            prompt_tokens=count["prompt"],
+            prompt_left=sum(map(_unread, (*scheduler.running, *scheduler.waiting))),
+            cached_tokens=count["cached"],
+            generated_tokens=count["generated"],
             drafts=self.drafts.table(),
             depths=tuple(sorted(self.drafts.depths.items())),
             parked_seconds=self.drafts.parked,
-            preemptions=self.scheduler.preemptions,
+            preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
             **of_process(self.guard),
             states=0 if states is None else len(states),
@@ -325,12 +309,17 @@ class Engine:
             disk_written_bytes=disk.written,
             disk_runs_found=disk.hits,
             disk_runs_damaged=disk.damaged,
-            seated=tuple((s.request.id, s.reported_cached) for s in self.scheduler.running),
+            seated=tuple((s.request.id, s.reported_cached) for s in scheduler.running),
         )
 
 
+def _unread(seq: Seq) -> int:
+    """Prompt tokens that are not computed yet."""
+    return 0 if seq.generated else max(0, seq.prompt_len - seq.computed)
+
+
 def of_process(guard: MemoryMonitor | None) -> dict[str, Any]:
-    """What of Stats is the process's, whether a model is loaded or not."""
+    """The part of Stats that is the process's, whether a model is loaded or not."""
     active, spare = meter.held()
     return dict(
         memory_pressure=guard.level if guard else NORMAL,

@@ -24,7 +24,7 @@ from mlxspec.cache.prefix import KVCacheManager, Window
 from mlxspec.cache.runfile import fingerprint
 from mlxspec.cache.states import StateCache
 from mlxspec.engine import memory, warmup
-from mlxspec.engine.budget import CEILING, PrefillBudget
+from mlxspec.engine.budget import MAX_ROWS, PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.kept import Shelf
@@ -36,8 +36,10 @@ from mlxspec.model.cases import cases_of
 from mlxspec.model.layout import Kept, LayoutChoice, context_of, fit, geometry, load, read, weights
 from mlxspec.model.runner import Runner, owed
 from mlxspec.model.transfer import Transfer
+from mlxspec.speculate import Drafter
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
-from mlxspec.speculate.draft_model import DraftModel, Small, fit_small
+from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
+from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import ModelInfo, OutOfMemory, Request, Sampling, UnsupportedModel, UserError
 
@@ -105,7 +107,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         [Window(w, BlockPool(n, options.block_size, salt)) for w, n in windows.items()],
         _snapshots(needs, sizes, context, options.block_size),
     )
-    runner.by_need(lambda: [pool.given for pool in groups.pools])
+    runner.grow_on_demand(lambda: [pool.given for pool in groups.pools])
     scheduler = Scheduler(
         groups,
         context=context,
@@ -297,10 +299,12 @@ def _fingerprint(
 
 def _chunk(options: Options) -> int:
     """The rows of a prompt that one step may read."""
-    return options.prefill_budget or CEILING
+    return options.prefill_budget or MAX_ROWS
 
 
-def _speculate(engine: Engine, now: warmup.Known, small: Small | None, options: Options) -> None:
+def _speculate(
+    engine: Engine, now: warmup.Known, small: SmallModel | None, options: Options
+) -> None:
     """Give the engine its drafter, with this machine's costs, which `now` is told. The engine is
     idle."""
     scheduler, runner = engine.scheduler, engine.runner
@@ -321,26 +325,27 @@ def _speculate(engine: Engine, now: warmup.Known, small: Small | None, options: 
             log.warning("no speculation: the KV pool is too small to measure what a draft costs")
             return
         now.costs, now.kernels = costs, used
-        model = None
+        drafters: list[Drafter] = [NgramDrafter()]
         if small and options.draft:
             own = Runner(
                 small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True
             )
-            own.by_need(lambda: [pool.given])
+            own.grow_on_demand(lambda: [pool.given])
             model = DraftModel(
                 own, engine.vocab, one_row(own, table), small.fit.vocab, small.context
             )
+            drafters.append(model)
             log.info("%s drafts: %.1f ms a token", options.draft.name, model.seconds * 1e3)
     finally:
         pool.drop(table)
         pool.given = given  # they hold nothing that anybody will read
-    engine.drafter = chain = Proposer(costs, model, late=runner.layout == "rows")
-    scheduler.blind = chain.blind
+    engine.runner.tap([tap for drafter in drafters for tap in drafter.taps])
+    engine.proposer = Proposer(costs, drafters, overlap=runner.layout == "rows")
 
 
 def _places(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How many blocks the pools hold, and where they lie."""
-    return tuple(engine.runner.view.held.values()), engine.runner.places()
+    return tuple(engine.runner.view.held.values()), engine.runner.addresses()
 
 
 def _warm(engine: Engine, now: warmup.Known) -> None:
@@ -379,4 +384,4 @@ def _warm(engine: Engine, now: warmup.Known) -> None:
             )
     now.seconds = now.seconds or worst
     engine.scheduler.pace.calibrate(2 * rows, now.seconds)
-    engine.forget()
+    engine.reset()

@@ -157,7 +157,7 @@ class ModelManager:
     def look(self) -> None:
         """See how short memory is; for an idle moment."""
         for engine in self._engines():
-            engine.look()
+            engine.poll_memory()
 
     def check(self) -> None:
         for engine in self._engines():

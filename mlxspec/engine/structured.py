@@ -1,8 +1,8 @@
 """Grammars in a step: which tokens its rows may draw.
 
-Rule: a mask is a function of the tokens before it, so a step with a grammar in it waits for the
-tokens of the step before. A drafted token that the grammar refuses is cut off with all behind it,
-never verified. Whatever a grammar does, it ends no more than its own choice.
+Rule: a mask depends on the tokens before it, so a step with a grammar waits for the step before. A
+drafted token that the grammar refuses is cut off with all behind it, never verified. A grammar that
+fails ends its own choice only.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mlxspec.types import Draft, Entry
+from mlxspec.types import Accepted, Draft, Entry
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
@@ -18,43 +18,36 @@ log = logging.getLogger("mlxspec")
 Failures = list[tuple[Seq, str]]
 
 
-def waits(seqs: Iterable[Seq]) -> bool:
-    """Whether a mask cannot be made yet, because a token that it depends on has not been read."""
-    return any(s.matcher is not None and s.pending for s in seqs)
-
-
 def mask(plan: Sequence[Entry]) -> Failures:
-    """Fill the masks of the entries that sample under a grammar, and cut their drafts to what it
-    takes."""
+    """Fill the masks of the entries that sample under a grammar, and cut their drafts to it."""
     failed: Failures = []
     for e in plan:
         if e.seq.matcher is None or not e.samples:
             continue
-        # A model's draft is read here: nothing else is in flight, and the host has to know what it
-        # masks.
+        # A lazy draft is read here: the host has to know the tokens that it masks.
         drafted = np.array(e.draft.tokens).tolist() if len(e.draft) else []
         try:
             e.masks = e.seq.matcher.masks(drafted)
         except Exception as error:
-            failed.append((e.seq, _why(error)))
+            failed.append((e.seq, _reason(error)))
             continue
-        e.draft = Draft(drafted[: len(e.masks) - 1], e.draft.source)
+        e.draft = Draft(drafted[: len(e.masks) - 1], e.draft.source, e.draft.keys)
     return failed
 
 
-def take(plan: Sequence[Entry], accepted: Sequence[list[int]]) -> Failures:
-    """Tell the grammars what was sampled."""
+def advance(pairs: Iterable[tuple[Entry, Accepted]]) -> Failures:
+    """Advance the grammars over the tokens that were accepted."""
     failed: Failures = []
-    for e, new in zip(plan, accepted, strict=True):
-        if e.seq.matcher is None or not new or e.seq.finish is not None:
+    for e, new in pairs:
+        if e.seq.matcher is None or not new.tokens or e.seq.finish is not None or new.finish:
             continue
         try:
-            e.seq.matcher.take(new)
+            e.seq.matcher.take(new.tokens)
         except Exception as error:
-            failed.append((e.seq, _why(error)))
+            failed.append((e.seq, _reason(error)))
     return failed
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     log.warning("a grammar failed: %s", error)
     return f"the grammar cannot go on: {error}"

@@ -5,6 +5,7 @@ own, so a target, a draft model and plain mlx-lm live in one process.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx_lm.models import base
 
 from mlxspec.kernels import paged_attention
 from mlxspec.model.pages import Pages, View
+from mlxspec.types import FINAL_NORM, Tap, UnsupportedModel
 
 _NAME = "scaled_dot_product_attention"
 
@@ -51,15 +53,19 @@ def install(model: Module) -> None:
 
 
 class Trunk:
-    """Stands in for a model's inner module: keeps the sampled rows before lm_head sees them.
+    """Stands in for a model's inner module: hands out the hidden states that were asked for, and
+    only the sampled rows to lm_head.
 
-    Everything else (layers, tied embeddings) is looked up on the inner module."""
+    Everything else (layers, tied embeddings) is looked up on the inner module.
+    """
 
     def __init__(self, inner: Module, view: View) -> None:
         self._inner, self._view = inner, view
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         hidden: mx.array = self._inner(*args, **kwargs)
+        if FINAL_NORM in self._view.taps:
+            self._view.tapped[FINAL_NORM] = hidden
         if self._view.sampled is not None:
             hidden = hidden[self._view.sampled]
         return hidden
@@ -68,9 +74,23 @@ class Trunk:
         return getattr(self._inner, name)
 
 
+class TappedLayer:
+    """Stands in for a decoder layer whose output [B, L, D], the residual stream, is handed out."""
+
+    def __init__(self, inner: Module, tap: Tap, view: View) -> None:
+        self._inner, self._tap, self._view = inner, tap, view
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._inner(*args, **kwargs)
+        self._view.tapped[self._tap] = out[0] if isinstance(out, tuple) else out
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 def graft(model: Module, view: View) -> bool:
-    """Put a Trunk round the module that holds the layers. False where the model is not built that
-    way."""
+    """Put a Trunk round the module that holds the layers. False where there is none."""
     for owner, name in _seats(model):
         inner = getattr(owner, name)
         if isinstance(inner, Module) and (
@@ -82,17 +102,43 @@ def graft(model: Module, view: View) -> bool:
 
 
 def ungraft(model: Module) -> None:
-    """Undo `graft`."""
+    """Undo `graft` and `tap`."""
     for owner, name in _seats(model):
-        if isinstance(trunk := getattr(owner, name), Trunk):
+        trunk = getattr(owner, name)
+        if isinstance(trunk, Trunk):
+            _untap(trunk._inner)
             delattr(owner, name)
             setattr(owner, name, trunk._inner)
+
+
+def tap(model: Module, view: View, taps: Sequence[Tap]) -> None:
+    """Hand out these hidden states of a grafted model. Raises UnsupportedModel for a layer that the
+    model does not have."""
+    trunks = [getattr(owner, name) for owner, name in _seats(model)]
+    for trunk in trunks:
+        if not isinstance(trunk, Trunk):
+            continue
+        _untap(trunk._inner)
+        layers = trunk._inner.get("layers", [])
+        for i in taps:
+            if i == FINAL_NORM:
+                continue
+            if not 0 <= i < len(layers):
+                raise UnsupportedModel(f"layer {i} is to be read; the model has {len(layers)}")
+            layers[i] = TappedLayer(layers[i], i, view)
+    view.taps, view.tapped = tuple(taps), {}
+
+
+def _untap(inner: Module) -> None:
+    layers = inner.get("layers", [])
+    for i, layer in enumerate(layers):
+        if isinstance(layer, TappedLayer):
+            layers[i] = layer._inner
 
 
 def _seats(model: Module) -> list[tuple[Module, str]]:
     """Where mlx-lm's models keep the module with the layers."""
     owners = [o for o in (model, getattr(model, "language_model", None)) if isinstance(o, Module)]
     names = ("model", "backbone", "transformer")
-    return [
-        (o, n) for o in owners for n in names if n in o or n in vars(o)
-    ]  # a property cannot be set
+    # A property cannot be set.
+    return [(o, n) for o in owners for n in names if n in o or n in vars(o)]

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.kernels import Packing
-from mlxspec.model import quantized, recurrent
+from mlxspec.model import quantized
 from mlxspec.model.probe import BLOCK, BLOCKS, PROBES, bytes_of, differ, packed, probe, truth
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.types import UnsupportedModel, blame, line_of
@@ -78,15 +78,9 @@ class LayoutChoice:
         return self.layout != "solo"
 
     @property
-    def drafts(self) -> int:
-        """Up to how many known rows an entry may take a draft; 0: no drafts."""
-        return (
-            0
-            if self.layout == "solo" or not self.rollback
-            else recurrent.MAX_RECORDED_ROWS
-            if self.state_bytes
-            else 1 << 31
-        )
+    def drafts(self) -> bool:
+        """Whether rejected drafts can be rolled back."""
+        return self.layout != "solo" and self.rollback
 
     def runner(
         self, model: Module, block_size: int, blocks: int, windows: Mapping[int, int] | None = None

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels import Group, Packing
 from mlxspec.kernels.reference import gather
-from mlxspec.types import UnsupportedModel
+from mlxspec.types import Tap, UnsupportedModel
 
 
 @dataclass(slots=True)
@@ -34,9 +34,16 @@ class View:
     sampled: Any = None
     kv_bits: int = 0  # of what the pools hold; 0: as the model computes it
     held: dict[int | None, int] = field(default_factory=dict)
+    taps: Sequence[Tap] = ()  # hidden states that the forward hands out
+    tapped: dict[Tap, mx.array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.held = dict(self.blocks)
+
+    def take_taps(self) -> dict[Tap, mx.array]:
+        """The hidden states [B, L, D] of the forward that was just built."""
+        tapped, self.tapped = self.tapped, {}
+        return tapped
 
     def slots_of(self, blocks: Sequence[int]) -> mx.array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""

@@ -1,7 +1,7 @@
 """From logits to tokens, for every row of a step at once, each by its own request's parameters.
 
 Rule: a token is a function of (its logits, its history, the request's sampling, seed, position).
-The noise is keyed by (seed, position), so neither the batch nor a drafter can change what is drawn.
+The noise is keyed by (seed, position), so neither the batch nor a drafter can change a token.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,50 +20,47 @@ from mlxspec.types import Sequence as Seq
 
 @dataclass(slots=True)
 class Sampled:
-    """Lazy results of a step. `tokens` int32 [R]; `kept` int32 [sampling entries], how many drafted
-    tokens stand, if something was drafted; the rest only if some row asked for
-    log-probabilities."""
+    """Lazy results of a step. `tokens` int32 [R]; `accepted` int32 [sampling entries], how many
+    drafted tokens were accepted, None if nothing was drafted; the log-probabilities only if some
+    row asked for them: of the sampled tokens [R], and of the k best [R, k], unordered."""
 
     tokens: mx.array
-    kept: mx.array | None = None
-    chosen: mx.array | None = None  # [R] float32
-    top: mx.array | None = None  # [R, k] int32, unordered
-    top_logprobs: mx.array | None = None  # [R, k]
+    accepted: mx.array | None = None
+    chosen: mx.array | None = None
+    top: mx.array | None = None
+    top_logprobs: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        return [
-            a
-            for a in (self.tokens, self.kept, self.chosen, self.top, self.top_logprobs)
-            if a is not None
-        ]
+        some = (self.tokens, self.accepted, self.chosen, self.top, self.top_logprobs)
+        return [a for a in some if a is not None]
 
 
 @dataclass(slots=True)
 class Row:
-    """One sampled row: its entry, its request's sampling, and the position of the token that it
-    draws; where the entry's start is a lower bound, so is the position."""
+    """One sampled row: its entry, its request's sampling, and the position of the token it draws
+    (a lower bound where the entry's start is one). `behind` counts the entry's sampled rows up to
+    this one; `mask` has a bit for each token that may be drawn, empty: all may."""
 
     entry: Entry
     sampling: Sampling
     position: int
-    # rows of the step's input, up to and including this one, that are this entry's sampled span
     behind: int
-    mask: bytes = b""  # the tokens that may be drawn, a bit each; empty: all
+    mask: bytes = b""
 
 
 def rows_of(plan: Sequence[Entry]) -> list[Row]:
     """The sampled rows of a plan, in plan order."""
-    return [
-        Row(e, e.seq.request.sampling, e.start + e.count + i, i + 1, e.masks[i] if e.masks else b"")
-        for e in plan
-        for i in range(e.sampled)
-    ]
+    rows = []
+    for e in plan:
+        for i in range(e.sampled):
+            mask = e.masks[i] if e.masks else b""
+            rows.append(Row(e, e.seq.request.sampling, e.start + e.count + i, i + 1, mask))
+    return rows
 
 
 @lru_cache(256)
 def seed32(seed: int, index: int) -> int:
-    """The 32-bit noise key of choice `index` of a request with `seed` (any int). Choices are
-    independent."""
+    """The 32-bit noise key of choice `index` of a request with `seed` (any int)."""
     data = (seed % (1 << 128)).to_bytes(16, "little") + index.to_bytes(2, "little")
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little")
 
@@ -73,31 +70,35 @@ def sample(
     rows: Sequence[Row],
     inputs: mx.array,
     spans: Sequence[int],
-    late: mx.array | None = None,
+    offsets: mx.array | None = None,
     drafts: Sequence[tuple[int, int]] = (),
 ) -> Sampled:
-    """logits [R, vocab] of `rows`; `inputs` [T] are the step's input tokens (maybe lazy) and
-    `spans[r]` the index in it of the first sampled row of row r's entry; `late` int32 [R], if
-    given, is added to the rows' positions; `drafts` as of drafts_of. Nothing is evaluated here."""
+    """Lazy samples of logits [R, vocab].
+
+    `inputs` int32 [T] are the step's input tokens, `spans[r]` the index in them of the first
+    sampled row of row r's entry; `offsets` int32 [R] are added to the rows' positions; `drafts` as
+    of drafts_of.
+    """
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     x = logits.astype(mx.float32) if wanted else logits
     logprobs = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else None
-    x = _penalize(_bias(x, rows), rows, inputs, spans)
-    tokens, kept = sample_accept(x, _draws(x, rows, late), inputs, drafts)
-    result = Sampled(tokens, kept)
+    x = _penalize(_add_bias(x, rows), rows, inputs, spans)
+    tokens, accepted = sample_accept(x, _draws(x, rows, offsets), inputs, drafts)
+    result = Sampled(tokens, accepted)
     if logprobs is not None:
         result.chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-        if k := min(max(wanted), x.shape[-1] - 1):
+        k = min(max(wanted), x.shape[-1] - 1)
+        if k:
             result.top = mx.argpartition(-logprobs, k, axis=-1)[:, :k].astype(mx.int32)
             result.top_logprobs = mx.take_along_axis(logprobs, result.top, axis=-1)
     return result
 
 
 def drafts_of(plan: Sequence[Entry], spans: Sequence[int]) -> list[tuple[int, int]]:
-    """Where the drafts of the entries that sample lie in the step's input, as sample_accept takes
-    them; [] where nothing was drafted."""
+    """(first index in the step's input, length) of each sampling entry's draft; [] if there is
+    none."""
     drafts = [(span + 1, len(e.draft)) for e, span in zip(plan, spans, strict=True) if e.samples]
-    return drafts if any(count for _, count in drafts) else []
+    return drafts if any(length for _, length in drafts) else []
 
 
 def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[list[Logprob]]]:
@@ -107,150 +108,153 @@ def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[list[Lo
     if sampled.chosen is None:
         return tokens, [[] for _ in rows]
     chosen = np.array(sampled.chosen).tolist()
-    tops: list[list[tuple[int, float]]] = [[] for _ in rows]
+    best: list[list[tuple[int, float]]] = [[] for _ in rows]
     if sampled.top is not None:
         ids, values = np.array(sampled.top), np.array(sampled.top_logprobs)
         order = np.lexsort((ids, -values), axis=-1)
-        ids, values = np.take_along_axis(ids, order, -1), np.take_along_axis(values, order, -1)
-        tops = [
-            list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
-        ]
-    return tokens, [
-        [] if (n := row.sampling.logprobs) is None else [Logprob(t, p, tuple(top[:n]))]
-        for row, t, p, top in zip(rows, tokens, chosen, tops, strict=True)
-    ]
+        ids = np.take_along_axis(ids, order, -1).tolist()
+        values = np.take_along_axis(values, order, -1).tolist()
+        best = [list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)]
+    logprobs: list[list[Logprob]] = []
+    for row, token, logprob, top in zip(rows, tokens, chosen, best, strict=True):
+        n = row.sampling.logprobs
+        logprobs.append([] if n is None else [Logprob(token, logprob, tuple(top[:n]))])
+    return tokens, logprobs
 
 
-def _bias(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    pairs = [
-        (r, token, value) for r, row in enumerate(rows) for token, value in row.sampling.logit_bias
-    ]
-    if not pairs:
+def _add_bias(x: mx.array, rows: Sequence[Row]) -> mx.array:
+    biases = [(r, token, v) for r, row in enumerate(rows) for token, v in row.sampling.logit_bias]
+    if not biases:
         return x
-    at, token, value = (mx.array(list(column)) for column in zip(*pairs, strict=True))
+    at, token, value = (mx.array(list(column)) for column in zip(*biases, strict=True))
     return x.astype(mx.float32).at[at, token].add(value.astype(mx.float32))
 
 
 def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequence[int]) -> mx.array:
-    """Presence and frequency count generated tokens, repetition prompt and generated ones (vLLM's
-    rules; repetition is Keskar et al., arXiv 1909.05858)."""
+    """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
+    (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
     chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
     if not chosen:
         return x
-    x, some = x.astype(mx.float32), len(chosen) < len(rows)
-    y = x[mx.array(chosen)] if some else x
-    base: dict[Seq, tuple[int, mx.array, mx.array]] = {}
-    owners, spread, at = (
-        list[int](),
-        list[int](),
-        list[int](),
-    )  # of rows; of a span's tokens, which are `at`
-    for i, r in enumerate(chosen):
-        row, seq = rows[r], rows[r].entry.seq
-        first = (
-            row.position - row.behind
-        )  # the span's first token may be unread; those before it are not
-        if seq not in base:
-            base[seq] = len(base), *_counts(seq, first, x.shape[-1])
-        owners.append(base[seq][0])
-        span = range(
-            spans[r] + max(0, seq.prompt_len - first), spans[r] + row.behind
-        )  # without the prompt's
-        at += span
-        spread += [i] * len(span)
-    told, said = (
-        mx.stack(each)[mx.array(owners)]
-        for each in zip(*(b[1:] for b in base.values()), strict=True)
-    )
-    output = said.at[mx.array(spread), inputs[mx.array(at)]].add(1.0) if at else said
-    seen = told | (output > 0)
+    x = x.astype(mx.float32)
+    penalized = [rows[r] for r in chosen]
+    in_prompt, generated = _token_counts(penalized, [spans[r] for r in chosen], inputs, x.shape[-1])
 
     def column(value: Callable[[Sampling], float]) -> mx.array:
-        return mx.array([value(rows[r].sampling) for r in chosen])[:, None]
+        return mx.array([value(row.sampling) for row in penalized])[:, None]
 
+    everything = len(chosen) == len(rows)
+    y = x if everything else x[mx.array(chosen)]
+    seen = in_prompt | (generated > 0)
     repetition = column(lambda s: s.repetition_penalty)
     y = mx.where(seen, mx.where(y > 0, y / repetition, y * repetition), y)
-    y = (
-        y
-        - output * column(lambda s: s.frequency_penalty)
-        - (output > 0) * column(lambda s: s.presence_penalty)
-    )
-    if not some:
+    frequency = generated * column(lambda s: s.frequency_penalty)
+    presence = (generated > 0) * column(lambda s: s.presence_penalty)
+    y = y - frequency - presence
+    if everything:
         return y
     x[mx.array(chosen)] = y
     return x
 
 
-def _counts(seq: Seq, upto: int, vocab: int) -> tuple[mx.array, mx.array]:
-    """Which tokens stand in the prompt, bool [vocab], and how often each was generated before the
-    position `upto`, float32 [vocab]. Kept with the sequence: a step counts what is new, whatever
-    the context."""
+def _token_counts(
+    rows: Sequence[Row], spans: Sequence[int], inputs: mx.array, vocab: int
+) -> tuple[mx.array, mx.array]:
+    """For each row which tokens stand in the prompt, bool [R, vocab], and how often each was
+    generated before it, float32 [R, vocab]; tokens of the step itself are counted lazily."""
+    index: dict[Seq, int] = {}
+    prompts: list[mx.array] = []
+    outputs: list[mx.array] = []
+    owners: list[int] = []  # of the rows, among the sequences
+    at: list[int] = []  # input tokens of this step that a row comes behind,
+    of: list[int] = []  # and that row
+    for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
+        seq = row.entry.seq
+        first = row.position - row.behind  # the span's first token may be unread, those before not
+        if seq not in index:
+            index[seq] = len(index)
+            prompt, output = _host_counts(seq, first, vocab)
+            prompts.append(prompt)
+            outputs.append(output)
+        owners.append(index[seq])
+        generated = range(span + max(0, seq.prompt_len - first), span + row.behind)
+        at += generated
+        of += [i for _ in generated]
+    owner = mx.array(owners)
+    in_prompt, counts = mx.stack(prompts)[owner], mx.stack(outputs)[owner]
+    if at:
+        counts = counts.at[mx.array(of), inputs[mx.array(at)]].add(1.0)
+    return in_prompt, counts
+
+
+def _host_counts(seq: Seq, upto: int, vocab: int) -> tuple[mx.array, mx.array]:
+    """Which tokens stand in the prompt, bool [vocab], and how often each was generated before
+    position `upto`, float32 [vocab]. Kept with the sequence: a step counts only what is new."""
     if seq.counts is None:
-        told = mx.zeros((vocab,), mx.bool_)
-        told[mx.array(np.unique(np.array(seq.request.prompt, np.int32)))] = True
-        seq.counts = seq.prompt_len, told, mx.zeros((vocab,))
-    counted, told, said = seq.counts
+        prompt = mx.zeros((vocab,), mx.bool_)
+        prompt[mx.array(np.unique(np.array(seq.request.prompt, np.int32)))] = True
+        seq.counts = seq.prompt_len, prompt, mx.zeros((vocab,))
+    counted, prompt, output = seq.counts
     if upto > counted:
-        said = said.at[mx.array(seq.tokens[counted:upto])].add(1.0)
-        seq.counts = upto, told, said
-    return told, said
+        output = output.at[mx.array(seq.tokens[counted:upto])].add(1.0)
+        seq.counts = upto, prompt, output
+    return prompt, output
 
 
-def _draws(x: mx.array, rows: Sequence[Row], late: mx.array | None) -> Draws:
-    """How the rows of x [R, vocab] are drawn; the rows that filter are ranked here."""
-    temperatures = [max(t, COLDEST) if (t := row.sampling.temperature) > 0 else 0.0 for row in rows]
-    seeds = [
-        seed32(r.sampling.seed, r.entry.seq.index) if r.sampling.temperature > 0 else 0
-        for r in rows
-    ]
-    draws = Draws(temperatures, seeds, [r.position for r in rows], [r.mask for r in rows], late)
-    cut = [r for r, row in enumerate(rows) if temperatures[r] and row.sampling.filtered]
-    if cut:
-        at, some = mx.array(cut), len(cut) < len(rows)
-        y = allow((x[at] if some else x).astype(mx.float32), [rows[r].mask for r in cut])
-        floors = _floors(
-            y / mx.array([temperatures[r] for r in cut])[:, None], [rows[r] for r in cut]
-        )[:, 0]
+def _draws(x: mx.array, rows: Sequence[Row], offsets: mx.array | None) -> Draws:
+    """How the rows of x [R, vocab] are drawn; filters become the lowest logit that stays."""
+    temperatures, seeds = [], []
+    for row in rows:
+        sampling = row.sampling
+        greedy = sampling.temperature == 0
+        temperatures.append(0.0 if greedy else max(sampling.temperature, COLDEST))
+        seeds.append(0 if greedy else seed32(sampling.seed, row.entry.seq.index))
+    positions, masks = [row.position for row in rows], [row.mask for row in rows]
+    draws = Draws(temperatures, seeds, positions, masks, offsets)
+    filtered = [r for r, row in enumerate(rows) if temperatures[r] and row.sampling.filtered]
+    if not filtered:
+        return draws
+    at, everything = mx.array(filtered), len(filtered) == len(rows)
+    y = allow((x if everything else x[at]).astype(mx.float32), [masks[r] for r in filtered])
+    y = y / mx.array([temperatures[r] for r in filtered])[:, None]
+    floors = _floors(y, [rows[r] for r in filtered])[:, 0]
+    if everything:
         draws.floors = floors
-        if some:
-            draws.floors = mx.full((len(rows),), -mx.inf)
-            draws.floors[at] = floors
+    else:
+        draws.floors = mx.full((len(rows),), -mx.inf)
+        draws.floors[at] = floors
     return draws
 
 
 def _floors(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    """float32 [R, 1], the smallest of x [R, vocab] that stay: top_k, then top_p over what top_k
-    left, and min_p relative to the best; ties at a threshold stay.
-
-    A row whose top_k is small ranks NARROW tokens alone, whoever is in the batch with it."""
+    """float32 [R, 1], the lowest of x [R, vocab] that stays: top_k, then top_p over what top_k
+    left, and min_p relative to the best; ties at a threshold stay. A row with a small top_k ranks
+    NARROW tokens alone, whichever rows it shares the batch with."""
     vocab = x.shape[-1]
-    few = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k <= NARROW < vocab]
-    if not few:
+    narrow = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k <= NARROW < vocab]
+    if not narrow:
         return _floor(mx.sort(x, axis=-1)[:, ::-1], rows)
-    rest = sorted(set(range(len(rows))) - set(few))
-    floor = mx.zeros((len(rows), 1), mx.float32)
-    at = mx.array(few)
+    floors = mx.zeros((len(rows), 1), mx.float32)
+    at = mx.array(narrow)
     ranked = mx.sort(mx.topk(x[at], NARROW, axis=-1), axis=-1)[:, ::-1]
-    floor[at] = _floor(ranked, [rows[i] for i in few])
+    floors[at] = _floor(ranked, [rows[i] for i in narrow])
+    rest = sorted(set(range(len(rows))) - set(narrow))
     if rest:
         at = mx.array(rest)
-        floor[at] = _floor(mx.sort(x[at], axis=-1)[:, ::-1], [rows[i] for i in rest])
-    return floor
+        floors[at] = _floor(mx.sort(x[at], axis=-1)[:, ::-1], [rows[i] for i in rest])
+    return floors
 
 
 def _floor(ranked: mx.array, rows: Sequence[Row]) -> mx.array:
-    """The smallest logit that stays, float32 [R, 1]. `ranked` [R, n] are the best n >= top_k, best
-    first."""
+    """The lowest logit that stays, float32 [R, 1]. `ranked` [R, n]: the n >= top_k best, sorted."""
     vocab = ranked.shape[-1]
-    ks = mx.array([min(r.sampling.top_k or vocab, vocab) for r in rows])[:, None]
-    ranked_kept = mx.where(mx.arange(vocab)[None] < ks, ranked, -mx.inf)
-    probs = mx.softmax(ranked_kept, axis=-1, precise=True)
-    # a sum that rounds to 1 must not cut a tail that nobody asked to cut
-    mass = mx.array([r.sampling.top_p if r.sampling.top_p < 1 else 2.0 for r in rows])[:, None]
-    before = mx.cumsum(probs, axis=-1) - probs  # mass of better tokens
-    last = ((before < mass) & (probs > 0)).sum(-1, keepdims=True)
-    floor = mx.take_along_axis(ranked, mx.maximum(mx.minimum(last, ks), 1) - 1, axis=-1)
-    ratio = mx.array(
-        [np.log(r.sampling.min_p) if r.sampling.min_p else -np.inf for r in rows], mx.float32
-    )
-    return mx.maximum(floor, ranked[:, :1] + ratio[:, None])
+    top_k = mx.array([min(row.sampling.top_k or vocab, vocab) for row in rows])[:, None]
+    kept = mx.where(mx.arange(vocab)[None] < top_k, ranked, -mx.inf)
+    probs = mx.softmax(kept, axis=-1, precise=True)
+    # 2 where top_p is off: a sum that rounds to 1 must not cut the tail
+    top_p = [row.sampling.top_p if row.sampling.top_p < 1 else 2.0 for row in rows]
+    better = mx.cumsum(probs, axis=-1) - probs  # mass of the better tokens
+    last = ((better < mx.array(top_p)[:, None]) & (probs > 0)).sum(-1, keepdims=True)
+    floor = mx.take_along_axis(ranked, mx.maximum(mx.minimum(last, top_k), 1) - 1, axis=-1)
+    min_p = [np.log(row.sampling.min_p) if row.sampling.min_p else -np.inf for row in rows]
+    return mx.maximum(floor, ranked[:, :1] + mx.array(min_p, mx.float32)[:, None])

@@ -1,4 +1,4 @@
-"""Drafters: who proposes tokens for the target to verify.
+"""Speculation: who proposes tokens for the target to verify.
 
 Rule: a drafter can change how fast tokens come, never which: only the target's own samples are
 emitted.
@@ -8,54 +8,80 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from mlxspec.model.runner import Step
-from mlxspec.types import Entry, Sequence
+from mlxspec.model.batch import Step
+from mlxspec.speculate.controller import Proposal
+from mlxspec.types import Accepted, Entry, Sequence, Tap
 
 
 class Drafter(Protocol):
-    """All on the engine thread."""
+    """One way to draft: copies, a small model, a trained head. Engine thread only.
+
+    `name` is the source of its drafts, `taps` are the target's hidden states that it reads: they
+    come with each step, [T, D] for every row. A `lazy` drafter goes on from tokens in flight, so
+    that the step which samples them need not be read first.
+    """
+
+    name: str
+    taps: tuple[Tap, ...]
+    lazy: bool
 
     def begin(self, seq: Sequence) -> None:
         """The sequence starts; its prompt is in `seq.tokens`."""
 
-    def waits(self, seqs: Seq[Sequence]) -> bool:
-        """Whether the step in flight is to be read before the next is planned, because some of
-        these running sequences are to get a draft that needs its tokens."""
+    def options(self, seq: Sequence) -> list[Proposal]:
+        """What it could draft now, with the keys of its acceptance rates and its costs."""
 
-    def plan(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
-        """How many tokens to draft for each of the sequences that sample in the next step."""
-
-    def draft(self, entries: Seq[Entry], before: Step | None) -> None:
-        """All entries of the next step: fill `entry.draft` of those with a depth, with that many
-        tokens at most, or leave it empty. `before` is the step in flight, which holds what is
-        pending."""
-
-    def observe(
-        self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str
+    def draft(
+        self, plan: Seq[Entry], previous: Step | None, chosen: Mapping[Sequence, Proposal]
     ) -> None:
-        """What the step committed, in plan order, and how long it took; "overlap" where it was
-        submitted before the step in front of it was read, else "exact"."""
+        """Fill the draft of each entry whose sequence is in `chosen`, with at most `entry.depth`
+        tokens. `plan` is the whole next step, `previous` the step in flight. Never waits for the
+        device."""
+
+    def observe(self, step: Step, accepted: Seq[Accepted]) -> None:
+        """A step was committed."""
+
+    def learn_seconds(self, seconds: float, depth: int) -> None:
+        """Drafting `depth` tokens took so long."""
 
     def end(self, seq: Sequence) -> None:
         """The sequence has finished or was aborted."""
 
-    def forget(self) -> None:
-        """Drop what was remembered of sequences that have ended."""
+    def clear(self) -> None:
+        """Drop what is remembered of sequences that ended."""
 
 
-class NoDrafter:
+class Speculator(Protocol):
+    """What the engine asks: the Proposer, or nothing."""
+
+    def begin(self, seq: Sequence) -> None: ...
+    def needs_sync(self, seqs: Seq[Sequence]) -> bool:
+        """Whether the step in flight must be read before the next one is planned."""
+
+    def depths(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
+        """How many tokens to draft for each of the sequences that decode in the next step."""
+
+    def draft(self, plan: Seq[Entry], previous: Step | None) -> None:
+        """Fill the drafts of the plan's entries that have a depth."""
+
+    def observe(self, step: Step, accepted: Seq[Accepted], seconds: float) -> None:
+        """A step was committed; it took so long (0: its time says nothing)."""
+
+    def end(self, seq: Sequence) -> None: ...
+    def clear(self) -> None: ...
+
+
+class NoSpeculation:
     """Plain decoding."""
 
     def begin(self, seq: Sequence) -> None: ...
-    def waits(self, seqs: Seq[Sequence]) -> bool:
+    def needs_sync(self, seqs: Seq[Sequence]) -> bool:
         return False
 
-    def plan(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
+    def depths(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
         return {}
 
-    def draft(self, entries: Seq[Entry], before: Step | None) -> None: ...
-    def observe(
-        self, entries: Seq[Entry], accepted: Seq[list[int]], seconds: float, how: str
-    ) -> None: ...
+    def draft(self, plan: Seq[Entry], previous: Step | None) -> None: ...
+    def observe(self, step: Step, accepted: Seq[Accepted], seconds: float) -> None: ...
     def end(self, seq: Sequence) -> None: ...
-    def forget(self) -> None: ...
+    def clear(self) -> None: ...

@@ -12,7 +12,7 @@ from mlxspec.bench.figures import Side, row
 from mlxspec.bench.measure import Bench, Prompt, bench_of, groups, prompt_of
 from mlxspec.bench.workloads import Task
 from mlxspec.engine.engine import Engine
-from mlxspec.speculate import Drafter, NoDrafter
+from mlxspec.speculate import Drafter, NoSpeculation
 from mlxspec.text.chat import encode, load_tokenizer, render_chat
 from mlxspec.types import Output, Sampling, Sequence, UserError
 from tests import tiny
@@ -34,7 +34,7 @@ def truth() -> dict[tuple[tuple[int, ...], int], list[int]]:
 @pytest.fixture
 def bench(truth: dict[tuple[tuple[int, ...], int], list[int]]) -> Bench:
     """A tiny engine whose drafter knows the answers and lies now and then."""
-    engine = tiny.engine(tiny.model("llama"), drafter=NoisyOracle(truth), vocab=tiny.VOCAB)
+    engine = tiny.engine(tiny.model("llama"), proposer=NoisyOracle(truth), vocab=tiny.VOCAB)
     return bench_of(engine, 512, TOKENS, frozenset(), Sampling(temperature=0))
 
 
@@ -112,7 +112,7 @@ def test_a_side_that_changes_a_token_is_seen(bench: Bench, monkeypatch: pytest.M
 
     def wrong(self: Engine) -> list[Output]:
         outputs = step(self)
-        if not isinstance(self.drafter, NoDrafter):
+        if not isinstance(self.drafter, NoSpeculation):
             for o in outputs:
                 if o.request == "p1" and o.finish:
                     object.__setattr__(o, "tokens", (*o.tokens[:-1], o.tokens[-1] ^ 1))

@@ -14,14 +14,13 @@ import pytest
 
 import mlxspec
 from mlxspec.engine.engine import Engine
-from mlxspec.model.runner import MANY
 from tests import tiny
 from tests.drafters import attach
 
 OURS = str(Path(mlxspec.__file__).parent)
 LAYERS = (
     "kernels",
-    "model/caches.py",
+    "model/pages.py",
     "model/attention.py",
 )  # grow with a model's depth, not with its rows
 LAYER = 30  # calls
@@ -45,7 +44,7 @@ def calls(engine: Engine, streams: int) -> tuple[float, float]:
             found[frame.f_code.co_filename[len(OURS) + 1 :]] += 1
 
     while engine.busy:
-        plan = engine._flight[-1][1].plan if engine._flight else []
+        plan = engine.in_flight.plan if engine.in_flight else []
         decoding = len(plan) == streams and all(e.count == 1 for e in plan) and steps < STEPS
         sys.setprofile(count if decoding else None)
         try:
@@ -82,35 +81,3 @@ def test_a_layer_calls_no_more_than_this(streams: int) -> None:
         for n in (2, 6)
     )
     assert 1 < (many - few) / 4 <= LAYER, (many - few) / 4
-
-
-def lines(rows: int) -> Counter[str]:
-    """Lines of ours, by file, of a step that reads a prompt of `rows` tokens; a turn of a loop
-    counts."""
-    engine = tiny.engine(tiny.model("qwen3"), blocks=400, budget=1024, context=1024)
-    engine.add(tiny.request("r", [(7 * j) % tiny.VOCAB for j in range(rows)], 1))
-    found: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        found[frame.f_code.co_filename[len(OURS) + 1 :]] += event == "line"
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        engine.step()
-    finally:
-        sys.settrace(before)
-    while engine.busy:
-        engine.step()
-    return found
-
-
-def test_a_long_prompt_is_no_longer_loop() -> None:
-    few, many = lines(MANY), lines(2 * MANY)  # below, a list is faster
-    by_block = {"engine/blocks.py"}  # each has a hash, of the one before it
-    assert few["model/runner.py"] > 100 and many["engine/blocks.py"] <= 16 * 2 * MANY / 8
-    more = {name: many[name] - few[name] for name in many.keys() - by_block}
-    assert sum(more.values()) < 30, more

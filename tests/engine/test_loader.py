@@ -18,7 +18,7 @@ from mlxspec.model import layout as loading
 from mlxspec.model.layout import fit, geometry, load, read
 from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner, owed
-from mlxspec.speculate import NoDrafter, calibrate
+from mlxspec.speculate import NoSpeculation, calibrate
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request, Sampling, UserError
 from tests import tiny
@@ -260,16 +260,16 @@ def test_the_next_start_does_not_try_again(
 
 def test_it_speculates_unless_told_otherwise(path: Path, tmp_path: Path) -> None:
     e, _ = loader.start(path, "tiny", Options(block_size=16, cache=tmp_path / "costs"))
-    assert isinstance(e.drafter, Proposer) and e.drafter.model is None
+    assert isinstance(e.proposer, Proposer) and e.proposer.model is None
     assert list((tmp_path / "costs").iterdir()) and e.scheduler.pool.used == 0
     off, _ = loader.start(path, "tiny", Options(block_size=16, speculate=False))
-    assert isinstance(off.drafter, NoDrafter)
+    assert isinstance(off.drafter, NoSpeculation)
 
 
 def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
     e, info = loader.start(path, "tiny", Options(block_size=16, kv_blocks=20, draft=path))
-    assert isinstance(e.drafter, Proposer) and e.drafter.model is not None
+    assert isinstance(e.proposer, Proposer) and e.proposer.model is not None
     assert "ms a token" in caplog.text
     alone = loader.start(path, "tiny", Options(block_size=16, kv_blocks=20))[1]
     assert (info.kv_bytes, info.weight_bytes) == (2 * alone.kv_bytes, 2 * alone.weight_bytes)
@@ -300,10 +300,10 @@ def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
         target, "tiny", Options(layout=layout, block_size=16, kv_blocks=20, draft=path)
     )
     assert how in caplog.text and info.layout in how
-    assert isinstance(e.drafter, Proposer) and e.drafter.model is not None
+    assert isinstance(e.proposer, Proposer) and e.proposer.model is not None
     e.add(tiny.request("r", [1, 2, 3], 30))
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 30)
-    assert isinstance(e.drafter, Proposer)
+    assert isinstance(e.proposer, Proposer)
 
 
 def test_what_quantized_pools_take_is_known_before_loading(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_quantized_pools_are_counted_and_a_draft_model_keeps_its_own_precision(
     )
     e, both = loader.start(tmp_path, "tiny", replace(sizes, kv_bits=4, draft=tmp_path))
     assert both.kv_bytes == info.kv_bytes + plain
-    assert e.drafter.model.runner.view.kv_bits == 0
+    assert e.proposer.model.runner.view.kv_bits == 0
 
 
 def test_what_cannot_draft_is_refused(path: Path, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_no_speculation_is_said(
     path: Path, options: Options, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     e, _ = loader.start(path, "tiny", options)
-    assert isinstance(e.drafter, NoDrafter)
+    assert isinstance(e.proposer, NoSpeculation)
     assert "no speculation: " in caplog.text and why in caplog.text
 
 

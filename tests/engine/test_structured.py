@@ -14,7 +14,7 @@ from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import seed32
 from mlxspec.types import Request
 from tests import tiny
-from tests.drafters import KINDS, attach, like
+from tests.drafters import KINDS, attach, copies, like
 from tests.liar import NoisyOracle
 from tests.maze import Maze, allowed
 from tests.test_lossless import BLOCK, drafted, prompts
@@ -67,11 +67,13 @@ def requests(temperature: float, choices: int = 1) -> dict[str, Request]:
 def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> None:
     told = {(r.prompt, i): want(kind, r, i) for r in all_of.values() for i in range(r.n)}
     if name == "liar":
-        e.drafter = NoisyOracle(told)
+        e.proposer = NoisyOracle(told)
     elif name != "plain":
         chain = attach(e, name, like(None, kind, 0.02) if name in ("model", "chain") else None)
         for answer in told.values():
-            chain.corpus.add((), [(t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(answer)])
+            copies(chain).corpus.add(
+                (), [(t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(answer)]
+            )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -90,7 +92,7 @@ def test_batch(name: str, budget: int, temperature: float) -> None:
     if name in ("liar", "suffix", "chain"):
         assert drafted(e, name)
     if name not in ("plain", "liar"):
-        tried, kept = e.drafts.tried["grammar", 1], e.drafts.kept["grammar", 1]
+        tried, kept = e.drafts.drafted["grammar", 1], e.drafts.accepted["grammar", 1]
         assert tried == kept > 0, "what is forced is drafted, and kept"
 
 
@@ -113,7 +115,7 @@ def test_preemption_and_choices(name: str) -> None:
     all_of = requests(0.8, choices=2)
     e = tiny.engine(model("llama"), block=BLOCK, blocks=16)
     equip(e, name, "llama", all_of)
-    e.scheduler._lacking = lambda seq: 0
+    e.scheduler.overcommit = True
     for r in all_of.values():
         e.add(r)
     outputs = tiny.run(e)

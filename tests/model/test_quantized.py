@@ -290,7 +290,7 @@ def test_tokens_are_those_of_plain_decoding(
         for parked in (False, True):
             calls.clear()
             liar = NoisyOracle({(r.prompt, 0): truth[n] for n, r in all_of.items()}, lies=0.2)
-            e = tiny.engine(m, drafter=liar, budget=4, max_sequences=2)
+            e = tiny.engine(m, proposer=liar, budget=4, max_sequences=2)
             for r in all_of.values():
                 e.add(r)
 

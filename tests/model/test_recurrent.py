@@ -21,11 +21,11 @@ KINDS = ["qwen3_next", "nemotron_h", "lfm2"]
 class Fixed(NoisyOracle):
     """Drafts four tokens whenever it may, of which those at every fifth position are wrong."""
 
-    def plan(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
+    def depths(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
         return dict.fromkeys(seqs, 4)
 
-    def draft(self, entries: Seq[Entry], before: object) -> None:
-        for e in entries:
+    def draft(self, plan: Seq[Entry], previous: object) -> None:
+        for e in plan:
             if e.depth:
                 at = e.seq.generated
                 rest = enumerate(self.truth[e.seq.request.prompt, 0][at : at + e.depth], at)
@@ -48,7 +48,7 @@ def counted(e: Engine) -> Counter[str]:
 def test_rollback_takes_no_pass_of_its_own() -> None:
     m = tiny.model("qwen3_next")
     told = tiny.Plain(m)(PROMPT, 60)
-    e = tiny.engine(m, layout="rect", drafter=Fixed({(PROMPT, 0): told}))
+    e = tiny.engine(m, layout="rect", proposer=Fixed({(PROMPT, 0): told}))
     count = counted(e)
     e.add(tiny.request("r", PROMPT, 60))
     outputs = tiny.run(e)
@@ -65,7 +65,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
     m = tiny.model(kind)
     told = tiny.Plain(m)(PROMPT, 30)
     e = tiny.engine(m, layout="rect")
-    e.drafter = NoisyOracle({(PROMPT, i): told for i in range(2)})
+    e.proposer = NoisyOracle({(PROMPT, i): told for i in range(2)})
     stop = frozenset({told[22]})
     e.add(tiny.request("r", PROMPT, 30, choices=2, stop_tokens=stop))
     drop, seen, ended = e.scheduler.groups.drop, [], []
@@ -89,10 +89,10 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
     while e.busy:
         e.step()
         for seq in e.scheduler.running:
-            if not seq.spread and seq.state is not None:
+            if not seq.inflight_drafts and seq.state is not None:
                 check(seq)
     assert ended == ["stop", "stop"] and len(seen) > 5
-    assert 0 < e.drafter.kept < e.drafter.drafted
+    assert 0 < e.proposer.kept < e.proposer.drafted
 
 
 def test_nothing_is_recorded_without_a_draft_or_for_another_model(
@@ -103,7 +103,7 @@ def test_nothing_is_recorded_without_a_draft_or_for_another_model(
     one, other = tiny.model("qwen3_next"), tiny.model("qwen3_next")
     e, quiet = (tiny.engine(m, layout="rect") for m in (one, other))
     told = tiny.Plain(one)(PROMPT, 20)
-    e.drafter = Fixed({(PROMPT, 0): told})
+    e.proposer = Fixed({(PROMPT, 0): told})
     e.add(tiny.request("r", PROMPT, 20))
     quiet.add(tiny.request("r", PROMPT, 20))
     got, silent = [], []

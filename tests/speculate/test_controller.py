@@ -19,7 +19,7 @@ from mlxspec.speculate.controller import (
     Controller,
     Costs,
     Key,
-    Option,
+    Proposal,
     probe_every,
     share,
 )  # fmt: skip
@@ -70,9 +70,9 @@ def test_a_row_costs_what_sampling_it_costs() -> None:
     assert costs.draw(["sorted", "greedy"]) == 0.25
     assert costs.curve(3, 64, "exact", 0.5).tolist() == pytest.approx([1.5, 2.1, 2.7])
     ctl = Controller(costs, lambda key: 0.6)
-    copy = [[Option("lookup", [0.6] * 8)]]
+    copy = [[Proposal("lookup", [0.6] * 8)]]
     (cheap, _), (dear, _) = (
-        ctl.decide([ctl.pilot()], copy, 64, "exact", draw)[0] for draw in (0.0, 2.0)
+        ctl.decide([ctl.begin()], copy, 64, "exact", draw)[0] for draw in (0.0, 2.0)
     )
     assert cheap > 0 == dear
 
@@ -105,20 +105,20 @@ def test_a_chance_starts_at_its_prior_follows_what_happens_and_returns() -> None
 # -----------------------------------------------------------------------------------------
 
 
-def brute(options: list[Option | None], seconds: np.ndarray, plain: float) -> float:
+def brute(options: list[Proposal | None], seconds: np.ndarray, plain: float) -> float:
     """The best tokens per second over all ragged allocations that the curve has rows for."""
     base, best = len(options), len(options) / plain
-    for depths in itertools.product(*(range(len(o.chances) + 1 if o else 1) for o in options)):
+    for depths in itertools.product(*(range(len(o.rates) + 1 if o else 1) for o in options)):
         if 0 < sum(depths) <= len(seconds) - base:
             best = max(best, rate(options, depths, seconds))
     return best
 
 
-def rate(options: list[Option | None], depths, seconds: np.ndarray) -> float:
+def rate(options: list[Proposal | None], depths, seconds: np.ndarray) -> float:
     tokens, models = float(len(options)), [0.0]
     for option, depth in zip(options, depths, strict=True):
         if option and depth:
-            tokens += float(np.cumprod(option.chances)[:depth].sum())
+            tokens += float(np.cumprod(option.rates)[:depth].sum())
             models.append(option.seconds * depth)
     return tokens / (float(seconds[len(options) + sum(depths) - 1]) + max(models))
 
@@ -137,18 +137,18 @@ def test_sharing_equals_the_best_of_all_allocations(
 ) -> None:
     """Free copies beside drafts of one model, and sequences that have neither."""
     one = st.builds(
-        lambda chances, model: Option("m", chances, each) if model else Option("c", chances),
+        lambda chances, model: Proposal("m", chances, each) if model else Proposal("c", chances),
         st.lists(chance, min_size=1, max_size=4), st.booleans(),
     )  # fmt: skip
     options = data.draw(st.lists(st.one_of(st.none(), one), min_size=1, max_size=4))
     depths = share(options, seconds, plain)
-    assert all(0 <= d <= (len(o.chances) if o else 0) for d, o in zip(depths, options, strict=True))
+    assert all(0 <= d <= (len(o.rates) if o else 0) for d, o in zip(depths, options, strict=True))
     got = rate(options, depths, seconds) if any(depths) else len(options) / plain
     assert got == pytest.approx(brute(options, seconds, plain), rel=1e-9)
 
 
 def test_the_better_sequence_gets_more_rows() -> None:
-    options = [Option("c", [p] * DEPTH) for p in (0.5, 0.9, 0.7, 0.0)]
+    options = [Proposal("c", [p] * DEPTH) for p in (0.5, 0.9, 0.7, 0.0)]
     depths = share(options, np.array([curve(0.1, 0)(r) for r in range(1, 40)]), 1.3)
     assert depths[1] > depths[2] > depths[0] > depths[3] == 0
 
@@ -156,29 +156,29 @@ def test_the_better_sequence_gets_more_rows() -> None:
 def test_rows_that_cost_nothing_are_all_used() -> None:
     """Four sequences, every draft right: each drafts as deep as it may."""
     ctl = Controller(table(lambda r: 1.0), lambda key: 1.0)
-    options = [[Option("model", [1.0] * DEPTH)] for _ in range(4)]
-    decided = ctl.decide([ctl.pilot() for _ in range(4)], options, 64, "exact")
+    options = [[Proposal("model", [1.0] * DEPTH)] for _ in range(4)]
+    decided = ctl.decide([ctl.begin() for _ in range(4)], options, 64, "exact")
     assert [depth for depth, _ in decided] == [DEPTH] * 4
 
 
 def test_the_best_of_a_sequences_options_is_taken() -> None:
     ctl = Controller(table(curve(0.05, 0)), lambda key: 0.5)
-    copy, model = Option("lookup", [0.9] * 8), Option("model", [0.9] * 8, 0.2)
+    copy, model = Proposal("lookup", [0.9] * 8), Proposal("model", [0.9] * 8, 0.2)
     for options, want in [
         ([copy, model], copy),
-        ([Option("lookup", [0.1] * 8), model], model),
+        ([Proposal("lookup", [0.1] * 8), model], model),
         ([], None),
     ]:
-        ((depth, picked),) = ctl.decide([ctl.pilot()], [options], 64, "exact")
+        ((depth, picked),) = ctl.decide([ctl.begin()], [options], 64, "exact")
         assert picked is want and bool(depth) == bool(want)
 
 
 def test_a_probe_takes_its_share_of_the_time_and_none_where_nothing_can_be_won() -> None:
     seconds = np.array([curve(0.3, 0.0)(r) for r in range(1, 10)])
-    every = probe_every(Option("m", [0.1] * 8, 0.05), seconds, 1.0, 1)
+    every = probe_every(Proposal("m", [0.1] * 8, 0.05), seconds, 1.0, 1)
     assert every == pytest.approx(0.35 / PROBE_SHARE, abs=1)
-    assert probe_every(Option("m", [0.1] * 8, 0.8), seconds, 1.0, 1) == 0
-    assert probe_every(Option("c", [0.1] * 8), seconds * 3, 1.0, 1) == 0
+    assert probe_every(Proposal("m", [0.1] * 8, 0.8), seconds, 1.0, 1) == 0
+    assert probe_every(Proposal("c", [0.1] * 8), seconds * 3, 1.0, 1) == 0
 
 
 # ---- in the long run
@@ -201,15 +201,15 @@ class Run:
         rng = random.Random(self.seed)
 
         def first(key: Key) -> float:
-            return 0.6 if key[1] == 1 else ctl.chance.of(("model", key[1] - 1))
+            return 0.6 if key[1] == 1 else ctl.rate.of(("model", key[1] - 1))
 
         ctl = Controller(table(self.believed or self.cost), first)
-        pilots = [ctl.pilot() for _ in range(self.sequences)]
+        pilots = [ctl.begin() for _ in range(self.sequences)]
         keys = [("model", i) for i in range(1, DEPTH + 1)]
         made = []
         for r in range(n):
             options = [
-                [Option("model", [p.chance.of(k) for k in keys], self.draft)] for p in pilots
+                [Proposal("model", [p.rate.of(k) for k in keys], self.draft)] for p in pilots
             ]
             depths = [depth for depth, _ in ctl.decide(pilots, options, 64, "exact")]
             tokens = 0.0

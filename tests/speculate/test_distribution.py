@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from mlxspec.speculate.controller import Controller, Costs, Option, SequenceStats
+from mlxspec.speculate.controller import Controller, Costs, Proposal, SequenceStats
 from mlxspec.types import Request
 from tests import tiny
-from tests.drafters import attach, like
+from tests.drafters import attach, copies, like
 from tests.liar import NoisyOracle
 
 PROMPT = (5, 6, 7)
@@ -74,7 +74,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be drafted is, so that few seeds tell much."""
 
     def decide(
-        self: Controller, pilots: list[SequenceStats], options: list[list[Option]], *_: Any
+        self: Controller, pilots: list[SequenceStats], options: list[list[Proposal]], *_: Any
     ) -> list[Any]:
         return [(len(some[0].chances), some[0]) if some else (0, None) for some in options]
 
@@ -85,13 +85,13 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(kind: str) -> tiny.Engine:
     e = tiny.engine(model(), budget=256, blocks=128, max_sequences=32)
     if kind == "liar":
-        e.drafter = NoisyOracle({(PROMPT, 0): list(GUESS[:N])}, lies=0.2, most=N)
+        e.proposer = NoisyOracle({(PROMPT, 0): list(GUESS[:N])}, lies=0.2, most=N)
         return e
     chain = attach(e, kind, small() if kind in ("model", "chain") else None)
     if kind == "suffix":
         for two in itertools.product(TOKENS, repeat=2):
-            chain.corpus.add(PROMPT, (*two, *GUESS[2:]))
-        chain.corpus.index(10**6)
+            copies(chain).corpus.add(PROMPT, (*two, *GUESS[2:]))
+        copies(chain).corpus.index(10**6)
     return e
 
 

@@ -13,11 +13,11 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.model.runner import Runner
 from mlxspec.speculate.controller import Controller, Costs
-from mlxspec.speculate.draft_model import CATCH_UP, LAG, DraftModel
+from mlxspec.speculate.draft_model import CATCH_UP, MAX_LAG, DraftModel
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Request
 from tests import tiny
-from tests.drafters import attach, like
+from tests.drafters import attach, like, small_model
 
 N = 24
 BLOCK = 8
@@ -69,25 +69,25 @@ class Twins:
         )
         self.chain = attach(self.engine, "model", like(None, self.kind, self.noise))
         assert self.draft
-        forward = self.draft.runner.forward
+        forward = self.draft.runner.forward_rows
 
-        def counted(plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
+        def counted(plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None) -> mx.array:
             for e in plan:
                 self.rows += e.rows
-                if e.spread:
+                if e.inflight_drafts:
                     self.blind += e.count == 2
                     continue
                 self.reads.update(
                     (e.seq.request.id, e.seq.index, at) for at in range(e.start, e.end)
                 )
-            return forward(plan, ids, late)
+            return forward(plan, ids, offsets)
 
-        self.draft.runner.forward = counted  # type: ignore[method-assign]
+        self.draft.runner.forward_rows = counted  # type: ignore[method-assign]
 
     @property
     def draft(self) -> DraftModel:
-        assert self.chain.model
-        return self.chain.model
+        assert small_model(self.chain)
+        return small_model(self.chain)
 
     def __call__(self, *requests: Request) -> list[Any]:
         """All tokens are plain decoding's, and every drafted one was kept."""
@@ -244,7 +244,7 @@ def test_a_sequence_without_drafts_is_read_in_steps_and_not_left_far_behind() ->
     for _ in range(110):
         twins.engine.step()
         for seq, live in twins.draft._live.items():
-            assert len(seq.tokens) - live.seen <= LAG + 20 + 2
+            assert len(seq.tokens) - live.read <= MAX_LAG + 20 + 2
     assert max(twins.reads.values()) == 1
     tiny.run(twins.engine)
 
@@ -257,19 +257,19 @@ def test_what_lags_is_caught_up_within_a_bound() -> None:
     e.add(tiny.request("a", prompt, 2))
     tiny.run(e)
     chain, sizes = attach(e, "model", tiny.model("qwen3")), []
-    assert chain.model
-    forward = chain.model.runner.forward
+    assert small_model(chain)
+    forward = small_model(chain).runner.forward_rows
 
-    def counted(plan: Sequence[Entry], ids: mx.array, late: mx.array | None) -> mx.array:
+    def counted(plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None) -> mx.array:
         sizes.append(sum(entry.rows for entry in plan))
-        return forward(plan, ids, late)
+        return forward(plan, ids, offsets)
 
-    chain.model.runner.forward = counted  # type: ignore[method-assign]
+    small_model(chain).runner.forward_rows = counted  # type: ignore[method-assign]
     r = tiny.request("b", prompt, 30)
     e.add(r)
     out = tiny.run(e)
     assert tiny.tokens(out, "b") == truth(r)
-    assert max(sizes) <= CATCH_UP + LAG and sum(sizes) < 400 + 60
+    assert max(sizes) <= CATCH_UP + MAX_LAG and sum(sizes) < 400 + 60
     assert out[-1].drafted == dict(out[-1].accepted)["model"] > 10
 
 
@@ -301,7 +301,9 @@ def test_logits_of_another_width(
     e = tiny.engine(target, block=BLOCK)
     chain = attach(e, "model", other)
     assert (
-        chain.model and isinstance(chain.model.runner, Runner) and chain.model.vocab == tiny.VOCAB
+        small_model(chain)
+        and isinstance(small_model(chain).runner, Runner)
+        and small_model(chain).vocab == tiny.VOCAB
     )
     seen: list[int] = []
     inner = chain.draft
@@ -333,9 +335,9 @@ def test_it_follows_a_target_that_rolls_drafts_back(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Controller, "decide", lambda self, *args: three(*args))
     draft = DraftModel.draft
 
-    def checked(self: DraftModel, plan: Sequence[Entry], before: Any, depths: Any) -> None:
+    def checked(self: DraftModel, plan: Sequence[Entry], previous: Any, chosen: Any) -> None:
         nonlocal right
-        draft(self, plan, before, depths)
+        draft(self, plan, previous, chosen)
         for entry in plan:
             if len(entry.draft) and not entry.pending:
                 known = entry.seq.tokens[: entry.start + entry.count]
@@ -348,4 +350,4 @@ def test_it_follows_a_target_that_rolls_drafts_back(monkeypatch: pytest.MonkeyPa
         e.add(r)
     out = tiny.run(e)
     assert [tiny.tokens(out, r.id) for r in rs] == [truth(r, kind="mamba2") for r in rs]
-    assert e.drafter is chain and right > 10
+    assert e.proposer is chain and right > 10

@@ -7,24 +7,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.speculate.ngram import END, LONG, LOST, REACH, SHORT, TRIED, Index, Lookup
+from mlxspec.speculate.ngram import (
+    LONG,
+    MAX_CANDIDATES,
+    MAX_MATCH,
+    MAX_MISSES,
+    SEPARATOR,
+    SHORT,
+    Index,
+    Lookup,
+)
 
 texts = st.integers(1, 4).flatmap(lambda k: st.lists(st.integers(0, k - 1), max_size=220))
 
 
 def common(text: list[int], end: int, context: list[int]) -> int:
-    """Tokens before and at `end` that equal the end of `context`, REACH at most."""
+    """Tokens before and at `end` that equal the end of `context`, MAX_MATCH at most."""
     n = 0
-    while n < min(REACH, len(context), end + 1) and text[end - n] == context[-1 - n]:
+    while n < min(MAX_MATCH, len(context), end + 1) and text[end - n] == context[-1 - n]:
         n += 1
     return n
 
 
 def brute(text: list[int], indexed: int, context: list[int]) -> list[tuple[int, int]]:
-    """The rule written down: the latest TRIED ends that share LONG tokens, or else SHORT tokens."""
+    """The rule written down: the latest MAX_CANDIDATES ends that share LONG tokens, or else SHORT tokens."""
     for size in (LONG, SHORT):
-        ends = [e for e in range(indexed) if common(text, e, context) >= size][-TRIED:]
-        goes_on = [e for e in ends if e + 1 < len(text) and text[e + 1] != END]
+        ends = [e for e in range(indexed) if common(text, e, context) >= size][-MAX_CANDIDATES:]
+        goes_on = [e for e in ends if e + 1 < len(text) and text[e + 1] != SEPARATOR]
         if found := [(common(text, e, context), e) for e in goes_on]:
             return sorted(found, reverse=True)
     return []
@@ -34,16 +43,16 @@ def brute(text: list[int], indexed: int, context: list[int]) -> list[tuple[int, 
 @given(texts, st.data())
 def test_find_equals_a_search_through_the_text(text: list[int], data: st.DataObject) -> None:
     if text and data.draw(st.booleans()):
-        text[data.draw(st.integers(0, len(text) - 1))] = END
+        text[data.draw(st.integers(0, len(text) - 1))] = SEPARATOR
     index = Index(list(text))
     while data.draw(st.booleans()) and index.index(data.draw(st.integers(0, 60))):
         pass
     inside = data.draw(st.integers(0, max(0, len(text) - 1)))
     foreign = data.draw(st.lists(st.integers(0, 3), max_size=8))
     for context in (text, text[:inside], text[:inside] + foreign, foreign):
-        context = context[-REACH:]
-        if END in context:
-            context = context[len(context) - context[::-1].index(END) :]
+        context = context[-MAX_MATCH:]
+        if SEPARATOR in context:
+            context = context[len(context) - context[::-1].index(SEPARATOR) :]
         assert index.find(context) == brute(text, index.indexed, context)
 
 
@@ -56,10 +65,10 @@ def test_the_first_found_is_the_longest_match_there_is(text: list[int]) -> None:
     best = max((common(text, e, text) for e in range(len(text) - 1)), default=0)
     size = LONG if best >= LONG else SHORT
     rivals = sum(common(text, e, text) >= size for e in range(len(text)))
-    found = index.find(text[-REACH:])
-    assert bool(found) == (best >= SHORT) or rivals > TRIED
-    if found and rivals <= TRIED:
-        assert found[0][0] == min(best, REACH)
+    found = index.find(text[-MAX_MATCH:])
+    assert bool(found) == (best >= SHORT) or rivals > MAX_CANDIDATES
+    if found and rivals <= MAX_CANDIDATES:
+        assert found[0][0] == min(best, MAX_MATCH)
 
 
 @settings(max_examples=100)
@@ -100,7 +109,7 @@ def test_long_texts_are_indexed_without_a_stall(text: list[int]) -> None:
     assert sorted(slices)[-2] < 0.05, "one slice may meet the garbage collector"
     began = time.process_time()
     for at in range(200, 100_000, 1000):
-        index.find(text[at - REACH : at])
+        index.find(text[at - MAX_MATCH : at])
     assert time.process_time() - began < 0.1, "100 searches"
 
 
@@ -122,7 +131,7 @@ def test_a_prediction_is_drafted_from_its_start() -> None:
     assert made and made.tokens == prediction[:5] and made.source == "resume" and made.match == 0
     assert len(made.shares) == 5
     lookup.feed([1, 2, 3, *prediction[:6]], 100)
-    lookup.moved(5)
+    lookup.advance(5)
     made = lookup.propose(5)
     assert made and made.tokens == prediction[6:11] and made.source == "lookup" and made.match == 6
     assert tokens_of(lookup, 99) == prediction[6:], "it ends where the prediction does"
@@ -135,12 +144,12 @@ def test_a_copy_goes_on_behind_a_replaced_word() -> None:
     assert tokens_of(lookup, 4) == tuple(old[10:14])
     out += [old[10], 999]  # one was right, the second was refused
     lookup.feed(out, 100)
-    lookup.moved(1)
+    lookup.advance(1)
     made = lookup.propose(4)
     assert made and made.source == "resume" and made.tokens == tuple(old[12:16])
     out += old[12:17]
     lookup.feed(out, 100)
-    lookup.moved(4)
+    lookup.advance(4)
     made = lookup.propose(4)
     assert made and made.source == "lookup" and made.tokens == tuple(old[17:21])
 
@@ -148,15 +157,15 @@ def test_a_copy_goes_on_behind_a_replaced_word() -> None:
 def test_a_copy_that_is_lost_is_given_up_and_found_again() -> None:
     lookup = fed([1, 2], tuple(range(100, 200)))
     out = [1, 2]
-    for i in range(LOST):
+    for i in range(MAX_MISSES):
         assert tokens_of(lookup, 3) == (100 + i, 101 + i, 102 + i)
         out.append(900 + i)
         lookup.feed(out, 100)
-        lookup.moved(0)
+        lookup.advance(0)
     assert lookup.propose(3) is None
     lookup.feed([*out, 150, 151], 100)
     assert tokens_of(lookup, 3) == (152, 153, 154)
-    lookup.moved(3)
+    lookup.advance(3)
     lookup.feed([*out, 150, 151, 152, 153, 154, 777], 100)
     assert lookup.propose(3), "a kept token restores the trust"
 
@@ -165,7 +174,7 @@ def test_the_prompt_is_no_continuation_of_the_prediction() -> None:
     """The two texts are apart: neither does a match reach across, nor does a copy."""
     lookup = fed([7, 8, 9, 1, 2], (5, 6, 1, 2))
     made = lookup.propose(9)
-    assert made is None or END not in made.tokens
+    assert made is None or SEPARATOR not in made.tokens
     assert lookup._index.find([2, 7]) == []
 
 
@@ -179,7 +188,7 @@ def test_periodic_text_goes_on(period: int) -> None:
     text = [i % period for i in range(period * 12)]
     made = fed(text).propose(10)
     want = [(len(text) + i) % period for i in range(10)]
-    assert made and made.match == min(REACH, len(text) - period)
+    assert made and made.match == min(MAX_MATCH, len(text) - period)
     assert made.tokens == tuple(want[: len(made.tokens)]) and len(made.tokens) >= min(10, period)
 
 
@@ -200,12 +209,12 @@ def test_bounds(prompt: list[int], prediction: list[int], most: int, data: st.Da
         kept = 0
         if made:
             assert 1 <= len(made.tokens) == len(made.shares) <= most
-            assert END not in made.tokens and 0 <= made.match <= REACH
+            assert SEPARATOR not in made.tokens and 0 <= made.match <= MAX_MATCH
             assert all(0 < s <= 1 for s in made.shares) and 0 < made.score <= len(made.tokens)
             kept = data.draw(st.integers(0, len(made.tokens)))
             out += made.tokens[:kept]
         out.append(data.draw(st.integers(0, 3)))
-        lookup.moved(kept)
+        lookup.advance(kept)
 
 
 @pytest.mark.parametrize("n", [12, 70, 200])

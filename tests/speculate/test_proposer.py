@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from mlxspec.engine.engine import Engine
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
-from mlxspec.speculate.proposer import FIRST, PARKED, Proposer, bucket
-from mlxspec.types import MAX_DEPTH, Draft, Entry, Request, Sequence
+from mlxspec.speculate.ngram import FIRST_RATE, bucket
+from mlxspec.speculate.proposer import PARKED, Proposer
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Sequence
 from tests import tiny
 from tests.drafters import KINDS, attach, costs, like
 
@@ -78,16 +80,16 @@ class Traced:
         )
         if kind == "suffix" and teach:  # what it was asked before, it knows
             for i in range(teach.n):
-                self.chain.corpus.add(teach.prompt[-8:], truth(replace(teach, n=1), i))
-            self.chain.corpus.index(10**6)
-        if self.chain.model:
-            self.chain.model.seconds = each or row
+                copies(self.chain).corpus.add(teach.prompt[-8:], truth(replace(teach, n=1), i))
+            copies(self.chain).corpus.index(10**6)
+        if small_model(self.chain):
+            small_model(self.chain).seconds = each or row
         self.engine.trace = self._trace
 
     def _trace(self, event: str, step: int) -> None:
         self.events.append((event, step))
         if event == "submit":
-            plan = self.engine._flight[-1][1].plan
+            plan = self.engine.in_flight.plan
             self.drafted[step] = [(e.draft.source, len(e.draft)) for e in plan if len(e.draft)]
 
     def __call__(self, *requests: Request) -> list[Any]:
@@ -142,7 +144,7 @@ def test_a_model_fills_in_where_nothing_can_be_copied() -> None:
 def test_an_answer_is_remembered_until_it_is_forgotten() -> None:
     run, r = Traced("suffix"), tiny.request("a", PROMPT, N, seed=3)
     assert [run(r)[-1].rounds, run(r)[-1].rounds < 8] == [N, True]
-    run.engine.forget()
+    run.engine.reset()
     assert run(r)[-1].rounds == N
 
 
@@ -170,7 +172,7 @@ def test_matching_tokens_fall_in_buckets() -> None:
         6,
         6,
     ]
-    assert set(map(bucket, range(200))) == set(FIRST)
+    assert set(map(bucket, range(200))) == set(FIRST_RATE)
 
 
 # ---- who is waited for
@@ -300,8 +302,8 @@ def test_a_cancel_between_any_two_rounds(kind: str) -> None:
         got += tiny.run(e)
         seen = tiny.tokens(got, "gone")
         assert seen == truth(gone)[: len(seen)] and tiny.tokens(got, "stays") == truth(stays)
-        assert e.scheduler.pool.used == 0 and not run.chain._live
-        assert not run.chain.model or not run.chain.model._live
+        assert e.scheduler.pool.used == 0 and not run.chain._stats and not copies(run.chain)._live
+        assert not small_model(run.chain) or not small_model(run.chain)._live
         assert tiny.tokens(run(replace(gone, id="again")), "again") == truth(gone)
 
 
@@ -337,36 +339,36 @@ def test_sequences_push_each_other_out(kind: str, temperature: float) -> None:
         for i in range(4)
     ]
     run = Traced(kind, blocks=14)
-    run.engine.scheduler._lacking = lambda seq: (
-        0
-    )  # admit without looking ahead, so that blocks do run out
+    run.engine.scheduler.overcommit = True
     out = run(*some)
     for r in some:
         assert tiny.tokens(out, r.id) == truth(r), r.id
     assert run.engine.scheduler.preemptions > 0
-    run.engine.scheduler._lacking = type(run.engine.scheduler)._lacking.__get__(
-        run.engine.scheduler
-    )
+    run.engine.scheduler.overcommit = False
     assert tiny.tokens(run(replace(some[1], id="again")), "again") == truth(some[1])
+
+
+def step(entry: Entry, mode: str) -> Any:
+    return SimpleNamespace(plan=[entry], overlaps=mode == "overlap", taps={})
 
 
 def test_the_log_says_when_drafting_stops_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    chain = Proposer(costs())
+    chain = Proposer(costs(), [])
     entry = Entry(Sequence(request()), 20, 1, True)
     drafted = replace(entry, draft=Draft([1, 2], "lookup"))
-    chain.observe([drafted], [[1]], 0.1, "exact")
+    chain.observe(step(drafted, "exact"), [Accepted([1])], 0.1)
     for _ in range(2 * PARKED):
-        chain.observe([entry], [[1]], 0.1, "overlap")
+        chain.observe(step(entry, "overlap"), [Accepted([1])], 0.1)
     assert [r.getMessage() for r in caplog.records] == [
-        f"speculation is parked: no draft paid for {PARKED} steps; probes go on"
+        f"speculation is parked: no draft paid for {PARKED} steps; it is probed"
     ]
     for _ in range(2):
-        chain.observe([drafted], [[1]], 0.1, "exact")
+        chain.observe(step(drafted, "exact"), [Accepted([1])], 0.1)
     assert [r.getMessage() for r in caplog.records][1:] == ["speculation pays again"]
 
 
-@pytest.mark.parametrize("verb", ["begin", "ready", "draft", "_sample", "observe", "end"])
+@pytest.mark.parametrize("verb", ["begin", "options", "draft", "_sample", "observe", "end"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_that_raises_leaves_copies(
     verb: str, temperature: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -393,11 +395,9 @@ def test_a_model_that_raises_leaves_copies(
     copied = request("c", temperature=temperature)
     out = run(copied)
     assert tiny.tokens(out, "c") == truth(copied)
-    assert run.chain.model is None and run.engine.drafter is run.chain
+    assert small_model(run.chain) is None and run.engine.proposer is run.chain
     assert dict(out[-1].accepted).keys() and dict(out[-1].accepted).keys() <= COPIES
-    assert (
-        caplog.text.count("the draft model failed") == 1 and "the drafter failed" not in caplog.text
-    )
+    assert caplog.text.count("drafting by model failed") == 1
 
 
 def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,8 +406,10 @@ def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
     entry = Entry(Sequence(request()), 20, 1, True)
     drafted = replace(entry, draft=Draft([1, 2], "model"))
-    chain = Proposer(costs())
-    chain.observe([drafted], [[1]], 0.1, "overlap")
+    lost: Any = SimpleNamespace(name="model", lazy=True)
+    chain = Proposer(costs(), [lost])
+    chain.drafters.remove(lost)
+    chain.observe(step(drafted, "overlap"), [Accepted([1])], 0.1)
     assert not learned
-    chain.observe([entry], [[1]], 0.1, "overlap")
+    chain.observe(step(entry, "overlap"), [Accepted([1])], 0.1)
     assert len(learned) == 1

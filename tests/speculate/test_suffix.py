@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.speculate.ngram import END
-from mlxspec.speculate.suffix import SHORTEST, Corpus
+from mlxspec.speculate.ngram import SEPARATOR, SHORTEST_OUTPUT, Corpus
 
 
 def corpus(*outputs: list[int], context: tuple[int, ...] = (), capacity: int = 1000) -> Corpus:
@@ -19,13 +18,13 @@ def corpus(*outputs: list[int], context: tuple[int, ...] = (), capacity: int = 1
     return made
 
 
-FILLERS = count(1000, SHORTEST)
+FILLERS = count(1000, SHORTEST_OUTPUT)
 
 
 def padded(*tokens: int) -> list[int]:
     """An output that is long enough, its filler met nowhere else."""
     start = next(FILLERS)
-    return [*range(start, start + SHORTEST), *tokens]
+    return [*range(start, start + SHORTEST_OUTPUT), *tokens]
 
 
 def test_the_more_frequent_continuation_wins_token_by_token() -> None:
@@ -53,9 +52,11 @@ def test_an_output_is_found_behind_the_end_of_its_prompt() -> None:
 
 
 def test_short_outputs_are_not_kept() -> None:
-    kept = corpus(list(range(SHORTEST)))
-    assert kept.propose([1, 2], 1) and not corpus(list(range(SHORTEST - 1))).propose([1, 2], 1)
-    assert corpus(list(range(SHORTEST - 1)))._index.tokens == []
+    kept = corpus(list(range(SHORTEST_OUTPUT)))
+    assert kept.propose([1, 2], 1) and not corpus(list(range(SHORTEST_OUTPUT - 1))).propose(
+        [1, 2], 1
+    )
+    assert corpus(list(range(SHORTEST_OUTPUT - 1)))._index.tokens == []
 
 
 def test_nothing_reaches_from_one_output_into_the_next() -> None:
@@ -88,7 +89,7 @@ def test_bounds(capacity: int, outputs: list[list[int]], data: st.DataObject) ->
         assert kept._index.indexed <= len(kept._index.tokens)
         made = kept.propose(data.draw(st.lists(st.integers(0, 5), max_size=6)), 7)
         if made:
-            assert 1 <= len(made.tokens) <= 7 and END not in made.tokens
+            assert 1 <= len(made.tokens) <= 7 and SEPARATOR not in made.tokens
             assert all(0 < s <= 1 for s in made.shares)
 
 

@@ -1,4 +1,4 @@
-"""The settings: precedence, and errors that name source, field, value and mend."""
+"""The settings: precedence, and errors that name source, setting, value and fix."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -126,11 +126,9 @@ def test_errors_elsewhere(
 
 
 def test_named_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"gone.toml: there is no such file; make it or unset MLXSPEC_CONFIG"
-    ):
+    with pytest.raises(ConfigError, match=r"gone.toml: No such file .* unset MLXSPEC_CONFIG"):
         load({}, {"MLXSPEC_CONFIG": str(tmp_path / "gone.toml")})
-    with pytest.raises(ConfigError, match="Is a directory; make it a file that you may read"):
+    with pytest.raises(ConfigError, match="Is a directory; "):
         load({}, {}, tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"\n')
     with pytest.raises(ConfigError, match="not TOML: 'utf-8' codec"):

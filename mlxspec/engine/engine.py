@@ -70,7 +70,6 @@ class Engine:
     _moved: bool = False  # something went to the disk or came from it, which took time
     guard: MemoryMonitor | None = None  # None: memory is not watched
     stalls: HangDetector | None = None  # None: no kernel is used
-    census: meter.Census = field(default_factory=meter.Census)
     _pressed: tuple[int, float] = (
         NORMAL,
         0.0,
@@ -142,10 +141,9 @@ class Engine:
     def look(self) -> None:
         """See how short memory is, and give back what can be had again. Once per turn, and when
         idle."""
-        self.census.take(idle=not self.busy)
         if self.guard is None:
             return
-        level, before = self.guard.look(), self._pressed
+        level, before = self.guard.poll(), self._pressed
         if level > NORMAL and self.guard.read != before[1]:
             meter.trim()
         if level > before[0]:
@@ -260,7 +258,7 @@ class Engine:
         """Tell of a step whose time is the kernels': none of a prompt, none beside which one was
         built, none while memory is short. What the host does itself and what other models take is
         no waiting."""
-        if self.stalls is None or prefill or (self.guard and self.guard.look() > NORMAL):
+        if self.stalls is None or prefill or (self.guard and self.guard.poll() > NORMAL):
             return
         beside = self._flight[-1][1] if self._flight else None
         if not any(e.fresh > 1 for e in (beside.plan if beside else ())):

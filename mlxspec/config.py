@@ -7,7 +7,6 @@ source, the setting, the value and what is allowed.
 
 import difflib
 import math
-import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -228,8 +227,7 @@ def _read_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
     named = path or env.get("MLXSPEC_CONFIG")
     file = Path(named or FILE).expanduser()
     try:
-        text = file.read_text("utf-8")
-        found = tomllib.loads(text)
+        found = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         if not named and isinstance(error, FileNotFoundError):
             return {}
@@ -238,16 +236,7 @@ def _read_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
         raise ConfigError(f"{file}: not TOML: {error}; correct that line") from error
-    return {
-        name: _checked(name, value, f"{file}:{_line(text, name)}") for name, value in found.items()
-    }
-
-
-def _line(text: str, name: str) -> int:
-    """The number of the line that sets `name`, or opens a table of that name."""
-    key = re.compile(rf"""^[ \t]*\[*[ \t]*["']?{re.escape(name)}["']?[ \t]*[.=\]]""", re.MULTILINE)
-    found = key.search(text)
-    return text.count("\n", 0, found.start()) + 1 if found else 1
+    return {name: _checked(name, value, str(file)) for name, value in found.items()}
 
 
 def _parse(name: str, text: str, source: str) -> Any:
@@ -272,16 +261,14 @@ def _checked(name: str, value: Any, source: str) -> Any:
         value = float(value)
     if type_ is tuple and isinstance(value, list) and all(isinstance(x, str) for x in value):
         value = tuple(value)
-    if type(value) is not type_:
-        problem = f"is not {KINDS[type_]}"
-    elif meta["choices"] and value not in meta["choices"]:
-        problem = "is not a choice"
-    elif type_ in (int, float) and not meta["low"] <= value <= meta["high"]:  # also refuses nan
-        problem = "is out of range"
-    else:
+    allowed = type(value) is type_ and (not meta["choices"] or value in meta["choices"])
+    if allowed and type_ in (int, float):
+        allowed = meta["low"] <= value <= meta["high"]  # also refuses nan
+    if allowed:
         return value
     shown = "the value" if meta["secret"] else repr(value)
-    raise ConfigError(f"{source}: {name} = {shown} {problem}; give {limits(row) or KINDS[type_]}")
+    what = ", ".join(filter(None, (KINDS[type_], limits(row))))
+    raise ConfigError(f"{source}: {name} = {shown} is not allowed; give {what}")
 
 
 def _row(name: str, source: str) -> Field[Any]:

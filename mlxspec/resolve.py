@@ -59,16 +59,15 @@ class ResolvedModel:
                 f"{file} cannot be read: {blame(error)}; give a complete model directory"
             ) from error
         inner = config.get("text_config")
-        vocab = config.get("vocab_size")
-        if not vocab and isinstance(inner, dict):
-            vocab = inner.get("vocab_size")
+        if isinstance(inner, dict):
+            config = inner | config
         weights = list(self.path.glob("model*.safetensors"))
         if self.draft:
             weights += self.draft.path.glob("model*.safetensors")
         return ModelInfo(
             name=self.name,
             context=min(context_of(config), self.config.context or 1 << 31),
-            vocab=vocab or len(self.tokenizer),
+            vocab=config.get("vocab_size") or len(self.tokenizer),
             layout=self.config.layout,
             block_size=self.config.block_size,
             kv_blocks=0,
@@ -81,15 +80,16 @@ class ResolvedModel:
 def models_of(config: Config) -> list[tuple[str, int]]:
     """Names of all models, each followed by its draft model, with their bits per K/V value."""
     known, found = cards(), list[tuple[str, int]]()
-    for number, each in enumerate((config.model, *config.others)):
+    draft = config.draft  # of the first model
+    for each in (config.model, *config.others):
         name = _split_name(each)[1]
-        found.append((name, config.kv_bits))
         card = known.get(name or DEFAULT)
-        draft = card.draft if card else ""
-        if number == 0 and config.draft:
-            draft = config.draft
+        found.append((name, config.kv_bits))
+        if card and not draft:
+            draft = card.draft
         if draft and config.speculate == "on":
             found.append((draft, 0))
+        draft = ""
     return found
 
 

@@ -41,13 +41,12 @@ from mlxspec.progress import progress
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.draft_model import DraftModel, Small, fit_small
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import ModelInfo, Request, Sampling, UnsupportedModel, UserError
+from mlxspec.types import ModelInfo, Request, Sampling, UnsupportedModel
 
 log = logging.getLogger("mlxspec")
 
 KERNELS_DIR = "kernels"  # in the cache directory: what was found out about kernels
 WARM_ROWS = 64  # of a warm-up prompt: enough to measure what a row costs
-DISK_LEAST = 256 << 20  # bytes; a smaller prompt cache is of little use
 
 
 def load_engine(
@@ -63,6 +62,7 @@ def load_engine(
     `share` is the model's part of the memory for caches. `remeasure` ignores what earlier starts
     measured. Raises UnsupportedModel with the reason and the fix.
     """
+    # Load. The weights stay on disk until the plan shows that they fit.
     began = time.perf_counter()
     loaded = [load(each) for each in (path, draft) if each]
     models = [each for each, _ in loaded]
@@ -75,13 +75,15 @@ def load_engine(
     for each in models:
         read(each)
 
+    # Choose the layout, as an earlier start did, and the kernels.
     file = cache_file(path, config)
     cache = None if remeasure else WarmupCache.load(file)
-    cache = cache or WarmupCache(layout=_choose_layout(path, models[0], config))
+    cache = cache or WarmupCache(layout=fit(models[0], config.layout, config.kv_bits))
     layout = cache.layout
     small = fit_small(draft, *loaded[1], layout) if draft else None
     stalls = _prove(cases, config, remeasure, estimate.left)  # before the pools take memory
 
+    # Plan again with what the layout really keeps, build the engine, warm up, calibrate.
     plan = plan_for([layout.kept, *([small.fit.kept] if small else [])])
     identity = _identity(path, layout, plan, config)
     engine = _build(models[0], layout, plan, context, identity, config)
@@ -93,17 +95,26 @@ def load_engine(
     if config.disk_bytes and layout.sharing:
         _outlive(engine, Disk(prompts_of(config), identity, config.disk_bytes, model=name), config)
 
-    _log_layout(layout)
-    scheduler = engine.scheduler
+    log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
+    return engine, _report(engine.scheduler, name, layout, plan, context)
+
+
+def _report(
+    scheduler: Scheduler, name: str, layout: LayoutChoice, plan: MemoryPlan, context: int
+) -> ModelInfo:
+    """Log why the engine is slower or smaller than requested, and return what was derived."""
+    for reason in layout.refused:
+        log.info("layout refused: %s", reason)
+    if layout.lone:
+        log.warning("%s: sequences run one at a time", name)
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
-    log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
-    return engine, ModelInfo(
+    return ModelInfo(
         name=name,
         context=scheduler.limit,
         vocab=layout.vocab,
         layout=layout.layout,
-        block_size=config.block_size,
+        block_size=scheduler.pool.block_size,
         kv_blocks=plan.blocks,
         kv_bytes=plan.cache_bytes,
         weight_bytes=plan.weights,
@@ -116,9 +127,10 @@ def _cases(models: Sequence[Module], config: Config) -> list[Case]:
     """The kernels to verify. The K/V of a draft model are not quantized."""
     if config.kernels == "off":
         return []
-    bits = [config.kv_bits] + [0] * (len(models) - 1)
-    found = zip(models, bits, strict=True)
-    return [case for model, n in found for case in cases_of(model, config.block_size, n)]
+    found = cases_of(models[0], config.block_size, config.kv_bits)
+    for draft in models[1:]:
+        found += cases_of(draft, config.block_size)
+    return found
 
 
 def _free_bytes(config: Config) -> int:
@@ -127,13 +139,6 @@ def _free_bytes(config: Config) -> int:
     if config.memory_gb:
         free = config.memory_bytes - meter.held()[0]
     return max(0, free - owed())
-
-
-def _choose_layout(path: Path, model: Module, config: Config) -> LayoutChoice:
-    try:
-        return fit(model, config.layout, config.kv_bits)
-    except UserError as error:
-        raise UnsupportedModel(f"{path}: {error}") from error
 
 
 def _prove(
@@ -153,10 +158,16 @@ def _prove(
 
 def _identity(path: Path, layout: LayoutChoice, plan: MemoryPlan, config: Config) -> str:
     """A hash of everything that the content of a KV block depends on, beside its tokens."""
-    facts = {name: version(name) for name in ("mlx", "mlx-lm")}
-    facts |= {"layout": layout.layout, "bits": str(layout.kv_bits)}
-    facts |= {"block": str(config.block_size), "windows": str(sorted(plan.windows))}
-    return fingerprint(path, facts | {"device": str(mx.default_device())})
+    facts = {
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "layout": layout.layout,
+        "bits": str(layout.kv_bits),
+        "block": str(config.block_size),
+        "windows": str(sorted(plan.windows)),
+        "device": str(mx.default_device()),
+    }
+    return fingerprint(path, facts)
 
 
 def _build(
@@ -202,12 +213,12 @@ def _warm_up(engine: Engine, cache: WarmupCache) -> None:
         )
     rows = min(WARM_ROWS, scheduler.limit - 1)
     if cache.slowest:
-        _run(engine, 1, rows=1, tokens=1)
+        _run(engine, (1,), 1, 1)
     else:
         places = set()
         # With odd and even numbers of steps: two buffers in turn are back in place after two.
-        for number, tokens in ((1, 4), (2, 4), (3, 3)):
-            cache.slowest = _run(engine, 2 * number, 2 * number + 1, rows=rows, tokens=tokens)
+        for numbers, tokens in (((1, 2), 4), ((3, 4), 4), ((5, 6), 3)):
+            cache.slowest = _run(engine, numbers, rows, tokens)
             sizes = tuple(engine.runner.view.held.values())
             places.add((sizes, engine.runner.places()))
         if len({sizes for sizes, _ in places}) < len(places):  # a grown pool may have moved
@@ -219,7 +230,7 @@ def _warm_up(engine: Engine, cache: WarmupCache) -> None:
     engine.forget()
 
 
-def _run(engine: Engine, *numbers: int, rows: int, tokens: int) -> float:
+def _run(engine: Engine, numbers: Sequence[int], rows: int, tokens: int) -> float:
     """Serve a prompt of `rows` tokens for each number. Returns seconds of the slowest step."""
     most = min(tokens, engine.scheduler.limit - rows)
     for number in numbers:
@@ -276,15 +287,3 @@ def _outlive(engine: Engine, disk: Disk, config: Config) -> None:
         pool.kept = partial(tier.keeps, group)
     held, most = format_size(disk.stats().bytes), format_size(config.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, prompts_of(config))
-    if config.disk_bytes < DISK_LEAST:
-        log.warning("--cache-gb: %s hold hardly one prompt; give more, or 0", most)
-
-
-def _log_layout(found: LayoutChoice) -> None:
-    for reason in found.refused:
-        log.info("layout refused: %s", reason)
-    if found.lone:
-        log.info("sequences run one at a time")
-    if found.rewind:
-        state = format_size(found.state_bytes)
-        log.info("recurrent state: %s a sequence, drafts undone by %s", state, found.rewind)

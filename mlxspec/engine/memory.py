@@ -199,14 +199,14 @@ def make_plan(
     pools = _pools(config, context, token_bytes, windows, state_bytes)
     held = weights + (DISK_BUFFERS if config.disk_bytes else 0)
     left = free - held - headroom()
-    counts = [pool.most for pool in pools]
+    counts, budget = [pool.least for pool in pools], int(left * CACHE_SHARE)
     if config.kv_blocks:
-        _require(config, held, pools, counts, free, left)
-    else:
-        budget = int(left * CACHE_SHARE)
-        fewest = [pool.least for pool in pools]
-        least = _require(config, held, pools, fewest, free, budget)
-        if budget * share >= least:
+        counts, budget = [pool.most for pool in pools], left
+    needed = _size(pools, counts)
+    if needed > budget:
+        raise _too_large(config, held, pools, needed, free, budget)
+    if not config.kv_blocks:
+        if budget * share >= needed:
             budget = int(budget * share)
         counts = _divide(pools, budget)
         for window, found in zip(windows, counts[1:], strict=False):
@@ -254,9 +254,8 @@ def _window_blocks(window: int, config: Config, sequences: int) -> int:
 def _divide(pools: Sequence[Pool], budget: int) -> list[int]:
     """Units of each pool that fit into `budget` bytes."""
     least = _size(pools, [pool.least for pool in pools])
-    rest, wanted = budget - least, _size(pools, [pool.most for pool in pools]) - least
-    if wanted <= rest:
-        return [pool.most for pool in pools]
+    wanted = max(1, _size(pools, [pool.most for pool in pools]) - least)
+    rest = min(budget - least, wanted)
     return [p.least + (p.most - p.least) * rest // wanted if p.unit else p.most for p in pools]
 
 
@@ -264,18 +263,10 @@ def _size(pools: Sequence[Pool], counts: Sequence[int]) -> int:
     return sum(pool.unit * count for pool, count in zip(pools, counts, strict=True))
 
 
-def _require(
-    config: Config,
-    weights: int,
-    pools: Sequence[Pool],
-    counts: Sequence[int],
-    free: int,
-    budget: int,
-) -> int:
-    """Bytes of `counts` units. Raises OutOfMemory if that is more than `budget`."""
-    size = _size(pools, counts)
-    if size <= budget:
-        return size
+def _too_large(
+    config: Config, weights: int, pools: Sequence[Pool], size: int, free: int, budget: int
+) -> OutOfMemory:
+    """That caches of `size` bytes exceed `budget`; with size 0 the weights alone are too large."""
     room, needed, unit = headroom(), size, pools[0].unit
     what = f"{format_size(weights)} for weights and {format_size(room)} of headroom"
     where, fixes = f"free of {format_size(total())}", ["close programs, or set --memory-gb"]
@@ -293,7 +284,7 @@ def _require(
     billions = (free - room - needed) / BYTES_4BIT / 1e9
     if billions > 0.1:
         fixes.append(f"a 4-bit model of less than {billions:.1f} billion parameters fits")
-    raise OutOfMemory(
+    return OutOfMemory(
         f"the model does not fit: it needs {what}, but {format_size(free)} are {where};"
         f" {'; '.join(fixes)}",
         need=weights + room + needed,

@@ -70,15 +70,17 @@ class WarmupCache(BaseModel):
 
 def cache_file(model: Path, config: Config) -> Path:
     """The file for `model` under these settings."""
-    code = blake2b()  # of what runs a model, which may change between two releases
     package = Path(__file__).parents[1]
-    for source in sorted([*package.glob("model/*.py"), *package.glob("kernels/*.py")]):
-        code.update(source.read_bytes())
-    facts = {name: version(name) for name in ("mlx", "mlx-lm")}
-    facts["mlxspec"] = __version__ + code.hexdigest()
-    facts["settings"] = f"{config.layout} {config.kv_bits} {config.block_size}"
-    facts["machine"] = f"{platform.platform()} {platform.processor()} {mx.default_device()}"
-    facts["blas"] = f"{blas.load()} {os.cpu_count()} {os.environ.get('OPENBLAS_NUM_THREADS')}"
+    sources = sorted([*package.glob("model/*.py"), *package.glob("kernels/*.py")])
+    code = blake2b(b"".join(each.read_bytes() for each in sources))  # changes between releases too
+    facts = {
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "mlxspec": __version__ + code.hexdigest(),
+        "settings": f"{config.layout} {config.kv_bits} {config.block_size}",
+        "machine": f"{platform.platform()} {platform.processor()} {mx.default_device()}",
+        "blas": f"{blas.load()}, {os.cpu_count()} CPUs",
+    }
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
 
 

@@ -17,8 +17,8 @@ def device_free() -> int:
 def bound(size: int) -> None:
     """Limit MLX's cache of freed buffers to `size` bytes; a lower limit stays.
 
-    Each prompt length leaves buffers of its own sizes: without a limit, 40 short requests to a model
-    of 0.1 billion parameters left 242 MiB.
+    Each prompt length leaves buffers of its own sizes: without a limit, 40 short requests to a
+    model of 0.1 billion parameters left 242 MiB.
     """
     mx.set_cache_limit(min(size, mx.set_cache_limit(size)))
 

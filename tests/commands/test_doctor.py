@@ -193,7 +193,7 @@ def test_what_is_not_there_yet_is_not_fetched(
         (("--cache-dir", "{file}"), {}, "{file} cannot be written; name another directory"),
         (("{file}",), {}, "is a file; give the directory"),
         (("no-such-model",), {}, "no model 'no-such-model'"),
-        ((), {"MLXSPEC_PORT": "x"}, "MLXSPEC_PORT: port = 'x' is not a whole number"),
+        ((), {"MLXSPEC_PORT": "x"}, "MLXSPEC_PORT: port = 'x' is not allowed"),
     ],
 )
 def test_what_is_broken_is_said(

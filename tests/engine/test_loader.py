@@ -294,7 +294,7 @@ def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> N
         (
             "mamba2",
             "auto",
-            "drafts undone by tape",
+            "tiny: rect layout, ready",
         ),
     ],
 )
@@ -305,9 +305,7 @@ def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
     target = tmp_path / "target"
     target.mkdir()
     save(target, kind)
-    e, _ = load_engine(
-        target, "tiny", settings(layout=layout, block_size=16, kv_blocks=20), path
-    )
+    e, _ = load_engine(target, "tiny", settings(layout=layout, block_size=16, kv_blocks=20), path)
     assert how in caplog.text
     assert isinstance(e.drafter, Proposer) and e.drafter.model is not None
     e.add(tiny.request("r", [1, 2, 3], 30))

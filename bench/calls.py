@@ -20,7 +20,8 @@ from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from mlxspec.engine.loader import Options, start  # noqa: E402
+from mlxspec.config import Config
+from mlxspec.engine.loader import load_engine  # noqa: E402
 from mlxspec.text.chat import load_tokenizer, render, talk_of  # noqa: E402
 from mlxspec.text.history import History  # noqa: E402
 from mlxspec.text.output_parser import Parts  # noqa: E402
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.model)
-    engine, _ = start(args.model, args.model.name, Options(context=4096))
+    engine, _ = load_engine(args.model, args.model.name, Config(context=4096, cache_gb=0))
     rows: dict[str, list[int]] = {}
     for case in track(CASES, "Asking", console=Console(stderr=True)):
         talk = talk_of([{"role": "user", "content": case.text}], case.tools, {}, History())

@@ -1,13 +1,12 @@
-"""The settings: one table, the fields of `Config`, makes the file, the variables, the flags and the
+"""The settings. One table, the fields of `Config`, makes the file, the variables, the flags and the
 docs.
 
-File < `MLXSPEC_*` < flags. Values of variables and flags are text and are parsed here, so that a
-wrong one reads the same wherever it was set: source, field, value, mend.
+Precedence: file < `MLXSPEC_*` variables < flags. Values are checked here, and an error names the
+source, the setting, the value and what is allowed.
 """
 
 import difflib
 import math
-import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,7 @@ KINDS = {str: "text", int: "a whole number", float: "a number", tuple: "a list o
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. The message names its source, field and value, and the
-    mend."""
+    """A setting that cannot be used. The message names its source, name and value, and the fix."""
 
 
 def option(
@@ -33,120 +31,109 @@ def option(
     help: str,
     *,
     unit: str = "",
-    low: float = -math.inf,
+    low: float = 0,
     high: float = math.inf,
     choices: tuple[T, ...] = (),
     secret: bool = False,
 ) -> T:
-    """One row of the table. `low` and `high` are inclusive; a `secret` value is never printed."""
-    meta = {
-        "help": help,
-        "unit": unit,
-        "low": low,
-        "high": high,
-        "choices": choices,
-        "secret": secret,
-    }
-    value: T = field(default=default, metadata=meta, repr=not secret)
-    return value
+    """One row of the table. `low` and `high` bound a number, inclusively; a `secret` value is never
+    printed."""
+    return field(
+        default=default,
+        repr=not secret,
+        metadata=dict(help=help, unit=unit, low=low, high=high, choices=choices, secret=secret),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Every setting. The defaults serve the embedded model; 0 and "" mean: derived when the server
-    starts."""
+    """All settings. With the defaults the embedded model is served; 0 and "" mean that the value is
+    derived at start."""
 
-    model: str = option("", "Directory in mlx-lm's format, or hub id; empty: the embedded model.")
+    model: str = option(
+        "", "Model directory in mlx-lm's format, or hub id; empty: the embedded model."
+    )
     others: tuple[str, ...] = option(
-        (), "More models, each loaded when it is first asked for by name; NAME=MODEL names one."
+        (), "More models, each loaded on its first request; NAME=MODEL sets the name."
     )
-    name: str = option("", "Name under which the (first) model is served; empty: the model's own.")
+    name: str = option("", "Name of the (first) model in the API; empty: the model's own name.")
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8080, "Port to listen on; 0: any free one.", low=0, high=65535)
-    api_key: str = option("", "Key that clients must send; empty: none is asked for.", secret=True)
+    port: int = option(8080, "Port to listen on; 0: any free port.", high=65535)
+    api_key: str = option("", "API key that clients must send; empty: no key.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
-        (),
-        "Names that a `Host` or `Origin` header may carry, besides those of this machine's loopback.",
+        (), "Names allowed in `Host` and `Origin` headers, in addition to the loopback names."
     )
-    pin: tuple[str, ...] = option((), "Names of models that, once loaded, make room for no other.")
+    pin: tuple[str, ...] = option((), "Models that are never evicted.")
     idle_ttl: float = option(
         1800.0,
         "Idle time after which a model that is not pinned is unloaded; 0: never.",
         unit="s",
-        low=0,
         high=10**7,
     )
-    max_sequences: int = option(16, "Sequences that share a step.", low=1, high=256)
+    max_sequences: int = option(16, "Most sequences in one step.", low=1, high=256)
     max_queue: int = option(
-        64, "Requests that may wait; more are refused with 429.", low=1, high=4096
+        64, "Most requests that wait; further ones get status 429.", low=1, high=4096
     )
     context: int = option(
-        0, "Longest prompt and output; 0: the model's.", unit="tokens", low=0, high=2**24
+        0, "Context length (prompt and output); 0: the model's.", unit="tokens", high=2**24
     )
     block_size: int = option(32, "Size of a KV block.", unit="tokens", low=1, high=512)
     kv_blocks: int = option(
-        0, "KV blocks; 0: from the free memory.", unit="blocks", low=0, high=2**24
+        0, "Number of KV blocks; 0: chosen by free memory.", unit="blocks", high=2**24
     )
     memory_gb: float = option(
         0.0,
-        "Memory for weights, caches and headroom; 0: what is free.",
+        "Memory limit for weights, caches and headroom; 0: what is free.",
         unit="GiB",
-        low=0,
         high=2**16,
     )
     kv_bits: int = option(
-        0,
-        "Bits of each value in the KV blocks; 0: as the model computes it.",
-        low=0,
-        high=8,
-        choices=(0, 4, 8),
+        0, "Bits per value of the KV cache; 0: not quantized.", high=8, choices=(0, 4, 8)
     )
     layout: str = option(
         "auto",
-        "How a step is laid out; auto: found at warm-up.",
+        "Batch layout; auto picks the fastest one that matches mlx-lm.",
         choices=("auto", "rows", "rect", "gather", "solo"),
     )
     prefill_budget: int = option(
-        0, "Prompt tokens computed in one step; 0: by time.", unit="rows", low=0, high=2**16
+        0, "Prompt tokens computed in one step; 0: set by time.", unit="rows", high=2**16
     )
     decode_gap_ms: int = option(
         250,
-        "Longest wait of a running answer for another's prompt to aim at.",
+        "Target limit on how long a prefill may delay running requests.",
         unit="ms",
         low=1,
         high=60_000,
     )
     strict_model_names: str = option(
         "off",
-        "Whether claude-* and gpt-* are refused; else: the first model.",
+        "Refuse the model names claude-* and gpt-*; off: the first model answers for them.",
         choices=("on", "off"),
     )
-    speculate: str = option("on", "Whether to draft, where it pays.", choices=("on", "off"))
+    speculate: str = option("on", "Speculative decoding, where it pays.", choices=("on", "off"))
     kernels: str = option(
         "auto",
-        "Whether own Metal kernels run, each where it was proven on this machine; off: MLX's alone.",
+        "Own Metal kernels; auto: each one that is correct and faster on this machine.",
         choices=("auto", "off"),
     )
     draft: str = option(
-        "", "Small model that drafts for the (first) model; empty: the card's, or none."
+        "", "Draft model for the (first) model; empty: the one that its card names, if any."
     )
     max_body_mb: int = option(32, "Largest request body.", unit="MB", low=1, high=1024)
     keepalive_s: float = option(
-        5.0, "Pause after which a silent stream gets a keep-alive line.", unit="s", low=0.1, high=60
+        5.0, "Silence after which a stream sends a keep-alive.", unit="s", low=0.1, high=60
     )
     drain_s: float = option(
-        30.0, "Time that running answers get at shutdown.", unit="s", low=0, high=3600
+        30.0, "Time for running requests to finish at shutdown.", unit="s", high=3600
     )
     cache_dir: str = option(
         "",
-        "Directory for converted models and, in `prompts`, the prompt cache; empty: the platform's own.",
+        "Directory for converted models, measurements and the prompt cache; empty: the platform's.",
     )
     cache_gb: float = option(
-        10.0, "Disk space for the prompt cache; 0: none.", unit="GB", low=0, high=2**20
+        10.0, "Disk space for the prompt cache; 0: no prompt cache.", unit="GB", high=2**20
     )
-    log_level: str = option(
-        "info", "What is logged.", choices=("debug", "info", "warning", "error")
-    )
+    log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     @property
     def disk_bytes(self) -> int:
@@ -159,6 +146,7 @@ class Config:
         return int(self.memory_gb * 2**30)
 
 
+DEFAULTS = Config()
 TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 
 
@@ -167,66 +155,53 @@ def load(
     env: Mapping[str, str],
     path: Path | None = None,
 ) -> Config:
-    """The settings from file, variables and flags. A flag that is None or [], an empty variable:
-    unset.
+    """The settings from file, variables and flags. A flag of None or [] and an empty variable count
+    as unset.
 
-    `path` or `$MLXSPEC_CONFIG` names a file that must exist; the default file need not. Raises
+    A file named by `path` or `$MLXSPEC_CONFIG` must exist; the default file need not. Raises
     ConfigError.
     """
-    values = _from_file(path, env)
-    for key, text in env.items():
-        name = key.removeprefix(PREFIX).lower()
-        if key.startswith(PREFIX) and text and name != "config":
-            values[name] = _parse(_known(name, key), text, key)
+    values = _read_file(path, env)
+    for variable, text in env.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and text and name != "config":
+            values[name] = _parse(name, text, variable)
     for name, given in flags.items():
         if isinstance(given, str):
-            values[name] = _parse(_known(name, flag(name)), given, flag(name))
+            values[name] = _parse(name, given, flag(name))
         elif given:
             values[name] = tuple(given)
     return Config(**values)
 
 
 def flag(name: str) -> str:
-    """How the command line spells a setting: the models are its arguments, all else are flags."""
+    """The setting on the command line: an argument for the models, a flag for all else."""
     return ARGUMENTS.get(name) or "--" + name.replace("_", "-")
 
 
 def kind(row: Field[Any]) -> type:
+    """The type of a setting: a key of KINDS."""
     return type(row.default)
 
 
-def as_flags(config: Config, base: Config | None = None) -> str:
-    """The settings that differ from those of `base`, the defaults, as the flags that would set
-    them. Secrets are left out."""
-    base = base or Config()
-    words = []
+def as_flags(config: Config, base: Config = DEFAULTS) -> str:
+    """The command-line words for the settings that differ from `base`. Secrets are left out."""
+    words: list[str] = []
     for name, row in TABLE.items():
         value = getattr(config, name)
-        if value != getattr(base, name) and not row.metadata["secret"]:
-            words += [] if name in ARGUMENTS else [flag(name)]
-            if name == "others":
-                words += value
-            else:
-                words.append(",".join(value) if kind(row) is tuple else str(value))
+        if row.metadata["secret"] or value == getattr(base, name):
+            continue
+        if name == "others":
+            words += value
+            continue
+        if name not in ARGUMENTS:
+            words.append(flag(name))
+        words.append(",".join(value) if isinstance(value, tuple) else str(value))
     return shlex.join(words)
 
 
-def data_dir(name: str) -> Path:
-    """`models`, `metal` or `launchd`: in the installed wheel, or else in the checkout."""
-    package = Path(__file__).resolve().parent
-    installed = package / "_data" / name
-    return installed if installed.is_dir() else package.parent / name
-
-
-def url_of(host: str, port: int) -> str:
-    """Where a client on this machine finds a server that listens on `host`."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def limits(row: Field[Any]) -> str:
-    """What a row admits beyond its type: its choices or its range, in its unit. Empty where
-    anything goes."""
+    """The choices or the range of a setting, with its unit; empty where anything is allowed."""
     meta = row.metadata
     if meta["choices"]:
         return "one of " + ", ".join(map(str, meta["choices"]))
@@ -235,80 +210,70 @@ def limits(row: Field[Any]) -> str:
     return f"{meta['low']} to {meta['high']} {meta['unit']}".strip()
 
 
-def _known(name: str, source: str) -> Field[Any]:
-    if name in TABLE:
-        return TABLE[name]
-    near = difflib.get_close_matches(name, list(TABLE), n=1)
-    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists them all"
-    raise ConfigError(f"{source}: there is no setting {name!r}; {hint}")
+def data_dir(name: str) -> Path:
+    """The directory `models`, `metal` or `launchd` of the installed wheel or of the checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_data" / name
+    return installed if installed.is_dir() else package.parent / name
 
 
-def _from_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
-    named = path or (Path(env["MLXSPEC_CONFIG"]) if env.get("MLXSPEC_CONFIG") else None)
-    file = (named or FILE).expanduser()
+def url_of(host: str, port: int) -> str:
+    """The URL at which a client on this machine reaches a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _read_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
+    named = path or env.get("MLXSPEC_CONFIG")
+    file = Path(named or FILE).expanduser()
     try:
-        text = file.read_text("utf-8")
-        found = tomllib.loads(text)
-    except FileNotFoundError as error:
-        if named is None:
+        found = tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        if not named and isinstance(error, FileNotFoundError):
             return {}
         raise ConfigError(
-            f"{file}: there is no such file; make it or unset MLXSPEC_CONFIG"
+            f"{file}: {error.strerror}; make it a readable file or unset MLXSPEC_CONFIG"
         ) from error
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; make it a file that you may read") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not UTF-8, or not TOML: tomllib's message has the line
-        raise ConfigError(f"{file}: not TOML: {error}; mend that line") from error
-    values = {}
-    for name, value in found.items():
-        source = f"{file}:{_line(text, name)}"
-        row = _known(name, source)
-        if kind(row) is float and type(value) is int:
-            value = float(value)
-        if (
-            kind(row) is tuple
-            and isinstance(value, list)
-            and all(isinstance(x, str) for x in value)
-        ):
-            value = tuple(value)
-        if type(value) is not kind(row):
-            raise _refusal(row, value, source, f"is not {KINDS[kind(row)]}")
-        values[name] = _checked(row, value, source)
-    return values
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"{file}: not TOML: {error}; correct that line") from error
+    return {name: _checked(name, value, str(file)) for name, value in found.items()}
 
 
-def _line(text: str, name: str) -> int:
-    """The line of the file where a key or a table of this name stands, for messages."""
-    at = re.search(
-        rf"""^[ \t]*\[*[ \t]*["']?{re.escape(name)}["']?[ \t]*[.=\]]""", text, re.MULTILINE
-    )
-    return text.count("\n", 0, at.start()) + 1 if at else 1
+def _parse(name: str, text: str, source: str) -> Any:
+    """The value of a variable or flag. Raises ConfigError."""
+    type_ = kind(_row(name, source))
+    value: Any = text
+    if type_ is tuple:
+        value = [part.strip() for part in text.split(",") if part.strip()]
+    elif type_ is not str:
+        try:
+            value = type_(text)
+        except ValueError:
+            pass  # it stays text, which is refused below
+    return _checked(name, value, source)
 
 
-def _parse(row: Field[Any], text: str, source: str) -> Any:
-    try:
-        if kind(row) is tuple:
-            value: Any = tuple(part.strip() for part in text.split(",") if part.strip())
-        else:
-            value = kind(row)(text)
-    except ValueError:
-        raise _refusal(row, text, source, f"is not {KINDS[kind(row)]}") from None
-    return _checked(row, value, source)
+def _checked(name: str, value: Any, source: str) -> Any:
+    """`value` in the type of the setting. Raises ConfigError."""
+    row = _row(name, source)
+    type_, meta = kind(row), row.metadata
+    if type_ is float and type(value) is int:
+        value = float(value)
+    if type_ is tuple and isinstance(value, list) and all(isinstance(x, str) for x in value):
+        value = tuple(value)
+    allowed = type(value) is type_ and (not meta["choices"] or value in meta["choices"])
+    if allowed and type_ in (int, float):
+        allowed = meta["low"] <= value <= meta["high"]  # also refuses nan
+    if allowed:
+        return value
+    shown = "the value" if meta["secret"] else repr(value)
+    what = ", ".join(filter(None, (KINDS[type_], limits(row))))
+    raise ConfigError(f"{source}: {name} = {shown} is not allowed; give {what}")
 
 
-def _checked(row: Field[Any], value: Any, source: str) -> Any:
-    meta = row.metadata
-    if meta["choices"] and value not in meta["choices"]:
-        raise _refusal(row, value, source, "is not a choice")
-    if kind(row) in (int, float) and not meta["low"] <= value <= meta["high"]:  # nan fails too
-        raise _refusal(row, value, source, "is out of range")
-    return value
-
-
-def _refusal(row: Field[Any], value: Any, source: str, why: str) -> ConfigError:
-    shown = "the value" if row.metadata["secret"] else repr(value)
-    mend = limits(row) or KINDS[kind(row)]
-    return ConfigError(f"{source}: {row.name} = {shown} {why}; give {mend}")
+def _row(name: str, source: str) -> Field[Any]:
+    if name in TABLE:
+        return TABLE[name]
+    near = difflib.get_close_matches(name, TABLE, n=1)
+    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists them all"
+    raise ConfigError(f"{source}: there is no setting {name!r}; {hint}")

@@ -1,7 +1,6 @@
-"""From the settings to what is to be loaded: models, tokenizers, draft models, the engine's
-options.
+"""From the settings to the models to load: names, directories, draft models, parts of the memory.
 
-Rule: the server and the bench start alike. BLAS is loaded before this is imported.
+Rule: server and bench resolve and load models the same way. Import it after BLAS is loaded.
 """
 
 import json
@@ -11,39 +10,48 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
-from mlxspec.engine.loader import Options, start
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
-from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, held, prompts_of, resolve
+from mlxspec.files import format_size
+from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, held, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.runner import owed
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel, blame
 
-PROOFS = "kernels"  # in the cache directory
-LEAST = 1 << 28  # bytes beside the weights: a small KV pool and a step's activations
+LEAST = 1 << 28  # bytes beside weights and headroom: a small KV pool
+METAL = sys.platform == "darwin" and platform.machine() == "arm64"
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """`found` has the name to serve it under; `small` is the draft model, where there is one."""
+    """A model on disk that can be loaded. `config` are the settings for this model, `share` is its
+    part of the memory for caches."""
 
-    found: Resolved
-    small: Resolved | None
-    options: Options
+    name: str
+    path: Path
+    draft: Resolved | None
+    config: Config
+    share: float = 1.0
+
+    def load(self, remeasure: bool = False) -> tuple[Engine, ModelInfo]:
+        draft = self.draft.path if self.draft else None
+        return load_engine(self.path, self.name, self.config, draft, self.share, remeasure)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.found.path)
+        return load_tokenizer(self.path)
 
     @property
     def info(self) -> ModelInfo:
-        """What the files promise, before anything is loaded."""
-        file = self.found.path / "config.json"
+        """What the files say before the model is loaded. Raises UnsupportedModel."""
+        file = self.path / "config.json"
         try:
             config = dict(json.loads(file.read_text("utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -51,134 +59,108 @@ class ResolvedModel:
                 f"{file} cannot be read: {blame(error)}; give a complete model directory"
             ) from error
         inner = config.get("text_config")
-        inner = inner if isinstance(inner, dict) else {}
-        paths = [one.path for one in (self.found, self.small) if one]
+        if isinstance(inner, dict):
+            config = inner | config
+        weights = list(self.path.glob("model*.safetensors"))
+        if self.draft:
+            weights += self.draft.path.glob("model*.safetensors")
         return ModelInfo(
-            name=self.found.name,
-            context=min(context_of(config), self.options.context or 1 << 31),
-            vocab=config.get("vocab_size") or inner.get("vocab_size") or len(self.tokenizer),
-            layout=self.options.layout,
-            block_size=self.options.block_size,
+            name=self.name,
+            context=min(context_of(config), self.config.context or 1 << 31),
+            vocab=config.get("vocab_size") or len(self.tokenizer),
+            layout=self.config.layout,
+            block_size=self.config.block_size,
             kv_blocks=0,
             kv_bytes=0,
-            weight_bytes=sum(
-                file.stat().st_size for path in paths for file in path.glob("model*.safetensors")
-            ),
+            weight_bytes=sum(file.stat().st_size for file in weights),
             created=int(time.time()),
         )
 
 
 def models_of(config: Config) -> list[tuple[str, int]]:
-    """What starts prove kernels for: each model, its draft model behind it, with the bits of their
-    K/V."""
+    """Names of all models, each followed by its draft model, with their bits per K/V value."""
     known, found = cards(), list[tuple[str, int]]()
+    draft = config.draft  # of the first model
     for each in (config.model, *config.others):
-        model = _named(each)[1]
-        card = known.get(model or DEFAULT)
-        draft = (config.draft if not found else "") or (card.draft if card else "")
-        found.append((model, config.kv_bits))
-        found += [(draft, 0)] * (config.speculate == "on" and bool(draft))
+        name = _split_name(each)[1]
+        card = known.get(name or DEFAULT)
+        found.append((name, config.kv_bits))
+        if card and not draft:
+            draft = card.draft
+        if draft and config.speculate == "on":
+            found.append((draft, 0))
+        draft = ""
     return found
 
 
 def on_disk(model: str, config: Config) -> Path | None:
-    """A model's directory, if nothing has to be fetched for it. Raises UnsupportedModel."""
-    return held(model, cache_of(config), _metal())
+    """A model's directory if nothing has to be downloaded. Raises UnsupportedModel."""
+    return held(model, cache_of(config), METAL)
 
 
-def _metal() -> bool:
-    return sys.platform == "darwin" and platform.machine() == "arm64"
-
-
-def choose(config: Config, share: float = 1.0) -> ResolvedModel:
-    """The first model. Fetches and converts what is not there yet. Raises ConfigError and
+def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
+    """The first model of the settings. Downloads and converts what is missing. Raises
     UnsupportedModel."""
     cache = cache_of(config)
-    metal = _metal()
-    name, model = _named(config.model)
-    found = resolve(model, cache, metal)
-    found = replace(found, name=config.name or name or found.name)
-    small = None
-    if config.speculate == "on" and (named := config.draft or found.draft):
-        small = resolve(named, cache, metal)
-    options = Options(
-        block_size=config.block_size,
-        kv_blocks=config.kv_blocks,
-        memory=config.memory_bytes,
-        context=config.context,
-        layout=config.layout,
-        kv_bits=config.kv_bits,
-        max_sequences=config.max_sequences,
-        prefill_budget=config.prefill_budget,
-        decode_gap=config.decode_gap_ms / 1000,
-        share=share,
-        speculate=config.speculate == "on",
-        draft=small.path if small else None,
-        cache=cache / "costs",
-        kernels=config.kernels == "auto",
-        proofs=cache / PROOFS,
-        disk=prompts_of(config),
-        disk_bytes=config.disk_bytes,
-    )
-    chosen = ResolvedModel(found, small, options)
-    if small:
-        check_draft(chosen.tokenizer, load_tokenizer(small.path), (found.name, small.name))
-    return chosen
+    name, model = _split_name(config.model)
+    found = resolve(model, cache, METAL)
+    draft = None
+    if config.speculate == "on" and (config.draft or found.draft):
+        draft = resolve(config.draft or found.draft, cache, METAL)
+    made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
+    if draft:
+        check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
+    return made
 
 
-def choose_all(config: Config) -> list[ResolvedModel]:
-    """The first model and the others, each for its share of the memory. Raises ConfigError and
+def resolve_models(config: Config) -> list[ResolvedModel]:
+    """All models of the settings, with equal parts of the memory. Raises ConfigError and
     UnsupportedModel."""
     share = 1 / (1 + len(config.others))
-    rest = [replace(config, model=other, name="", draft="") for other in config.others]
-    chosen = [choose(one, share) for one in (config, *rest)]
-    names = [one.found.name for one in chosen]
+    others = [replace(config, model=each, name="", draft="") for each in config.others]
+    models = [resolve_model(each, share) for each in (config, *others)]
+    names = [each.name for each in models]
     for name, other in zip(names[1:], config.others, strict=True):
         if names.count(name) > 1:
-            raise ConfigError(
-                f"others: two models are named {name!r}; give one as NAME={_named(other)[1]}"
-            )
-    if wrong := [name for name in config.pin if name not in names]:
-        raise ConfigError(
-            f"pin = {wrong[0]!r} is none of the models; give some of {', '.join(names)}"
-        )
-    return chosen
+            path = _split_name(other)[1]
+            raise ConfigError(f"others: two models are named {name!r}; give one as NAME={path}")
+    for name in config.pin:
+        if name not in names:
+            raise ConfigError(f"pin = {name!r} is not a model; give some of {', '.join(names)}")
+    return models
 
 
-def fleet_of(chosen: Sequence[ResolvedModel], config: Config, asleep: bool = False) -> ModelManager:
-    """The models for the engine's thread; `asleep`: none is loaded before it is asked for."""
-    infos = [one.info for one in chosen]
-    sizes = {info.name: info.weight_bytes for info in infos}
+def make_manager(
+    models: Sequence[ResolvedModel], config: Config, asleep: bool = False
+) -> ModelManager:
+    """The models for the engine thread. `asleep`: none is loaded before its first request."""
+    slots = [ModelSlot(each.load, each.info, each.name in config.pin) for each in models]
 
     def lack(name: str, held: int, freed: int) -> str:
-        need = max(
-            sizes[name] + memory.headroom() + LEAST,
-            *(m.need for m in members if m.info.name == name),
-        )
-        # `held` and `freed` count what pools are yet to take.
-        free = (
-            config.memory_bytes - held if config.memory_gb else memory.available() - owed()
-        ) + freed
-        if need <= free:
+        """Why a model does not fit now, "" if it does. `held` are the bytes of loaded models with
+        full pools, `freed` those of models about to be evicted."""
+        slot = next(each for each in slots if each.info.name == name)
+        need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
+        free = memory.available() - owed()
+        if config.memory_gb:
+            free = config.memory_bytes - held
+        if need <= free + freed:
             return ""
-        stay = ", ".join(m.info.name for m in members if m.engine and m.pinned)
-        mend = f"; {stay} is pinned: unpin it" * bool(stay) or "; close something"
-        mend = f"{mend}, or raise --memory-gb" if config.memory_gb else mend
-        return f"it needs {memory.gib(need)}, and {memory.gib(max(0, free))} can be had{mend}"
+        pinned = [each.info.name for each in slots if each.engine and each.pinned]
+        fixes = ["close other programs"]
+        if pinned:
+            fixes.append(f"unpin {', '.join(pinned)}")
+        if config.memory_gb:
+            fixes.append("raise --memory-gb")
+        there = format_size(max(0, free + freed))
+        return f"it needs {format_size(need)} and {there} are available; {' or '.join(fixes)}"
 
-    members = [
-        ModelSlot(
-            partial(start, one.found.path, one.found.name, one.options),
-            info,
-            info.name in config.pin,
-        )
-        for one, info in zip(chosen, infos, strict=True)
-    ]
-    return ModelManager(members, lack, config.idle_ttl, asleep=asleep)
+    return ModelManager(slots, lack, config.idle_ttl, asleep=asleep)
 
 
-def _named(model: str) -> tuple[str, str]:
-    """What NAME=MODEL says; no name for any other text, and for a path that is there."""
+def _split_name(model: str) -> tuple[str, str]:
+    """(NAME, MODEL) of NAME=MODEL; ("", model) of other text and of an existing path."""
     name, sign, rest = model.partition("=")
-    given = sign and name and "/" not in name and not os.path.exists(os.path.expanduser(model))
-    return (name, rest) if given else ("", model)
+    if sign and name and "/" not in name and not os.path.exists(os.path.expanduser(model)):
+        return name, rest
+    return "", model

@@ -22,8 +22,9 @@ blas.load()
 
 import mlx.core as mx  # noqa: E402  after BLAS
 
+from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine import memory  # noqa: E402
-from mlxspec.engine.loader import Options, start  # noqa: E402
+from mlxspec.engine.loader import load_engine  # noqa: E402
 from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
 from mlxspec.engine.pressure import MemoryMonitor  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
@@ -85,11 +86,11 @@ def fleet(root: Path) -> ModelManager:
     for kind in KINDS:
         (root / kind).mkdir()
         save(root / kind, kind)
-        options = Options(
-            block_size=8, kv_blocks=60, context=256, max_sequences=5, cache=root / "costs",
-            disk=root / "prompts", disk_bytes=1 << 21,
+        config = Config(
+            block_size=8, kv_blocks=60, context=256, max_sequences=5, cache_dir=str(root),
+            cache_gb=2**-9,
         )  # fmt: skip
-        members.append(ModelSlot(partial(start, root / kind, kind, options), info(kind)))
+        members.append(ModelSlot(partial(load_engine, root / kind, kind, config), info(kind)))
     made = ModelManager(members)
 
     def lack(name: str, held: int, freed: int) -> str:

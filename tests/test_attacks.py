@@ -21,7 +21,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.model.hub import HUB_FILES
 from mlxspec.model.layout import load
-from mlxspec.resolve import choose
+from mlxspec.resolve import resolve_model
 from mlxspec.text.chat import load_tokenizer, render, render_chat, talk_of
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -63,11 +63,13 @@ def foreign(sound: Path, tmp_path: Path) -> Iterator[Path]:
 
 def use(path: Path, **settings: Any) -> None:
     """All that a start does with a model's files, but its warm-up."""
-    chosen = choose(Config(model=str(path), cache_dir=str(path.parent / "cache"), **settings))
+    chosen = resolve_model(
+        Config(model=str(path), cache_dir=str(path.parent / "cache"), **settings)
+    )
     assert chosen.tokenizer and chosen.info
-    load(chosen.found.path)
-    if chosen.small:
-        load(chosen.small.path)
+    load(chosen.path)
+    if chosen.draft:
+        load(chosen.draft.path)
 
 
 def change(path: Path, file: str, **values: Any) -> None:
@@ -439,7 +441,7 @@ def test_a_hub_id_leads_out_of_no_cache(
     monkeypatch.chdir(tmp_path)
     cache = tmp_path / "cache"
     with touched() as found, pytest.raises(UserError):
-        choose(Config(model=name, cache_dir=str(cache)))
+        resolve_model(Config(model=name, cache_dir=str(cache)))
     assert not cache.exists() or all(stat.S_ISDIR(one.stat().st_mode) for one in cache.rglob("*"))
     assert not [
         one

@@ -21,7 +21,7 @@ from mlxspec.bench import replay
 from mlxspec.cache import runfile
 from mlxspec.commands import chat, models
 from mlxspec.config import ConfigError, load
-from mlxspec.engine import warmup
+from mlxspec.engine.warmup import WarmupCache
 from mlxspec.kernels import kept
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.server.anthropic import schema as anthropic_schema
@@ -622,9 +622,9 @@ def test_an_answer_of_400_kb(tokenizer: Any, unit: str) -> None:
 
 HOLES = ["%s", '{"a": %s}']
 VERDICT = {"way": "a", "why": "", "parked": False, "least": 1, "most": 2, "error": 0.1, "gains": {}}
-COSTS = {"measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
+COSTS = {"rows": GRID, "measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
 FIT = asdict(LayoutChoice("rows", True, False, 1, {1: 1}, 1))
-KNOWN = {"fit": FIT, "seconds": 1, "costs": COSTS, "kernels": []}
+KNOWN = {"layout": FIT, "slowest": 1, "costs": COSTS, "kernels": []}
 
 
 def holes(whole: dict[str, Any], around: str = "%s") -> list[str]:
@@ -647,9 +647,9 @@ def settings_of(file: Path) -> None:
 READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], list[str]]] = {
     "verdicts": (kept._read, (), holes(VERDICT, '{"facts": {"a": 1}, "verdict": %s}')),
     "trials": (kept._read, (), ['{"facts": {"a": 1}, "trying": 1, "tries": %s}']),
-    "known": (warmup.recall, (), holes(KNOWN)),
-    "fit": (warmup.recall, (), holes(FIT, json.dumps({**KNOWN, "fit": "@"}).replace('"@"', "%s"))),
-    "costs": (warmup.recall, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
+    "known": (WarmupCache.load, (), holes(KNOWN)),
+    "fit": (WarmupCache.load, (), holes(FIT, json.dumps({**KNOWN, "layout": "@"}).replace('"@"', "%s"))),
+    "costs": (WarmupCache.load, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
     "recording": (replay.read, (ConfigError,), ['{"prompt": %s, "output": [1]}', '{"prompt": [%s]}']),
     "ledger": (ledger.read, (), [f'{{"{name}": %s}}' for name in ledger.Ledger.__slots__]),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
@@ -676,9 +676,9 @@ def test_costs_that_are_read_can_be_reckoned_with(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for wrong in ("1e999", "NaN", "-1", "0", "1e7", "1, 1"):
         file.write_text(json.dumps(KNOWN).replace("[[1, ", f"[[{wrong}, "))
-        assert warmup.recall(file) is None
+        assert WarmupCache.load(file) is None
     file.write_text(json.dumps(KNOWN))
-    assert warmup.recall(file) is not None
+    assert WarmupCache.load(file) is not None
 
 
 def test_weights_that_lead_nowhere(tmp_path: Path) -> None:

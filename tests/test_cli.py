@@ -49,17 +49,17 @@ def test_help_has_every_flag() -> None:
         (
             ("serve", "--port", "x"),
             {},
-            "error: --port: port = 'x' is not a whole number; give 0 to 65535\n",
+            "error: --port: port = 'x' is not allowed; give a whole number, 0 to 65535\n",
         ),
         (
             ("serve",),
             {"MLXSPEC_PORT": "x"},
-            "error: MLXSPEC_PORT: port = 'x' is not a whole number; ",
+            "error: MLXSPEC_PORT: port = 'x' is not allowed; ",
         ),
         (
             ("serve",),
             {"MLXSPEC_CONFIG": "/gone.toml"},
-            "error: /gone.toml: there is no such file; ",
+            "error: /gone.toml: No such file or directory; ",
         ),
         (("serve", "--prot", "1"), {}, "No such option: --prot"),
         (("chat", "--url", "localhost"), {}, "error: --url = 'localhost' is not a URL; "),

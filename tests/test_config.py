@@ -1,4 +1,4 @@
-"""The settings: precedence, and errors that name source, field, value and mend."""
+"""The settings: precedence, and errors that name source, setting, value and fix."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -73,25 +73,16 @@ def test_whole_number_serves_as_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("\nport = 99999\n", ":2: port = 99999 is out of range; give 0 to 65535"),
-        (
-            '# port\nhost = "a"\nport = "80"\n',
-            ":3: port = '80' is not a whole number; give 0 to 65535",
-        ),
-        ("port = true\n", ":1: port = True is not a whole number; give 0 to 65535"),
-        ("drain_s = nan\n", ":1: drain_s = nan is out of range; give 0 to 3600 s"),
-        ("host = 1\n", ":1: host = 1 is not text; give text"),
-        (
-            "allowed_hosts = [1]\n",
-            ":1: allowed_hosts = [1] is not a list of texts; give a list of texts",
-        ),
-        (
-            'layout = "box"\n',
-            ":1: layout = 'box' is not a choice; give one of auto, rows, rect, gather, solo",
-        ),
-        ("kv_bits = 5\n", ":1: kv_bits = 5 is not a choice; give one of 0, 4, 8"),
-        ("\n\nmax_que = 3\n", ":3: there is no setting 'max_que'; did you mean max_queue?"),
-        ("[server]\nport = 1\n", ":1: there is no setting 'server'; "),
+        ("port = 99999\n", "port = 99999 is not allowed; give a whole number, 0 to 65535"),
+        ('port = "80"\n', "port = '80' is not allowed; give a whole number, 0 to 65535"),
+        ("port = true\n", "port = True is not allowed; give a whole number, 0 to 65535"),
+        ("drain_s = nan\n", "drain_s = nan is not allowed; give a number, 0 to 3600 s"),
+        ("host = 1\n", "host = 1 is not allowed; give text"),
+        ("allowed_hosts = [1]\n", "allowed_hosts = [1] is not allowed; give a list of texts"),
+        ('layout = "box"\n', "layout = 'box' is not allowed; give text, one of auto, rows,"),
+        ("kv_bits = 5\n", "kv_bits = 5 is not allowed; give a whole number, one of 0, 4, 8"),
+        ("max_que = 3\n", "there is no setting 'max_que'; did you mean max_queue?"),
+        ("[server]\nport = 1\n", "there is no setting 'server'; "),
         ("port = \n", "not TOML: Invalid value (at line 1"),
     ],
 )
@@ -106,9 +97,13 @@ def test_errors_in_the_file(toml: str, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "env", "message"),
     [
-        ({"port": "x"}, {}, "--port: port = 'x' is not a whole number; give 0 to 65535"),
-        ({"drain_s": "nan"}, {}, "--drain-s: drain_s = nan is out of range; give 0 to 3600 s"),
-        ({}, {"MLXSPEC_PORT": "-1"}, "MLXSPEC_PORT: port = -1 is out of range; give 0 to 65535"),
+        ({"port": "x"}, {}, "--port: port = 'x' is not allowed; give a whole number"),
+        ({"drain_s": "nan"}, {}, "--drain-s: drain_s = nan is not allowed; give a number"),
+        (
+            {},
+            {"MLXSPEC_PORT": "-1"},
+            "MLXSPEC_PORT: port = -1 is not allowed; give a whole number, 0 to 65535",
+        ),
         ({}, {"MLXSPEC_PROT": "1"}, "MLXSPEC_PROT: there is no setting 'prot'; did you mean port?"),
         (
             {},
@@ -126,11 +121,9 @@ def test_errors_elsewhere(
 
 
 def test_named_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"gone.toml: there is no such file; make it or unset MLXSPEC_CONFIG"
-    ):
+    with pytest.raises(ConfigError, match=r"gone.toml: No such file .* unset MLXSPEC_CONFIG"):
         load({}, {"MLXSPEC_CONFIG": str(tmp_path / "gone.toml")})
-    with pytest.raises(ConfigError, match="Is a directory; make it a file that you may read"):
+    with pytest.raises(ConfigError, match="Is a directory; "):
         load({}, {}, tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"\n')
     with pytest.raises(ConfigError, match="not TOML: 'utf-8' codec"):

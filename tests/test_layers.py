@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PLAIN = {"mlxspec", "types", "config", "files"}
+PLAIN = {"mlxspec", "types", "config", "files", "progress"}
 MODEL = PLAIN | {"blas", "kernels", "model"}
 ENGINE = MODEL | {"cache", "speculate", "engine"}
 SERVER = ENGINE | {"metrics", "text", "resolve", "server"}
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "types": set(),
     "config": {"mlxspec", "types", "files"},
     "files": set(),
+    "progress": set(),
     "blas": PLAIN,
     "client": PLAIN,
     "metrics": PLAIN,
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "engine.scheduler": PLAIN | {"cache", "engine.budget"},
     "engine.structured": PLAIN,
     "engine.budget": PLAIN,
-    "engine.memory": PLAIN | {"cache", "engine.memory"},
+    "engine.memory": PLAIN | {"cache", "engine.budget", "engine.memory"},
     "resolve": ENGINE | {"text"},
     "server": SERVER,
     "service": SERVER | {"service", "client", "commands"},

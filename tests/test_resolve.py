@@ -1,4 +1,4 @@
-"""From settings to models: names, shares, what the files promise, what fits."""
+"""From settings to models: names, shares, what the files say, whether a model fits."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec import resolve as module
 from mlxspec.config import Config, ConfigError
-from mlxspec.resolve import choose, choose_all, fleet_of
+from mlxspec.resolve import make_manager, resolve_model, resolve_models
 from mlxspec.types import UserError
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -36,72 +36,71 @@ def dirs(tmp_path: Path) -> tuple[str, str]:
 
 def test_names_and_shares(dirs: tuple[str, str]) -> None:
     one, two = dirs
-    alone = choose(Config(model=one))
-    assert alone.found.name == "one" and alone.options.share == 1.0
-    both = choose_all(Config(model=one, others=(two,), context=256, draft=""))
-    assert [c.found.name for c in both] == ["one", "x=y"]  # a path that is there is a path
-    assert [c.options.share for c in both] == [0.5, 0.5] and both[1].options.context == 256
-    three = choose_all(Config(model=f"first={one}", others=(f"a={one}", f"b={two}")))
-    assert [c.found.name for c in three] == ["first", "a", "b"]
-    assert choose(Config(model=f"first={one}", name="mine")).found.name == "mine"
+    alone = resolve_model(Config(model=one))
+    assert alone.name == "one" and alone.share == 1.0
+    both = resolve_models(Config(model=one, others=(two,), context=256, draft=""))
+    assert [c.name for c in both] == ["one", "x=y"]  # a path that is there is a path
+    assert [c.share for c in both] == [0.5, 0.5] and both[1].config.context == 256
+    three = resolve_models(Config(model=f"first={one}", others=(f"a={one}", f"b={two}")))
+    assert [c.name for c in three] == ["first", "a", "b"]
+    assert resolve_model(Config(model=f"first={one}", name="mine")).name == "mine"
     with pytest.raises(UserError, match="no model 'gone'"):
-        choose_all(Config(model=one, others=("a=gone",)))
+        resolve_models(Config(model=one, others=("a=gone",)))
 
 
 def test_names_must_differ(dirs: tuple[str, str]) -> None:
     with pytest.raises(
         ConfigError, match=r"others: two models are named 'one'; give one as NAME=.*one$"
     ):
-        choose_all(Config(model=dirs[0], others=(dirs[0],)))
-    with pytest.raises(ConfigError, match="pin = 'tow' is none of the models; give some of one, b"):
-        choose_all(Config(model=dirs[0], others=(f"b={dirs[1]}",), pin=("b", "tow")))
+        resolve_models(Config(model=dirs[0], others=(dirs[0],)))
+    with pytest.raises(ConfigError, match="pin = 'tow' is not a model; give some of one, b"):
+        resolve_models(Config(model=dirs[0], others=(f"b={dirs[1]}",), pin=("b", "tow")))
 
 
 def test_a_draft_is_the_first_models(dirs: tuple[str, str]) -> None:
-    both = choose_all(Config(model=dirs[0], others=(f"b={dirs[1]}",), draft=dirs[0]))
-    assert both[0].small is not None and both[1].small is None
+    both = resolve_models(Config(model=dirs[0], others=(f"b={dirs[1]}",), draft=dirs[0]))
+    assert both[0].draft is not None and both[1].draft is None
 
 
-def test_what_the_files_promise(dirs: tuple[str, str]) -> None:
-    info = choose(Config(model=dirs[1], name="b")).info
+def test_info_before_loading(dirs: tuple[str, str]) -> None:
+    info = resolve_model(Config(model=dirs[1], name="b")).info
     assert (info.name, info.context, info.vocab) == ("b", 99, tiny.VOCAB)
     assert info.weight_bytes == (Path(dirs[1]) / "model.safetensors").stat().st_size
-    assert choose(Config(model=dirs[1], context=50)).info.context == 50
+    assert resolve_model(Config(model=dirs[1], context=50)).info.context == 50
     config = json.loads((Path(dirs[1]) / "config.json").read_text())
     del config["vocab_size"]
     (Path(dirs[1]) / "config.json").write_text(json.dumps(config))
-    made = choose(Config(model=dirs[1]))
+    made = resolve_model(Config(model=dirs[1]))
     assert made.info.vocab == len(made.tokenizer)
     (Path(dirs[1]) / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         _ = made.info
 
 
-def test_what_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_model_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(model=dirs[0], others=(f"b={dirs[1]}",), pin=("b",), idle_ttl=9)
-    fleet = fleet_of(choose_all(config), config)
-    assert [m.pinned for m in fleet.members] == [False, True] and fleet.ttl == 9
-    size = fleet.members[1].info.weight_bytes
+    manager = make_manager(resolve_models(config), config)
+    assert [m.pinned for m in manager.members] == [False, True] and manager.ttl == 9
+    size = manager.members[1].info.weight_bytes
     need = size + module.memory.headroom() + module.LEAST
     monkeypatch.setattr(module.memory, "available", lambda: need - 5)
-    assert fleet.lack("b", 9, 5) == "" and "can be had" in fleet.lack("b", 9, 4)
-    limited = fleet_of(choose_all(config := replace(config, memory_gb=2.0)), config)
+    assert manager.lack("b", 9, 5) == "" and "are available" in manager.lack("b", 9, 4)
+    limited = make_manager(resolve_models(config := replace(config, memory_gb=2.0)), config)
     assert limited.lack("b", (2 << 30) - need + 5, 5) == ""
     assert limited.lack("b", (2 << 30) - need + 5, 4).startswith("it needs ")
 
 
-def test_a_model_keeps_to_its_share(dirs: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_keeps_to_its_share(
+    dirs: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two pools are as large as one alone would be."""
     monkeypatch.setattr("mlxspec.engine.memory.CONTEXTS", 1 << 20)
     monkeypatch.setattr(
         "mlxspec.engine.memory.available", lambda: module.memory.headroom() + (64 << 20)
     )
-    options = replace(
-        choose(Config(model=dirs[0], speculate="off", cache_gb=0)).options, max_sequences=2
+    config = Config(
+        model=dirs[0], cache_dir=str(tmp_path), cache_gb=0, speculate="off", max_sequences=2
     )
-    whole, half = (
-        module.start(Path(dirs[0]), "one", replace(options, share=share))[1].kv_blocks
-        for share in (1, 0.5)
-    )
+    whole, half = (resolve_model(config, share).load()[1].kv_blocks for share in (1, 0.5))
     least = -(-512 // 32) + 1  # what one sequence needs comes first
     assert abs(whole - 2 * half) <= least

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import Options, start
+from mlxspec.engine.loader import load_engine
 from tests import tiny
 
 TOKENS = 4096
@@ -28,15 +29,13 @@ def first_token(e: Engine, name: str, prompt: list[int]) -> tuple[float, list[in
 @pytest.mark.slow
 def test_a_restart_at_4k_tokens(smollm2: Path, tmp_path: Path) -> None:
     """At most a tenth of reading the prompt again, and the same answer."""
-    options = Options(
-        disk=tmp_path / "prompts", disk_bytes=1 << 32, cache=tmp_path, speculate=False
-    )
+    config = Config(cache_dir=str(tmp_path), cache_gb=4, speculate="off")
     prompt = [100 + i * i % 9973 for i in range(TOKENS)]
-    e, _ = start(smollm2, "smollm2", options)
+    e, _ = load_engine(smollm2, "smollm2", config)
     computed, told, cached = first_token(e, "first", prompt)
     assert cached == 0
     e.close(30)
-    e, info = start(smollm2, "smollm2", options)
+    e, info = load_engine(smollm2, "smollm2", config)
     restored, again, cached = first_token(e, "again", prompt)
     read = e.tier.disk.stats().read
     e.close(1)

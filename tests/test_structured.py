@@ -10,8 +10,9 @@ import jsonschema
 import pytest
 from hypothesis import Phase, given, settings
 
+from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import Options, start
+from mlxspec.engine.loader import load_engine
 from mlxspec.speculate import NoSpeculation
 from mlxspec.text.chat import load_tokenizer, render_chat
 from mlxspec.text.output_parser import Parts
@@ -38,9 +39,9 @@ def some(n: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
-    engine, _ = start(
-        smollm2, "smollm2", Options(cache=tmp_path_factory.mktemp("costs"), kv_blocks=600)
-    )
+    cache = tmp_path_factory.mktemp("cache")
+    config = Config(cache_dir=str(cache), cache_gb=0, kv_blocks=600)
+    engine, _ = load_engine(smollm2, "smollm2", config)
     yield engine, Grammars(load_tokenizer(smollm2), engine.vocab)
 
 

@@ -76,7 +76,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(
     words: tuple[str, str], mend: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tune, "choose", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(tune, "resolve_model", lambda *_: pytest.fail("too late"))
     (tmp_path / "file").write_text("")
     (tmp_path / "taken/tune.png").mkdir(parents=True)
     done = CliRunner().invoke(cli.app, ["tune", str(model), *words])
@@ -119,7 +119,7 @@ def test_a_server_beside_it_is_said_first(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tune, "_sharing", lambda config: "http://here:1")
-    monkeypatch.setattr(tune, "choose", lambda *_: sys.exit(3))
+    monkeypatch.setattr(tune, "resolve_model", lambda *_: sys.exit(3))
     with pytest.raises(SystemExit):
         tune.tune(Config(model=str(model), cache_dir=str(tmp_path / "cache")), None)
     assert "http://here:1 and shares this machine" in capsys.readouterr().out

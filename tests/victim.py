@@ -18,7 +18,8 @@ from mlxspec import blas
 
 blas.load()
 
-from mlxspec.engine.loader import Options, start  # noqa: E402  after BLAS
+from mlxspec.config import Config  # noqa: E402  after BLAS
+from mlxspec.engine.loader import load_engine  # noqa: E402
 from tests import tiny  # noqa: E402
 
 SLOW_S = 0.02  # of every fsync, so that a kill often falls into a write
@@ -44,9 +45,15 @@ def live(root: Path, kind: str, seed: int) -> None:
         sync(fd)
 
     os.fsync = slowly
-    sizes = dict(block_size=BLOCK, kv_blocks=40, context=256)
-    options = Options(speculate=False, disk=root / "prompts", disk_bytes=1 << 20, **sizes)
-    e, _ = start(root / kind, kind, options)
+    config = Config(
+        speculate="off",
+        cache_dir=str(root),
+        cache_gb=2**-10,
+        block_size=BLOCK,
+        kv_blocks=40,
+        context=256,
+    )
+    e, _ = load_engine(root / kind, kind, config)
     for i, prompt in enumerate(prompts(seed)):
         e.add(tiny.request(f"r{i}", prompt, 10))
         outputs = []

@@ -118,13 +118,12 @@ def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
     """Serve the first prompts of every workload at every number of streams, on a timeline."""
     blas.load()
     from mlxspec.bench import measure, timeline, trace
-    from mlxspec.engine.loader import start
     from mlxspec.model.hub import cache_of
-    from mlxspec.resolve import choose
+    from mlxspec.resolve import resolve_model
 
     found = [(name, workloads.tasks(name, cache_of(config))) for name in ask.workloads]
     groups = [(name, measure.groups(tasks, 1, n)[0]) for name, tasks in found for n in ask.streams]
-    model = choose(
+    model = resolve_model(
         replace(
             config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0
         )
@@ -145,9 +144,7 @@ def _trace(config: Config, ask: Ask, file: Path, console: Console) -> int:
             for name, g in groups
         ]
 
-    sides = trace.record(
-        lambda: start(model.found.path, config.name or model.found.name, model.options), chosen
-    )
+    sides = trace.record(model.load, chosen)
     timeline.write(file, sides)
     console.print(timeline.table(sides))
     console.print(
@@ -160,9 +157,8 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
     """Load the model and run every workload at every number of streams."""
     library = blas.load()
     from mlxspec.bench import measure
-    from mlxspec.engine.loader import start
     from mlxspec.model.hub import cache_of
-    from mlxspec.resolve import choose
+    from mlxspec.resolve import resolve_model
 
     cache = cache_of(config)
     chosen = {
@@ -173,9 +169,9 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
     same = replace(
         config, draft=ask.draft, speculate="on", max_sequences=max(ask.streams), cache_gb=0.0
     )
-    model = choose(same)
-    found, small, tokenizer = model.found, model.small, model.tokenizer
-    engine, info = start(found.path, config.name or found.name, model.options)
+    model = resolve_model(same)
+    draft, tokenizer = model.draft, model.tokenizer
+    engine, info = model.load()
     sampling = Sampling(temperature=ask.temperature, top_p=ask.top_p)
     stop = frozenset(tokenizer.eos_token_ids)
     bench = measure.bench_of(engine, info.context, ask.max_tokens, stop, sampling)
@@ -183,7 +179,7 @@ def _measure(config: Config, ask: Ask) -> tuple[dict[str, Any], list[figures.Cel
         key: [[measure.prompt_of(task, tokenizer) for task in group] for group in groups]
         for key, groups in chosen.items()
     }
-    return _about(info, ask, small.name if small else "", library), _cells(
+    return _about(info, ask, draft.name if draft else "", library), _cells(
         bench, prompts, ask.rounds
     )
 

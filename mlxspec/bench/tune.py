@@ -18,11 +18,10 @@ from rich.table import Table
 
 from mlxspec.bench import curves
 from mlxspec.config import Config, ConfigError, url_of
-from mlxspec.engine.loader import start
 from mlxspec.kernels.proven import VERDICTS
 from mlxspec.kernels.verify import missing
 from mlxspec.model.hub import cache_of
-from mlxspec.resolve import choose
+from mlxspec.resolve import resolve_model
 from mlxspec.speculate.controller import Controller, Costs, Option
 from mlxspec.speculate.draft_model import MODEL_DEPTH
 from mlxspec.speculate.proposer import Proposer
@@ -62,9 +61,8 @@ def tune(config: Config, out: Path | None) -> int:
     if url := _sharing(config):
         said = f"a server runs at {url} and shares this machine: what is measured is too slow; stop it first"
         console.print(said, soft_wrap=True)
-    chosen = choose(replace(config, speculate="on", others=()))
-    options = replace(chosen.options, again=True, disk_bytes=0)
-    engine, info = start(chosen.found.path, chosen.found.name, options)
+    chosen = resolve_model(replace(config, speculate="on", others=(), cache_gb=0.0))
+    engine, info = chosen.load(remeasure=True)
     gains = {name: verdict.gains for name, verdict in VERDICTS.items() if verdict.gains}
     console.print(
         f"{info.name}, {info.layout} layout: what was measured is kept in {cache_of(config)}"

@@ -79,7 +79,7 @@ def examine(config: Config) -> dict[str, Any]:
     except ImportError as error:
         broken.append(f"{error}; install mlxspec again")
         return report
-    machine |= {"chip": facts()["chip"], "memory": memory.gib(memory.total())}
+    machine |= {"chip": facts()["chip"], "memory": format_size(memory.total())}
     machine["metal"] = "no" if missing() else "yes"
     machine["blas"] = library or (
         "Accelerate" if sys.platform == "darwin" else "MLX's own, slow; " + blas.MEND
@@ -166,11 +166,12 @@ def _other(port: int) -> str:
 def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The models by their files, and the kernels for them, besides those that are known of
     others."""
+    from mlxspec.engine.loader import KERNELS_DIR
     from mlxspec.kernels.kept import Shelf
     from mlxspec.kernels.proven import Verdict
     from mlxspec.kernels.verify import missing
     from mlxspec.model.hub import DEFAULT, cache_of
-    from mlxspec.resolve import PROOFS, models_of, on_disk
+    from mlxspec.resolve import models_of, on_disk
 
     about: dict[str, str] = {}
     names: list[str] = []
@@ -185,7 +186,7 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
                 names += _cases(path, kv_bits, config, broken)
         except UserError as error:
             broken.append(str(error))
-    shelf = Shelf(cache_of(config) / PROOFS)
+    shelf = Shelf(cache_of(config) / KERNELS_DIR)
     with shelf.alone() as alone:  # it only looks, and a server that starts now waits
         known = shelf.all(alone)
     rows = []
@@ -210,7 +211,7 @@ def _cases(path: Path, kv_bits: int, config: Config, broken: list[str]) -> list[
     room, need = config.memory_bytes or memory.total(), weight(path) + memory.headroom()
     if need > room:
         broken.append(
-            f"{path}: weights and headroom take {memory.gib(need)} of {memory.gib(room)} of memory; give a"
+            f"{path}: weights and headroom take {format_size(need)} of {format_size(room)} of memory; give a"
             " smaller one: mlxspec models"
         )
     if cut := flaws(path):

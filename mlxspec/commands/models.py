@@ -84,12 +84,10 @@ def pull(config: Config) -> list[Kept]:
     """Fetch and convert what `serve` would: the model, and the one that drafts for it. Raises
     UserError."""
     blas.load()
-    from mlxspec.resolve import choose
+    from mlxspec.resolve import resolve_model
 
-    chosen = choose(config)
-    return [
-        Kept(one.name, one.path, weight(one.path)) for one in (chosen.found, chosen.small) if one
-    ]
+    chosen = resolve_model(config)
+    return [Kept(one.name, one.path, weight(one.path)) for one in (chosen, chosen.draft) if one]
 
 
 def show(found: Sequence[Kept], served: Sequence[Model], as_json: bool) -> None:

@@ -207,7 +207,7 @@ class Engine:
     def _watch_for_hang(self, step: Step, prefill: int) -> None:
         """Report a step whose time is the kernels': without prompts in it or in the step built
         meanwhile, and while memory is not short."""
-        if self.stalls is None or prefill or (self.guard and self.guard.look() > NORMAL):
+        if self.stalls is None or prefill or (self.guard and self.guard.poll() > NORMAL):
             return
         beside = self.in_flight  # was built while this one ran
         if beside and any(e.count > 1 for e in beside.plan):
@@ -243,7 +243,7 @@ class Engine:
         """Read the memory pressure and give memory back where it is high. Once a step, and idle."""
         if self.guard is None:
             return
-        level, (before, read) = self.guard.look(), self._pressure
+        level, (before, read) = self.guard.poll(), self._pressure
         if level > NORMAL and self.guard.read != read:
             meter.trim()
         if level > before:

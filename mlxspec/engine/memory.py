@@ -1,7 +1,7 @@
-"""What memory there is, what this process takes of it, and how much of it a model's caches get.
+"""Memory: what the machine has, and the plan for one model.
 
-Rule: the pool's size is decided once, before a weight is read. A figure that the system does not
-give is guessed with care and the log says so; only what does not fit raises.
+Rule: no MLX. A model that does not fit is refused before a weight is read. What the system does not
+tell is estimated conservatively and logged once.
 """
 
 import ctypes
@@ -9,281 +9,283 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from mlxspec.cache.disk import PENDING, READING
 from mlxspec.cache.prefix import Window
-from mlxspec.types import MAX_DEPTH, OutOfMemory, UnsupportedModel, UserError
+from mlxspec.config import Config
+from mlxspec.engine.budget import MAX_ROWS
+from mlxspec.files import format_size
+from mlxspec.types import MAX_DEPTH, OutOfMemory, UnsupportedModel
 
 log = logging.getLogger("mlxspec")
 
-SHARE = 0.5  # of what weights and headroom leave; the rest is the user's
-CONTEXTS = 4  # full contexts that are enough: a coding agent keeps three or four sequences alive
-LIVE = 2  # a step holds the states that it read beside those that it leaves
-STATE_PART, MOST_SNAPSHOTS = 8, 1024  # of the K/V's bytes, for states; and how many at most
-SNAPSHOTS = 2  # states kept for later prompts, for each sequence that may run
-# tokens of one sequence, below which a model is no use to an agent unless told by --context
-LEAST = 8192
-HEADROOM = (
-    512 << 20
-)  # bytes: steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion, fp32
+CACHE_SHARE = 0.5  # of the memory beside weights and headroom; the rest stays free for the user
+CONTEXTS = 4  # full contexts that the KV pool holds at most
+LEAST_CONTEXT = 8192  # tokens of one sequence that must fit, unless --context is lower
+STATES = 2  # a step reads one recurrent state of a sequence and writes another
+STATE_PART, MOST_SNAPSHOTS = 8, 1024  # snapshots: an eighth of the KV bytes, and a limit
+SNAPSHOTS = 2  # for each running sequence, at least
+LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
+# Bytes. Steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion parameters, fp32.
+HEADROOM = 512 << 20
 HEADROOM_PART = 16  # of the machine's memory, where that is more
-FOUR_BIT = (
-    4.5 / 8
-)  # bytes of a parameter: 4 bits, and 16-bit scale and bias for 64 of them together
-NO_LIMIT = 1 << 62
+DISK_BUFFERS = PENDING + READING  # bytes on their way to and from the disk
+BYTES_4BIT = 4.5 / 8  # per parameter: 4 bits, and a 16-bit scale and bias for each 64
 
 DARWIN = sys.platform == "darwin"
-LIBC: Any = ctypes.CDLL(None)  # on macOS all of libSystem, libproc included
+LIBC: Any = ctypes.CDLL(None)  # on macOS libSystem, which includes libproc
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 62
 RUSAGE_INFO_V4 = 4
-FOOTPRINT = (
-    9  # word of rusage_info: a uuid of 16 bytes, then 64-bit words, the eighth is ri_phys_footprint
-)
-EASY_PAGES = ("vm.page_free_count", "vm.page_pageable_external_count", "vm.page_purgeable_count")
+FOOTPRINT = 9  # index of ri_phys_footprint in rusage_info, in words of 8 bytes
+FREE_PAGES = ("vm.page_free_count", "vm.page_pageable_external_count", "vm.page_purgeable_count")
+
+# Bytes of one token in layers with full attention, (window, bytes of one token) for those with a
+# sliding window, bytes of one sequence's recurrent state.
+CacheSizes = tuple[int, tuple[tuple[int, int], ...], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Bytes that a model keeps of what it has read: of one token over its layers with full
-    attention, of one token over the layers of each `(window in tokens, bytes)`, and of one
-    sequence's recurrent state."""
-
-    token_bytes: int
-    windows: tuple[tuple[int, int], ...] = ()
-    state_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Blocks of the pool of full attention and of each window's, null blocks included; how many
-    sequences' states may live at once; bytes for snapshots of states beside those."""
-
-    blocks: int
-    window_blocks: tuple[int, ...] = ()
-    sequences: int = 0
-    snapshot_bytes: int = 0
+# ---- the machine
 
 
 def sysctl(name: str) -> int | None:
-    """A number of macOS's kernel, 4 or 8 bytes wide; None where it has none of that name."""
+    """A number from the macOS kernel, 4 or 8 bytes wide; None if it has none of that name."""
     value, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
+    target = ctypes.byref(value), ctypes.byref(size)
     try:
-        wrong = LIBC.sysctlbyname(
-            name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
-        )
+        failed = LIBC.sysctlbyname(name.encode(), *target, None, ctypes.c_size_t(0))
     except (AttributeError, OSError):
         return None
-    return None if wrong else value.value
-
-
-def text(path: Path) -> str:
-    """A file of the kernel's; empty where there is none."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return None if failed else value.value
 
 
 def total() -> int:
-    """Bytes of memory of this machine, or of this container where it has a limit (cgroup v2)."""
-    found = sysctl("hw.memsize") if DARWIN else _kib("meminfo").get("MemTotal")
+    """Bytes of memory of this machine, or the limit of this container (cgroup v2) if lower."""
+    found = sysctl("hw.memsize") if DARWIN else _proc_table("meminfo").get("MemTotal")
     return min(found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container()[0])
 
 
 def free() -> int | None:
-    """Bytes that can be had without swapping: on macOS free, file-backed and purgeable pages, on
-    Linux MemAvailable, and what is left of a container's limit. None: the system does not say."""
+    """Bytes that are available without swapping, within the container's limit; None if unknown.
+
+    On macOS free, file-backed and purgeable pages; on Linux MemAvailable.
+    """
     if DARWIN:
-        pages, size = [sysctl(name) for name in EASY_PAGES], sysctl("vm.pagesize")
-        known = [n for n in pages if n is not None]
-        found = sum(known) * size if size and len(known) == len(pages) else None
+        counts = [sysctl(name) for name in ("vm.pagesize", *FREE_PAGES)]
+        known = [count for count in counts if count is not None]
+        found = known[0] * sum(known[1:]) if len(known) == len(counts) else None
     else:
-        found = _kib("meminfo").get("MemAvailable")
+        found = _proc_table("meminfo").get("MemAvailable")
     return None if found is None else min(found, _container()[1])
 
 
 def available() -> int:
-    """`free`, or where that is unknown three quarters of the machine less what this process
-    holds."""
-    if (found := free()) is not None:
-        return max(0, found)
-    _unknown(
-        "how much memory is free", "three quarters of the machine are assumed; --memory-gb sets it"
-    )
-    return max(0, total() * 3 // 4 - footprint())
+    """`free()`, or if that is unknown three quarters of the machine minus this process."""
+    found = free()
+    if found is None:
+        _warn_once("free memory is unknown: three quarters are assumed; --memory-gb sets it")
+        found = total() * 3 // 4 - footprint()
+    return max(0, found)
 
 
 def footprint() -> int:
-    """Bytes that this process makes the machine hold: phys_footprint on macOS, which counts Metal's
-    buffers and is what the system itself judges by; anonymous, shared and swapped pages on Linux.
-    0: unknown."""
+    """Bytes that this process makes the machine hold; 0 if unknown.
+
+    On macOS phys_footprint, which includes Metal's buffers; on Linux anonymous, shared and swapped
+    pages.
+    """
     found = 0
     if DARWIN:
-        usage = (ctypes.c_uint64 * 64)()  # rusage_info_v4 has 37; later ones only add
+        usage = (ctypes.c_uint64 * 64)()  # rusage_info_v4 has 37 words; later versions only append
         try:
             if not LIBC.proc_pid_rusage(os.getpid(), RUSAGE_INFO_V4, ctypes.byref(usage)):
                 found = usage[FOOTPRINT]
         except (AttributeError, OSError):
             pass
     else:
-        status = _kib("self/status")
+        status = _proc_table("self/status")
         found = sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
     if not found:
-        _unknown("how much memory this process holds", "it is not watched")
+        _warn_once("the memory of this process is unknown: it is not watched")
     return found
 
 
 def headroom() -> int:
-    """Bytes kept free of weights and pools: a step's activations, MLX's spare buffers, the rest of
-    us."""
+    """Bytes kept free for a step's activations, MLX's buffer cache and the rest of the process."""
     return max(HEADROOM, total() // HEADROOM_PART)
 
 
-def sizes(
-    needs: Needs,
-    context: int,
-    block_size: int,
-    max_sequences: int,
-    chunk: int,
-    free: int,
-    share: float = SHARE,
-) -> Sizes:
-    """What a model's caches get of `free` bytes: CONTEXTS full contexts, `max_sequences` windows
-    and states, two snapshots for each, where `share` of `free` holds that; else everything is cut
-    by the same part, but never below one sequence of min(`context`, LEAST) tokens read `chunk` at a
-    time. Raises UnsupportedModel where that is too much. Never takes more than its share."""
-    parts = _parts(needs, context, block_size, max_sequences, chunk)
-    budget = max(0, int(free * share))
-    least = sum(size * low for size, low, _ in parts)
-    if (rest := budget - least) < 0:
-        slot, low, _ = parts[0]
-        tokens = ((rest // slot + low - 1) * block_size) if slot else 0
-        raise UnsupportedModel(
-            f"the cache of one sequence of {min(context, LEAST)} tokens takes {gib(least)}, and {gib(budget)}"
-            " may be its" + (f"; --context {tokens} fits" if tokens > 1 else "")
-        )
-    more = sum(size * (high - low) for size, low, high in parts)
-    blocks, *windows, live, spare = (
-        low + ((high - low) * rest // more if size and more > rest else high - low)
-        for size, low, high in parts
-    )
-    for (window, _), n in zip(needs.windows, windows, strict=True):  # so that none is ever short
-        one, two = (Window.least(window, block_size, k, chunk, MAX_DEPTH) for k in (1, 2))
-        live = min(live, max(1, 1 + (n - one) // (two - one)))
-    return Sizes(blocks, tuple(windows), live, spare * needs.state_bytes)
+def read_text(path: Path) -> str:
+    """A procfs or cgroup file; "" if missing."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
-def room(
-    weights: int, needs: Needs, context: int, block_size: int, chunk: int, free: int, given: int = 0
-) -> int:
-    """Bytes that weights and headroom leave of `free`, which may be what the user has `given`.
-    Raises OutOfMemory, with what is needed and what would fit, where SHARE of that does not hold
-    the caches of one sequence."""
-    left, why = free - weights - headroom(), ""
-    if left >= 0:
-        try:
-            sizes(needs, context, block_size, 1, chunk, left)
-            return left
-        except UserError as error:
-            why = f" A part of {SHARE} of what is left is for the KV cache: {error}."
-    one = sum(size * low for size, low, _ in _parts(needs, context, block_size, 1, chunk))
-    billions = (free - headroom() - one / SHARE) / FOUR_BIT / 1e9
-    have = (
-        f"{gib(free)} are left of --memory-gb"
-        if given
-        else f"{gib(free)} are free of {gib(total())}"
-    )
-    mend = (
-        "Raise --memory-gb" if given else "Close something, or give what it may take by --memory-gb"
-    )
-    raise OutOfMemory(
-        f"the model does not fit: {gib(weights)} of weights and {gib(headroom())} of headroom, but"
-        f" {have}.{why}"
-        + (
-            f" A 4-bit model of less than {billions:.1f} billion parameters fits."
-            if billions > 0.1
-            else ""
-        )
-        + f" {mend}{'; --kv-bits makes the cache smaller' if why else ''}",
-        need=weights + headroom() + int(one / SHARE),
-    )
-
-
-def _parts(
-    needs: Needs, context: int, block_size: int, max_sequences: int, chunk: int
-) -> list[tuple[int, int, int]]:
-    """(bytes of one, the fewest, the most that are of use): full blocks, each window's, states,
-    snapshots."""
-    whole = _blocks(context, block_size)
-    most = CONTEXTS * (whole - 1) + 1
-    parts = [(needs.token_bytes * block_size, _blocks(min(context, LEAST), block_size), most)]
-    for window, size in needs.windows:
-        low, high = _window(window, block_size, max_sequences, chunk)
-        parts.append((size * block_size, min(low, whole), min(high, most)))
-    live, spare = LIVE * needs.state_bytes, _snapshots(needs, most, block_size, max_sequences)
-    return [*parts, (live, 1, max_sequences), (needs.state_bytes, 0, spare)]
-
-
-def _snapshots(needs: Needs, blocks: int, block_size: int, max_sequences: int) -> int:
-    """States for later prompts: as many as a part of the K/V's bytes holds, but a few for each
-    sequence."""
-    part = needs.token_bytes * block_size * blocks // STATE_PART
-    return max(SNAPSHOTS * max_sequences, min(part // max(1, needs.state_bytes), MOST_SNAPSHOTS))
-
-
-def _window(window: int, block_size: int, max_sequences: int, chunk: int) -> tuple[int, int]:
-    """Blocks with which one sequence is never short, and with which none is and as much again stays
-    known."""
-    one, all_of = (
-        Window.least(window, block_size, n, chunk, MAX_DEPTH) for n in (1, max_sequences)
-    )
-    return one, 2 * all_of
-
-
-def fixed(needs: Needs, blocks: int, block_size: int, max_sequences: int, chunk: int) -> Sizes:
-    """The sizes where somebody has said how many blocks there are to be."""
-    windows = [
-        min(blocks, _window(w, block_size, max_sequences, chunk)[1]) for w, _ in needs.windows
-    ]
-    spare = _snapshots(needs, blocks, block_size, max_sequences)
-    return Sizes(blocks, tuple(windows), max_sequences, spare * needs.state_bytes)
-
-
-def taken(needs: Needs, sizes: Sizes, block_size: int) -> int:
-    """Bytes of all that."""
-    blocks = needs.token_bytes * sizes.blocks
-    blocks += sum(size * n for (_, size), n in zip(needs.windows, sizes.window_blocks, strict=True))
-    return blocks * block_size + LIVE * needs.state_bytes * sizes.sequences + sizes.snapshot_bytes
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"
-
-
-def _blocks(tokens: int, block_size: int) -> int:
-    """Blocks for so many tokens, and the null block."""
-    return -(-tokens // block_size) + 1
-
-
-def _kib(name: str) -> dict[str, int]:
-    """The sizes in one of /proc's tables, in bytes."""
-    return {k: int(v) << 10 for k, v in re.findall(r"^(\w+):\s+(\d+) kB", text(PROC / name), re.M)}
+def _proc_table(name: str) -> dict[str, int]:
+    """The sizes in a file of /proc, in bytes."""
+    rows = re.findall(r"^(\w+):\s+(\d+) kB", read_text(PROC / name), re.M)
+    return {key: int(size) << 10 for key, size in rows}
 
 
 def _container() -> tuple[int, int]:
-    """This container's limit (cgroup v2) and what is left of it: what was read of files and not
-    used since goes as soon as memory is asked for."""
-    limit, used = text(CGROUP / "memory.max").strip(), text(CGROUP / "memory.current").strip()
+    """This container's limit (cgroup v2) and what is left of it. Idle file pages count as free:
+    they are dropped when memory is requested."""
+    limit, used = (read_text(CGROUP / f"memory.{name}").strip() for name in ("max", "current"))
     if not (limit.isdigit() and used.isdigit()):
         return NO_LIMIT, NO_LIMIT
-    idle = re.search(r"^inactive_file (\d+)$", text(CGROUP / "memory.stat"), re.M)
+    idle = re.search(r"^inactive_file (\d+)$", read_text(CGROUP / "memory.stat"), re.M)
     return int(limit), int(limit) - int(used) + (int(idle[1]) if idle else 0)
 
 
 @cache
-def _unknown(what: str, instead: str) -> None:
-    """Said once."""
-    log.warning("the system does not say %s; %s", what, instead)
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+# ---- the plan for one model
+
+
+class Pool(NamedTuple):
+    """One kind of cache: bytes of a unit, the fewest units that work, the most that are useful."""
+
+    unit: int
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one model and its draft model. Block counts include the null block."""
+
+    weights: int  # bytes
+    left: int  # free bytes beside weights, headroom and disk buffers
+    cache_bytes: int  # of all pools, running states and snapshots
+    blocks: int  # of the pool for full attention
+    windows: dict[int, int]  # blocks of the pool of each sliding window, by its tokens
+    sequences: int  # that may run at a time
+    snapshots: int  # recurrent states kept for later prompts
+    snapshot_stride: int  # blocks between the snapshots of a long prompt
+
+
+def make_plan(
+    config: Config,
+    context: int,
+    weights: int,
+    caches: Sequence[CacheSizes],
+    free: int,
+    share: float = 1.0,
+) -> MemoryPlan:
+    """Divide `free` bytes: full contexts, sliding windows, states and snapshots, each cut by the
+    same part if that is too much.
+
+    `weights` are bytes. `caches` are those of the model and maybe its draft model. The pool for
+    full attention also holds windows that no context exceeds, and all K/V of the draft model.
+    `share` is this model's part of the memory for caches, which one sequence may exceed. Raises
+    OutOfMemory with what is needed, what is free and what would fit.
+    """
+    if config.kv_blocks == 1:
+        raise UnsupportedModel("kv_blocks = 1: one block is padding; give 2 or more, or 0")
+    _, local, state_bytes = caches[0]
+    windows = {window: size for window, size in local if window < context}
+    token_bytes = sum(size + sum(each for _, each in local) for size, local, _ in caches)
+    token_bytes -= sum(windows.values())
+    pools = _pools(config, context, token_bytes, windows, state_bytes)
+    held = weights + (DISK_BUFFERS if config.disk_bytes else 0)
+    left = free - held - headroom()
+    counts, budget = [pool.least for pool in pools], int(left * CACHE_SHARE)
+    if config.kv_blocks:
+        counts, budget = [pool.most for pool in pools], left
+    needed = _size(pools, counts)
+    if needed > budget:
+        raise _too_large(config, held, pools, needed, free, budget)
+    if not config.kv_blocks:
+        if budget * share >= needed:
+            budget = int(budget * share)
+        counts = _divide(pools, budget)
+        for window, found in zip(windows, counts[1:], strict=False):
+            one, two = (_window_blocks(window, config, n) for n in (1, 2))
+            counts[-2] = min(counts[-2], max(1, 1 + (found - one) // (two - one)))
+    blocks, *window_blocks, sequences, snapshots = counts
+    # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
+    by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
+    by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
+    return MemoryPlan(
+        weights,
+        left,
+        _size(pools, counts),
+        blocks,
+        dict(zip(windows, window_blocks, strict=True)),
+        sequences,
+        snapshots,
+        max(LEAST_STRIDE, by_size, by_count),
+    )
+
+
+def _pools(
+    config: Config, context: int, token_bytes: int, windows: Mapping[int, int], state_bytes: int
+) -> list[Pool]:
+    """Blocks for full attention, blocks of each window, running states, snapshots."""
+    size, sequences = config.block_size, config.max_sequences
+    full, first = (-(-tokens // size) + 1 for tokens in (context, min(context, LEAST_CONTEXT)))
+    most = config.kv_blocks or CONTEXTS * (full - 1) + 1
+    pools = [Pool(token_bytes * size, first, most)]
+    for window, window_bytes in windows.items():
+        # Twice what all sequences use at once: the rest keeps passed blocks for later prompts.
+        one, every = (_window_blocks(window, config, n) for n in (1, sequences))
+        pools.append(Pool(window_bytes * size, min(one, full), min(2 * every, most)))
+    by_size = token_bytes * size * most // STATE_PART // max(1, state_bytes)
+    snapshots = max(SNAPSHOTS * sequences, min(by_size, MOST_SNAPSHOTS))
+    return [*pools, Pool(STATES * state_bytes, 1, sequences), Pool(state_bytes, 0, snapshots)]
+
+
+def _window_blocks(window: int, config: Config, sequences: int) -> int:
+    """Blocks of a window's pool with which that many sequences never wait for one."""
+    chunk = config.prefill_budget or MAX_ROWS
+    return Window.least(window, config.block_size, sequences, chunk, MAX_DEPTH)
+
+
+def _divide(pools: Sequence[Pool], budget: int) -> list[int]:
+    """Units of each pool that fit into `budget` bytes."""
+    least = _size(pools, [pool.least for pool in pools])
+    wanted = max(1, _size(pools, [pool.most for pool in pools]) - least)
+    rest = min(budget - least, wanted)
+    return [p.least + (p.most - p.least) * rest // wanted if p.unit else p.most for p in pools]
+
+
+def _size(pools: Sequence[Pool], counts: Sequence[int]) -> int:
+    return sum(pool.unit * count for pool, count in zip(pools, counts, strict=True))
+
+
+def _too_large(
+    config: Config, weights: int, pools: Sequence[Pool], size: int, free: int, budget: int
+) -> OutOfMemory:
+    """That caches of `size` bytes exceed `budget`; with size 0 the weights alone are too large."""
+    room, needed, unit = headroom(), size, pools[0].unit
+    what = f"{format_size(weights)} for weights and {format_size(room)} of headroom"
+    where, fixes = f"free of {format_size(total())}", ["close programs, or set --memory-gb"]
+    if config.memory_gb:
+        where, fixes = "left of --memory-gb", ["raise --memory-gb"]
+    if size and config.kv_blocks:
+        what += f", and {format_size(size)} for --kv-blocks {config.kv_blocks}"
+        fixes.append("leave out --kv-blocks")
+    elif size:
+        needed = int(size / CACHE_SHARE)
+        what += f", and twice {format_size(size)} for the cache of one sequence"
+        fixes.append("set --kv-bits or a lower --context")
+        if unit and (blocks := (budget - size) // unit + pools[0].least - 1) > 0:
+            fixes.append(f"--context {blocks * config.block_size} fits")
+    billions = (free - room - needed) / BYTES_4BIT / 1e9
+    if billions > 0.1:
+        fixes.append(f"a 4-bit model of less than {billions:.1f} billion parameters fits")
+    return OutOfMemory(
+        f"the model does not fit: it needs {what}, but {format_size(free)} are {where};"
+        f" {'; '.join(fixes)}",
+        need=weights + room + needed,
+    )

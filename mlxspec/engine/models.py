@@ -358,7 +358,7 @@ class ModelManager:
 
     def _expect(self, size: int) -> None:
         if self.guard is not None:
-            self.guard.expect(size)
+            self.guard.reserve(size)
 
     def _fail(self, member: ModelSlot, why: str) -> list[Output]:
         why = f"{member.info.name} cannot be loaded: {why}"

@@ -1,8 +1,6 @@
-"""How short memory is: the system's own word, what is free, and what this process takes.
+"""Memory pressure: how short memory is, by the system, by free memory and by this process's size.
 
-Rule: no thread and no MLX. Whoever has a moment looks, and figures are read once a second at most:
-what they say lasts for seconds, and nothing could be done about it inside a step. The level rises
-at once and falls after a while.
+Rule: no MLX and no thread of its own.
 """
 
 import logging
@@ -14,66 +12,71 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlxspec.engine import memory
+from mlxspec.files import format_size
 
 log = logging.getLogger("mlxspec")
 
 NORMAL, WARN, CRITICAL = 0, 1, 2
-NAMES = ("normal", "short: requests run one at a time", "very short: new requests are refused")
+LEVELS = ("normal", "short: requests run one at a time", "very short: new requests are refused")
+MACOS_LEVELS = {1: NORMAL, 2: WARN, 4: CRITICAL}
 POLL_S = 1.0
-HOLD_S = 10  # a level is left when it was not reached for so long
-# percent of ten seconds in which some task waited for memory: short; in which all did: very
-WAITING = 10.0
-FLOOR = 32  # part of the machine's memory; less than that free is short, less than half of it very
-MACOS = {1: NORMAL, 2: WARN, 4: CRITICAL}
+HOLD_S = 10  # seconds before the level falls
+STALLED = 10.0  # percent of the last ten seconds in which tasks waited for memory
+FREE_PART = 32  # free memory below this part of the machine is short, below half of it very short
 
 
-def system() -> int:
-    """The system's own judgement; NORMAL where it gives none."""
+def system_level() -> int:
+    """The system's own memory pressure level; NORMAL if it gives none."""
     if memory.DARWIN:
-        return MACOS.get(memory.sysctl("kern.memorystatus_vm_pressure_level") or 1, NORMAL)
-    stalls = re.findall(
-        r"^(some|full) avg10=([\d.]+)", memory.text(memory.PROC / "pressure/memory"), re.M
+        found = memory.sysctl("kern.memorystatus_vm_pressure_level")
+        return MACOS_LEVELS.get(found or 1, NORMAL)
+    rows = re.findall(
+        r"^(some|full) avg10=([\d.]+)", memory.read_text(memory.PROC / "pressure/memory"), re.M
     )
-    waits = {kind: float(percent) for kind, percent in stalls}
-    if waits.get("full", 0) > WAITING:
+    stalled = {kind for kind, percent in rows if float(percent) > STALLED}
+    if "full" in stalled:
         return CRITICAL
-    return WARN if waits.get("some", 0) > WAITING else NORMAL
+    return WARN if "some" in stalled else NORMAL
 
 
 @dataclass(slots=True)
 class MemoryMonitor:
-    """One for the process, looked at from any thread. `planned` bytes are what it means to take,
-    pools and weights included, which `expect` adds."""
+    """The memory pressure level of the process: the worst of the system's level, free memory and
+    this process beyond its plan. Any thread may poll; figures are read once a second.
+
+    The level rises at once and falls when it was not reached for HOLD_S seconds. `planned` are the
+    bytes that this process may take.
+    """
 
     planned: int = field(default_factory=lambda: memory.footprint() + memory.headroom())
     clock: Callable[[], float] = time.monotonic
     level: int = NORMAL
     footprint: int = 0  # bytes
-    read: float = -math.inf  # when the figures were read
-    _since: float = -math.inf  # when the level was last reached
-    _worst: int = NORMAL  # since then
+    read: float = -math.inf  # time of the last reading
+    _since: float = -math.inf  # time at which the level was last reached
+    _worst: int = NORMAL  # level seen since then
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def expect(self, size: int) -> None:
-        """So many bytes more are to be held from now on, or less."""
+    def reserve(self, size: int) -> None:
+        """Plan for `size` more bytes, or fewer if negative."""
         with self._lock:
             self.planned += size
 
-    def look(self) -> int:
+    def poll(self) -> int:
         """The level now."""
         with self._lock:
             now = self.clock()
             if now - self.read >= POLL_S:
                 self.read = now
-                self._judge(now)
+                self._update(now)
             return self.level
 
-    def _judge(self, now: float) -> None:
-        self.footprint, word = memory.footprint(), system()
-        free, floor = memory.free(), memory.total() // FLOOR
-        short = 0 if free is None else (free < floor) + (free < floor // 2)
-        found = max(word, short, self.footprint > self.planned)
-        before = self.level
+    def _update(self, now: float) -> None:
+        self.footprint, before = memory.footprint(), self.level
+        spare, short = memory.free(), memory.total() // FREE_PART
+        found = max(system_level(), WARN if self.footprint > self.planned else NORMAL)
+        if spare is not None and spare < short:
+            found = max(found, CRITICAL if spare < short // 2 else WARN)
         if found >= self.level:
             self.level, self._since, self._worst = found, now, NORMAL
         else:
@@ -82,10 +85,9 @@ class MemoryMonitor:
                 self.level, self._since, self._worst = self._worst, now, NORMAL
         if self.level != before:
             log.warning(
-                "memory is %s (the system says %d of 2, %s are free, this process holds %s of %s planned)",
-                NAMES[self.level],
-                word,
-                "?" if free is None else memory.gib(free),
-                memory.gib(self.footprint),
-                memory.gib(self.planned),
+                "memory is %s (%s free, this process holds %s of %s planned)",
+                LEVELS[self.level],
+                "?" if spare is None else format_size(spare),
+                format_size(self.footprint),
+                format_size(self.planned),
             )

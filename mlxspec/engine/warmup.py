@@ -1,121 +1,89 @@
-"""What an earlier start found out about a model, so that the next need not: how it runs, what steps
-take.
+"""What a start found out about a model, kept for the next start: its layout and its step times.
 
-Rule: it holds for the very files, versions, machine and settings in whose fingerprint's name it is
-kept; what cannot be read is found out again.
+Rule: a cache file is named by a fingerprint of the model's files, the software, the machine and the
+settings. A file that is damaged is ignored.
 """
 
-import json
 import logging
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated
 
 import mlx.core as mx
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from mlxspec import __version__, blas, config
+from mlxspec import __version__, blas
 from mlxspec.cache.runfile import fingerprint
+from mlxspec.config import Config
 from mlxspec.files import write_atomic
 from mlxspec.kernels.proven import VERDICTS
+from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
-from mlxspec.model.runner import Layout
 from mlxspec.speculate.controller import GRID, Costs
 
 log = logging.getLogger("mlxspec")
 
-LONGEST = 1e6  # seconds that a step may have taken
+LONGEST_S = 1e6  # of a step
+
+Kernels = list[tuple[str, str, int, int]]  # (case, version, fewest rows, most rows)
 
 
-@dataclass(slots=True)
-class Known:
-    """`seconds` is how long the slowest step of the warm-up took, 0 before it; `costs` are those of
-    steps with the kernels of `kernels`."""
-
-    fit: LayoutChoice
-    seconds: float = 0.0
-    costs: Costs | None = None
-    kernels: list[list[str | int]] = field(default_factory=list)
+def _plausible(costs: Costs) -> Costs:
+    steps = [seconds for context in costs.measured for seconds in context]
+    if tuple(costs.rows) != GRID or len(steps) != 2 * len(GRID):
+        raise ValueError("other rows")
+    if not all(0 < s < LONGEST_S for s in (*steps, *(1 + s for s in costs.sampling.values()))):
+        raise ValueError("impossible seconds")
+    return replace(costs, rows=GRID)
 
 
-def place(cache: Path | None, model: Path, *settings: object) -> Path | None:
-    """The file for what is known of `model` under `settings`; None where nothing is kept."""
-    if cache is None:
-        return None
-    about = {name: version(name) for name in ("mlx", "mlx-lm")} | {"mlxspec": __version__}
-    about |= {"settings": str(settings)}
-    about |= {
-        "machine": platform.platform() + platform.processor(),
-        "device": str(mx.default_device()),
+class WarmupCache(BaseModel):
+    """`slowest` is the slowest step of the warm-up in seconds, 0 before it; `costs` were measured
+    with `kernels` in use."""
+
+    layout: LayoutChoice
+    slowest: Annotated[float, Field(ge=0, lt=LONGEST_S)] = 0.0
+    costs: Annotated[Costs, AfterValidator(_plausible)] | None = None
+    kernels: Kernels = []
+
+    @classmethod
+    def load(cls, file: Path) -> "WarmupCache | None":
+        """None where the file is missing or damaged."""
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def save(self, file: Path) -> None:
+        """Failures are logged: the next start is slower. A layout that may be due to a lack of
+        memory is not kept."""
+        try:
+            if self.layout.sure:
+                write_atomic(file, self.model_dump_json().encode())
+        except OSError as error:
+            log.warning("%s: %s; the next start measures again", file, error.strerror)
+
+
+def cache_file(model: Path, config: Config) -> Path:
+    """The file for `model` under these settings."""
+    package = Path(__file__).parents[1]
+    sources = sorted([*package.glob("model/*.py"), *package.glob("kernels/*.py")])
+    code = blake2b(b"".join(each.read_bytes() for each in sources))  # changes between releases too
+    facts = {
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "mlxspec": __version__ + code.hexdigest(),
+        "settings": f"{config.layout} {config.kv_bits} {config.block_size}",
+        "machine": f"{platform.platform()} {platform.processor()} {mx.default_device()}",
+        "blas": f"{blas.load()}, {os.cpu_count()} CPUs",
     }
-    about |= {
-        "blas": f"{blas.load()} {os.cpu_count()} {os.environ.get('OPENBLAS_NUM_THREADS', '')}"
-    }
-    about |= {"code": _code()}
-    return cache / f"known-{fingerprint(model, about)}.json"
+    return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
 
 
-def _code() -> str:
-    """Of what runs a model: a version may be worked on."""
-    digest, here = blake2b(digest_size=16), Path(config.__file__).parent
-    for file in sorted(
-        file for part in ("model", "kernels") for file in (here / part).glob("*.py")
-    ):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def kernels() -> list[list[str | int]]:
-    """That are in use, and for which rows."""
-    return sorted([name, v.way, v.least, v.most] for name, v in VERDICTS.items() if v.way)
-
-
-def recall(file: Path | None, again: bool = False) -> Known | None:
-    """None where nothing of ours is there, or all is to be found out `again`."""
-    try:
-        found = json.loads(file.read_text("utf-8")) if file and not again else {}
-        fit = found["fit"]
-        windows = {int(window): int(size) for window, size in fit["windows"].items()}
-        made = LayoutChoice(**fit | {"windows": windows, "refused": tuple(fit["refused"])})
-        sizes = (made.token_bytes, made.state_bytes, made.vocab, *windows.values())
-        if made.layout not in get_args(Layout) or not all(type(n) is int and n >= 0 for n in sizes):
-            raise ValueError("not a fit")
-        if not 0 <= (seconds := float(found["seconds"])) < LONGEST:
-            raise ValueError("not seconds")
-        return Known(made, seconds, _costs(found["costs"]), found["kernels"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ):
-        return None  # not there yet, or not ours
-
-
-def _costs(found: Mapping[str, Any] | None) -> Costs | None:
-    """Raises ValueError, KeyError, TypeError and AttributeError where these are none."""
-    if found is None:
-        return None
-    (short, long), (low, high) = found["contexts"], found["measured"]
-    drawn = {str(kind): float(s) for kind, s in found["sampling"].items()}
-    sane = len(low) == len(high) == len(GRID) and all(0 < s < LONGEST for s in (*low, *high))
-    if not sane or not all(0 <= s < LONGEST for s in drawn.values()):
-        raise ValueError("not costs")
-    return Costs((int(short), int(long)), GRID, (low, high), drawn)
-
-
-def keep(file: Path | None, known: Known) -> None:
-    """Without it the next start is slower, no more: failures are told. What want of memory may have
-    decided is decided anew."""
-    try:
-        if file is not None and known.fit.sure:
-            write_atomic(file, json.dumps(asdict(known)).encode())
-    except OSError as error:
-        log.warning("%s: %s; the next start will find it out again", file, error.strerror)
+def kernels_in_use() -> Kernels:
+    used = [(name, v.way, v.least, v.most) for name, v in VERDICTS.items() if v.way]
+    return sorted(used)

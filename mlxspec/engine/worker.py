@@ -180,7 +180,7 @@ class Worker:
         if waiting + request.n > self._max:
             turns = (waiting + request.n) / max(1, self._slots)
             raise Busy(min(60, max(1, math.ceil(self._seconds * turns))))
-        if self._guard and self._guard.look() >= CRITICAL:
+        if self._guard and self._guard.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
         self._loop = asyncio.get_running_loop()
         stream = Stream(request)

@@ -109,12 +109,12 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     from mlxspec.engine.pressure import MemoryMonitor
     from mlxspec.engine.worker import Worker
     from mlxspec.kernels.proven import VERDICTS
-    from mlxspec.resolve import choose_all, fleet_of
+    from mlxspec.resolve import make_manager, resolve_models
 
-    chosen, *others = choose_all(config)
-    found, small = chosen.found, chosen.small
+    chosen, *others = resolve_models(config)
+    draft = chosen.draft
     worker = Worker(
-        fleet_of([chosen, *others], config, asleep),
+        make_manager([chosen, *others], config, asleep),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
         guard=MemoryMonitor(),
@@ -128,8 +128,8 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     info = worker.launch(meanwhile)
     from mlxspec.server.app import create_app
 
-    derived = replace(config, model=config.model or found.name, name=info.name)
-    derived = replace(derived, draft=config.draft or (small.name if small else ""))
+    derived = replace(config, model=config.model or chosen.name, name=info.name)
+    derived = replace(derived, draft=config.draft or (draft.name if draft else ""))
     if not others and not asleep:  # whose own would differ, or is not known
         derived = replace(
             derived, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout
@@ -141,8 +141,8 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     say(f"mlxspec serve {flags}")
     if not asleep:
         log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
-    paths = {one.found.name: one.found.path for one in others}
-    app = create_app(worker, chosen.tokenizer, found.path, config, paths, VERDICTS)
+    paths = {one.name: one.path for one in others}
+    app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, VERDICTS)
     app.state.front.note = note
     return app, worker
 

@@ -22,15 +22,17 @@ TASKS = [Task(f"t{i}", "hello world " * (i + 1)) for i in range(4)]
 
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the command loads: a tiny model, four tasks; `seen` has the options it asked for."""
-    seen = SimpleNamespace(options=None, names=[])
+    """What the command loads: a tiny model, four tasks; `seen` has the settings it asked for."""
+    seen = SimpleNamespace(config=None, names=[])
     path = save_tokenizer(tmp_path / "model")
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("MLXSPEC_CONFIG", "MLXSPEC_MODEL", "MLXSPEC_CACHE_DIR", "MLXSPEC_NAME"):
         monkeypatch.delenv(name, raising=False)
 
-    def start(where: Path, name: str, options: object) -> tuple[Engine, ModelInfo]:
-        seen.options = options
+    def load_engine(
+        where: Path, name: str, config: Config, *others: object
+    ) -> tuple[Engine, ModelInfo]:
+        seen.config = config
         engine = tiny.engine(tiny.model("llama"), vocab=tiny.VOCAB)
         return engine, ModelInfo(name, 512, tiny.VOCAB, "rows", 8, 64, 1, 1, 0)
 
@@ -38,7 +40,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         seen.names.append(name)
         return Resolved(path, "tiny")
 
-    monkeypatch.setattr("mlxspec.engine.loader.start", start)
+    monkeypatch.setattr("mlxspec.resolve.load_engine", load_engine)
     monkeypatch.setattr("mlxspec.resolve.resolve", resolve)
     monkeypatch.setattr("mlxspec.bench.workloads.tasks", lambda name, cache: TASKS)
     return seen
@@ -74,7 +76,7 @@ def test_from_flags_to_table_json_and_picture(
     lines = [x.split() for x in said.splitlines() if x.startswith("edits")]
     assert [x[:3] for x in lines] == [["edits", "1/3", "36"], ["edits", "2/4", "48"]]
     assert "the same tokens" in said
-    assert loaded.names == ["some/model"] and loaded.options.max_sequences == 2
+    assert loaded.names == ["some/model"] and loaded.config.max_sequences == 2
     found = json.loads((tmp_path / "b.json").read_text())
     assert (found["model"], found["max_tokens"], len(found["runs"])) == ("tiny", 6, 2 * 2 * (3 + 2))
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
@@ -112,9 +114,9 @@ def test_the_lines_of_the_pages(
 ) -> None:
     assert command(monkeypatch, *words, str(tmp_path / "b.png")) == 0
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-    assert loaded.options.max_sequences == (4 if "1,4" in words else 1)
+    assert loaded.config.max_sequences == (4 if "1,4" in words else 1)
     assert loaded.names == (["big", "small"] if "big" in words else [""])
-    assert (loaded.options.draft is not None) == ("big" in words)
+    assert bool(loaded.config.draft) == ("big" in words)
 
 
 def test_a_difference_is_the_exit_status(
@@ -166,7 +168,7 @@ def test_mistakes_are_named_before_the_model_is_loaded(
 ) -> None:
     assert command(monkeypatch, *words) == 2
     assert said in capsys.readouterr().err
-    assert loaded.names == [] and loaded.options is None
+    assert loaded.names == [] and loaded.config is None
 
 
 def test_a_missing_matplotlib_is_named_before_the_model_is_loaded(
@@ -191,9 +193,9 @@ def test_the_settings_reach_the_engine(
 ) -> None:
     ask = run.Ask(("edits",), prompts=1, max_tokens=2, streams=(1,), rounds=1)
     assert run.bench(Config(block_size=16, context=300, layout="gather", name="mine"), ask) == 0
-    options = loaded.options
-    assert (options.block_size, options.context, options.layout) == (16, 300, "gather")
-    assert options.max_sequences == 1
+    config = loaded.config
+    assert (config.block_size, config.context, config.layout) == (16, 300, "gather")
+    assert config.max_sequences == 1
 
 
 def test_a_timeline_from_the_flag_to_the_file(

@@ -13,8 +13,9 @@ from mlxspec.cache.blocks import AGE_S
 from mlxspec.cache.disk import Disk
 from mlxspec.cache.offload import CHAINS, GAIN
 from mlxspec.cache.runfile import keys_of, label
+from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import Options, _outlive
+from mlxspec.engine.loader import _outlive
 from mlxspec.model.transfer import Transfer
 from tests import tiny
 from tests.tiers import attach, finish
@@ -229,7 +230,7 @@ def test_what_is_old_gives_way_only_where_the_disk_has_it(
     """While there are blocks that were never used: a prompt that a full disk lost is found in
     memory."""
     now, (e, disk) = 0.0, start(tmp_path, kind, blocks=100)
-    _outlive(e, disk, Options(disk=tmp_path, disk_bytes=1 << 30))
+    _outlive(e, disk, Config(cache_gb=1))
     for pool in e.scheduler.groups.pools:
         pool.clock = lambda: now
     if broken:

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import mlxspec.commands.doctor
 from mlxspec import cli
 from mlxspec.commands.doctor import show
+from mlxspec.engine.loader import KERNELS_DIR
 from mlxspec.kernels import verify
 from mlxspec.kernels.kept import CRASHED, Shelf
 from mlxspec.kernels.proven import Verdict
-from mlxspec.resolve import PROOFS
 from mlxspec.service.status import Status
 from tests import tiny
 from tests.model.test_layout import save
@@ -103,7 +103,7 @@ def test_no_weight_is_read(model: Path) -> None:
 def test_what_was_proven_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with Metal."""
     monkeypatch.setattr(verify, "missing", lambda: "")
-    shelf = Shelf(tmp_path / "cache" / PROOFS)
+    shelf = Shelf(tmp_path / "cache" / KERNELS_DIR)
     shelf.save(NAMES[0], Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower"))
     shelf.mark(NAMES[1])
     shelf.save("sample 9", Verdict(why="plain: off by 3"))
@@ -137,7 +137,7 @@ def test_the_draft_model_and_the_others_are_models_too(
     other."""
     small = save_tokenizer(tmp_path / "small")
     save(small)
-    shelf = Shelf(tmp_path / "cache" / PROOFS)
+    shelf = Shelf(tmp_path / "cache" / KERNELS_DIR)
     drafts = f"paged_attention float32 4/2x16 block 32 {CONTEXTS[0]}"
     shelf.save(drafts, Verdict("lanes", 1, 8))
     words = (str(model), "--cache-dir", str(tmp_path / "cache"))
@@ -158,7 +158,7 @@ def test_the_draft_model_and_the_others_are_models_too(
 
 
 def test_no_word_is_cut_on_a_narrow_terminal(model: Path, tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "cache" / PROOFS)
+    shelf = Shelf(tmp_path / "cache" / KERNELS_DIR)
     shelf.save(NAMES[0], Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower"))
     shelf.mark(NAMES[1])
     found = report(str(model), "--cache-dir", str(tmp_path / "cache"))[1]
@@ -193,7 +193,7 @@ def test_what_is_not_there_yet_is_not_fetched(
         (("--cache-dir", "{file}"), {}, "{file} cannot be written; name another directory"),
         (("{file}",), {}, "is a file; give the directory"),
         (("no-such-model",), {}, "no model 'no-such-model'"),
-        ((), {"MLXSPEC_PORT": "x"}, "MLXSPEC_PORT: port = 'x' is not a whole number"),
+        ((), {"MLXSPEC_PORT": "x"}, "MLXSPEC_PORT: port = 'x' is not allowed"),
     ],
 )
 def test_what_is_broken_is_said(

@@ -1,17 +1,19 @@
-"""From a directory to a warm engine, and what is refused on the way."""
+"""Loading: what is derived, cached, refused and reported."""
 
 import gc
 import json
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from mlxspec.config import Config
 from mlxspec.engine import loader, memory
-from mlxspec.engine.loader import Options
+from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
 from mlxspec.model import layout as loading
@@ -22,7 +24,17 @@ from mlxspec.speculate import NoSpeculation, calibrate
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request, Sampling, UserError
 from tests import tiny
+from tests.drafters import small_model
 from tests.model.test_layout import save
+
+settings = partial(Config, cache_gb=0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache directory of these tests."""
+    monkeypatch.setattr("mlxspec.model.hub.default_cache_dir", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -31,8 +43,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_everything_is_derived_and_reported(path: Path) -> None:
-    e, info = loader.start(path, "tiny", Options(block_size=16))
+def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
+    e, info = load_engine(path, "tiny", settings(block_size=16))
     assert (info.name, info.layout, info.vocab, info.context) == ("tiny", "rows", tiny.VOCAB, 512)
     assert info.kv_blocks == memory.CONTEXTS * 512 // 16 + 1
     pools = [p for pages in e.runner.caches for p in pages.pools()]
@@ -46,36 +58,34 @@ def test_everything_is_derived_and_reported(path: Path) -> None:
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model("llama"))([1, 2, 3], 8)
 
 
-def test_options_override(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_override_what_is_derived(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "mlxspec"):
-        e, info = loader.start(
-            path, "tiny", Options(block_size=8, kv_blocks=9, context=100, layout="gather")
+        e, info = load_engine(
+            path, "tiny", settings(block_size=8, kv_blocks=9, context=100, layout="gather")
         )
     assert (info.layout, info.context, e.scheduler.max_sequences) == ("gather", 64, 16)
     assert "context cut from 100 to 64" in caplog.text
 
 
-def test_no_memory_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1 << 10)
     monkeypatch.setattr(loader, "read", lambda model: pytest.fail("a weight was read"))
-    with pytest.raises(UserError, match=r"9\.54e-07 GiB are free of"):
-        loader.start(path, "tiny", Options())
+    with pytest.raises(UserError, match=r"1.0 KB are free of"):
+        load_engine(path, "tiny", settings())
     monkeypatch.setattr(memory, "available", lambda: memory.headroom() + (380 << 10))
-    with pytest.raises(
-        UserError, match=r"KV cache: the cache of one sequence of 512 tokens takes .*, and"
-    ):
-        loader.start(path, "tiny", Options())
-    with pytest.raises(UserError, match=r"--kv-blocks 20 takes .*; leave it out"):
-        loader.start(path, "tiny", Options(kv_blocks=20))
+    with pytest.raises(UserError, match="for the cache of one sequence"):
+        load_engine(path, "tiny", settings())
+    with pytest.raises(UserError, match=r"for --kv-blocks 20, .*leave out --kv-blocks"):
+        load_engine(path, "tiny", settings(kv_blocks=20))
 
 
-def test_what_may_be_taken_can_be_set(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_gb_is_the_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 0)
     monkeypatch.setattr(memory, "CONTEXTS", 1 << 20)
     monkeypatch.setattr(loader.meter, "held", lambda: (0, 0))  # other tests' models
     held = sum(p.stat().st_size for p in path.glob("*.safetensors"))
-    asked = memory.headroom() + held + (8 << 20)
-    info = loader.start(path, "tiny", Options(memory=asked, speculate=False))[1]
+    asked = (memory.headroom() + held + (8 << 20)) / 2**30
+    info = load_engine(path, "tiny", settings(memory_gb=asked, speculate="off"))[1]
     assert 3 << 20 < info.kv_bytes <= 4 << 20, "half of what weights and headroom leave"
 
 
@@ -120,26 +130,26 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
     before, free = memory.footprint(), memory.free()
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    told = r"48 GiB of weights .* but (40|39.9) GiB are left of --memory-gb"
+    told = r"48.0 GB for weights .* but (40.0|39.9) GB are left of --memory-gb"
     with pytest.raises(UserError, match=told) as said:
-        loader.start(tmp_path, "wide", Options(memory=40 << 30))
+        load_engine(tmp_path, "wide", settings(memory_gb=40))
     assert "billion parameters fits" in str(said.value)
     assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20
     assert free is not None and free - (memory.free() or 0) < 1 << 30
 
 
-def test_a_context_of_nothing_is_refused(path: Path) -> None:
+def test_a_context_of_one_token_is_refused(path: Path) -> None:
     with pytest.raises(UserError, match="raise --context"):
-        loader.start(path, "tiny", Options(context=1))
+        load_engine(path, "tiny", settings(context=1))
 
 
 def test_a_pool_that_is_copied_is_reported(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wide = Options(block_size=32, kv_blocks=3000)
+    wide = settings(block_size=32, kv_blocks=3000, speculate="off")
     with caplog.at_level(logging.WARNING, "mlxspec"):
-        loader.start(path, "tiny", wide)
-    assert "copies the pool" not in caplog.text
+        load_engine(path, "tiny", wide)
+    assert "copies the KV pool" not in caplog.text
     held = []
     put = loader.Engine.step
 
@@ -151,13 +161,13 @@ def test_a_pool_that_is_copied_is_reported(
 
     monkeypatch.setattr(loader.Engine, "step", step)
     with caplog.at_level(logging.WARNING, "mlxspec"):
-        loader.start(path, "tiny", wide)
-    assert "copies the pool" in caplog.text
+        load_engine(path, "tiny", wide, remeasure=True)
+    assert "copies the KV pool" in caplog.text
 
 
 def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
     """And what it will take is not free for another model."""
-    engine, info = loader.start(path, "tiny", Options(block_size=8, kv_blocks=400, speculate=False))
+    engine, info = load_engine(path, "tiny", settings(block_size=8, kv_blocks=400, speculate="off"))
     runner = engine.runner
     held = sum(pool.nbytes for pages in runner.pages() for pool in pages.pools())
     assert (
@@ -181,7 +191,7 @@ def test_a_pool_that_could_not_grow_tries_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of its layers had grown: nothing may be written behind the others' ends."""
-    engine, _ = loader.start(path, "tiny", Options(block_size=8, kv_blocks=400, speculate=False))
+    engine, _ = load_engine(path, "tiny", settings(block_size=8, kv_blocks=400, speculate="off"))
     runner, real, done = engine.runner, Pages.grow, []
 
     def short(self: Pages, blocks: int) -> None:
@@ -202,10 +212,10 @@ def test_a_pool_that_could_not_grow_tries_again(
     )
 
 
-def test_want_of_memory_decides_nothing_for_good(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_layout_refused_for_lack_of_memory_is_not_cached(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, options = loading.probe, Options(cache=tmp_path / "costs")
+    real, options = loading.probe, settings()
 
     def short(runner: Runner) -> object:
         if runner.layout == "rows":
@@ -214,64 +224,64 @@ def test_want_of_memory_decides_nothing_for_good(
 
     with monkeypatch.context() as broken:
         broken.setattr(loading, "probe", short)
-        assert loader.start(path, "tiny", options)[1].layout != "rows"
-    assert loader.start(path, "tiny", options)[1].layout == "rows"
+        assert load_engine(path, "tiny", options)[1].layout != "rows"
+    assert load_engine(path, "tiny", options)[1].layout == "rows"
 
 
-def test_the_next_start_does_not_try_again(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_next_start_uses_the_warmup_cache(
+    path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = Options(cache=tmp_path / "costs")
-    first, info = loader.start(path, "tiny", options)
+    options = settings(cache_dir=str(cache))
+    first, info = load_engine(path, "tiny", options)
     monkeypatch.setattr(loader, "fit", None)  # trying again would fail
     monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
-    second, again = loader.start(path, "tiny", options)
+    second, again = load_engine(path, "tiny", options)
     assert replace(again, created=info.created) == info
     assert second.scheduler.pace.alone == first.scheduler.pace.alone
     assert second.counters["steps"] == 0
     assert isinstance(first.drafter, Proposer) and isinstance(second.drafter, Proposer)
     assert replace(second.drafter.costs, factors={}) == replace(first.drafter.costs, factors={})
-    loader.start(path, "tiny", replace(options, speculate=False))  # forgets nothing
+    load_engine(path, "tiny", replace(options, speculate="off"))  # forgets nothing
     with monkeypatch.context() as other:
         other.setitem(VERDICTS, "a 1", Verdict("plain", 1, 2))  # another kernel, other costs
         with pytest.raises(TypeError):
-            loader.start(path, "tiny", options)
-    loader.start(path, "tiny", options)
+            load_engine(path, "tiny", options)
+    load_engine(path, "tiny", options)
     with pytest.raises(TypeError):
-        loader.start(path, "tiny", replace(options, again=True))
-    (kept,) = (tmp_path / "costs").iterdir()
+        load_engine(path, "tiny", options, remeasure=True)
+    (kept,) = (cache / "costs").iterdir()
     whole = json.loads(kept.read_text())
     short = {**whole, "costs": {**whole["costs"], "measured": [[1], [0]]}}
     for text in (
         json.dumps(short),
         "",
         "[]",
-        '{"fit": {"windows": {}, "refused": []}, "seconds": 1}',
+        '{"layout": {"windows": {}, "refused": []}, "slowest": 1}',
     ):
         kept.write_text(text)
         with pytest.raises(TypeError):
-            loader.start(path, "tiny", options)
+            load_engine(path, "tiny", options)
     monkeypatch.undo()
     config = path / "config.json"
     config.write_text(config.read_text().replace("}", " }"))  # another file is another model
-    loader.start(path, "tiny", options)
-    assert len(list((tmp_path / "costs").glob("known-*"))) == 2
+    load_engine(path, "tiny", options)
+    assert len(list((cache / "costs").glob("known-*"))) == 2
 
 
-def test_it_speculates_unless_told_otherwise(path: Path, tmp_path: Path) -> None:
-    e, _ = loader.start(path, "tiny", Options(block_size=16, cache=tmp_path / "costs"))
-    assert isinstance(e.proposer, Proposer) and e.proposer.model is None
-    assert list((tmp_path / "costs").iterdir()) and e.scheduler.pool.used == 0
-    off, _ = loader.start(path, "tiny", Options(block_size=16, speculate=False))
+def test_speculation_is_on_by_default(path: Path, cache: Path) -> None:
+    e, _ = load_engine(path, "tiny", settings(block_size=16))
+    assert isinstance(e.proposer, Proposer) and small_model(e.proposer) is None
+    assert list((cache / "costs").iterdir()) and e.scheduler.pool.used == 0
+    off, _ = load_engine(path, "tiny", settings(block_size=16, speculate="off"))
     assert isinstance(off.drafter, NoSpeculation)
 
 
 def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    e, info = loader.start(path, "tiny", Options(block_size=16, kv_blocks=20, draft=path))
-    assert isinstance(e.proposer, Proposer) and e.proposer.model is not None
+    e, info = load_engine(path, "tiny", settings(block_size=16, kv_blocks=20), path)
+    assert isinstance(e.proposer, Proposer) and small_model(e.proposer)
     assert "ms a token" in caplog.text
-    alone = loader.start(path, "tiny", Options(block_size=16, kv_blocks=20))[1]
+    alone = load_engine(path, "tiny", settings(block_size=16, kv_blocks=20))[1]
     assert (info.kv_bytes, info.weight_bytes) == (2 * alone.kv_bytes, 2 * alone.weight_bytes)
     e.add(tiny.request("r", [1, 2, 3], 30))
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model("llama"))([1, 2, 3], 30)
@@ -280,12 +290,12 @@ def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize(
     ("kind", "layout", "how"),
     [
-        ("llama", "gather", "gather layout, ready"),
-        ("llama", "rect", "rect layout, ready"),
+        ("llama", "gather", "tiny: gather layout, ready"),
+        ("llama", "rect", "tiny: rect layout, ready"),
         (
             "mamba2",
             "auto",
-            "rect layout (a draft leaves the 20224 bytes of a sequence's state by tape), ready",
+            "tiny: rect layout, ready",
         ),
     ],
 )
@@ -296,70 +306,68 @@ def test_a_draft_model_drafts_for_every_layout_that_takes_drafts_back(
     target = tmp_path / "target"
     target.mkdir()
     save(target, kind)
-    e, info = loader.start(
-        target, "tiny", Options(layout=layout, block_size=16, kv_blocks=20, draft=path)
-    )
-    assert how in caplog.text and info.layout in how
-    assert isinstance(e.proposer, Proposer) and e.proposer.model is not None
+    e, _ = load_engine(target, "tiny", settings(layout=layout, block_size=16, kv_blocks=20), path)
+    assert how in caplog.text
+    assert isinstance(e.proposer, Proposer) and small_model(e.proposer)
     e.add(tiny.request("r", [1, 2, 3], 30))
     assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 30)
     assert isinstance(e.proposer, Proposer)
 
 
-def test_what_quantized_pools_take_is_known_before_loading(tmp_path: Path) -> None:
+def test_quantized_kv_sizes_are_known_before_loading(tmp_path: Path) -> None:
     save(tmp_path, "qwen3:4")
     m = tiny.model("qwen3:4")
     for bits in (0, 4, 8):
         assert geometry(m, bits)[0] == fit(m, kv_bits=bits).token_bytes
     with pytest.raises(UserError, match=r"kv_blocks = 1: .* give 2 or more"):
-        loader.start(tmp_path, "tiny", Options(kv_blocks=1))
+        load_engine(tmp_path, "tiny", settings(kv_blocks=1))
 
 
 def test_quantized_pools_are_counted_and_a_draft_model_keeps_its_own_precision(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, "qwen3:4")
-    sizes = Options(block_size=16, kv_blocks=20)
-    plain = loader.start(tmp_path, "tiny", sizes)[1].kv_bytes
-    e, info = loader.start(tmp_path, "tiny", replace(sizes, kv_bits=4))
+    sizes = settings(block_size=16, kv_blocks=20)
+    plain = load_engine(tmp_path, "tiny", sizes)[1].kv_bytes
+    e, info = load_engine(tmp_path, "tiny", replace(sizes, kv_bits=4))
     assert (
         info.kv_bytes
         == sum(p.nbytes for pages in e.runner.caches for p in pages.pools())
         < plain / 2
     )
-    e, both = loader.start(tmp_path, "tiny", replace(sizes, kv_bits=4, draft=tmp_path))
+    e, both = load_engine(tmp_path, "tiny", replace(sizes, kv_bits=4), tmp_path)
     assert both.kv_bytes == info.kv_bytes + plain
-    assert e.proposer.model.runner.view.kv_bits == 0
+    assert small_model(e.proposer).runner.view.kv_bits == 0
 
 
-def test_what_cannot_draft_is_refused(path: Path, tmp_path: Path) -> None:
+def test_unusable_draft_models_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="--draft: no draft can be taken back in the solo layout; leave it out"
     ):
-        loader.start(path, "tiny", Options(layout="solo", draft=path))
+        load_engine(path, "tiny", settings(layout="solo"), path)
     other = tmp_path / "other"
     other.mkdir()
     save(other, "mamba2")
     with pytest.raises(UserError, match=r"other cannot draft: .*; give another --draft"):
-        loader.start(path, "tiny", Options(draft=other))
+        load_engine(path, "tiny", settings(), other)
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (Options(layout="solo"), "the solo layout"),
-        (Options(block_size=8, kv_blocks=4), "too small to measure"),
+        (settings(layout="solo"), "the solo layout"),
+        (settings(block_size=8, kv_blocks=4), "too small to measure"),
     ],
 )
-def test_no_speculation_is_said(
-    path: Path, options: Options, why: str, caplog: pytest.LogCaptureFixture
+def test_why_there_is_no_speculation_is_logged(
+    path: Path, options: Config, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    e, _ = loader.start(path, "tiny", options)
+    e, _ = load_engine(path, "tiny", options)
     assert isinstance(e.proposer, NoSpeculation)
     assert "no speculation: " in caplog.text and why in caplog.text
 
 
-def test_kernels_that_are_proven_are_watched(
+def test_verified_kernels_are_watched(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One case that wins, by a kernel that is MLX's own and a stock that is slower."""
@@ -377,31 +385,33 @@ def test_kernels_that_are_proven_are_watched(
     case = Case("fake", "1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
     monkeypatch.setattr(loader, "cases_of", lambda *of: [case])
     caplog.set_level(logging.INFO, "mlxspec")
-    warm, watched = loader._warm, []
+    warm, watched = loader._warm_up, []
     monkeypatch.setattr(
-        loader, "_warm", lambda e, s: (watched.append(bool(e.stalls)), warm(e, s))[1]
+        loader, "_warm_up", lambda e, s: (watched.append(bool(e.stalls)), warm(e, s))[1]
     )
-    options = Options(block_size=16, speculate=False, proofs=path / "kernels")
-    e, _ = loader.start(path, "tiny", options)
+    options = settings(block_size=16, speculate="off")
+    e, _ = load_engine(path, "tiny", options)
     assert e.stalls is None and not runs and VERDICTS["fake 1"].why == "no Metal here"
     for module in (verify, loader):
         monkeypatch.setattr(module, "missing", lambda: "")
     try:
-        e, _ = loader.start(path, "tiny", options)
+        e, _ = load_engine(path, "tiny", options)
         assert e.stalls is not None and VERDICTS["fake 1"].takes(4) and runs
-        assert "1 of 1 kernels are used" in caplog.text
+        assert "1 of 1 kernels in use" in caplog.text
         count = len(runs)
-        loader.start(path, "tiny", options)
+        load_engine(path, "tiny", options)
         assert len(runs) == count, "it is known"
-        loader.start(path, "tiny", replace(options, again=True))
+        load_engine(path, "tiny", options, remeasure=True)
         assert len(runs) > count
-        count, room = len(runs), loader._room
-        monkeypatch.setattr(loader, "_room", lambda *of: min(room(*of), 4 << 20))
+        count = len(runs)
+        held = sum(p.stat().st_size for p in path.glob("*.safetensors"))
+        free = memory.headroom() + held + (4 << 20)
+        monkeypatch.setattr(memory, "available", lambda: free)
         VERDICTS.clear()
-        less = replace(options, kv_blocks=9, proofs=path / "others")
-        loader.start(path, "tiny", less)
-        assert len(runs) == count and VERDICTS["fake 1"].why.endswith("MiB, and 4 are free")
-        off, _ = loader.start(path, "tiny", replace(options, kernels=False))
+        less = replace(options, kv_blocks=9, cache_dir=str(path / "others"))
+        load_engine(path, "tiny", less)
+        assert len(runs) == count and "are free" in VERDICTS["fake 1"].why
+        off, _ = load_engine(path, "tiny", replace(options, kernels="off"))
         assert off.stalls is None and watched == [False, *[True] * 3, False, False], (
             "the warm-up too"
         )

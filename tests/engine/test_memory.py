@@ -1,5 +1,4 @@
-"""The machine's figures, what is made of them, and that the process does not grow with what it has
-served."""
+"""The machine's figures, the plan for a model, and that serving does not make the process grow."""
 
 import ctypes
 import mmap
@@ -14,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.memory import Needs, sizes
+from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.model import meter
-from mlxspec.types import MAX_DEPTH, Request, Sampling, UserError
+from mlxspec.types import MAX_DEPTH, OutOfMemory, Request, Sampling, UserError
 from tests import tiny
 
 GIB = 1 << 30
@@ -73,7 +73,7 @@ def on_mac(monkeypatch: pytest.MonkeyPatch, libc: Any) -> None:
     monkeypatch.setattr(memory, "DARWIN", True)
     monkeypatch.setattr(memory, "LIBC", libc)
     monkeypatch.setattr(memory, "CGROUP", Path("/nowhere"))
-    memory._unknown.cache_clear()
+    memory._warn_once.cache_clear()
 
 
 def on_linux(monkeypatch: pytest.MonkeyPatch, root: Path, **files: str) -> None:
@@ -81,14 +81,14 @@ def on_linux(monkeypatch: pytest.MonkeyPatch, root: Path, **files: str) -> None:
     monkeypatch.setattr(memory, "DARWIN", False)
     monkeypatch.setattr(memory, "PROC", root)
     monkeypatch.setattr(memory, "CGROUP", root / "cgroup")
-    memory._unknown.cache_clear()
+    memory._warn_once.cache_clear()
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
 
-def test_a_macs_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     # user, system, two wakeups, pageins, wired, resident, footprint, behind a uuid of two words
     words = {
         0: 11,
@@ -111,22 +111,22 @@ def test_a_macs_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("libc", [Libc({}), object()], ids=["refuses", "has no such call"])
-def test_what_a_mac_does_not_say_is_guessed_once(
+def test_unknown_figures_are_assumed_and_logged_once(
     libc: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on_mac(monkeypatch, libc)
     assert memory.total() > GIB and memory.free() is None and memory.footprint() == 0
     assert memory.available() == memory.available() == memory.total() * 3 // 4
-    assert len(caplog.records) == 2 and "three quarters of the machine are assumed" in caplog.text
+    assert len(caplog.records) == 2 and "three quarters are assumed" in caplog.text
 
 
-def test_one_missing_figure_makes_a_mac_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("vm.pagesize", *memory.EASY_PAGES):
+def test_one_missing_figure_makes_free_memory_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vm.pagesize", *memory.FREE_PAGES):
         on_mac(monkeypatch, Libc({k: v for k, v in MAC.items() if k != name}))
         assert memory.free() is None
 
 
-def test_linuxs_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_linux_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = "MemTotal:       8000000 kB\nMemFree: 100 kB\nMemAvailable:    3000000 kB\nHugePages_Total: 0\n"
     status = "VmRSS:\t 9000 kB\nRssAnon:\t 500 kB\nRssFile:\t 8000 kB\nRssShmem:\t 20 kB\nVmSwap:\t 3 kB\n"
     on_linux(monkeypatch, tmp_path, meminfo=meminfo, self__status=status)
@@ -177,9 +177,22 @@ def test_nothing_sets_the_wired_limit() -> None:
         assert "set_wired_limit" not in path.read_text("utf-8"), path
 
 
-def test_four_contexts_or_half_of_what_is_free() -> None:
+def plan(
+    caches: list[Any],
+    free: int,
+    context: int = 8192,
+    weights: int = 0,
+    share: float = 1.0,
+    **settings: Any,
+) -> MemoryPlan:
+    """A plan for `free` bytes beside headroom."""
+    config = Config(cache_gb=0, **settings)
+    return make_plan(config, context, weights, caches, free + memory.headroom(), share)
+
+
+def test_the_kv_pool_holds_four_contexts_or_takes_half_of_the_free_memory() -> None:
     def blocks(context: int, token_bytes: int, free: int) -> int:
-        return sizes(Needs(token_bytes), context, 32, 8, 512, free).blocks
+        return plan([(token_bytes, (), 0)], free, context).blocks
 
     assert blocks(8192, 1000, 1 << 40) == memory.CONTEXTS * 256 + 1
     assert blocks(8192, 1000, 64_000_000) == 1000
@@ -187,35 +200,51 @@ def test_four_contexts_or_half_of_what_is_free() -> None:
     assert blocks(8192, 0, 0) == memory.CONTEXTS * 256 + 1  # memory that does not grow
 
 
-def test_windows_and_states_get_their_part() -> None:
-    needs = Needs(1000, ((512, 5000),), 1 << 20)
-    rich = sizes(needs, 32768, 32, 16, 2048, 1 << 40)
-    least = 1 + 16 * (19 + 2) + 128  # of a window, the rows of two steps, and two chunks for all
-    assert rich == memory.Sizes(4097, (2 * least,), 16, 32 << 20)
-    poor = sizes(needs, 32768, 32, 16, 2048, 80 << 20)
-    assert (
-        257 <= poor.blocks < 4097
-        and 150 <= poor.window_blocks[0] < 2 * least
-        and 1 <= poor.sequences < 16
-    )
-    whole = sizes(Needs(0, ((1 << 20, 10),)), 1024, 32, 16, 2048, 1 << 40)
-    assert whole.window_blocks == (memory.CONTEXTS * 32 + 1,), (
+def test_windows_and_states_are_planned() -> None:
+    caches = [(1000, ((512, 5000),), 1 << 20)]
+    rich = plan(caches, 1 << 40, 32768, prefill_budget=2048)
+    least = 1 + 16 * (19 + 2) + 128  # a window and the rows of two steps each, two chunks for all
+    assert (rich.blocks, rich.windows) == (4097, {512: 2 * least})
+    assert (rich.sequences, rich.snapshots) == (16, 32)
+    assert rich.cache_bytes == 32 * (4097 * 1000 + 2 * least * 5000) + (2 * 16 + 32) * (1 << 20)
+    poor = plan(caches, 80 << 20, 32768, prefill_budget=2048)
+    assert 257 <= poor.blocks < 4097 and 150 <= poor.windows[512] < 2 * least
+    assert 1 <= poor.sequences < 16
+    whole = plan([(0, ((1 << 20, 10),), 0)], 1 << 40, 1024)
+    assert (whole.blocks, whole.windows) == (memory.CONTEXTS * 32 + 1, {}), (
         "a window beyond the context is full attention"
     )
 
 
+def test_snapshots_keep_their_distance() -> None:
+    assert plan([(1000, (), 1 << 20)], 1 << 40).snapshot_stride == 33
+    assert plan([(0, (), 1 << 20)], 1 << 40).snapshot_stride == 32
+    assert plan([(1 << 20, (), 1)], 1 << 50, 1 << 20).snapshot_stride == 128
+
+
+def test_a_draft_models_kv_lies_in_the_pool_for_full_attention() -> None:
+    alone, free = (1000, ((512, 5000),), 0), 1 << 40
+    both = plan([alone, (100, ((64, 10),), 0)], free)
+    assert both.windows == plan([alone], free).windows
+    assert both.cache_bytes - plan([alone], free).cache_bytes == 110 * 32 * both.blocks
+
+
 @given(
     token_bytes=st.integers(0, 1 << 20),
-    windows=st.lists(st.tuples(st.integers(1, 1 << 15), st.integers(1, 1 << 20)), max_size=2),
+    windows=st.lists(
+        st.tuples(st.integers(1, 1 << 15), st.integers(1, 1 << 20)),
+        max_size=2,
+        unique_by=lambda w: w[0],
+    ),
     state_bytes=st.integers(0, 1 << 27),
     context=st.integers(1, 1 << 18),
     block_size=st.integers(1, 512),
     max_sequences=st.integers(1, 64),
     chunk=st.integers(1, 4096),
-    free=st.integers(-GIB, 64 * GIB),
+    free=st.integers(0, 64 * GIB),
     share=st.floats(0.05, 1),
 )
-def test_sizes_keep_their_share_and_serve_one_sequence(
+def test_a_plan_keeps_its_share_and_serves_one_sequence(
     token_bytes: int,
     windows: list[tuple[int, int]],
     state_bytes: int,
@@ -226,50 +255,59 @@ def test_sizes_keep_their_share_and_serve_one_sequence(
     free: int,
     share: float,
 ) -> None:
-    needs = Needs(token_bytes, tuple(windows), state_bytes)
-    rest = (block_size, max_sequences, chunk, free, share)
+    caches = [(token_bytes, tuple(windows), state_bytes)]
+    settings = dict(block_size=block_size, max_sequences=max_sequences, prefill_budget=chunk)
     try:
-        got = sizes(needs, context, *rest)
-    except UserError as error:
-        if mend := re.search(r"--context (\d+) fits", str(error)):
-            assert sizes(needs, int(mend[1]), *rest).blocks > 0
+        got = plan(caches, free, context, share=share, **settings)
+    except OutOfMemory as error:
+        if fix := re.search(r"--context (\d+) fits", str(error)):
+            assert plan(caches, free, int(fix[1]), share=share, **settings).blocks > 0
+        assert error.need > free
         return
-    taken = (
-        got.blocks * token_bytes * block_size + 2 * got.sequences * state_bytes + got.snapshot_bytes
-    )
-    for blocks, (window, size) in zip(got.window_blocks, windows, strict=True):
-        taken += blocks * size * block_size
-        assert (blocks - 1) * block_size >= min(context, window + chunk)
+    budget = free * memory.CACHE_SHARE
+    if got.cache_bytes > budget * share:  # one sequence alone takes more than the share
+        assert got.cache_bytes <= budget
+        with pytest.raises(OutOfMemory):
+            plan(caches, int(free * share), context, **settings)
+    for window, _ in windows:
+        if window >= context:
+            continue
+        assert (got.windows[window] - 1) * block_size >= min(context, window + chunk)
         rows = window + 2 * (1 + MAX_DEPTH)
-        assert blocks <= 2 * (max_sequences * (rows / block_size + 3) + 2 * chunk / block_size + 2)
-    assert taken <= max(0, free * share)
-    assert (got.blocks - 1) * block_size >= min(context, memory.LEAST)
-    assert (
-        1 <= got.sequences <= max_sequences
-        and got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
-    )
+        most = 2 * (max_sequences * (rows / block_size + 3) + 2 * chunk / block_size + 2)
+        assert got.windows[window] <= most
+    assert (got.blocks - 1) * block_size >= min(context, memory.LEAST_CONTEXT)
+    assert got.blocks <= memory.CONTEXTS * (context / block_size + 1) + 1
+    assert 1 <= got.sequences <= max_sequences
 
 
-def test_what_does_not_fit_is_told_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     on_mac(monkeypatch, Libc(MAC))
 
-    def room(weights: float, token_bytes: int, free: float) -> int:
-        return memory.room(int(weights * GIB), Needs(token_bytes), 32768, 32, 2048, int(free * GIB))
+    def left(weights: float, token_bytes: int, free: float, **settings: Any) -> int:
+        config, caches = Config(cache_gb=0, **settings), [(token_bytes, (), 0)]
+        return make_plan(config, 32768, int(weights * GIB), caches, int(free * GIB)).left
 
-    assert room(4, 65536, 8) == 3 * GIB
-    with pytest.raises(UserError) as large:
-        room(40, 65536, 8)
-    assert "40 GiB of weights and 1 GiB of headroom, but 8 GiB are free of 16 GiB" in str(
-        large.value
-    )
-    assert "A 4-bit model of less than 11.4 billion parameters fits" in str(large.value)
-    with pytest.raises(
-        UserError, match=r"takes 0\.502 GiB, and 0\.25 GiB may be its; --context 4064 fits"
+    assert left(4, 65536, 8) == 3 * GIB
+    with pytest.raises(OutOfMemory) as large:
+        left(40, 65536, 8)
+    for figure in (
+        "40.0 GB for weights",
+        "1.0 GB of headroom",
+        "8.0 GB are free of 16.0 GB",
+        "11.4 billion",
     ):
-        room(6.5, 65536, 8)
-    with pytest.raises(UserError) as none:
-        room(1, 65536, 0.5)
-    assert "fits" not in str(none.value) and "--memory-gb" in str(none.value)
+        assert figure in str(large.value)
+    with pytest.raises(OutOfMemory, match="--context 4064 fits"):
+        left(6.5, 65536, 8)
+    with pytest.raises(OutOfMemory, match="raise --memory-gb") as none:
+        left(1, 65536, 0.5, memory_gb=0.5)
+    assert "fits" not in str(none.value)
+    with pytest.raises(OutOfMemory, match="leave out --kv-blocks") as fixed:
+        left(1, 65536, 4, kv_blocks=2000)
+    assert fixed.value.need == 2 * GIB + 2000 * 32 * 65536
+    with pytest.raises(UserError, match="kv_blocks"):
+        left(1, 65536, 8, kv_blocks=1)
 
 
 def resident() -> int:
@@ -298,7 +336,7 @@ def test_500_requests_leave_the_process_as_large_as_50(kind: str) -> None:
 
 
 def test_300_requests_with_cancels_leave_nothing_behind() -> None:
-    e, rng, census = tiny.engine(tiny.model("qwen3"), blocks=200), random.Random(2), meter.Census()
+    e, rng = tiny.engine(tiny.model("qwen3"), blocks=200), random.Random(2)
 
     def churn(requests: int) -> tuple[int, int]:
         for i in range(requests):
@@ -313,8 +351,7 @@ def test_300_requests_with_cancels_leave_nothing_behind() -> None:
         while e.busy:
             e.step()
         e.check()
-        census.take(idle=True)
-        return census.live, mx.get_active_memory()
+        return meter.arrays(), mx.get_active_memory()
 
     churn(30)  # makes the pools
     early = churn(30)
@@ -324,23 +361,6 @@ def test_300_requests_with_cancels_leave_nothing_behind() -> None:
     # The last step's positions and tables stay, and how many rows it has is up to the pace, which
     # is time.
     assert abs(active - early[1]) < 1024
-    assert not census.told
-
-
-def test_a_leak_is_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(meter, "METALS", 2000)
-    census, held = meter.Census(), []
-    for _ in range(3):
-        census.take(idle=True)
-        held += [mx.array(1.0) for _ in range(150)]
-    assert len(caplog.records) == 1 and "at 2000 Metal ends the process" in caplog.text
-    census.take(idle=True)
-    assert census.live - census.fewest == 450
-    busy = meter.Census()
-    busy.take(idle=False)
-    assert busy.live and busy.fewest > busy.live, "what runs is no measure of what is left behind"
 
 
 def test_spare_buffers_are_bounded() -> None:
@@ -357,7 +377,7 @@ def test_spare_buffers_are_bounded() -> None:
         mx.set_cache_limit(before)
 
 
-def test_the_gpus_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recommended_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter.device_free() > 1 << 50
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 12 * GIB})
     assert meter.device_free() == 12 * GIB - mx.get_active_memory()
@@ -365,10 +385,11 @@ def test_the_gpus_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_500_requests_to_smollm2(smollm2: Path) -> None:
-    from mlxspec.engine.loader import Options, start
+def test_500_requests_to_smollm2(smollm2: Path, tmp_path: Path) -> None:
+    from mlxspec.engine.loader import load_engine
 
-    e, info = start(smollm2, "smollm2", Options())
+    config = Config(cache_dir=str(tmp_path), cache_gb=0)
+    e, info = load_engine(smollm2, "smollm2", config)
     rng = random.Random(1)
     serve(e, 50, info.vocab, 60, rng)
     early, owed = resident(), e.runner.owed()

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxspec.config import Config
 from mlxspec.engine import models as module
-from mlxspec.engine.loader import Options, start
+from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import RETRY_S, Call, ModelManager, ModelSlot, total
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
 from mlxspec.engine.worker import Worker
@@ -224,10 +226,10 @@ def test_a_load_is_no_pressure() -> None:
 
     def slow() -> Any:
         guard.read = -math.inf
-        levels.append(guard.look())
+        levels.append(guard.poll())
         return load("b")
 
-    assert MemoryMonitor(planned=1 << 20).look() > NORMAL, "this process holds more than 1 MiB"
+    assert MemoryMonitor(planned=1 << 20).poll() > NORMAL, "this process holds more than 1 MiB"
     members = [
         ModelSlot(lambda: load("a"), replace(INFO, name="a")),
         ModelSlot(slow, replace(INFO, name="b")),
@@ -607,8 +609,9 @@ def rss() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_after_an_unload_the_memory_is_back(smollm2: Path, tmp_path: Path) -> None:
     """Five times; speculation is on, so there is a drafter too."""
-    options = Options(kv_blocks=64, context=1024, cache=tmp_path)
-    made = ModelManager([ModelSlot(lambda: start(smollm2, "a", options), replace(INFO, name="a"))])
+    config = Config(kv_blocks=64, context=1024, cache_dir=str(tmp_path), cache_gb=0)
+    start = partial(load_engine, smollm2, "a", config)
+    made = ModelManager([ModelSlot(start, replace(INFO, name="a"))])
     seen: list[tuple[int, int]] = []
     before = (mx.get_active_memory(), rss())
     made.launch()

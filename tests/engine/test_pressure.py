@@ -32,9 +32,9 @@ PSI = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10={} avg60=0.00 av
 
 
 @pytest.mark.parametrize(("number", "level"), [(1, NORMAL), (2, WARN), (4, CRITICAL), (3, NORMAL)])
-def test_macs_word(number: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macos_level(number: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_mac(monkeypatch, Libc({"kern.memorystatus_vm_pressure_level": (number, 4)}))
-    assert pressure.system() == level
+    assert pressure.system_level() == level
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,16 @@ def test_macs_word(number: int, level: int, monkeypatch: pytest.MonkeyPatch) -> 
         ("30.00", "12.50", CRITICAL),
     ],
 )
-def test_linuxs_word(some: str, full: str, level: int, monkeypatch: Any, tmp_path: Path) -> None:
+def test_linux_level(some: str, full: str, level: int, monkeypatch: Any, tmp_path: Path) -> None:
     on_linux(monkeypatch, tmp_path, pressure__memory=PSI.format(some, full))
-    assert pressure.system() == level
+    assert pressure.system_level() == level
 
 
-def test_no_word_is_normal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unknown_level_is_normal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_linux(monkeypatch, tmp_path)
-    assert pressure.system() == NORMAL
+    assert pressure.system_level() == NORMAL
     on_mac(monkeypatch, Libc({}))
-    assert pressure.system() == NORMAL and MemoryMonitor(clock=Clock()).look() == NORMAL, (
+    assert pressure.system_level() == NORMAL and MemoryMonitor(clock=Clock()).poll() == NORMAL, (
         "a guess never alarms"
     )
 
@@ -64,28 +64,30 @@ def test_no_word_is_normal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     ("free", "held", "level"),
     [(16 / 32, 8, NORMAL), (15.9 / 32, 8, WARN), (7.9 / 32, 8, CRITICAL), (4, 10.1, WARN)],
 )
-def test_what_is_free_and_what_we_hold_count(
+def test_free_memory_and_footprint_set_the_level(
     free: float, held: float, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = MAC | {name: (0, 4) for name in memory.EASY_PAGES}
+    numbers = MAC | {name: (0, 4) for name in memory.FREE_PAGES}
     numbers["vm.page_free_count"] = (int(free * GIB) // 16384, 4)
     on_mac(monkeypatch, Libc(numbers, {9: int(held * GIB)}))
     guard = MemoryMonitor(8 * GIB, Clock())
-    guard.expect(2 * GIB)
-    assert (guard.look(), guard.footprint) == (level, int(held * GIB))
+    guard.reserve(2 * GIB)
+    assert (guard.poll(), guard.footprint) == (level, int(held * GIB))
 
 
-def test_a_level_is_left_late_and_told(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_level_falls_late_and_is_logged(
+    monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     clock, reads = Clock(), []
     guard = MemoryMonitor(1 << 62, clock)
     now = NORMAL
-    monkeypatch.setattr(pressure, "system", lambda: reads.append(clock.now) or now)
+    monkeypatch.setattr(pressure, "system_level", lambda: reads.append(clock.now) or now)
     monkeypatch.setattr(memory, "free", lambda: None)
 
     def at(seconds: float, level: int) -> int:
         nonlocal now
         clock.now, now = seconds, level
-        return guard.look()
+        return guard.poll()
 
     with caplog.at_level(logging.WARNING, "mlxspec"):
         assert at(0, NORMAL) == NORMAL
@@ -98,25 +100,25 @@ def test_a_level_is_left_late_and_told(monkeypatch: Any, caplog: pytest.LogCaptu
         for second in range(30, 60, 2):  # now and then
             assert at(second, WARN) == at(second + 1, NORMAL) == WARN
     said = [record.getMessage().partition(" (")[0] for record in caplog.records]
-    assert said == [f"memory is {pressure.NAMES[level]}" for level in (2, 1, 0, 1)]
+    assert said == [f"memory is {pressure.LEVELS[level]}" for level in (2, 1, 0, 1)]
 
 
 def test_this_machine_is_read() -> None:
     guard = MemoryMonitor()
-    assert guard.look() in (NORMAL, WARN, CRITICAL) and guard.footprint > 1 << 20
+    assert guard.poll() in (NORMAL, WARN, CRITICAL) and guard.footprint > 1 << 20
     assert guard.planned > guard.footprint
 
 
-class Weather(MemoryMonitor):
-    """A guard whose level a test sets."""
+class FixedMonitor(MemoryMonitor):
+    """A monitor whose level a test sets."""
 
-    def look(self) -> int:
+    def poll(self) -> int:
         self.read += 1
         return self.level
 
 
-def test_short_of_memory_one_runs_at_a_time() -> None:
-    e = tiny.engine(tiny.model("qwen3"), guard=Weather(read=0.0))
+def test_under_pressure_one_request_runs_at_a_time() -> None:
+    e = tiny.engine(tiny.model("qwen3"), guard=FixedMonitor(read=0.0))
     plain, most = tiny.Plain(tiny.model("qwen3")), 0
     for i in range(2):
         e.add(tiny.request(f"r{i}", [i, 1, 2], 12))
@@ -137,8 +139,8 @@ def test_short_of_memory_one_runs_at_a_time() -> None:
     assert tiny.tokens(outputs, "r5", 1) == plain([5, 1, 2], 12)
 
 
-def test_cached_blocks_are_forgotten_when_it_gets_worse() -> None:
-    e = tiny.engine(tiny.model("qwen3"), guard=Weather(read=0.0))
+def test_cached_blocks_are_evicted_when_pressure_rises() -> None:
+    e = tiny.engine(tiny.model("qwen3"), guard=FixedMonitor(read=0.0))
     prompt = list(range(40))
 
     def ask(level: int) -> tuple[int, list[int]]:
@@ -154,12 +156,12 @@ def test_cached_blocks_are_forgotten_when_it_gets_worse() -> None:
     assert ask(CRITICAL)[0] == 0 and ask(WARN)[0] > 30
     assert first == second == third == tiny.Plain(tiny.model("qwen3"))(prompt, 8)
     stats = e.stats()
-    assert stats.memory_pressure == WARN and stats.mlx_active_bytes > 0 and stats.live_arrays > 0
+    assert stats.memory_pressure == WARN and stats.mlx_active_bytes > 0
 
 
 @pytest.fixture
 def guard() -> MemoryMonitor:
-    return Weather(read=0.0)
+    return FixedMonitor(read=0.0)
 
 
 @pytest.fixture
@@ -177,7 +179,7 @@ def worker(guard: MemoryMonitor) -> Iterator[Worker]:
     w.stop()
 
 
-def test_a_worker_refuses_and_takes_again(worker: Worker, guard: MemoryMonitor) -> None:
+def test_a_worker_refuses_while_memory_is_critical(worker: Worker, guard: MemoryMonitor) -> None:
     plain = tiny.Plain(tiny.model("qwen3"))
 
     async def main() -> None:
@@ -206,7 +208,9 @@ def test_a_worker_refuses_and_takes_again(worker: Worker, guard: MemoryMonitor) 
     assert worker.stats().blocks_used == 0
 
 
-def test_an_idle_worker_gives_back(worker: Worker, guard: MemoryMonitor, monkeypatch: Any) -> None:
+def test_an_idle_worker_frees_cached_blocks(
+    worker: Worker, guard: MemoryMonitor, monkeypatch: Any
+) -> None:
     async def main() -> None:
         prompt = list(range(40))
         assert [o async for o in worker.submit(tiny.request("r", prompt, 3))]

@@ -23,7 +23,7 @@ from rich.table import Table  # noqa: E402
 from mlxspec.engine.loader import Options, start  # noqa: E402
 from mlxspec.text.chat import load_tokenizer, render, talk_of  # noqa: E402
 from mlxspec.text.history import History  # noqa: E402
-from mlxspec.text.output_parser import Parts  # noqa: E402
+from mlxspec.text.output_parser import OutputParser  # noqa: E402
 from mlxspec.types import Request, Sampling  # noqa: E402
 
 
@@ -132,7 +132,7 @@ def main() -> None:
         while engine.busy:
             tokens += [t for output in engine.step() for t in output.tokens]
         text = tokenizer.decode([t for t in tokens if t not in ends])
-        reader = Parts(tokenizer, case.tools, prompt.thinking, lambda: "id")
+        reader = OutputParser(tokenizer, case.tools, prompt.thinking, lambda: "id")
         reader.feed(text)
         reader.finish()
         made = [(call.name, json.loads(call.arguments)) for call in reader.calls]

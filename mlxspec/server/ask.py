@@ -26,9 +26,9 @@ from mlxspec.text.chat import (
     talk_of,
     template_reads,
 )
-from mlxspec.text.detokenizer import Reader
+from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import Refused
-from mlxspec.text.output_parser import Parts
+from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
@@ -174,8 +174,8 @@ async def converse(
     choices = [
         Choice(
             i,
-            Reader(model.tokenizer, ask.stop, request.stop_tokens),
-            Parts(
+            Detokenizer(model.tokenizer, ask.stop, request.stop_tokens),
+            OutputParser(
                 model.tokenizer, tools, ready.prompt.thinking, call_id, ready.grammar is not None
             ),
             single=ask.single,

@@ -20,7 +20,7 @@ BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 NEUTRAL = "a"  # stands for the prompt's end where the text continues it
 
 
-class Reader:
+class Detokenizer:
     """Reads one choice. `stop` are the stop strings, `stop_tokens` end the text and are never
     shown.
 

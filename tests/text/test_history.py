@@ -9,7 +9,7 @@ import pytest
 from mlxspec.text import history as module
 from mlxspec.text.chat import encode, load_tokenizer, remember, render, talk_of
 from mlxspec.text.history import History
-from mlxspec.text.output_parser import Call, Parts
+from mlxspec.text.output_parser import Call, OutputParser
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {"type": "object"}}}]
@@ -50,7 +50,7 @@ class Session:
     def say(self, text: str) -> list[int]:
         """The tokens of prompt and answer; the client keeps the answer as it read it."""
         prompt, made = self.prompt(), letters(self.tokenizer, text + END)
-        reader = Parts(self.tokenizer, TOOLS, False, lambda: f"id{next(self.ids)}")
+        reader = OutputParser(self.tokenizer, TOOLS, False, lambda: f"id{next(self.ids)}")
         parts = reader.feed(text) + reader.finish()
         said: dict[str, Any] = {"role": "assistant"}
         said["content"] = "".join(p.text for p in parts if p.kind == "content")

@@ -21,7 +21,7 @@ from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from mlxspec.engine.loader import Options, start  # noqa: E402
-from mlxspec.text.chat import load_tokenizer, render, talk_of  # noqa: E402
+from mlxspec.text.chat import conversation_of, load_tokenizer, render  # noqa: E402
 from mlxspec.text.history import History  # noqa: E402
 from mlxspec.text.output_parser import OutputParser  # noqa: E402
 from mlxspec.types import Request, Sampling  # noqa: E402
@@ -124,7 +124,7 @@ def main() -> None:
     engine, _ = start(args.model, args.model.name, Options(context=4096))
     rows: dict[str, list[int]] = {}
     for case in track(CASES, "Asking", console=Console(stderr=True)):
-        talk = talk_of([{"role": "user", "content": case.text}], case.tools, {}, History())
+        talk = conversation_of([{"role": "user", "content": case.text}], case.tools, {}, History())
         prompt = render(tokenizer, talk, History())
         ends = frozenset(tokenizer.eos_token_ids)
         engine.add(Request("r", tuple(prompt.ids), 160, Sampling(temperature=0), ends))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxspec.text import history as module
-from mlxspec.text.chat import encode, load_tokenizer, remember, render, talk_of
+from mlxspec.text.chat import conversation_of, encode, load_tokenizer, remember, render
 from mlxspec.text.history import History
 from mlxspec.text.output_parser import Call, OutputParser
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
@@ -43,7 +43,7 @@ class Session:
         self.messages: list[Any] = [{"role": "user", "content": "hello"}]
 
     def prompt(self) -> Any:
-        self.talk = talk_of(self.messages, TOOLS, {}, self.history)
+        self.talk = conversation_of(self.messages, TOOLS, {}, self.history)
         self.rendered = render(self.tokenizer, self.talk, self.history)
         return self.rendered.ids
 
@@ -61,7 +61,7 @@ class Session:
         ]
         for call in reader.calls:
             self.history.keep_call(call)
-        answer = talk_of([said], None, {}, self.history).messages[0]
+        answer = conversation_of([said], None, {}, self.history).messages[0]
         remember(self.tokenizer, self.talk, self.rendered, answer, made, self.history)
         self.messages.append(said)
         return [*prompt, *made]

@@ -264,7 +264,7 @@ def remember(
 
 def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
     """The template's text. Where the template refuses the messages, they are tried merged, then
-    with the system text in the first user message. Where it knows no tools, they are spelled out."""
+    with the system text in the first user message. Tools are spelled out where it knows none."""
     if not tokenizer.has_chat_template:
         raise Refused(
             "messages",

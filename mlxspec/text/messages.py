@@ -193,9 +193,9 @@ def types_of(schema: Any) -> set[str]:
     """The JSON types that a parameter's schema names, itself or in its alternatives; empty: any."""
     if not isinstance(schema, Mapping):
         return set()
-    types = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
+    types = {name for name in listed(schema.get("type")) if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):
-        for each in _listed(schema.get(key)):
+        for each in listed(schema.get(key)):
             types |= types_of(each)
     values = schema.get("enum")
     if "const" in schema:
@@ -205,7 +205,8 @@ def types_of(schema: Any) -> set[str]:
     return types
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """A list as it is, anything else as a list of one."""
     return value if isinstance(value, list) else [value]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Tools, clean, types_of
+from mlxspec.text.messages import Tools, clean, listed, types_of
 
 log = logging.getLogger("mlxspec")
 
@@ -281,7 +281,7 @@ class OutputParser:
                 found = parse_xml(text, self._tools)
             else:
                 found = parser(text, self._tools)
-            if calls := [self._made_call(each) for each in _listed(found)]:
+            if calls := [self._made_call(each) for each in listed(found)]:
                 return calls
         except Exception as error:  # a parser raises whatever its author chose
             self._error = f"{type(error).__name__}: {error}"
@@ -316,10 +316,6 @@ class OutputParser:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # Half a surrogate pair can be written in JSON, but neither sent nor encoded.
         return Call(self._new_id(), clean(name), clean(text))
-
-
-def _listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
 
 
 def parse_xml(text: str, tools: Tools) -> list[dict[str, Any]]:

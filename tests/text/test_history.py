@@ -163,9 +163,9 @@ def test_a_fork_has_both_ways(tokenizer: Any) -> None:
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_TOKENS", 100)
-    monkeypatch.setattr(module, "MOST_CHARS", 50)
-    monkeypatch.setattr(module, "MOST_CALLS", 3)
+    monkeypatch.setattr(module, "MAX_TOKENS", 100)
+    monkeypatch.setattr(module, "MAX_CHARS", 50)
+    monkeypatch.setattr(module, "MAX_CALLS", 3)
     kept = History()
     for i in range(40):
         kept.keep_turn(f"{i}", f"{i}yes!", list(range(9)), "!")
@@ -217,8 +217,8 @@ def test_reasoning_that_the_template_hides_stays_hidden(tmp_path: Any) -> None:
 
 
 def test_what_is_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_CALLS", 3)
-    monkeypatch.setattr(module, "MOST_TURNS", 5)
+    monkeypatch.setattr(module, "MAX_CALLS", 3)
+    monkeypatch.setattr(module, "MAX_TURNS", 5)
     kept = History()
     for i in range(9):
         kept.keep_call(Call(f"c{i}", "f", "{}"))

@@ -207,28 +207,6 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     assert "x-guidance" not in str(caught.value) and "\n" not in str(caught.value)
 
 
-junk = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["type", "properties", "items", "enum", "anyOf", "$ref", "pattern"]),
-            inner,
-        )
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=100)
-@given(junk)
-def test_any_junk_is_a_schema_or_refused(agent: Grammars, schema: Any) -> None:
-    try:
-        by(agent, schema)().masks([])
-    except Refused as error:
-        assert error.field == "f"
-
-
 # ---- Lark
 # -------------------------------------------------------------------------------------------------
 

@@ -239,6 +239,7 @@ def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schem
         ({"$ref": "#/$defs/a~1b", "$defs": {"a~1b": {}, "a/b": {}}}, "$defs/a~1b"),
         ({"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(24)]}, "patterns"),
         ({"items": {"items": {"not": {}}}}, "not"),
+        ({"$schema": "https://example.com/own", "not": {}}, "not"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusive"),
         ({"allOf": [{"type": "number", "exclusiveMinimum": 3}, {"maximum": 3.5}]}, "exclusive"),
         (json.loads('{"items":' * 200 + "{}" + "}" * 200), "nested"),
@@ -248,6 +249,26 @@ def test_what_llguidance_would_let_pass(made: dict[str, Grammars], schema: Any, 
     with pytest.raises(Refused) as caught:
         json_of(made["plain"], schema)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$schema": "https://example.com/own", "$id": "own", "title": "T", "const": 5},
+        {"const": 5, "uniqueItems": False, "propertyNames": {"type": "string"}},
+        {"type": "integer", "minimum": 5, "maximum": 5, "$defs": {"a": {"minimum": -(2**63)}}},
+    ],
+)
+def test_what_constrains_nothing_is_dropped(made: dict[str, Grammars], schema: Any) -> None:
+    assert walk(made["plain"], json_of(made["plain"], schema), 1) == "5"
+
+
+def test_a_property_may_have_the_name_of_a_keyword(made: dict[str, Grammars]) -> None:
+    names = ["$schema", "propertyNames", "uniqueItems", "title", "pattern"]
+    properties = {name: {"type": "string", "maxLength": 1} for name in names}
+    schema = {"type": "object", "properties": properties, "required": names}
+    make = json_of(made["plain"], {**schema, "additionalProperties": False})
+    assert list(json.loads(walk(made["plain"], make, 1))) == names
 
 
 def test_no_key_comes_in_disguise(made: dict[str, Grammars]) -> None:

@@ -20,11 +20,11 @@ from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from mlxspec.config import Config
+from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.loader import load_engine  # noqa: E402
-from mlxspec.text.chat import load_tokenizer, render, talk_of  # noqa: E402
+from mlxspec.text.chat import conversation_of, load_tokenizer, render  # noqa: E402
 from mlxspec.text.history import History  # noqa: E402
-from mlxspec.text.output_parser import Parts  # noqa: E402
+from mlxspec.text.output_parser import OutputParser  # noqa: E402
 from mlxspec.types import Request, Sampling  # noqa: E402
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     engine, _ = load_engine(args.model, args.model.name, Config(context=4096, cache_gb=0))
     rows: dict[str, list[int]] = {}
     for case in track(CASES, "Asking", console=Console(stderr=True)):
-        talk = talk_of([{"role": "user", "content": case.text}], case.tools, {}, History())
+        talk = conversation_of([{"role": "user", "content": case.text}], case.tools, {}, History())
         prompt = render(tokenizer, talk, History())
         ends = frozenset(tokenizer.eos_token_ids)
         engine.add(Request("r", tuple(prompt.ids), 160, Sampling(temperature=0), ends))
@@ -133,7 +133,7 @@ def main() -> None:
         while engine.busy:
             tokens += [t for output in engine.step() for t in output.tokens]
         text = tokenizer.decode([t for t in tokens if t not in ends])
-        reader = Parts(tokenizer, case.tools, prompt.thinking, lambda: "id")
+        reader = OutputParser(tokenizer, case.tools, prompt.thinking, lambda: "id")
         reader.feed(text)
         reader.finish()
         made = [(call.name, json.loads(call.arguments)) for call in reader.calls]

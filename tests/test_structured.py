@@ -15,7 +15,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.speculate import NoSpeculation
 from mlxspec.text.chat import load_tokenizer, render_chat
-from mlxspec.text.output_parser import Parts
+from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.types import Output, Request, Sampling
 from tests.schemas import schemas
@@ -119,7 +119,7 @@ def test_a_call_that_is_asked_for_is_made(served: tuple[Engine, Any]) -> None:
         for i in range(8)
     ]
     for tokens in answers(engine, requests).values():
-        reader = Parts(t, TOOLS, False, lambda: "id")
+        reader = OutputParser(t, TOOLS, False, lambda: "id")
         [part] = reader.feed(t.decode(tokens[:-1])) + reader.finish()
         assert part.call
         jsonschema.validate(json.loads(part.call.arguments), TOOLS[0]["function"]["parameters"])

@@ -37,7 +37,7 @@ from mlxspec.server.openai.schema import Detokenize, Load, Tokenize, Unload, par
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import for_browser, guard
 from mlxspec.server.state import Gone, Model, ServerState, on_gone, read_body, while_connected
-from mlxspec.text.chat import Tokenizer, render, talk_of
+from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.types import Dead, Served, UserError
 
 VERSION = "anthropic-version"  # a header that all of Anthropic's clients send
@@ -267,7 +267,7 @@ async def tokenize(http: HttpRequest) -> Response:
 
 
 def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
-    talk = talk_of(body.messages or [], body.tools, options, model.history)
+    talk = conversation_of(body.messages or [], body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids
 

@@ -17,18 +17,18 @@ from mlxspec.server.generate import Job, answer
 from mlxspec.server.state import Model, while_connected
 from mlxspec.server.stream import Choice, Piece, ResponseWriter, message
 from mlxspec.text.chat import (
-    Rendered,
-    Talk,
+    Conversation,
+    RenderedPrompt,
     check_length,
+    conversation_of,
     encode,
     remember,
     render,
-    talk_of,
     template_reads,
 )
-from mlxspec.text.detokenizer import Reader
+from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import Refused
-from mlxspec.text.output_parser import Parts
+from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
@@ -112,8 +112,8 @@ class Ask:
 class Prepared:
     """An `Ask` in token ids."""
 
-    talk: Talk
-    prompt: Rendered
+    talk: Conversation
+    prompt: RenderedPrompt
     predicted: tuple[int, ...]
     grammar: Make | None = None
     masks: int = 0  # the vocabulary that it is for
@@ -121,7 +121,7 @@ class Prepared:
 
 def prepare(model: Model, ask: Ask) -> Prepared:
     """On the text thread. Raises Refused."""
-    talk = talk_of(ask.messages, ask.tools, ask.options, model.history)
+    talk = conversation_of(ask.messages, ask.tools, ask.options, model.history)
     prompt = render(
         model.tokenizer, talk, model.history, context=model.info.context, field=ask.source
     )
@@ -130,7 +130,9 @@ def prepare(model: Model, ask: Ask) -> Prepared:
     return Prepared(talk, prompt, predicted(model, ask.prediction), grammar, grammars.vocab)
 
 
-def _grammar(grammars: Grammars, ask: Ask, talk: Talk, prompt: Rendered) -> Make | None:
+def _grammar(
+    grammars: Grammars, ask: Ask, talk: Conversation, prompt: RenderedPrompt
+) -> Make | None:
     """What the answer has to keep to: a call that is asked for, or else the format, or a call
     instead."""
     forced = ask.tool_choice not in ("auto", "none")
@@ -174,8 +176,8 @@ async def converse(
     choices = [
         Choice(
             i,
-            Reader(model.tokenizer, ask.stop, request.stop_tokens),
-            Parts(
+            Detokenizer(model.tokenizer, ask.stop, request.stop_tokens),
+            OutputParser(
                 model.tokenizer, tools, ready.prompt.thinking, call_id, ready.grammar is not None
             ),
             single=ask.single,
@@ -204,7 +206,7 @@ def _remember(
             for call in choice.calls:
                 model.history.keep_call(call)
             if choice.ended_by_itself and choice.ids[-1] in model.tokenizer.eos_token_ids:
-                canonical = talk_of([answered], None, {}, model.history).messages[0]
+                canonical = conversation_of([answered], None, {}, model.history).messages[0]
                 remember(
                     model.tokenizer, ready.talk, ready.prompt, canonical, choice.ids, model.history
                 )

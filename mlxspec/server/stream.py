@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 from mlxspec.server.errors import ApiError, unavailable
 from mlxspec.text.chat import Tokenizer
-from mlxspec.text.detokenizer import Reader, token_bytes
-from mlxspec.text.output_parser import Call, Part, Parts
+from mlxspec.text.detokenizer import Detokenizer, token_bytes
+from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
 
 DONE = b"data: [DONE]\n\n"
@@ -52,8 +52,8 @@ class Choice:
     """One answer on its way. `index` is the one that the client sees."""
 
     index: int
-    reader: Reader
-    parts: Parts | None = None  # of a chat
+    reader: Detokenizer
+    parts: OutputParser | None = None  # of a chat
     single: bool = False  # the first call ends the answer
     ids: list[int] = field(default_factory=list)  # that were read, end token included
     finish: Finish | None = None

@@ -1,14 +1,13 @@
-"""From what a client wrote to token ids: the tokenizer, the chat template, the model's own sampling
-defaults.
+"""Chat templates and encoding: from what a client wrote to token ids.
 
-Rule: one conversation renders to the same tokens however it was spelled (a one-part list is its
-string), and it is rewritten only where the model's template refuses it, always in the same way.
+One conversation renders to the same tokens however it was spelled (a list of one part is its
+string). It is rewritten only where the model's template refuses it, always in the same way.
 """
 
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer as load_wrapper
 
-from mlxspec.text.control_tokens import MARK, marked, special_of
+from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
 from mlxspec.text.detokenizer import token_bytes
 from mlxspec.text.history import History
@@ -40,19 +39,18 @@ Tokenizer = TokenizerWrapper  # the name that the server knows it by
 
 FIRST_CHARS = 8  # for each token of the context: few texts have more
 
-OURS = frozenset(  # what a template's caller decides, not a request
-    "messages conversation tools chat_template tokenize add_generation_prompt continue_final_message padding"
-    " truncation max_length return_dict return_tensors return_assistant_tokens_mask tokenizer_kwargs"
-    " processor_kwargs".split()
+RESERVED = frozenset(  # variables of a template that the server sets, not a request
+    "messages conversation tools chat_template tokenize add_generation_prompt padding truncation"
+    " continue_final_message max_length return_dict return_tensors return_assistant_tokens_mask"
+    " tokenizer_kwargs processor_kwargs".split()
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """How the model wants to be sampled where a request is silent.
+    """How the model is sampled where a request is silent, from generation_config.json.
 
-    From generation_config.json. What the file does not say: temperature 1.0, as OpenAI's API has
-    it, and every filter and penalty off. `do_sample: false` means temperature 0.
+    What the file does not say: temperature 1.0, as in OpenAI's API, and filters and penalties off.
     """
 
     temperature: float = 1.0
@@ -62,7 +60,7 @@ class Defaults:
     repetition_penalty: float = 1.0
 
 
-LIMITS = {  # of the defaults above, inclusive
+LIMITS = {  # of the defaults, inclusive
     "temperature": (0, 2),
     "top_k": (0, 2**31),
     "top_p": (0, 1),
@@ -72,23 +70,16 @@ LIMITS = {  # of the defaults above, inclusive
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model directory, its end tokens taken from generation_config.json, else
-    config.json.
-
-    Raises InvalidRequest where there is none that can be used.
-    """
+    """The tokenizer of a model directory, its end tokens from generation_config.json, else from
+    config.json. Raises InvalidRequest where none can be used."""
     files = [_json(path / name) for name in ("generation_config.json", "config.json")]
     eos = files[0].get("eos_token_id") or files[1].get("eos_token_id")
     try:
         own = {"trust_remote_code": False}  # unless told, transformers asks whether to run it
         tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
-        if (
-            not tokenizer.has_tool_calling
-        ):  # what text/messages.py tells a model without a format of its own
+        if not tokenizer.has_tool_calling:  # messages.py spells the tools out
             _give_tools(tokenizer)
-        tokenizer.model_max_length = (
-            1 << 62
-        )  # the context is checked by us; its warning would mislead
+        tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead
         return tokenizer
     except Exception as error:  # whatever the libraries raise at such files
         why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
@@ -96,8 +87,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _give_tools(tokenizer: Tokenizer) -> None:
-    """Let calls be JSON in tags. By hand, because to load it again with another parser takes a
-    third of a second of every start."""
+    """Calls are JSON in tags. Set by hand: to load it again with a parser takes a third of a
+    second of every start."""
     start, end = json_tools.tool_call_start, json_tools.tool_call_end
     tokenizer._tool_parser = json_tools.parse_tool_call
     tokenizer._tool_call_start, tokenizer._tool_call_end = start, end
@@ -106,36 +97,32 @@ def _give_tools(tokenizer: Tokenizer) -> None:
 
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
-    """Raises InvalidRequest where the two do not give the same tokens the same ids; `names` are the
-    models'. What one has beyond the other's last id does no harm: it is never drafted, never
-    accepted, or read as another."""
+    """Raises InvalidRequest where the two give an id to different tokens; `names` are the models'.
+    Ids beyond the other's last do no harm: they are never drafted, or never accepted."""
     own, other = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
     for i in range(min(max(own), max(other)) + 1):
         if own.get(i) != other.get(i):
             raise InvalidRequest(
-                f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is {other.get(i)!r}"
-                f" there and {own.get(i)!r} here ({len(other)} and {len(own)} tokens); give a model of the"
-                " same family, or leave --draft out"
+                f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is"
+                f" {other.get(i)!r} there and {own.get(i)!r} here ({len(other)} and {len(own)}"
+                " tokens); give a model of the same family, or leave --draft out"
             )
 
 
 def generation_defaults(path: Path) -> Defaults:
-    """What generation_config.json of a model directory says, see `Defaults`. A value that is no
-    number or is out of range is left out, with a warning."""
+    """What generation_config.json of a model directory says. A value that is no number or out of
+    range is left out, with a warning."""
     found = _json(path / "generation_config.json")
     values: dict[str, Any] = {}
-    for row in fields(Defaults):
-        value = found.get(row.name)
-        if value is None:
-            continue
-        low, high = LIMITS[row.name]
-        number = isinstance(value, int if row.name == "top_k" else (int, float))
-        if number and not isinstance(value, bool) and low <= value <= high:
-            values[row.name] = value if row.name == "top_k" else float(value)
-        else:
+    for name, (low, high) in LIMITS.items():
+        value: Any = found.get(name)
+        kind: type = int if name == "top_k" else float
+        if type(value) in (int, kind) and low <= value <= high:
+            values[name] = kind(value)
+        elif value is not None:
             log.warning(
-                "generation_config.json: %s = %s is not used; it must be %s to %s",
-                row.name,
+                "generation_config.json: %s = %s is ignored; it must be %s to %s",
+                name,
                 shown(value),
                 low,
                 high,
@@ -152,30 +139,28 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
 
 
 def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:
-    """Raises TooLong for a text that is far too long, by its beginning: else any text would be
-    encoded whole, which takes a second or two for each megabyte."""
+    """Raises TooLong for a text that is far too long, judged by its beginning: to encode all of it
+    would take a second or two per megabyte."""
     size = context * FIRST_CHARS
     while size < len(text):
         n = len(tokenizer.encode(text[:size].replace(MARK, ""), add_special_tokens=False))
         if n > context + FIRST_CHARS:  # its last token may be cut
             tokens = n * len(text) // size
-            why = f"{too_long(tokens, context)}; that is reckoned from its first {size} characters"
+            why = f"{too_long(tokens, context)}; estimated from its first {size} characters"
             raise TooLong(field, tokens, f"{why}; shorten {field}")
         size *= 4
 
 
 def template_reads(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether the chat template may look at the variable `name`. A template in code is taken to do
-    so."""
+    """Whether the chat template may read the variable `name`. A template in code may."""
     template = getattr(tokenizer, "chat_template", None)
     texts = template.values() if isinstance(template, dict) else [template]
     return any(text is None or name in text for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """A conversation for the model's template: canonical messages, the tools that may be called,
-    and what else the template is told."""
+class Conversation:
+    """Canonical messages, the tools that may be called, and further variables of the template."""
 
     messages: Messages
     tools: Tools = ()
@@ -183,8 +168,8 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
-    """A conversation as the template writes it, with the marks of text/special.py, its token ids,
+class RenderedPrompt:
+    """A conversation as the template writes it, with the marks of control_tokens.py, its token ids,
     and whether its end opens the reasoning."""
 
     text: str
@@ -192,11 +177,11 @@ class Rendered:
     thinking: bool
 
 
-def talk_of(
+def conversation_of(
     messages: Sequence[Any], tools: Any, options: Mapping[str, Any], history: History
-) -> Talk:
-    """What a client sent, in its one form, its calls as the model made them. Raises Refused."""
-    if taken := sorted(OURS & set(options)):
+) -> Conversation:
+    """What a client sent, in canonical form, its calls as the model made them. Raises Refused."""
+    if taken := sorted(RESERVED & set(options)):
         raise Refused(
             "chat_template_kwargs",
             f"chat_template_kwargs.{taken[0]} is set by the server; leave it out",
@@ -207,12 +192,12 @@ def talk_of(
             own = history.call(call.get("id", ""))
             if own and (arguments := same_call(call["function"], own)) is not None:
                 call["function"] = {"name": own.name, "arguments": arguments}
-    return Talk(plain, check_tools(tools), options)
+    return Conversation(plain, check_tools(tools), options)
 
 
 def same_call(sent: Mapping[str, Any], own: Call) -> dict[str, Any] | None:
-    """The model's arguments, where what a client sends is its call, if with defaults beside what
-    the model wrote. One that the client has changed is a call of its own: None."""
+    """The model's arguments, where a client sends the model's call, perhaps with defaults added;
+    None where the client has changed it."""
     arguments: dict[str, Any] = json.loads(own.arguments)
     there = sent["arguments"]
     same = sent["name"] == own.name and all(
@@ -222,18 +207,21 @@ def same_call(sent: Mapping[str, Any], own: Call) -> dict[str, Any] | None:
 
 
 def render(
-    tokenizer: Tokenizer, talk: Talk, history: History, generation_prompt: bool = True, context: int = 0,
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    history: History,
+    generation_prompt: bool = True,
+    context: int = 0,
     field: str = "messages",
-) -> Rendered:  # fmt: skip
-    """The conversation, with `generation_prompt` up to where the assistant is to speak. Raises
-    Refused, naming the message, or the `field` where it is far longer than `context` tokens, if
-    these are given."""
-    text = _rendered(tokenizer, talk, generation_prompt)
+) -> RenderedPrompt:
+    """The conversation, with `generation_prompt` up to the assistant's turn. Raises Refused naming
+    the message, or `field` where it is far longer than `context` tokens."""
+    text = _rendered(tokenizer, conversation, generation_prompt)
     if context:
         check_length(tokenizer, text, context, field)
     ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
     thinking = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
-    return Rendered(text, ids, thinking)
+    return RenderedPrompt(text, ids, thinking)
 
 
 def render_chat(
@@ -243,46 +231,47 @@ def render_chat(
     /,
     **template: Any,
 ) -> list[int]:
-    """Token ids of messages alone, as they are written. `template` goes to the template."""
-    talk = talk_of(messages, None, template, History())
-    return encode_rendered(tokenizer, _rendered(tokenizer, talk, generation_prompt))
+    """Token ids of messages alone. `template` are variables for the template."""
+    conversation = conversation_of(messages, None, template, History())
+    return encode_rendered(tokenizer, _rendered(tokenizer, conversation, generation_prompt))
 
 
 def remember(
     tokenizer: Tokenizer,
-    talk: Talk,
-    before: Rendered,
+    conversation: Conversation,
+    before: RenderedPrompt,
     answer: Mapping[str, Any],
     ids: Sequence[int],
     history: History,
 ) -> None:
-    """Keep the tokens of an `answer`, a canonical message, that ended by itself."""
+    """Keeps the tokens of an `answer`, a canonical message that ended by itself."""
     try:
         after = _rendered(
-            tokenizer, Talk([*talk.messages, dict(answer)], talk.tools, talk.options), False
+            tokenizer,
+            Conversation(
+                [*conversation.messages, dict(answer)], conversation.tools, conversation.options
+            ),
+            False,
         )
     except Refused as error:
-        log.info("an answer will be spelled anew in the next turn: %s", error)
+        log.info("the next turn will encode this answer again: %s", error)
         return
     end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
-    shown = str(answer.get("reasoning_content", "")).strip() in after[len(before.text) :].replace(
-        MARK, ""
-    )
-    if shown:  # else the next prompt would hold what this template leaves out
+    rendered = after[len(before.text) :].replace(MARK, "")
+    if str(answer.get("reasoning_content", "")).strip() in rendered:  # or the template hides it
         history.keep_turn(before.text, after, ids, end)
 
 
-def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:
-    """The template's text. Where it refuses the messages as they are, they are tried merged, then
-    with the system text in the first user message; where it knows no tools, these are spelled
-    out."""
+def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
+    """The template's text. Where the template refuses the messages, they are tried merged, then
+    with the system text in the first user message. Tools are spelled out where it knows none."""
     if not tokenizer.has_chat_template:
         raise Refused(
             "messages",
             "messages cannot be rendered: the model has no chat template; use /v1/completions",
         )
     apply: Callable[..., str] = tokenizer.apply_chat_template
-    options, messages, tools = _marked(tokenizer, talk)
+    options, messages, tools = _marked(tokenizer, conversation)
     if not template_reads(tokenizer, "tools"):
         messages = spelled_out(messages, tools)
     elif tools:
@@ -306,17 +295,21 @@ def _rendered(tokenizer: Tokenizer, talk: Talk, generation_prompt: bool) -> str:
     )
 
 
-def _marked(tokenizer: Tokenizer, talk: Talk) -> tuple[dict[str, Any], Messages, list[Any]]:
+def _marked(
+    tokenizer: Tokenizer, conversation: Conversation
+) -> tuple[dict[str, Any], Messages, list[Any]]:
     """The options, messages and tools of a conversation, in which no text is a control token."""
-    special = special_of(tokenizer)
+    special = control_tokens_of(tokenizer)
     try:
         messages = [
             marked(turn, special.answers if turn["role"] == "assistant" else special.begins)
             | {"role": turn["role"]}
-            for turn in talk.messages
+            for turn in conversation.messages
         ]
-        options = {name: marked(value, special.begins) for name, value in talk.options.items()}
-        return options, messages, marked(list(talk.tools), special.begins)
+        options = {
+            name: marked(value, special.begins) for name, value in conversation.options.items()
+        }
+        return options, messages, marked(list(conversation.tools), special.begins)
     except RecursionError as error:
         raise Refused(
             "messages", "messages, tools or options lie too deep in each other; flatten"

@@ -1,7 +1,7 @@
-"""From token ids to the text that a client sees.
+"""Turns token ids into the text that a client sees.
 
-Rule: the text depends on the tokens alone, never on how they were grouped. No character is shown in
-pieces, nothing of a stop string is shown, and what might become one is held back until it cannot.
+The text depends on the tokens alone, never on how they were grouped. No character is shown in
+pieces, nothing of a stop string is shown, and what might become one is held back.
 """
 
 import codecs
@@ -20,34 +20,16 @@ BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 NEUTRAL = "a"  # stands for the prompt's end where the text continues it
 
 
-class Reader:
-    """Reads one choice. `stop` are the stop strings, `stop_tokens` end the text and are never
-    shown.
-
-    An answer does not begin with the space that its first token may carry; with
+class Detokenizer:
+    """Reads the tokens of one choice. `stop` are stop strings; `stop_tokens` end the text and are
+    never shown. An answer does not begin with the space that its first token may carry; with
     `prompt_text_continues` the text goes on from the prompt's and keeps it.
 
-    `stopped` is the stop string that was met, else None. `count` is the number of tokens read, a
-    stop token and the token that completed a stop string included. `released` has, for each token
-    of whose text something was shown, in order, where its text begins: their log-probabilities may
-    go out. Empty it as you like. Nothing is read after the end.
+    `stopped` is the stop string that was met. `count` is the number of tokens read, including a
+    stop token and the token that completed a stop string. `released` has, for each token of whose
+    text something was shown, where its text begins: its log-probability may be sent. The caller may
+    empty it. Nothing is read after the end.
     """
-
-    __slots__ = (
-        "_add",
-        "_flush",
-        "_pending",
-        "_seen",
-        "_shown",
-        "_starts",
-        "_stop",
-        "_stop_tokens",
-        "_trim",
-        "count",
-        "ended",
-        "released",
-        "stopped",
-    )
 
     def __init__(
         self,
@@ -59,8 +41,9 @@ class Reader:
         self._stop, self._stop_tokens = tuple(stop), stop_tokens
         self._add, self._flush, trims = _decoder(tokenizer, prompt_text_continues)
         self._trim = trims and not prompt_text_continues
+        self._longest = max(map(len, stop), default=1)
         self._pending = ""  # read, not shown: may be the beginning of a stop string
-        self._seen = self._shown = 0  # characters read and shown
+        self._shown = 0  # characters
         self._starts: deque[int] = deque()  # where the text of each unreleased token begins
         self.stopped: str | None = None
         self.ended = False
@@ -77,7 +60,7 @@ class Reader:
             if token in self._stop_tokens:
                 self.ended = True
                 break
-            self._starts.append(self._seen)
+            self._starts.append(self._shown + len(self._pending))
             shown.append(self._take(self._add(token)))
         return "".join(shown)
 
@@ -94,29 +77,26 @@ class Reader:
         return text
 
     def _take(self, text: str) -> str:
-        """Add text; returns what of it and of what was pending can be shown."""
+        """Adds text; returns what can be shown now."""
         if self._trim and text:
             text, self._trim = text.removeprefix(" "), False
-        self._seen += len(text)
         self._pending += text
-        hits = [
-            (at + len(stop), at, stop)
-            for stop in self._stop
-            if (at := self._pending.find(stop)) >= 0
-        ]
-        if not hits:
+        found = []
+        for stop in self._stop:
+            if (at := self._pending.find(stop)) >= 0:
+                found.append((at + len(stop), at, stop))
+        if not found:
             return self._show(len(self._pending) - self._held())
-        _, at, self.stopped = min(hits)  # the first to be complete
+        _, at, self.stopped = min(found)  # the first to be complete
         self.ended = True
-        text = self._show(at)
+        shown = self._show(at)
         self._pending = ""
         self._starts.clear()
-        return text
+        return shown
 
     def _held(self) -> int:
         """Length of the longest end of the pending text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for n in range(min(longest, len(self._pending)), 0, -1):
+        for n in range(min(self._longest - 1, len(self._pending)), 0, -1):
             if any(stop.startswith(self._pending[-n:]) for stop in self._stop):
                 return n
         return 0
@@ -132,12 +112,11 @@ class Reader:
 def _decoder(
     tokenizer: TokenizerWrapper, continues: bool
 ) -> tuple[Callable[[int], str], Callable[[], str], bool]:
-    """How tokens become text: add a token, flush the rest; and whether the text's first space is to
-    go.
+    """How tokens become text: add a token, flush the rest, and whether the first space is to go.
 
     Where tokens are bytes they are decoded as such. Else mlx-lm's detokenizer decodes the line so
-    far, which drops the first space by itself: a text that goes on is begun with a token that is
-    not shown.
+    far, which drops the first space itself: a text that continues is begun with a token that is not
+    shown.
     """
     inner = tokenizer.detokenizer
     if isinstance(inner, (BPEStreamingDetokenizer, SPMStreamingDetokenizer)):
@@ -199,7 +178,6 @@ def _byte_of() -> dict[str, bytes]:
     U+0100."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
-    chars = {chr(byte): byte for byte in visible} | {
-        chr(256 + i): byte for i, byte in enumerate(hidden)
-    }
+    chars = {chr(byte): byte for byte in visible}
+    chars |= {chr(256 + i): byte for i, byte in enumerate(hidden)}
     return {char: bytes([byte]) for char, byte in chars.items()}

@@ -1,9 +1,7 @@
-"""What was generated, token for token, so that the next turn's prompt repeats it, not a new
-spelling of it.
+"""Keeps generated tokens, so that the next turn's prompt repeats them exactly.
 
-Rule: a template's text is cut where an answer of ours stands in it, and there our tokens are put.
-Text that is not ours, or that the client changed, is encoded as it came. All of it on the text
-thread.
+A rendered conversation is cut where an answer of ours stands in it, and our tokens are put there.
+Text that is not ours, or that the client changed, is encoded as it came. Text thread only.
 """
 
 from collections import OrderedDict
@@ -13,15 +11,15 @@ from hashlib import blake2b
 
 from mlxspec.text.output_parser import Call
 
-MOST_TOKENS = 1 << 20  # remembered, of all answers together
-MOST_TURNS = MOST_CALLS = 1 << 12
-MOST_CHARS = 1 << 24  # of all calls together
+MAX_TOKENS = 1 << 20  # remembered, of all answers together
+MAX_TURNS = MAX_CALLS = 1 << 12
+MAX_CHARS = 1 << 24  # of all calls together
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """An answer: where it starts and stops in its conversation's text, in characters, and its
-    tokens. `end` is the text of its last token, an end token."""
+    tokens. `end` is the text of its end token."""
 
     start: int
     stop: int
@@ -31,8 +29,8 @@ class Turn:
 
 @dataclass(slots=True)
 class History:
-    """The latest answers by the hash of the conversation up to their ends, and the latest calls by
-    id."""
+    """The latest answers, by the hash of the conversation up to their ends, and the latest calls,
+    by id."""
 
     _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)
     _calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
@@ -40,37 +38,33 @@ class History:
     _chars: int = 0
 
     def call(self, id: str) -> Call | None:
-        """The call as the model made it: clients spell arguments anew, some add defaults."""
-        if id in self._calls:
+        """The call as the model made it: clients rewrite arguments, some add defaults."""
+        call = self._calls.get(id)
+        if call:
             self._calls.move_to_end(id)
-        return self._calls.get(id)
+        return call
 
     def keep_call(self, call: Call) -> None:
         self._calls[call.id] = call
         self._chars += len(call.arguments)
-        while len(self._calls) > MOST_CALLS or self._chars > MOST_CHARS:
+        while len(self._calls) > MAX_CALLS or self._chars > MAX_CHARS:
             _, old = self._calls.popitem(last=False)
             self._chars -= len(old.arguments)
 
     def keep_turn(self, before: str, after: str, ids: Sequence[int], end: str) -> None:
-        """`before` is the prompt's text, `after` the conversation's with the answer in it, `ids`
-        the answer's tokens with the end token, whose text is `end`. Nothing is kept where the
-        template renders the answer in a way that the prompt did not prepare."""
+        """`before` is the prompt's text, `after` the conversation's with the answer, `ids` the
+        answer's tokens with the end token, whose text is `end`. Nothing is kept where the template
+        renders the answer in a way that the prompt did not prepare."""
         at = after.rfind(end)
-        if (
-            not end
-            or at < len(before)
-            or not after.startswith(before)
-            or after[at + len(end) :].strip()
-        ):
-            return
         stop = at + len(end)
+        if not end or at < len(before) or not after.startswith(before) or after[stop:].strip():
+            return
         key = blake2b(after[:stop].encode(), digest_size=16).digest()
         if old := self._turns.pop(key, None):
             self._tokens -= len(old.ids)
         self._turns[key] = Turn(len(before), stop, tuple(ids), end)
         self._tokens += len(ids)
-        while self._tokens > MOST_TOKENS or len(self._turns) > MOST_TURNS:
+        while self._tokens > MAX_TOKENS or len(self._turns) > MAX_TURNS:
             _, old = self._turns.popitem(last=False)
             self._tokens -= len(old.ids)
 
@@ -79,13 +73,12 @@ class History:
         ids: list[int] = []
         end, at = "", 0
         for turn in self._found(text):
-            if (
-                turn.start >= at
-                and (piece := _after(end, text[at : turn.start], ids, encode)) is not None
-            ):
-                ids += [*piece, *turn.ids]
-                end, at = turn.end, turn.stop
-        rest = _after(end, text[at:], ids, encode)
+            if turn.start >= at:
+                between = _encode_after(end, text[at : turn.start], ids, encode)
+                if between is not None:
+                    ids += [*between, *turn.ids]
+                    end, at = turn.end, turn.stop
+        rest = _encode_after(end, text[at:], ids, encode)
         return encode(text) if rest is None else ids + rest
 
     def _found(self, text: str) -> list[Turn]:
@@ -94,18 +87,19 @@ class History:
         for stop in sorted({turn.stop for turn in self._turns.values() if turn.stop <= len(text)}):
             hashed.update(text[at:stop].encode())
             at = stop
-            if turn := self._turns.get(hashed.copy().digest()):
-                self._turns.move_to_end(hashed.copy().digest())
-                found.append(turn)
+            key = hashed.digest()
+            if key in self._turns:
+                self._turns.move_to_end(key)
+                found.append(self._turns[key])
         return found
 
 
-def _after(
+def _encode_after(
     end: str, text: str, ids: Sequence[int], encode: Callable[[str], list[int]]
 ) -> list[int] | None:
     """Token ids of `text` behind the end token `end`; None where that cannot be told. Some
-    tokenizers spell the beginning of a text in a way of its own, so the end token is encoded with
-    it and taken away."""
+    tokenizers encode the beginning of a text differently, so the end token is encoded with it and
+    taken away."""
     if not text or not end:
         return encode(text) if text else []
     made = encode(end + text)

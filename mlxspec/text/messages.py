@@ -1,9 +1,7 @@
-"""One form for every conversation: OpenAI's chat messages, each with a known role and a string as
-content.
+"""The canonical form of conversations: OpenAI's chat messages, each with a known role and a string.
 
-Rule: one conversation has one form however it was spelled, and it is rewritten only where the
-model's template refuses it or knows no tools, always in the same way: a turn's tokens must not
-depend on later ones.
+A conversation has one form however it was spelled, and is rewritten only where the model's template
+refuses it or knows no tools, always in the same way: a turn's tokens must not depend on later ones.
 """
 
 import json
@@ -17,31 +15,21 @@ Messages = list[dict[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KEPT = (
-    "name",
-    "reasoning_content",
-)  # besides role and content, what a template may read of a message
+KEPT = ("name", "reasoning_content", "tool_call_id")  # besides role and content
 
-# Text that changes with every request and means nothing to the model: what is in front of it would
-# be all
-# that a prefix cache could ever share. (pattern of a system text's beginning, why)
-NONCES = (
-    (
-        re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?"),
-        "Claude Code: a hash of the first user message, for the bill of a server that is not this one",
-    ),
-)
+# Claude Code's first system text: a hash of the first user message, for another server's bill. It
+# changes with every conversation, so nothing behind it could be in the prefix cache.
+BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
 
-# For models whose template says nothing of tools: the format of Hermes and Qwen, which many have
-# seen.
+# For models whose template says nothing of tools: the format of Hermes and Qwen.
 TOOLS_FOLLOW = "You can call these tools, each a JSON object on its line:"
 HOW_TO_CALL = (
-    "To call one, write its name and arguments as JSON between tags, and nothing after the last call:\n"
+    "To call one, write its name and arguments as JSON between tags, and nothing after the last"
+    " call:\n"
     '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 )
 
-
-NAMES = {
+TYPE_NAMES = {
     str: "string",
     bool: "boolean",
     int: "integer",
@@ -52,8 +40,8 @@ NAMES = {
 
 
 class Refused(InvalidRequest):
-    """A prompt that cannot be rendered. `field` names what of the request is at fault:
-    "messages[2].role"; `code` is for programs."""
+    """A request that cannot be answered. `field` is its path in the request: "messages[2].role";
+    `code` is for programs."""
 
     def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -76,14 +64,10 @@ def canonical(messages: Sequence[Any]) -> Messages:
     made: Messages = []
     for i, message in enumerate(messages):
         turn = _message(message, f"messages[{i}]")
-        calls_only = turn["role"] == "assistant" and turn.get("tool_calls") and not turn["content"]
-        if (
-            calls_only
-            and made
-            and made[-1]["role"] == "assistant"
-            and not made[-1].get("tool_calls")
-        ):
-            made[-1] = _joined(made[-1], turn)  # goose sends one reply as two messages
+        last = made[-1] if made else {}
+        split = turn.get("tool_calls") and not turn["content"] and not last.get("tool_calls")
+        if split and turn["role"] == last.get("role") == "assistant":
+            made[-1] = _joined(last, turn)  # goose sends one reply as two messages
         else:
             made.append(turn)
     return made
@@ -99,18 +83,21 @@ def _message(message: Any, at: str) -> dict[str, Any]:
         raise Refused(
             f"{at}.role", f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
         )
-    for key, mend in (
+    for key, fix in (
         ("function_call", "send tool_calls"),
         ("audio", "send what was said as content"),
     ):
         if message.get(key):
-            raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; {mend}")
+            raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; {fix}")
     content = message.get("content")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""
-    text = _text(content, f"{at}.content", role in ("system", "developer"))
-    plain = {"role": "system" if role == "developer" else role, "content": text}
-    for key in (*KEPT, "tool_call_id"):
+    system = role in ("system", "developer")
+    texts = _texts(content, f"{at}.content")
+    if system:
+        texts = [BILLING.sub("", text) for text in texts]
+    plain = {"role": "system" if system else role, "content": "".join(texts)}
+    for key in KEPT:
         if (value := message.get(key)) is not None:
             if not isinstance(value, str):
                 raise Refused(
@@ -127,8 +114,7 @@ def _message(message: Any, at: str) -> dict[str, Any]:
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:
-    """A call whose arguments are an object, as templates want them; where they are none, their
-    text."""
+    """A call with an object as arguments, as templates want them."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
@@ -149,9 +135,9 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
 
 
-def _text(content: Any, at: str, system: bool) -> str:
+def _texts(content: Any, at: str) -> list[str]:
     if isinstance(content, str):
-        return _stable(content) if system else content
+        return [content]
     if not isinstance(content, list):
         raise Refused(
             at, f"{at} = {shown(content)} is not text; send a string or a list of text parts"
@@ -161,13 +147,14 @@ def _text(content: Any, at: str, system: bool) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            what = f"a part of type {shown(kind)}" if kind else f"{shown(part)}"
+            what = f"a part of type {shown(kind)}" if kind else shown(part)
             raise Refused(
                 f"{at}[{i}]",
-                f"{at}[{i}] is {what}; this server reads text only: send {{'type': 'text', 'text': ...}}",
+                f"{at}[{i}] is {what}; this server reads text only: send"
+                " {'type': 'text', 'text': ...}",
             )
-        texts.append(_stable(text) if system else text)
-    return "".join(texts)
+        texts.append(text)
+    return texts
 
 
 def clean(text: str) -> str:
@@ -175,72 +162,59 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode() if not text.isascii() else text
 
 
-def _stable(text: str) -> str:
-    for pattern, _ in NONCES:
-        text = pattern.sub("", text, count=1) if pattern.match(text) else text
-    return text
-
-
 def check_tools(tools: Any, at: str = "tools") -> Tools:
-    """A list of functions to call, or nothing. Raises Refused."""
+    """A list of functions to call; none where `tools` is None. Raises Refused."""
     if tools is None:
         return ()
     if not isinstance(tools, list):
         raise Refused(at, f"{at} = {shown(tools)} is not a list; send one")
     names = set()
     for i, tool in enumerate(tools):
+        where = f"{at}[{i}]"
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise Refused(
-                f"{at}[{i}]", f"{at}[{i}] = {shown(tool)}: send type 'function' and function"
-            )
+            raise Refused(where, f"{where} = {shown(tool)}: send type 'function' and function")
         name, parameters = function.get("name"), function.get("parameters")
+        where = f"{where}.function.name"
         if not isinstance(name, str) or not name:
-            raise Refused(
-                f"{at}[{i}].function.name", f"{at}[{i}].function.name is missing; send it"
-            )
+            raise Refused(where, f"{where} is missing; send it")
         if name in names:
-            raise Refused(
-                f"{at}[{i}].function.name", f"{at}[{i}].function.name = {name!r} is there twice"
-            )
+            raise Refused(where, f"{where} = {name!r} is there twice; send it once")
+        names.add(name)
+        where = f"{at}[{i}].function.parameters"
         if parameters is not None and not isinstance(parameters, Mapping):
             raise Refused(
-                f"{at}[{i}].function.parameters",
-                f"{at}[{i}].function.parameters = {shown(parameters)} is not a JSON schema; send an object",
+                where, f"{where} = {shown(parameters)} is not a JSON schema; send an object"
             )
-        names.add(name)
     return tools
 
 
 def types_of(schema: Any) -> set[str]:
-    """The JSON types that a parameter's schema names, by itself or in its alternatives; none:
-    any."""
+    """The JSON types that a parameter's schema names, itself or in its alternatives; empty: any."""
     if not isinstance(schema, Mapping):
         return set()
-    own = schema.get("type")
-    made = {own} if isinstance(own, str) else set(own) if isinstance(own, list) else set()
+    types = {name for name in listed(schema.get("type")) if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):
-        some = schema.get(key)
-        made |= set().union(*(types_of(each) for each in some)) if isinstance(some, list) else set()
+        for each in listed(schema.get(key)):
+            types |= types_of(each)
     values = schema.get("enum")
-    for value in [
-        *(values if isinstance(values, list) else ()),
-        *([schema["const"]] if "const" in schema else ()),
-    ]:
-        made.add(NAMES.get(type(value), "object"))
-    return {name for name in made if isinstance(name, str)}
+    if "const" in schema:
+        values = [schema["const"]]
+    if isinstance(values, list):
+        types |= {TYPE_NAMES.get(type(value), "object") for value in values}
+    return types
 
 
-# ---- rewriting, for templates that refuse what came
-# -----------------------------------------------------
+def listed(value: Any) -> list[Any]:
+    """A list as it is, anything else as a list of one."""
+    return value if isinstance(value, list) else [value]
 
 
-def as_they_are(messages: Messages) -> Messages:
-    return messages
+# Rewriting, for templates that refuse the messages as they came.
 
 
-def told_by_user(messages: Messages) -> Messages:
-    """System text behind the beginning is user text."""
+def system_as_user(messages: Messages) -> Messages:
+    """System text that does not come first becomes user text."""
     turns: Messages = []
     for message in messages:
         late = message["role"] == "system" and any(turn["role"] != "system" for turn in turns)
@@ -250,26 +224,21 @@ def told_by_user(messages: Messages) -> Messages:
 
 
 def merged(messages: Messages) -> Messages:
-    """So, and no role speaks twice in a row, but tools."""
+    """Like `system_as_user`, and neighbours of one role are joined, except tool results."""
     turns: Messages = []
-    for message in told_by_user(messages):
-        role, content = message["role"], message["content"]
-        if turns and turns[-1]["role"] == role != "tool":
-            turns[-1] = _joined(turns[-1], {**message, "content": content})
+    for message in system_as_user(messages):
+        if turns and turns[-1]["role"] == message["role"] != "tool":
+            turns[-1] = _joined(turns[-1], message)
         else:
-            turns.append({**message, "role": role, "content": content})
+            turns.append(message)
     return turns
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        **other,
-        **one,
-        "content": "\n\n".join(m["content"] for m in (one, other) if m["content"]),
-    }
-    thoughts = [m["reasoning_content"] for m in (one, other) if m.get("reasoning_content")]
-    if thoughts:
-        both["reasoning_content"] = "\n\n".join(thoughts)
+    both = {**other, **one}
+    for key in ("content", "reasoning_content"):
+        if texts := [turn[key] for turn in (one, other) if turn.get(key)]:
+            both[key] = "\n\n".join(texts)
     if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
         both["tool_calls"] = calls
     return both
@@ -284,36 +253,34 @@ def without_system(messages: Messages) -> Messages:
 
 
 REWRITES: tuple[Callable[[Messages], Messages], ...] = (
-    as_they_are,
-    told_by_user,
+    list,
+    system_as_user,
     merged,
     without_system,
 )
 
 
 def spelled_out(messages: Messages, tools: Tools) -> Messages:
-    """For a template that knows no tools: they, the calls and their results as plain text."""
+    """For a template that knows no tools: tools, calls and results as plain text."""
     turns: Messages = []
     if tools:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        told = "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL])
-        first = messages[0] if messages[0]["role"] == "system" else None
-        turns.append(
-            {"role": "system", "content": f"{first['content']}\n\n{told}" if first else told}
-        )
-        messages = messages[1:] if first else messages
+        text = "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL])
+        if messages[0]["role"] == "system":
+            text = f"{messages[0]['content']}\n\n{text}"
+            messages = messages[1:]
+        turns.append({"role": "system", "content": text})
     for message in messages:
-        turn = {
-            key: value
-            for key, value in message.items()
-            if key not in ("tool_calls", "tool_call_id")
-        }
-        if message["role"] == "tool":
+        turn = dict(message)
+        calls = turn.pop("tool_calls", ())
+        turn.pop("tool_call_id", None)
+        texts = [turn["content"]] if turn["content"] else []
+        if turn["role"] == "tool":
             turn["role"] = "user"
-            turn["content"] = f"<tool_response>\n{message['content']}\n</tool_response>"
-        for call in message.get("tool_calls", ()):
+            texts = [f"<tool_response>\n{turn['content']}\n</tool_response>"]
+        for call in calls:
             said = {key: call["function"][key] for key in ("name", "arguments")}
-            text = f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>"
-            turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+            texts.append(f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>")
+        turn["content"] = "\n".join(texts)
         turns.append(turn)
     return turns

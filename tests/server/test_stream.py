@@ -7,8 +7,8 @@ import pytest
 
 from mlxspec.server.stream import Choice, Failed, OpenAI, Piece, Usage, speculation, told, usage
 from mlxspec.text.chat import encode
-from mlxspec.text.detokenizer import Reader
-from mlxspec.text.output_parser import Part, Parts
+from mlxspec.text.detokenizer import Detokenizer
+from mlxspec.text.output_parser import OutputParser, Part
 from mlxspec.types import Logprob, Output, Request
 
 END = 299
@@ -26,8 +26,8 @@ def dialect(tokenizer: Any, **kw: Any) -> OpenAI:
 def choice(
     tokenizer: Any, index: int = 0, stop: tuple[str, ...] = (), parts: bool = False
 ) -> Choice:
-    read = Parts(tokenizer, (), False, str) if parts else None
-    return Choice(index, Reader(tokenizer, stop, frozenset({END})), read)
+    read = OutputParser(tokenizer, (), False, str) if parts else None
+    return Choice(index, Detokenizer(tokenizer, stop, frozenset({END})), read)
 
 
 def events(made: bytes) -> list[Any]:

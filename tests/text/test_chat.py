@@ -91,51 +91,33 @@ def test_two_spellings_render_alike(
     assert render_chat(tokenizer, [one, user("x")]) == render_chat(tokenizer, [other, user("x")])
 
 
+def assistant(calls: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": calls}
+
+
 @pytest.mark.parametrize(
-    ("messages", "field", "words"),
+    ("messages", "field"),
     [
-        ([], "messages", "one message at least"),
-        (["hello"], "messages[0]", "not an object"),
-        ([{"content": "x"}], "messages[0].role", "null is not a role"),
-        (
-            [user("x"), {"role": "robot", "content": "x"}],
-            "messages[1].role",
-            '"robot" is not a role',
-        ),
-        ([{"role": "function", "content": "x"}], "messages[0].role", "send the role tool"),
-        (
-            [{"role": "assistant", "tool_calls": [{}]}],
-            "messages[0].tool_calls[0]",
-            "name and arguments",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": {}} | {"tool_calls": 5}],
-            "messages[0].tool_calls",
-            "a list",
-        ),
-        ([user("x") | {"tool_calls": [{}]}], "messages[0].tool_calls", "of an assistant"),
-        ([user("x") | {"audio": {"id": 1}}], "messages[0].audio", "not supported"),
-        (
-            [{"role": "tool", "content": "x", "tool_call_id": 1}],
-            "messages[0].tool_call_id",
-            "1 is not text",
-        ),
-        ([user(None)], "messages[0].content", "null is not text"),
-        ([user(5)], "messages[0].content", "5 is not text"),
-        (
-            [user([{"type": "image_url", "image_url": {}}])],
-            "messages[0].content[0]",
-            'type "image_url"; .* text only',
-        ),
-        ([user([{"type": "text", "text": 1}])], "messages[0].content[0]", "text only"),
-        ([user(["x"])], "messages[0].content[0]", '"x"; .* text only'),
-        ([user("x") | {"name": 5}], "messages[0].name", "5 is not text"),
+        ([], "messages"),
+        (["hello"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([user("x"), {"role": "robot", "content": "x"}], "messages[1].role"),
+        ([{"role": "function", "content": "x"}], "messages[0].role"),
+        ([assistant([{}])], "messages[0].tool_calls[0]"),
+        ([assistant(5)], "messages[0].tool_calls"),
+        ([user("x") | {"tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([user("x") | {"audio": {"id": 1}}], "messages[0].audio"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0].tool_call_id"),
+        ([user(None)], "messages[0].content"),
+        ([user(5)], "messages[0].content"),
+        ([user([{"type": "image_url", "image_url": {}}])], "messages[0].content[0]"),
+        ([user([{"type": "text", "text": 1}])], "messages[0].content[0]"),
+        ([user(["x"])], "messages[0].content[0]"),
+        ([user("x") | {"name": 5}], "messages[0].name"),
     ],
 )
-def test_what_cannot_be_read_is_refused(
-    tokenizer: Any, messages: list[Any], field: str, words: str
-) -> None:
-    with pytest.raises(Refused, match=words) as caught:
+def test_what_cannot_be_read_is_refused(tokenizer: Any, messages: list[Any], field: str) -> None:
+    with pytest.raises(Refused) as caught:
         render_chat(tokenizer, messages)
     assert caught.value.field == field
     assert field in str(caught.value)
@@ -191,6 +173,13 @@ def test_what_the_template_refuses_in_every_form(tmp_path: Path) -> None:
 def test_no_template(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="no chat template; use /v1/completions"):
         render_chat(with_template(tmp_path, None), [user("A")])
+
+
+def test_a_billing_header_is_dropped_from_the_system_text_alone(tokenizer: Any) -> None:
+    header = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    parts = [header, {"type": "text", "text": "S\nT"}]
+    assert canonical([{"role": "system", "content": parts}])[0]["content"] == "S\nT"
+    assert canonical([user([header])])[0]["content"] == header["text"]
 
 
 def test_template_variables(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.text.chat import encode, load_tokenizer
-from mlxspec.text.detokenizer import Reader, is_token, token_bytes
+from mlxspec.text.detokenizer import Detokenizer, is_token, token_bytes
 from tests.tiny_tokenizer import Kind, save_tokenizer
 
 END = 299
@@ -29,7 +29,7 @@ def tokenizer(tokenizers: dict[Kind, Any]) -> Any:
     return tokenizers["bytes"]
 
 
-def read(reader: Reader, groups: list[list[int]]) -> tuple[str, str | None, int, list[int]]:
+def read(reader: Detokenizer, groups: list[list[int]]) -> tuple[str, str | None, int, list[int]]:
     text = "".join([reader.feed(group) for group in groups]) + reader.finish()
     return text, reader.stopped, reader.count, reader.released
 
@@ -51,7 +51,7 @@ def test_every_grouping_reads_alike(
     tokenizer: Any, data: tuple[list[int], list[list[int]]], stop: list[str], continues: bool
 ) -> None:
     ids, groups = data
-    one, each, some = (Reader(tokenizer, stop, frozenset({END}), continues) for _ in range(3))
+    one, each, some = (Detokenizer(tokenizer, stop, frozenset({END}), continues) for _ in range(3))
     assert read(one, [ids]) == read(each, [[t] for t in ids]) == read(some, groups)
 
 
@@ -62,8 +62,8 @@ def test_the_text_is_cut_where_the_first_stop_string_completes(
 ) -> None:
     tokenizer = tokenizers[kind]
     ids = encode(tokenizer, text)
-    whole = read(Reader(tokenizer, prompt_text_continues=True), [ids])[0]
-    reader = Reader(tokenizer, stop, prompt_text_continues=True)
+    whole = read(Detokenizer(tokenizer, prompt_text_continues=True), [ids])[0]
+    reader = Detokenizer(tokenizer, stop, prompt_text_continues=True)
     shown, stopped, count, _ = read(reader, [[t] for t in ids])
     ends = [(whole.index(s) + len(s), whole.index(s), s) for s in stop if s in whole]
     if ends:
@@ -76,7 +76,7 @@ def test_the_text_is_cut_where_the_first_stop_string_completes(
 def test_no_character_is_torn(tokenizer: Any, data: list[int]) -> None:
     """The pieces add up to the whole; a replacement character is shown only where the bytes are
     broken."""
-    reader = Reader(tokenizer, prompt_text_continues=True)
+    reader = Detokenizer(tokenizer, prompt_text_continues=True)
     pieces = [reader.feed([t]) for t in data] + [reader.finish()]
     raw = b"".join(token_bytes(tokenizer, t) for t in data)
     assert "".join(pieces) == raw.decode("utf-8", "replace")
@@ -85,7 +85,7 @@ def test_no_character_is_torn(tokenizer: Any, data: list[int]) -> None:
 def test_a_character_of_many_tokens_comes_whole(tokenizer: Any) -> None:
     ids = encode(tokenizer, "🦊é")
     assert len(ids) > 3
-    reader = Reader(tokenizer)
+    reader = Detokenizer(tokenizer)
     assert [piece for t in ids if (piece := reader.feed([t]))] == ["🦊", "é"]
 
 
@@ -96,14 +96,14 @@ def test_leading_space(tokenizers: dict[Kind, Any], kind: Kind) -> None:
     ids = encode(tokenizer, "a hello")
     prompt, rest = ids[:1], ids[1:]
     assert tokenizer.decode(ids) == "a hello" and tokenizer.decode(prompt) == "a"
-    assert read(Reader(tokenizer), [rest])[0] == "hello"
-    assert read(Reader(tokenizer, prompt_text_continues=True), [rest])[0] == " hello"
+    assert read(Detokenizer(tokenizer), [rest])[0] == "hello"
+    assert read(Detokenizer(tokenizer, prompt_text_continues=True), [rest])[0] == " hello"
 
 
 def test_words_that_go_on_without_a_space(tokenizers: dict[Kind, Any]) -> None:
     ids = encode(tokenizers["words"], "hellos")
     assert len(ids) == 2
-    assert read(Reader(tokenizers["words"], prompt_text_continues=True), [ids[1:]])[0] == "s"
+    assert read(Detokenizer(tokenizers["words"], prompt_text_continues=True), [ids[1:]])[0] == "s"
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_stop_strings(
     tokenizer: Any, text: str, stop: list[str], shown: str, stopped: str | None
 ) -> None:
     for ids in (encode(tokenizer, text), [t for c in text for t in encode(tokenizer, c)]):
-        reader = Reader(tokenizer, stop)
+        reader = Detokenizer(tokenizer, stop)
         assert read(reader, [[t] for t in ids])[:2] == (shown, stopped)
         assert reader.feed(ids) == "" and reader.ended
 
 
 def test_a_possible_stop_string_is_held_back(tokenizer: Any) -> None:
-    reader = Reader(tokenizer, ["</end>"])
+    reader = Detokenizer(tokenizer, ["</end>"])
     said = [reader.feed(encode(tokenizer, c)) for c in "a</e"]
     assert said == ["a", "", "", ""]
     assert reader.feed(encode(tokenizer, "x")) == "</ex"
@@ -139,14 +139,14 @@ def test_a_possible_stop_string_is_held_back(tokenizer: Any) -> None:
 
 
 def test_a_stop_string_that_only_the_end_completes(tokenizer: Any) -> None:
-    reader = Reader(tokenizer, ["\ufffd"])
+    reader = Detokenizer(tokenizer, ["\ufffd"])
     torn = encode(tokenizer, "a🦊")[:-1]
     assert reader.feed(torn) == "a"  # the character may still be completed
     assert reader.finish() == "" and reader.stopped == "\ufffd"
 
 
 def test_the_stop_token_is_counted_and_never_shown(tokenizer: Any) -> None:
-    reader = Reader(tokenizer, stop_tokens=frozenset({END}))
+    reader = Detokenizer(tokenizer, stop_tokens=frozenset({END}))
     assert reader.feed([*encode(tokenizer, "hello"), END, 65]) == "hello"
     assert reader.finish() == "" and reader.stopped is None
     assert reader.count == 2 and reader.released == [0]
@@ -156,12 +156,12 @@ def test_tokens_after_a_stop_string_are_not_counted(tokenizer: Any) -> None:
     """Drafted tokens come several at once; usage must not depend on that."""
     ids = encode(tokenizer, "a.b.c")
     for groups in ([ids], [[t] for t in ids]):
-        reader = Reader(tokenizer, ["b"])
+        reader = Detokenizer(tokenizer, ["b"])
         assert read(reader, groups) == ("a.", "b", 3, [0, 1])
 
 
 def test_log_probabilities_wait_for_their_text(tokenizer: Any) -> None:
-    reader = Reader(tokenizer, ["the end"])
+    reader = Detokenizer(tokenizer, ["the end"])
     reader.feed(encode(tokenizer, "a"))
     assert reader.released == [0]
     for char in " the":
@@ -172,7 +172,7 @@ def test_log_probabilities_wait_for_their_text(tokenizer: Any) -> None:
 
 
 def test_an_unknown_id_has_no_text(tokenizer: Any) -> None:
-    assert read(Reader(tokenizer), [[64, 300, 5000, 65]]) == ("ab", None, 4, [0, 1, 1, 1])
+    assert read(Detokenizer(tokenizer), [[64, 300, 5000, 65]]) == ("ab", None, 4, [0, 1, 1, 1])
     assert not is_token(tokenizer, 300) and token_bytes(tokenizer, 300) == b""
 
 

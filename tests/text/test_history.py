@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlxspec.text import history as module
-from mlxspec.text.chat import encode, load_tokenizer, remember, render, talk_of
+from mlxspec.text.chat import conversation_of, encode, load_tokenizer, remember, render
 from mlxspec.text.history import History
-from mlxspec.text.output_parser import Call, Parts
+from mlxspec.text.output_parser import Call, OutputParser
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {"type": "object"}}}]
@@ -43,14 +43,14 @@ class Session:
         self.messages: list[Any] = [{"role": "user", "content": "hello"}]
 
     def prompt(self) -> Any:
-        self.talk = talk_of(self.messages, TOOLS, {}, self.history)
+        self.talk = conversation_of(self.messages, TOOLS, {}, self.history)
         self.rendered = render(self.tokenizer, self.talk, self.history)
         return self.rendered.ids
 
     def say(self, text: str) -> list[int]:
         """The tokens of prompt and answer; the client keeps the answer as it read it."""
         prompt, made = self.prompt(), letters(self.tokenizer, text + END)
-        reader = Parts(self.tokenizer, TOOLS, False, lambda: f"id{next(self.ids)}")
+        reader = OutputParser(self.tokenizer, TOOLS, False, lambda: f"id{next(self.ids)}")
         parts = reader.feed(text) + reader.finish()
         said: dict[str, Any] = {"role": "assistant"}
         said["content"] = "".join(p.text for p in parts if p.kind == "content")
@@ -61,7 +61,7 @@ class Session:
         ]
         for call in reader.calls:
             self.history.keep_call(call)
-        answer = talk_of([said], None, {}, self.history).messages[0]
+        answer = conversation_of([said], None, {}, self.history).messages[0]
         remember(self.tokenizer, self.talk, self.rendered, answer, made, self.history)
         self.messages.append(said)
         return [*prompt, *made]
@@ -163,9 +163,9 @@ def test_a_fork_has_both_ways(tokenizer: Any) -> None:
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_TOKENS", 100)
-    monkeypatch.setattr(module, "MOST_CHARS", 50)
-    monkeypatch.setattr(module, "MOST_CALLS", 3)
+    monkeypatch.setattr(module, "MAX_TOKENS", 100)
+    monkeypatch.setattr(module, "MAX_CHARS", 50)
+    monkeypatch.setattr(module, "MAX_CALLS", 3)
     kept = History()
     for i in range(40):
         kept.keep_turn(f"{i}", f"{i}yes!", list(range(9)), "!")
@@ -217,8 +217,8 @@ def test_reasoning_that_the_template_hides_stays_hidden(tmp_path: Any) -> None:
 
 
 def test_what_is_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_CALLS", 3)
-    monkeypatch.setattr(module, "MOST_TURNS", 5)
+    monkeypatch.setattr(module, "MAX_CALLS", 3)
+    monkeypatch.setattr(module, "MAX_TURNS", 5)
     kept = History()
     for i in range(9):
         kept.keep_call(Call(f"c{i}", "f", "{}"))

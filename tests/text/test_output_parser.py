@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.text.chat import load_tokenizer
-from mlxspec.text.output_parser import Part, Parts
+from mlxspec.text.output_parser import OutputParser, Part
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
 TOOLS = [
@@ -43,7 +43,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def read(tokenizer: Any, pieces: Any, tools: Any = TOOLS, thinking: bool = False) -> list[Part]:
     """The parts of an answer that comes in these pieces, neighbours of one kind joined."""
     ids = itertools.count()
-    reader = Parts(tokenizer, tools, thinking, lambda: f"id{next(ids)}")
+    reader = OutputParser(tokenizer, tools, thinking, lambda: f"id{next(ids)}")
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
     assert reader.calls == [part.call for part in parts if part.call]
     joined: list[Part] = []
@@ -193,7 +193,7 @@ def test_why_a_call_is_text_is_logged(hermes: Any, caplog: pytest.LogCaptureFixt
 
 
 def test_content_is_shown_as_it_comes(hermes: Any) -> None:
-    reader = Parts(hermes, TOOLS, False, str)
+    reader = OutputParser(hermes, TOOLS, False, str)
     assert reader.feed("Hello wor") == [Part("content", "Hello wor")]
     assert reader.feed("ld <tool") == [Part("content", "ld")], (
         "what may be a marker waits, with the space"
@@ -250,7 +250,7 @@ def test_what_only_looks_like_a_marker_is_text(hermes: Any, text: str, want: Any
 
 def test_under_a_grammar_there_are_no_calls_but_those_with_tags(hermes: Any) -> None:
     def ruled(text: str) -> list[tuple[str, str]]:
-        reader = Parts(hermes, TOOLS, True, str, ruled=True)
+        reader = OutputParser(hermes, TOOLS, True, str, constrained=True)
         return [
             (p.kind, p.text or p.call.name) for p in [*reader.feed(text), *reader.finish()] if p
         ]

@@ -25,7 +25,7 @@ from mlxspec.server.generate import Job, answer
 from mlxspec.server.openai.schema import Chat, Completion, parse
 from mlxspec.server.state import Model, ServerState, read_body, while_connected
 from mlxspec.server.stream import Choice, OpenAI
-from mlxspec.text.detokenizer import Reader
+from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.types import Request, shown
 
 
@@ -101,7 +101,9 @@ async def completions(http: HttpRequest) -> ASGIApp:
             Request(own, tuple(prompt), most, drawn, ends, n, arrived, expected, model=model.name)
         )
     indexes = range(n * len(prompts))
-    choices = [Choice(i, Reader(model.tokenizer, body.stop or (), ends, True)) for i in indexes]
+    choices = [
+        Choice(i, Detokenizer(model.tokenizer, body.stop or (), ends, True)) for i in indexes
+    ]
     echoes = tuple(text for text in texts for _ in range(n))
     headers = {"x-request-id": name, **front.report(ignored)}
     dialect = _dialect(model, body, name, indexes, echoes)

@@ -1,8 +1,7 @@
 """Rules of tool calls, in llguidance's Lark, by mlx-lm's names of the models' formats.
 
-Rule: what the rules take, mlx-lm's parser of the format reads as that call, with arguments that
-conform; of Qwen3-Coder's, whose values are bare text, those of a plain type, an enum or a length
-do.
+Whatever the rules take, mlx-lm's parser of the format reads as that call, with arguments that
+conform. Qwen3-Coder's values are bare text: of those, plain types, enums and lengths conform.
 """
 
 import json
@@ -13,18 +12,16 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Refused, types_of
-from mlxspec.text.structured.json_schema import EXACT, STYLE, check, json_rule, plain
+from mlxspec.text.structured.json_schema import MAX_INT, STYLE, checked_schema, json_rule, validate
 
 Function = Mapping[str, Any]
 Rules = Callable[[TokenizerWrapper, Sequence[Function], bool, str], str]
 
-PARAMETERS = frozenset(
-    ("type", "properties", "required", "additionalProperties", "$defs", "definitions")
-)
+OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
 CLOSE = "\n</parameter>\n"
 WORD, TAG = r"[\w-]+", r"[^\s<>]+"  # what the parsers take as a name
-# Free text of Qwen3-Coder's: its parser reads "null" as no string, and what is in a tag must not
-# end it.
+# Free text in Qwen3-Coder's format: its parser reads "null" as no string, and no text may hold a
+# closing tag.
 TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|tool_call)>(?s:.*)/ & ~/(?i:null)/"
 
 
@@ -43,25 +40,24 @@ def marker(tokenizer: TokenizerWrapper, text: str) -> str:
 def json_calls(
     tokenizer: TokenizerWrapper, functions: Sequence[Function], single: bool, where: str
 ) -> str:
-    """Hermes' and Qwen's: an object with name and arguments, between tags. Also for a format that
-    has no rules here: between the model's own tags, which are read so as well."""
+    """Hermes' and Qwen's: an object with name and arguments between tags. Also for a format without
+    rules here: the output parser reads such objects between the model's own tags."""
     begin, close = marker(tokenizer, tokenizer.tool_call_start), tokenizer.tool_call_end
-    more, end = (
-        "" if single else ' ("\\n" call)*',
-        f'"\\n" {marker(tokenizer, close)}' if close else "",
-    )
-    return "\n".join((f"call{more}", f'call: {begin} "\\n" body {end}', *_bodies(functions, where)))
+    end = ""
+    if close:
+        end = f'"\\n" {marker(tokenizer, close)}'
+    call = f'call: {begin} "\\n" body {end}'
+    return "\n".join((_repeated("call", "\n", single), call, *_bodies(functions, where)))
 
 
 def mistral_calls(
     tokenizer: TokenizerWrapper, functions: Sequence[Function], single: bool, where: str
 ) -> str:
-    """Mistral's: name[ARGS]{...}, or, before there was that token, a list of such objects as
-    above."""
+    """Mistral's: name[ARGS]{...}, or, in vocabularies without that token, a list of objects."""
     begin, args = marker(tokenizer, "[TOOL_CALLS]"), marker(tokenizer, "[ARGS]")
     if args.startswith('"'):
-        more = "" if single else ' (", " body)*'
-        return "\n".join((f'{begin} "[" body{more} "]"', *_bodies(functions, where)))
+        calls = f'{begin} "[" {_repeated("body", ", ", single)} "]"'
+        return "\n".join((calls, *_bodies(functions, where)))
     lines = ["call" if single else "call+", f"call: {begin} body", _choice(functions)]
     for i, function in enumerate(functions):
         name = _named(function["name"], WORD, where)
@@ -73,23 +69,21 @@ def xml_calls(
     tokenizer: TokenizerWrapper, functions: Sequence[Function], single: bool, where: str
 ) -> str:
     """Qwen3-Coder's: each parameter between tags, strings as they are."""
-    begin, end = (
-        marker(tokenizer, tokenizer.tool_call_start),
-        marker(tokenizer, tokenizer.tool_call_end),
-    )
-    more = "" if single else ' ("\\n" call)*'
-    lines = [f"call{more}", f'call: {begin} "\\n" body "\\n" {end}', _choice(functions), TEXT]
+    begin = marker(tokenizer, tokenizer.tool_call_start)
+    end = marker(tokenizer, tokenizer.tool_call_end)
+    call = f'call: {begin} "\\n" body "\\n" {end}'
+    lines = [_repeated("call", "\n", single), call, _choice(functions), TEXT]
     for i, function in enumerate(functions):
-        schema = _known(function, where)
-        check(json.dumps(schema), where)
-        required, names = schema.get("required") or [], []
+        schema, parameters = _known(function, where), []
+        required = schema.get("required", [])
         for j, name in enumerate(dict.fromkeys([*schema.get("properties", {}), *required])):
-            names.append(f"p{i}x{j}" + "?" * (name not in required))
-            value, more_lines = _value(tokenizer, function, name, schema, where, f"V{i}X{j}")
+            rule = f"p{i}x{j}"
+            parameters.append(rule if name in required else f"{rule}?")
+            value, more = _value(tokenizer, function, name, schema, where, f"V{i}X{j}")
             head = quoted(f"<parameter={_named(name, TAG, where)}>\n")
-            lines += [f"p{i}x{j}: {head} {value}", *more_lines]
+            lines += [f"{rule}: {head} {value}", *more]
         head = quoted(f"<function={_named(function['name'], TAG, where)}>\n")
-        lines.append(f'body{i}: {head} {" ".join(names)} "</function>"')
+        lines.append(f'body{i}: {head} {" ".join(parameters)} "</function>"')
     return "\n".join(lines)
 
 
@@ -100,6 +94,10 @@ CALLS: dict[str, Rules] = {
 }
 
 
+def _repeated(rule: str, between: str, single: bool) -> str:
+    return rule if single else f"{rule} ({quoted(between)} {rule})*"
+
+
 def _choice(functions: Sequence[Function]) -> str:
     return f"body: {' | '.join(f'body{i}' for i in range(len(functions)))}"
 
@@ -107,9 +105,8 @@ def _choice(functions: Sequence[Function]) -> str:
 def _bodies(functions: Sequence[Function], where: str) -> list[str]:
     lines = [_choice(functions)]
     for i, function in enumerate(functions):
-        head = quoted(
-            f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        )
+        name = json.dumps(function["name"], ensure_ascii=False)
+        head = quoted(f'{{"name": {name}, "arguments": ')
         lines.append(f'body{i}: {head} {_arguments(function, where)} "}}"')
     return lines
 
@@ -123,11 +120,11 @@ def _named(name: str, taken: str, where: str) -> str:
 
 
 def _known(function: Function, where: str) -> dict[str, Any]:
-    """The schema of the arguments: an object, and closed where it says what is in it."""
-    own = function.get("parameters") or {}
-    schema = plain({**own, "type": "object"} if isinstance(own, dict) else own, where)
-    if "properties" in schema and set(schema) <= PARAMETERS:
-        if set(schema.get("required") or ()) <= set(schema["properties"]):
+    """The schema of the arguments: an object, and closed where it lists its properties."""
+    schema = checked_schema({**(function.get("parameters") or {}), "type": "object"}, where)
+    validate(json.dumps(schema), where)
+    if "properties" in schema and not OPEN & schema.keys():
+        if set(schema.get("required", ())) <= schema["properties"].keys():
             schema.setdefault("additionalProperties", False)
     return schema
 
@@ -147,32 +144,26 @@ def _value(
     """What a parameter's value may be, with its closing tag, and the rules that this needs."""
     own, close = root.get("properties", {}).get(name), quoted(CLOSE)
     schema: dict[str, Any] = own if isinstance(own, dict) else {}
-    if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        texts = [v if isinstance(v, str) else json.dumps(v) for v in values]
-        texts = [
-            t for t, v in zip(texts, values, strict=True) if _reads(tokenizer, function, name, t, v)
-        ]
+    kind, types = schema.get("type"), types_of(schema)
+    if values := [schema["const"]] if "const" in schema else schema.get("enum"):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        pairs = zip(texts, values, strict=True)
+        texts = [text for text, value in pairs if _reads(tokenizer, function, name, text, value)]
         if not texts:
             raise Refused(
                 where,
-                f"{where}: none of {name}'s values can be written in this model's format; change them",
+                f"{where}: no value of {name} can be written in this model's format; change them",
             )
-        return f"({' | '.join(quoted(text) for text in texts)}) {close}", []
-    kind = schema.get("type")
-    types = types_of(schema)
+        return f"({' | '.join(map(quoted, texts))}) {close}", []
     if types and "string" not in types:
-        if kind in (
-            "integer",
-            "number",
-        ):  # without bounds its digits could overflow the parser's float
-            schema = {"minimum": -EXACT, "maximum": EXACT, **schema}
+        if kind in ("integer", "number"):  # more digits could overflow the parser's float
+            schema = {"minimum": -MAX_INT, "maximum": MAX_INT, **schema}
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"{json_rule({**shared, **schema}, where)} {close}", []
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if kind != "string" or (not least and most is None):
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if kind != "string" or (not least and most == ""):
         return rule, [f"{rule}: TEXT {close}"]
-    size = f"/(?s:.{{{least},{'' if most is None else most}}})/"
+    size = f"/(?s:.{{{least},{most}}})/"
     return rule, [f"{rule}: {rule}T {close}", f"{rule}T: TEXT & {size}"]
 
 

@@ -83,7 +83,7 @@ def about(
 @app.command(rich_help_panel=RUN)
 @with_settings
 def serve(**flags: str | list[str] | None) -> None:
-    """Serve models: directories in mlx-lm's format or Hugging Face ids; default: the built-in one."""
+    """Serve models: directories in mlx-lm's format or Hugging Face ids. Default: built in."""
     log_to_stderr("info")
     from mlxspec.service.launchd import activated_socket, log_file
 

@@ -4,7 +4,7 @@ Rule: a registry of our own, no global one; reading costs the engine nothing.
 """
 
 from collections import Counter as Count
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 

@@ -123,7 +123,8 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "up to the settings; the port may be anybody's, and the embedded model is a fetch",
     ): ["mlxspec serve", "mlxspec serve --port 8081"],
     Near(
-        "commands/test_models.py::test_models_and_pull", "MODEL is a directory there, so nothing is fetched"
+        "commands/test_models.py::test_models_and_pull",
+        "MODEL is a directory there, so nothing is fetched",
     ): ["mlxspec pull MODEL"],
     By("commands/test_launch.py::test_an_agent_is_pointed_at_the_server"): [
         "mlxspec launch AGENT",
@@ -156,7 +157,7 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
     ],
     By("service/test_menubar.py::test_install_and_uninstall"): ["mlxspec menubar install"],
     By("commands/test_doctor.py::test_a_machine_in_order"): ["mlxspec doctor ./tinyq"],
-    By("bench/test_run.py::test_from_flags_to_table_json_and_picture"): [
+    By("bench/test_run.py::test_from_flags_to_table_and_json"): [
         "mlxspec bench",
         "mlxspec bench --workload edits --prompts 4",
     ],
@@ -209,9 +210,9 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
     Near(
         "service/test_launchd.py::test_a_bootstrap_waits_until_the_label_is_gone", "a fake is asked"
     ): ["launchctl print"],
-    Near(
-        "service/test_launchd.py::test_a_whole_life", "the page says that we do not"
-    ): ["launchctl stop"],
+    Near("service/test_launchd.py::test_a_whole_life", "the page says that we do not"): [
+        "launchctl stop"
+    ],
     Not("continuous integration runs all of that script: .ci/run"): [
         "scripts/test tests/test_config.py -x"
     ],

@@ -51,7 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_from_flags_to_table_json_and_picture(
+def test_from_flags_to_table_and_json(
     loaded: SimpleNamespace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,7 +68,7 @@ def test_from_flags_to_table_json_and_picture(
         "--streams",
         "1,2",
     ]
-    words += ["--rounds", "2", "--out", str(tmp_path / "b.png"), "--json", str(tmp_path / "b.json")]
+    words += ["--rounds", "2", "--json", str(tmp_path / "b.json")]
     assert command(monkeypatch, *words) == 0
     said = capsys.readouterr().out
     lines = [x.split() for x in said.splitlines() if x.startswith("edits")]
@@ -77,7 +77,6 @@ def test_from_flags_to_table_json_and_picture(
     assert loaded.names == ["some/model"] and loaded.options.max_sequences == 2
     found = json.loads((tmp_path / "b.json").read_text())
     assert (found["model"], found["max_tokens"], len(found["runs"])) == ("tiny", 6, 2 * 2 * (3 + 2))
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_all_are_the_three_workloads(
@@ -92,7 +91,7 @@ def test_all_are_the_three_workloads(
 @pytest.mark.parametrize(
     "words",
     [
-        ["--workload", "all", "--prompts", "4", "--max-tokens", "3", "--streams", "1,4", "--out"],
+        ["--workload", "all", "--prompts", "4", "--max-tokens", "3", "--streams", "1,4"],
         [
             "big",
             "--draft",
@@ -103,15 +102,13 @@ def test_all_are_the_three_workloads(
             "1",
             "--max-tokens",
             "3",
-            "--out",
         ],
     ],
 )
 def test_the_lines_of_the_pages(
-    words: list[str], loaded: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command(monkeypatch, *words, str(tmp_path / "b.png")) == 0
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert command(monkeypatch, *words) == 0
     assert loaded.options.max_sequences == (4 if "1,4" in words else 1)
     assert loaded.names == (["big", "small"] if "big" in words else [""])
     assert (loaded.options.draft is not None) == ("big" in words)
@@ -146,10 +143,6 @@ def test_a_difference_is_the_exit_status(
         (("--streams", ""), "--streams = '' is not"),
         (("--streams", "257"), "--streams = '257' is not"),
         (("--streams", "5"), "--streams = 5: the workload has 4 prompts; give no more streams"),
-        (
-            ("--out", "/gone/b.png"),
-            "--out = '/gone/b.png' cannot be written; name a file in a directory",
-        ),
         (("--json", "/gone/b.json"), "--json = '/gone/b.json' cannot be written; name"),
         (("--json", "/"), "--json = '/' cannot be written; name"),
         (("--prompts", "0"), "--prompts"),
@@ -167,17 +160,6 @@ def test_mistakes_are_named_before_the_model_is_loaded(
     assert command(monkeypatch, *words) == 2
     assert said in capsys.readouterr().err
     assert loaded.names == [] and loaded.options is None
-
-
-def test_a_missing_matplotlib_is_named_before_the_model_is_loaded(
-    loaded: SimpleNamespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert command(monkeypatch, "--out", str(tmp_path / "b.png")) == 2
-    assert "mlxspec[bench]" in capsys.readouterr().err and loaded.names == []
 
 
 def test_streams_are_each_taken_once() -> None:
@@ -219,6 +201,5 @@ def test_a_timeline_from_the_flag_to_the_file(
     assert [x for x in lines if x in NAMES] == ["edits", "humaneval", "chat"]
     assert command(monkeypatch, "--trace", "/gone/t.json") == 2
     capsys.readouterr()
-    for flag in ("--out", "--json"):
-        assert command(monkeypatch, "--trace", str(file), flag, str(file.with_suffix(".x"))) == 2
-        assert f"leave out {flag}" in " ".join(capsys.readouterr().err.split())
+    assert command(monkeypatch, "--trace", str(file), "--json", str(file.with_suffix(".x"))) == 2
+    assert "leave out --json" in " ".join(capsys.readouterr().err.split())

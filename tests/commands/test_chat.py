@@ -200,7 +200,7 @@ def test_something_else_at_that_address() -> None:
             "Other", (Peer,), {"do_GET": lambda peer: peer.reply(200, {})}
         )
         done = chat(server.url, "hello\n")
-    assert done.returncode == 2 and f"something else answers at {server.url} (" in done.stderr
+    assert done.returncode == 2 and f"the program at {server.url} is not mlxspec" in done.stderr
 
 
 def test_a_model_cannot_steer_the_terminal() -> None:

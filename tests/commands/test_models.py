@@ -47,9 +47,9 @@ def test_damage(model: Path) -> None:
         (struct.pack("<Q", 8) + b'{"w": 1}', "is not a safetensors file"),
     ):
         file.write_bytes(data)
-        assert [said in flaw and str(file) in flaw for flaw in models.damage(model)] == [True], data[
-            :20
-        ]
+        assert [said in flaw and str(file) in flaw for flaw in models.damage(model)] == [True], (
+            data[:20]
+        )
 
 
 def test_local_models(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_piped_turns() -> None:
     assert (
         len(lines) == 2
         and lines[0].startswith("3 tokens, ")
-        and " tokens/s, the first after " in lines[0]
+        and " tokens/s, first token after " in lines[0]
     )
     first, second = server.bodies
     assert (first["model"], first["stream"], first["temperature"]) == ("tiny", True, 0)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from mlxspec.bench import replay
 from mlxspec.cache import runfile
+from mlxspec.client import ClientError
 from mlxspec.commands import chat, models
 from mlxspec.config import ConfigError, load
 from mlxspec.engine.warmup import WarmupCache
@@ -30,7 +31,7 @@ from mlxspec.server.fields import MAX_ITEMS
 from mlxspec.server.openai import schema as openai_schema
 from mlxspec.server.openai.schema import Strict
 from mlxspec.server.responses import schema as responses_schema
-from mlxspec.service import ledger, status
+from mlxspec.service import crashes, status
 from mlxspec.speculate.controller import GRID
 from mlxspec.text.chat import FIRST_CHARS, check_length, load_tokenizer
 from mlxspec.text.detokenizer import Detokenizer
@@ -636,7 +637,7 @@ def told_by_flaws(file: Path) -> None:
     data = file.read_bytes()
     weights = file.parent / "model.safetensors"
     weights.write_bytes(len(data).to_bytes(8, "little") + data)
-    models.flaws(file.parent)
+    models.damage(file.parent)
     weights.unlink()
 
 
@@ -651,7 +652,7 @@ READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], 
     "fit": (WarmupCache.load, (), holes(FIT, json.dumps({**KNOWN, "layout": "@"}).replace('"@"', "%s"))),
     "costs": (WarmupCache.load, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
     "recording": (replay.read, (ConfigError,), ['{"prompt": %s, "output": [1]}', '{"prompt": [%s]}']),
-    "ledger": (ledger.read, (), [f'{{"{name}": %s}}' for name in ledger.Ledger.__slots__]),
+    "crashes": (crashes.read, (), ['{"running": %s}', '{"crashes": %s}', '{"crashes": [%s]}']),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
     "run": (runfile.label, (), ['12345678{"__metadata__":%s}', '12345678{"__metadata__":{"keys":%s}}']),
     "settings": (settings_of, (ConfigError,), ["port = %s", "zzz = %s", "[%s]", "%s.a = 1"]),
@@ -683,7 +684,7 @@ def test_costs_that_are_read_can_be_reckoned_with(tmp_path: Path) -> None:
 
 def test_weights_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "none")
-    assert models.weight(tmp_path) == 0 and len(models.flaws(tmp_path)) == 1
+    assert models.weight_bytes(tmp_path) == 0 and len(models.damage(tmp_path)) == 1
 
 
 # ---- servers
@@ -715,12 +716,12 @@ def test_a_server_that_answers_anything(value: str, monkeypatch: pytest.MonkeyPa
             )
 
     monkeypatch.setattr("http.client.HTTPConnection", Connection)
-    with pytest.raises(chat.ChatError):
+    with pytest.raises(ClientError):
         chat.answer(chat.Chat("http://localhost:1"), "hello")
-    assert status.look("http://localhost:1").state in ("unwell", "stopped")
+    assert status.get_status("http://localhost:1").state in ("unwell", "stopped")
     for around in (
         b'{"models": %s}',
         b'{"models": [{"stats": {"generated_tokens": 1}}], "requests": %s, "time": 1}',
     ):
         body = around % VALUES[value].encode()
-        assert status.look("http://localhost:1").state in ("unwell", "stopped")
+        assert status.get_status("http://localhost:1").state in ("unwell", "stopped")

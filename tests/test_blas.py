@@ -45,7 +45,7 @@ def bound(folder: Path) -> list[str]:
 
 
 @linux
-def test_mlx_multiplies_with_it_and_it_is_said_once(tmp_path: Path) -> None:
+def test_mlx_multiplies_with_openblas(tmp_path: Path) -> None:
     said = run(LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld"))
     if "openblas" not in said.lower().partition("loaded")[0] or "not found" in said:
         pytest.skip("OpenBLAS is not installed here")
@@ -55,27 +55,26 @@ def test_mlx_multiplies_with_it_and_it_is_said_once(tmp_path: Path) -> None:
 
 
 @linux
-def test_without_it_a_warning_says_what_to_install() -> None:
-    said = run("blas.ctypes.util.find_library = lambda name: None; blas.PLACES = ()")
+def test_a_missing_openblas_is_a_warning() -> None:
+    said = run("blas.ctypes.util.find_library = lambda name: None; blas.PATHS = ()")
     assert "sudo apt-get install libopenblas0-pthread" in said and "loaded None None" in said
     assert said.count("OpenBLAS not found") == 1
 
 
 @linux
-def test_without_it_mlx_keeps_its_own(tmp_path: Path) -> None:
-    """The counterpart: what the first test sees is there only because of what was loaded."""
+def test_mlx_has_a_blas_of_its_own(tmp_path: Path) -> None:
     run("blas._candidates = lambda: ()", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "ld"))
     (library,) = bound(tmp_path)
     assert "openblas" not in library
 
 
 @linux
-def test_too_late_is_said() -> None:
+def test_loading_after_mlx_is_a_warning() -> None:
     said = run("import mlx.core")
-    assert "MLX was imported before it" in said and "loaded None None" in said
+    assert "MLX was imported before" in said and "loaded None None" in said
 
 
-def test_elsewhere_nothing_is_needed() -> None:
+def test_macos_needs_no_openblas() -> None:
     said = run("blas.sys = type('s', (), {'platform': 'darwin', 'modules': {}})")
     assert "loaded None None" in said and "OpenBLAS" not in said
 
@@ -96,8 +95,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 @pytest.mark.parametrize(
     ("given", "kept"), [((256, 1024), 1024), ((256, 9000), 2048), ((5000, 9000), 5000)]
 )
-def test_mlx_lm_sets_no_limit_of_open_files(given: tuple[int, int], kept: int) -> None:
-    """Its own would be lower than the user's, or more than is allowed, at which it raises."""
+def test_mlx_lm_does_not_lower_the_limit_of_open_files(given: tuple[int, int], kept: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < given[1]:
         pytest.skip(f"{given[1]} open files are needed, {hard} are allowed")

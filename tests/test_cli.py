@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from mlxspec import __version__, cli
 from mlxspec.config import TABLE, Config, flag
+from mlxspec.service.menubar import Menu
 from mlxspec.types import UserError
 
 
@@ -148,55 +150,52 @@ def test_chat_finds_its_server(
     assert given == [(url, key, "Be brief.", 0.5)]
 
 
-def test_a_service_is_printed_on_any_platform() -> None:
-    done = run(
-        "service", "print", "--launchd", "--systemd", "some/model", "--port", "81", MLXSPEC_PIN="a"
-    )
+def test_a_dry_run_prints_the_service_on_any_platform() -> None:
+    words = ("some/model", "--port", "81")
+    done = run("service", "install", "--dry-run", *words, MLXSPEC_PIN="a", PATH="/none")
     assert done.returncode == 0 and done.stderr == ""
-    head, _, units = done.stdout.partition("# mlxspec.socket\n")
-    agent = plistlib.loads(head.encode())
+    text = done.stdout[done.stdout.index("<?xml") : done.stdout.index("would run")]
+    agent = plistlib.loads(text.encode())
     assert agent["ProgramArguments"][3:] == ["serve", "some/model", "--port", "81", "--pin", "a"]
-    assert agent["Sockets"]["http"]["SockServiceName"] == "81"
-    assert (
-        "ListenStream=127.0.0.1:81\n" in units
-        and '"serve" "some/model" "--port" "81" "--pin" "a"\n' in units
-    )
 
 
-def test_a_service_needs_launchd_or_systemd(tmp_path: Path) -> None:
-    for verb in ("install", "stop", "logs"):
-        done = run("service", verb, PATH=str(tmp_path))
-        assert done.returncode == 2 and "neither launchd nor systemd is here" in done.stderr
+def test_a_service_needs_macos(tmp_path: Path) -> None:
+    done = run("service", "install", PATH=str(tmp_path))
+    assert done.returncode == 2 and "needs macOS" in done.stderr
 
 
 def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:
-    """The whole chain but the tool: settings, definition, a dry run, an exit status."""
+    """The whole chain but launchctl: settings, definition, exit status."""
     tool = tmp_path / "launchctl"
     tool.write_text('#!/bin/sh\ncase "$1 $2" in print\\ gui/*/*) exit 113;; esac\n')
     tool.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     port = str(unused_port())
-    done = run("service", "install", "--dry-run", "--port", port, **env)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "would run: launchctl bootstrap gui/" in done.stdout
-        and "<string>--port</string>" in done.stdout
-    )
-    assert not (tmp_path / "Library").exists()
     done = run("service", "install", "--port", port, **env)
-    assert done.stdout == f"http://127.0.0.1:{port}/v1 is there now, and after each login\n", (
-        done.stderr
-    )
+    assert done.returncode == 0 and f"http://127.0.0.1:{port}/v1" in done.stdout, done.stderr
     assert (tmp_path / "Library/LaunchAgents/dev.mlxspec.plist").exists()
     done = run("service", "status", **env)
-    assert (
-        done.returncode == 3
-        and "Stopped" in done.stdout
-        and "`mlxspec service start`" in done.stdout
-    )
+    assert done.returncode == 3 and "mlxspec service start" in done.stdout
+    done = run("service", "logs", **env)
+    assert done.returncode == 1 and "No such file" in done.stderr  # tail's own
     assert run("service", "uninstall", **env).returncode == 0
     assert not any(p.is_file() for p in (tmp_path / "Library").rglob("*"))
     assert run("service", "status", **env).returncode == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "port"), [("", "8080"), ("http://127.0.0.1:9", "9"), ("", "eighty")]
+)
+def test_the_menu_bar_shows_the_server(
+    url: str, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    menus: list[Menu] = []
+    monkeypatch.setattr("mlxspec.service.menubar.show", lambda poll: menus.append(poll()))
+    if not url:
+        monkeypatch.setenv("MLXSPEC_PORT", port)
+    words = ["menubar", "--url", url] if url else ["menubar"]
+    assert CliRunner().invoke(cli.app, words).exit_code == 0
+    assert port in menus[0].items[0].title
 
 
 def unused_port() -> int:

@@ -35,7 +35,7 @@ STAMPS = {  # how often a file asks for it, and the test that a jump does no har
     "engine/start.py": (1, TOLD),
     "server/openai.py": (1, TOLD),
     "server/responses.py": (1, TOLD),
-    "service/daemon.py": (1, "service/test_ledger.py::test_no_jump_of_the_clock_locks_it_down"),
+    "service/crashes.py": (1, "service/test_crashes.py::test_a_clock_that_was_set_forgets"),
 }
 
 

@@ -45,7 +45,7 @@ PAGES = [path for path in sorted(FILES) if path.name not in OLD]
 OTHERS = (
     "apt-get|brew|chmod|codex|cp|curl|git|launchctl|llm|loginctl|make|npm|pip|pipx|pytest|python3?"
 )
-OTHERS += r"|scripts/\w+|systemd-analyze|uv"
+OTHERS += r"|scripts/\w+|uv"
 COMMAND = re.compile(
     rf"(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?(?:scripts/\w+|(?:mlxspec|{OTHERS}) .*\S)"
 )
@@ -92,12 +92,10 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json'"
         """ -d '{"messages": [{"role": "user", "content": "Name three rivers."}]}'""",
         "mlxspec models",
-        "mlxspec ps",
         "mlxspec status",
     ],
-    Run(says="ours: Serving"): ["mlxspec doctor"],
+    Run(says="Serving"): ["mlxspec doctor"],
     Run(says=f"model_context_window={CONTEXT}"): ["mlxspec launch --print codex"],
-    Run(says="Copy base URL"): ["mlxspec menubar --xbar"],
     Run(): [".venv/bin/mlxspec chat", "mlxspec chat"],
     Run(none=True, says="nothing is cached"): [
         "mlxspec cache ls",
@@ -106,7 +104,7 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
     ],
     Run(none=True, says="limit"): ["mlxspec cache stats"],
     Run(none=True, says=__version__): ["mlxspec --version"],
-    Run(none=True, says="ProgramArguments"): ["mlxspec service print --launchd"],
+    Run(none=True, says="ProgramArguments"): ["mlxspec service install --dry-run"],
     Run(none=True, says="usage: scripts/roofline"): ["scripts/roofline --help"],
     By("bench/test_roofline.py::test_the_page_shows_what_its_commands_print"): [
         "scripts/roofline",
@@ -124,11 +122,11 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "test_cli.py::test_serve_hands_over_the_settings",
         "up to the settings; the port may be anybody's, and the embedded model is a fetch",
     ): ["mlxspec serve", "mlxspec serve --port 8081"],
-    By("server/test_verbs.py::test_stop_ends_a_server_that_was_started_by_hand"): ["mlxspec stop"],
     Near(
-        "test_stock.py::test_models_and_pull", "MODEL is a directory there, so nothing is fetched"
+        "commands/test_models.py::test_models_and_pull",
+        "MODEL is a directory there, so nothing is fetched",
     ): ["mlxspec pull MODEL"],
-    By("test_launch.py::test_an_agent_is_pointed_at_the_server"): [
+    By("commands/test_launch.py::test_an_agent_is_pointed_at_the_server"): [
         "mlxspec launch AGENT",
         "mlxspec launch aider",
         "mlxspec launch claude",
@@ -148,39 +146,26 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
         "mlxspec service status",
         "mlxspec service uninstall",
     ],
-    By("service/test_service.py::test_a_whole_life"): [
+    By("service/test_launchd.py::test_a_whole_life"): [
         "mlxspec service restart",
         "mlxspec service start",
     ],
-    By("service/test_service.py::test_the_log_is_shown"): [
-        "mlxspec logs",
-        "mlxspec logs -f",
-        "mlxspec service logs -f",
-    ],
-    By("service/test_menubar.py::test_the_command_shows_the_server_that_is_meant"): [
+    By("service/test_launchd.py::test_the_log"): ["mlxspec service logs -f"],
+    By("test_cli.py::test_the_menu_bar_shows_the_server"): [
         "mlxspec menubar",
         "mlxspec menubar --url URL",
     ],
     By("service/test_menubar.py::test_install_and_uninstall"): ["mlxspec menubar install"],
-    By("test_doctor.py::test_a_machine_without_metal"): ["mlxspec doctor ./tinyq"],
-    By("test_tune.py::test_from_flags_to_table_and_picture"): [
-        "mlxspec tune",
-        "mlxspec tune --out tune.png",
-    ],
-    By("bench/test_run.py::test_from_flags_to_table_json_and_picture"): [
+    By("commands/test_doctor.py::test_a_machine_in_order"): ["mlxspec doctor ./tinyq"],
+    By("bench/test_run.py::test_from_flags_to_table_and_json"): [
         "mlxspec bench",
-        "mlxspec bench --out PNG",
         "mlxspec bench --workload edits --prompts 4",
     ],
     By("bench/test_run.py::test_the_lines_of_the_pages"): [
-        "mlxspec bench --workload all --prompts 6 --max-tokens 128 --out speculation.png",
-        "mlxspec bench --workload all --streams 1,4 --out bench.png",
+        "mlxspec bench --workload all --prompts 6 --max-tokens 128",
+        "mlxspec bench --workload all --streams 1,4",
         "mlxspec bench DIR/qwen2.5-coder-1.5b --draft DIR/qwen2.5-coder-0.5b",
     ],
-    By("bench/test_synthetic.py::test_the_command_needs_no_model"): [
-        "mlxspec bench --synthetic-acceptance 0.7 --row-cost 0.05"
-    ],
-    By("bench/test_replay.py::test_the_command"): ["mlxspec bench --replay FILE"],
     Near(
         "test_conformance.py::test_conforms", "it writes a page; the rows of that page are tried"
     ): [".venv/bin/python -m tests.architectures --write"],
@@ -219,18 +204,15 @@ HOW: dict[Run | By | Near | Not, list[str]] = {
     By("bench/test_scripts.py::test_coupling"): [
         "python -m bench.coupling DIR/qwen2.5-coder-1.5b DIR/qwen2.5-coder-0.5b"
     ],
-    By("service/test_systemd.py::test_systemd_finds_nothing_wrong_but_what_is"): [
-        "systemd-analyze verify"
-    ],
     Near(
-        "service/test_launchd.py::test_what_is_disabled_is_enabled", "a fake launchctl is asked"
+        "service/test_launchd.py::test_a_disabled_label_is_enabled", "a fake launchctl is asked"
     ): ["launchctl enable"],
     Near(
         "service/test_launchd.py::test_a_bootstrap_waits_until_the_label_is_gone", "a fake is asked"
     ): ["launchctl print"],
-    Near(
-        "service/test_launchd.py::test_it_is_ended_by_bootout_alone", "the page says that we do not"
-    ): ["launchctl stop"],
+    Near("service/test_launchd.py::test_a_whole_life", "the page says that we do not"): [
+        "launchctl stop"
+    ],
     Not("continuous integration runs all of that script: .ci/run"): [
         "scripts/test tests/test_config.py -x"
     ],
@@ -440,7 +422,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def new_user(bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty home, no service, and the log where it was."""
-    monkeypatch.setattr("mlxspec.service.shutil.which", lambda name: None)
     monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("VENV", sys.prefix)

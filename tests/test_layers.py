@@ -40,11 +40,10 @@ MAY_IMPORT = {
     "engine.memory": PLAIN | {"cache", "engine.budget", "engine.memory"},
     "resolve": ENGINE | {"text"},
     "server": SERVER,
-    "service": SERVER | {"service", "client", "commands"},
-    "commands": SERVER | {"service", "client", "commands", "verbs"},
-    "verbs": PLAIN | {"service", "client", "commands"},
+    "service": SERVER | {"service", "client"},
+    "commands": SERVER | {"service", "client", "commands"},
     "bench": ENGINE | {"text", "bench", "resolve"},
-    "cli": SERVER | {"service", "client", "commands", "verbs", "bench"},
+    "cli": SERVER | {"service", "client", "commands", "bench"},
     "__main__": {"cli"},
 }
 
@@ -56,8 +55,8 @@ LIBRARIES = {
     "starlette": {"server"},
     "uvicorn": {"server"},
     "prometheus_client": {"metrics", "server"},
-    "typer": {"cli", "verbs"},
-    "matplotlib": {"bench.plot", "bench.curves"},
+    "typer": {"cli", "commands.options", "commands.service"},
+    "matplotlib": {"bench.plot"},
 }
 # Pure Python, so that they can be read and tested without a model.
 NO_MLX = ("engine.scheduler", "engine.budget", "engine.structured", "engine.memory", "cache")

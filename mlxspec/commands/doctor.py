@@ -1,267 +1,188 @@
-"""What `mlxspec doctor` shows: the machine, the paths, the server, and what came of every kernel
-here.
+"""`mlxspec doctor`: checks of the machine, the installation, the server, the model and the kernels.
 
-Rule: it looks. Nothing is started, proven, fetched or written, and no weight is read beyond its
-header.
+Rule: it only looks. It starts, downloads and writes nothing, and reads no weights beyond headers.
 """
 
-import contextlib
 import json
 import os
 import platform
 import sys
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Column, Table
+from rich.console import Console
 from rich.text import Text
 
 from mlxspec import __version__, blas
-from mlxspec.commands.models import flaws, weight
-from mlxspec.config import FILE, Config, ConfigError, data_dir, url_of
+from mlxspec.commands.models import damage, weight_bytes
+from mlxspec.config import FILE, Config, ConfigError, data_dir, load, url_of
 from mlxspec.files import format_size
-from mlxspec.service import here, ledger
-from mlxspec.service.status import Status, headline, installed, look
+from mlxspec.service.launchd import installed_url
+from mlxspec.service.status import get_status, headline
 from mlxspec.types import UserError
 
-PYTHON = (3, 11)  # requires-python
 MACOS = 14  # the first that MLX's wheels run on
-WIDE = 150  # columns of a table that goes to a file
-NARROW = 100  # columns, below which a table is all height and cuts words
-STYLES = {"used": "green", "parked": "bold yellow", "not used": "", "not tried yet": "dim"}
 
 
-def doctor(config: Config, wrong: str, as_json: bool) -> int:
-    """Look and report; `wrong` is what the settings lack, if they could not be read. Exit status:
-    0, or 1 where something is broken."""
-    report = examine(config)
-    report["broken"] = [wrong] * bool(wrong) + report["broken"]
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report; the text of a broken one ends with the fix."""
+
+    name: str
+    text: str
+    broken: bool = False
+
+
+def doctor(flags: Mapping[str, str | None], env: Mapping[str, str], as_json: bool) -> int:
+    """Print the report. Exit status: 0, or 1 if something is broken."""
+    checks = list(examine(flags, env))
+    broken = any(check.broken for check in checks)
     if as_json:
+        report = {"broken": broken, "checks": [asdict(check) for check in checks]}
         print(json.dumps(report, indent=2))
     else:
-        console = Console(markup=False)
-        show(report, console if console.is_terminal else Console(width=WIDE, markup=False))
-    return int(bool(report["broken"]))
+        console, home = Console(markup=False, highlight=False), str(Path.home())
+        for check in checks:
+            mark = ("broken ", "bold red") if check.broken else ("ok     ", "green")
+            text = check.text.replace(home, "~")  # the report may be sent to others
+            console.print(Text.assemble(mark, f"{check.name:9} {text}"), soft_wrap=True)
+    return int(broken)
 
 
-def examine(config: Config) -> dict[str, Any]:
-    """All that there is to see, as plain data."""
-    broken: list[str] = []
-    library = blas.load()
-    machine = {"mlxspec": __version__, "python": platform.python_version(), "system": _system()}
-    for package in ("mlx", "mlx-lm"):
-        try:
-            machine[package] = version(package)
-        except PackageNotFoundError:
-            broken.append(f"{package} is not installed; run: pip install mlxspec")
-    report: dict[str, Any] = {"machine": machine, "paths": {}, "server": _server(config, broken)}
-    report |= {"model": {}, "kernels": [], "broken": broken}
-    if not any(data_dir("metal").glob("*.metal")):
-        broken.append(f"{data_dir('metal')} holds no kernels; install mlxspec again")
-    if sys.platform == "darwin" and platform.machine() != "arm64":
-        broken.append(f"Python runs as {platform.machine()}; install one for arm64")
-    if tuple(map(int, platform.python_version_tuple()[:2])) < PYTHON:
-        broken.append(
-            f"Python {platform.python_version()} is too old; install {'.'.join(map(str, PYTHON))}"
-        )
-    mac = platform.mac_ver()[0]
-    if mac and int(mac.partition(".")[0]) < MACOS:
-        broken.append(f"macOS {mac} is older than {MACOS}, which MLX needs; update macOS")
+def examine(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Iterator[Check]:
+    """All checks, in the order in which they are shown."""
+    file = Path(env.get("MLXSPEC_CONFIG") or FILE).expanduser()
     try:
-        from mlxspec.engine import memory
-        from mlxspec.kernels.kept import machine as facts
-        from mlxspec.kernels.verify import missing
-        from mlxspec.model.hub import cache_of
+        config = load(flags, env)
+        yield Check("settings", f"{file}" if file.is_file() else f"{file} (missing: defaults)")
+    except ConfigError as error:
+        yield Check("settings", str(error), broken=True)
+        config = Config(model=flags["model"] or "", cache_dir=flags["cache_dir"] or "")
+    yield from _system()
+    yield from _servers(config)
+    try:
+        yield from _installation(config)
     except ImportError as error:
-        broken.append(f"{error}; install mlxspec again")
-        return report
-    machine |= {"chip": facts()["chip"], "memory": format_size(memory.total())}
-    machine["metal"] = "no" if missing() else "yes"
-    machine["blas"] = library or (
-        "Accelerate" if sys.platform == "darwin" else "MLX's own, slow; " + blas.MEND
-    )
-    if missing() and sys.platform == "darwin":
-        broken.append(
-            "MLX finds no Metal: this Mac's GPU cannot be used; see that no MLX_ variable hides it"
-        )
-    cache = cache_of(config)
-    settings = Path(os.environ.get("MLXSPEC_CONFIG") or FILE).expanduser()
-    report["paths"] = {
-        "settings": str(settings) + " (not there)" * (not settings.is_file()),
-        "cache": f"{cache}, {format_size(_bytes(cache))}",
-    }
-    if closed := ledger.closed():
-        report["server"]["panics"] = f"not seen: {', '.join(closed)} cannot be read"
-    there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        broken.append(f"{there} cannot be written; name another directory: --cache-dir")
-    report["model"], report["kernels"] = _model(config, broken)
-    return report
+        yield Check("install", f"{error}; install mlxspec again", broken=True)
 
 
-def _system() -> str:
-    mac = platform.mac_ver()[0]
-    return (
-        f"macOS {mac} {platform.machine()}" if mac else f"{platform.system()} {platform.machine()}"
-    )
-
-
-def _bytes(folder: Path) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):  # gone meanwhile
-                total += os.lstat(os.path.join(root, name)).st_size
-    return total
-
-
-def _server(config: Config, broken: list[str]) -> dict[str, str]:
-    """Who is at the settings' port, and how the service is, whatever port that has."""
-    url = url_of(config.host, config.port)
-    now = look(url, config.api_key) if config.port else None
-    try:
-        at, service = installed(here()), "not installed; mlxspec service install does that"
-    except UserError as error:
-        at, service = "", str(error)
-    if at:
-        about = now if now and at == url else look(at, config.api_key)
-        service = f"{about.service} at {at}: {about.note or headline(about)}"
-        if about.note:
-            broken.append(
-                f"the service: {about.note}; mlxspec service logs may say why, restart ends it"
-            )
-        elif about.service == "held" or (about.state == "unwell" and at != url):
-            broken.append(f"the service: {about.why}")
-    return {"port": _port(config, now, broken) if now else "any free one", "service": service}
-
-
-def _port(config: Config, now: Status, broken: list[str]) -> str:
-    if now.version or now.service in ("waiting", "held"):
-        if now.state == "unwell" and now.service != "held":
-            broken.append(f"the server at {now.url}: {now.why}; start it anew")
-        return f"{now.url} is ours: {headline(now)}"
-    if now.state in ("stopped", "not installed"):  # nobody answers; there may still be somebody
-        from mlxspec.server.process import bind
-
-        try:
-            bind(config).close()
-            return f"{now.url} is free"
-        except ConfigError as error:
-            broken.append(f"{str(error).partition(';')[0]}; {_other(config.port)}")
+def _system() -> Iterator[Check]:
+    mac, arch = platform.mac_ver()[0], platform.machine()
+    text = f"macOS {mac} {arch}" if mac else f"{platform.system()} {arch}"
+    if mac and int(mac.partition(".")[0]) < MACOS:
+        yield Check("system", f"{text}: MLX needs macOS {MACOS}; update macOS", broken=True)
+    elif sys.platform == "darwin" and arch != "arm64":
+        yield Check("system", f"{text}: install a Python for arm64", broken=True)
     else:
-        broken.append(
-            f"{now.url} is somebody else's ({now.why.partition(';')[0]}); {_other(config.port)}"
-        )
-    return f"{now.url} is taken"
+        yield Check("system", text)
 
 
-def _other(port: int) -> str:
-    return f"end what has it (lsof -i :{port}), or set another port, by MLXSPEC_PORT or in the settings"
-
-
-def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The models by their files, and the kernels for them, besides those that are known of
-    others."""
-    from mlxspec.engine.loader import KERNELS_DIR
-    from mlxspec.kernels.kept import Shelf
-    from mlxspec.kernels.proven import Verdict
+def _installation(config: Config) -> Iterator[Check]:
+    """What needs mlx: versions, memory, Metal, the cache, models and kernels."""
+    library = blas.load()
+    from mlxspec.engine import memory
+    from mlxspec.kernels.kept import machine
     from mlxspec.kernels.verify import missing
-    from mlxspec.model.hub import DEFAULT, cache_of
+    from mlxspec.model.hub import cache_of
+
+    packages = " ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
+    yield Check("versions", f"mlxspec {__version__} {packages} Python {platform.python_version()}")
+    yield Check("chip", machine()["chip"])
+    yield Check("memory", format_size(memory.total()))
+    if sys.platform == "darwin":
+        text = "; unset MLX_ variables that hide the GPU" if missing() else "available"
+        yield Check("metal", missing() + text, broken=bool(missing()))
+    else:
+        yield Check("blas", library or f"MLX's own, which is slow; {blas.INSTALL}")
+    if not any(data_dir("metal").glob("*.metal")):
+        text = f"no kernels in {data_dir('metal')}; install mlxspec again"
+        yield Check("kernels", text, broken=True)
+    cache = cache_of(config)
+    folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        yield Check("cache", str(cache))
+    else:
+        yield Check("cache", f"{folder} is not writable; give another --cache-dir", broken=True)
+    yield from _models(config)
+    yield from _kernels(config, cache)
+
+
+def _models(config: Config) -> Iterator[Check]:
+    """Each model that `serve` would load, with its draft model."""
+    from mlxspec.engine import memory
+    from mlxspec.model.hub import DEFAULT
     from mlxspec.resolve import models_of, on_disk
 
-    about: dict[str, str] = {}
-    names: list[str] = []
-    for number, (model, kv_bits) in enumerate(models_of(config)):
-        which = f" {number + 1}" * bool(number)
-        about["name" + which] = (model if number else config.model) or DEFAULT
+    room = config.memory_bytes or memory.total()
+    for model, _ in models_of(config):
+        name = model or DEFAULT
         try:
             path = on_disk(model, config)
-            about["path" + which] = str(path or "not fetched yet: mlxspec pull does it")
-            if path:
-                about["weights" + which] = format_size(weight(path))
-                names += _cases(path, kv_bits, config, broken)
         except UserError as error:
-            broken.append(str(error))
-    shelf = Shelf(cache_of(config) / KERNELS_DIR)
-    with shelf.alone() as alone:  # it only looks, and a server that starts now waits
+            yield Check("model", str(error), broken=True)
+            continue
+        if not path:
+            yield Check("model", f"{name}: not downloaded; mlxspec pull does that")
+            continue
+        size = weight_bytes(path)
+        text, flaws = f"{name}: {format_size(size)} in {path}", damage(path)
+        need = size + memory.headroom()
+        if flaws:
+            text += f": {'; '.join(flaws)}; remove the directory and run: mlxspec pull"
+        elif need > room:
+            text += (
+                f": needs {format_size(need)} of {format_size(room)} memory; give a smaller model"
+            )
+        yield Check("model", text, broken=bool(flaws) or need > room)
+
+
+def _kernels(config: Config, cache: Path) -> Iterator[Check]:
+    """What is known of our kernels on this machine."""
+    from mlxspec.kernels.kept import Shelf
+    from mlxspec.engine.loader import KERNELS_DIR
+
+    if config.kernels == "off":
+        yield Check("kernels", "off by your settings")
+    shelf = Shelf(cache / KERNELS_DIR)
+    with shelf.alone() as alone:
         known = shelf.all(alone)
-    rows = []
-    for name in dict.fromkeys([*names, *known]):
-        verdict = known.get(name) or Verdict(
-            why=missing() and f"{missing()}: it would be proven on a Mac"
-        )
-        state = "used" if verdict.way else "parked" if verdict.parked else "not used"
-        state = state if name in known else "not tried yet"
-        rows.append({"name": name, "model": name in names, "state": state, **asdict(verdict)})
-    about["kernels"] = config.kernels
-    return about, rows
+    if not known:
+        yield Check("kernels", "not tested on this machine yet; serve does that on a Mac")
+    for name, verdict in known.items():
+        state = f"not used: {verdict.why}"
+        if verdict.way:
+            gain = max(verdict.gains.values(), default=1.0)
+            state = f"used for {verdict.least} to {verdict.most} rows, up to {gain:.2f}x as fast"
+        yield Check("kernel", f"{name}: {state}")
 
 
-def _cases(path: Path, kv_bits: int, config: Config, broken: list[str]) -> list[str]:
-    """The names of what kernels could do for the model at `path`, if its files are whole. Raises
-    UserError."""
-    from mlxspec.engine import memory
-    from mlxspec.model.cases import cases_of
-    from mlxspec.model.layout import load
+def _servers(config: Config) -> Iterator[Check]:
+    """The server at the settings' address, and the service."""
+    url = url_of(config.host, config.port)
+    if config.port:
+        yield _port(url, config)
+    installed = installed_url()
+    if installed and installed != url:
+        now = get_status(installed, config.api_key)
+        text = f"{now.service} at {installed}: {headline(now)}"
+        yield Check("service", text, broken=now.state == "unwell")
 
-    room, need = config.memory_bytes or memory.total(), weight(path) + memory.headroom()
-    if need > room:
-        broken.append(
-            f"{path}: weights and headroom take {format_size(need)} of {format_size(room)} of memory; give a"
-            " smaller one: mlxspec models"
-        )
-    if cut := flaws(path):
-        broken += [f"{flaw}; remove {path} and run: mlxspec pull" for flaw in cut]
-        return []
+
+def _port(url: str, config: Config) -> Check:
+    now = get_status(url, config.api_key)
+    if now.note:
+        text = f"{url}: {now.note}; see mlxspec service logs, then run: mlxspec service restart"
+        return Check("server", text, broken=True)
+    if now.state != "stopped":
+        return Check("server", f"{url}: {headline(now)}", broken=now.state == "unwell")
+    if now.service == "stopped":
+        return Check("server", f"{url}: {now.why}")
+    from mlxspec.server.process import bind
+
     try:
-        return [case.name for case in cases_of(load(path)[0], config.block_size, kv_bits)]
-    except (RuntimeError, ValueError) as error:  # what MLX says of weights that it cannot take
-        broken.append(f"{path}: {error}; remove it and run: mlxspec pull")
-        return []
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """As tables."""
-    for part in ("machine", "paths", "server", "model"):
-        for name, value in report[part].items():
-            said = str(value).replace(str(Path.home()), "~")  # it may be sent to others
-            console.print(Text.assemble((f"{name:9} ", "bold"), said), soft_wrap=True)
-        console.print()
-    if report["kernels"]:
-        _kernels(report["kernels"], console)
-    else:
-        console.print("no kernel of ours fits this model, or it is not here yet")
-    if report["model"].get("kernels") == "off":
-        console.print("kernels = off: none of them runs, whatever is said above")
-    for wrong in report["broken"]:
-        console.print(Text.assemble(("broken: ", "bold red"), wrong), soft_wrap=True)
-
-
-def _kernels(rows: list[dict[str, Any]], console: Console) -> None:
-    """As a table, or a block for each."""
-    names = ("kernel and shape", "state", "rows", "times as fast", "error", "why")
-    heads = (Column(name, overflow="fold", no_wrap=name in names[1:5]) for name in names)
-    table = Table(*heads, box=None, pad_edge=False)
-    blocks: list[RenderableType] = []
-    for row in rows:
-        gains = row["gains"].values()
-        first, *rest = cells = (
-            Text(row["name"] + " (another model's)" * (not row["model"])),
-            Text(row["state"], STYLES[row["state"]]),
-            Text(f"{row['least']} to {row['most']}" if row["way"] else ""),
-            Text(f"{min(gains):.2f} to {max(gains):.2f}" if gains else ""),
-            Text(f"{row['error']:.1e}" if gains else ""),
-            Text("; ".join(filter(None, (row["way"], row["why"])))),
-        )
-        table.add_row(*cells)
-        said = [
-            Text.assemble(f"{name}: ", cell)
-            for name, cell in zip(names[1:], rest, strict=True)
-            if cell
-        ]
-        blocks += [first, *(Padding(each, (0, 0, 0, 2)) for each in said)]
-    console.print(*(blocks if console.width < NARROW else [table]), sep="\n")
+        bind(config).close()
+    except ConfigError as error:
+        return Check("server", f"{error}; lsof -i :{config.port} shows what has it", broken=True)
+    return Check("server", f"none; the port of {url} is free")

@@ -1,7 +1,6 @@
-"""Starts a coding agent on the running server, by variables and flags that hold for this one run.
+"""`mlxspec launch`: a coding agent on the running server, set up by variables and flags.
 
-Rule: no file of the agent's is written, and what the user adds behind its name reaches it
-unchanged.
+Rule: it writes no file of the agent's, and the agent gets the user's arguments unchanged.
 """
 
 import json
@@ -11,27 +10,36 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mlxspec.commands.chat import ChatError, call
+from mlxspec.client import ClientError, request
 
 TIMEOUT_S = 10
-COMPACTS = 0.8  # of the window: where an agent is to, that reserves no room for its answer
-QWEN = ("--auth-type", "openai", "--model")
+COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
+MAX_OUTPUT = 32_000  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What an agent has to know. `url` is without /v1, `context` in tokens. There is always some
-    key."""
+    """The running server: its URL without /v1, a key (never empty), a model and its context."""
 
     url: str
     key: str
     model: str
-    context: int
+    context: int  # tokens
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def compact_at(self) -> int:
+        """Tokens after which an agent should shorten its conversation."""
+        return int(self.context * COMPACT_AT)
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """How an agent is told. An empty variable is one that would send it elsewhere."""
+    """How an agent is installed and pointed at a server. An empty variable unsets a setting that
+    would send it elsewhere."""
 
     install: str
     variables: Callable[[Server], dict[str, str]]
@@ -39,60 +47,54 @@ class Agent:
 
 
 def _claude(server: Server) -> dict[str, str]:
-    tiers = (
-        "DEFAULT_OPUS_",
-        "DEFAULT_SONNET_",
-        "DEFAULT_HAIKU_",
-        "DEFAULT_FABLE_",
-        "SMALL_FAST_",
-        "",
-    )
+    models = ("DEFAULT_OPUS_", "DEFAULT_SONNET_", "DEFAULT_HAIKU_", "DEFAULT_FABLE_", "SMALL_FAST_")
+    clouds = ("BEDROCK", "VERTEX", "FOUNDRY")
     return {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_API_KEY": "",
-        **{f"CLAUDE_CODE_USE_{cloud}": "" for cloud in ("BEDROCK", "VERTEX", "FOUNDRY")},
-        **{f"ANTHROPIC_{tier}MODEL": server.model for tier in tiers},
+        "ANTHROPIC_MODEL": server.model,
+        **{f"ANTHROPIC_{name}MODEL": server.model for name in models},
+        **{f"CLAUDE_CODE_USE_{cloud}": "" for cloud in clouds},
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(
-            min(server.context // 8, 32_000)
-        ),  # it keeps so many free
-        # differs between sessions: nothing behind it would be cached
+        # The agent keeps this much of the context free.
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(min(server.context // 8, MAX_OUTPUT)),
+        # It differs between sessions, so no prompt behind it would be cached.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
 
 
 def _claude_flags(server: Server) -> list[str]:
-    """The variables once more, as a settings file's come before them; but the key, which `ps` would
-    show."""
-    env = {name: value for name, value in _claude(server).items() if name != "ANTHROPIC_AUTH_TOKEN"}
+    """The same variables, because those in the user's settings file would win; without the key,
+    which `ps` would show."""
+    env = _claude(server)
+    del env["ANTHROPIC_AUTH_TOKEN"]
     return ["--settings", json.dumps({"env": env})]
 
 
 def _codex(server: Server) -> list[str]:
-    ours = "model_providers.mlxspec."
     settings = {
         "model_provider": "mlxspec",
         "model": server.model,
         "model_context_window": server.context,
-        "model_auto_compact_token_limit": int(server.context * COMPACTS),
-        ours + "name": "mlxspec",
-        ours + "base_url": f"{server.url}/v1",
-        ours + "env_key": "MLXSPEC_API_KEY",
-        ours + "wire_api": "responses",
+        "model_auto_compact_token_limit": server.compact_at,
+        "model_providers.mlxspec.name": "mlxspec",
+        "model_providers.mlxspec.base_url": server.v1,
+        "model_providers.mlxspec.env_key": "MLXSPEC_API_KEY",
+        "model_providers.mlxspec.wire_api": "responses",
     }
-    # JSON is TOML too, for these values.
-    return [
-        word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")
-    ]
+    flags = []
+    for name, value in settings.items():
+        flags += ["-c", f"{name}={json.dumps(value)}"]  # JSON is TOML too, for these values
+    return flags
 
 
 def _opencode(server: Server) -> dict[str, str]:
-    limit = {"context": server.context, "output": min(server.context // 4, 32_000)}
+    limit = {"context": server.context, "output": min(server.context // 4, MAX_OUTPUT)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
+        "options": {"baseURL": server.v1, "apiKey": server.key},
         "models": {server.model: {"name": server.model, "limit": limit}},
     }
     name = f"mlxspec/{server.model}"
@@ -102,7 +104,7 @@ def _opencode(server: Server) -> dict[str, str]:
 
 def _openai(server: Server) -> dict[str, str]:
     """What OpenAI's own client reads."""
-    return {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": server.key}
+    return {"OPENAI_BASE_URL": server.v1, "OPENAI_API_KEY": server.key}
 
 
 AGENTS = {
@@ -113,13 +115,17 @@ AGENTS = {
         "python -m pip install aider-chat",
         lambda s: {
             **_openai(s),
-            "AIDER_OPENAI_API_BASE": f"{s.url}/v1",
+            "AIDER_OPENAI_API_BASE": s.v1,
             "AIDER_OPENAI_API_KEY": s.key,
             "AIDER_MODEL": f"openai/{s.model}",
-            "AIDER_SHOW_MODEL_WARNINGS": "false",  # that it knows no price for it
+            "AIDER_SHOW_MODEL_WARNINGS": "false",  # that it knows no price for the model
         },
     ),
-    "qwen": Agent("npm install -g @qwen-code/qwen-code", _openai, lambda s: [*QWEN, s.model]),
+    "qwen": Agent(
+        "npm install -g @qwen-code/qwen-code",
+        _openai,
+        lambda s: ["--auth-type", "openai", "--model", s.model],
+    ),
     "goose": Agent(
         "brew install block-goose-cli",
         lambda s: {
@@ -133,37 +139,43 @@ AGENTS = {
     "copilot": Agent(
         "npm install -g @github/copilot",
         lambda s: {
-            "COPILOT_PROVIDER_BASE_URL": f"{s.url}/v1",
+            "COPILOT_PROVIDER_BASE_URL": s.v1,
             "COPILOT_PROVIDER_TYPE": "openai",
             "COPILOT_PROVIDER_API_KEY": s.key,
             "COPILOT_MODEL": s.model,
-            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(int(s.context * COMPACTS)),
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(s.compact_at),
             "COPILOT_OFFLINE": "true",
         },
     ),
-    # It takes no name that it does not know; any gpt-* is the served model.
+    # It accepts only names that it knows; the server answers any gpt-* with the served model.
     "llm": Agent("python -m pip install llm", lambda s: {**_openai(s), "LLM_MODEL": "gpt-4o-mini"}),
 }
 
 
-def launch(name: str, words: Sequence[str], url: str, key: str = "", show: bool = False) -> None:
-    """Becomes the agent, so that its exit status is ours; with `show` prints the shell line that
-    starts it. Raises ChatError."""
+def launch(name: str, args: Sequence[str], url: str, api_key: str = "", show: bool = False) -> None:
+    """Replace this process by the agent; with `show`, print the shell command instead.
+
+    Raises ClientError.
+    """
     if name not in AGENTS:
-        raise ChatError(f"there is no agent {name!r}; give one of {', '.join(AGENTS)}")
+        raise ClientError(f"AGENT = {name!r} is not known; give one of {', '.join(AGENTS)}")
     agent = AGENTS[name]
     if not show and not shutil.which(name):
-        raise ChatError(f"{name} is not installed; install it with: {agent.install}")
-    server = find(url.rstrip("/"), key)
+        raise ClientError(f"{name} is not installed; install it with: {agent.install}")
+    server = find_server(url.rstrip("/"), api_key)
     variables = agent.variables(server)
-    command = [name, *agent.flags(server), *(words[1:] if words[:1] == ["--"] else words)]
+    if args and args[0] == "--":
+        args = args[1:]
+    command = [name, *agent.flags(server), *args]
     if show:
-        return print(*(f"{k}={shlex.quote(v)}" for k, v in variables.items()), shlex.join(command))
-    os.execvpe(name, command, {**os.environ, **variables})
+        print(*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), end=" ")
+        print(shlex.join(command))
+    else:
+        os.execvpe(name, command, {**os.environ, **variables})
 
 
-def find(url: str, key: str) -> Server:
-    """What the server at `url` serves. Raises ChatError."""
-    with call(url, key, "GET", "/v1/models", patience=TIMEOUT_S) as response:
+def find_server(url: str, api_key: str) -> Server:
+    """The server at `url` with its first model. Raises ClientError."""
+    with request(url, api_key, "GET", "/v1/models", timeout=TIMEOUT_S) as response:
         model = json.load(response)["data"][0]
-        return Server(url, key or "none", str(model["id"]), int(model["context_window"]))
+        return Server(url, api_key or "none", str(model["id"]), int(model["context_window"]))

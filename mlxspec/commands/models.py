@@ -1,6 +1,6 @@
-"""Models on this disk: which there are, how large, whether they are whole; and fetching one.
+"""The models on this disk: their names and sizes, whether they are complete, and downloads.
 
-Rule: looking fetches nothing and reads no weights beyond their headers.
+Rule: listing downloads nothing and reads no weights beyond their headers.
 """
 
 import json
@@ -11,37 +11,40 @@ from pathlib import Path
 from mlxspec import blas
 from mlxspec.config import Config
 from mlxspec.files import format_size
-from mlxspec.service.status import Model, table
+from mlxspec.service.status import Model, print_table
 
-HEADER = 100 << 20  # bytes, the most that safetensors admits
+MAX_HEADER = 100 << 20  # bytes that safetensors allows
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A model by the name that `serve` takes; `path` is None if it would have to be fetched,
-    `bytes` are then those of the download."""
+class LocalModel:
+    """A model by the name that `serve` takes. Without a path it is not downloaded, and `bytes` is
+    the size of the download."""
 
     name: str
     path: Path | None
     bytes: int
 
 
-def stock(config: Config) -> list[Kept]:
-    """The settings' own models, the embedded ones, and what the hub's cache holds for mlx-lm."""
+def local_models(config: Config) -> list[LocalModel]:
+    """The models of the settings, the built-in ones, and those in Hugging Face's cache."""
     from mlxspec.model.hub import DEFAULT, cards
     from mlxspec.resolve import models_of, on_disk
 
     known, found = cards(), []
-    own = (model or DEFAULT for model, _ in models_of(config))
-    for name in dict.fromkeys((*own, *known, *_hub())):
+    configured = (model or DEFAULT for model, _ in models_of(config))
+    for name in dict.fromkeys((*configured, *known, *_cached_repos())):
         path = on_disk(name, config)
-        fetch = known[name].source.bytes if name in known else 0
-        found.append(Kept(name, path, weight(path) if path else fetch))
+        if path:
+            size = weight_bytes(path)
+        else:
+            size = known[name].source.bytes if name in known else 0
+        found.append(LocalModel(name, path, size))
     return found
 
 
-def _hub() -> Iterator[str]:
-    """Of the hub's cache, what looks like a model in mlx-lm's format."""
+def _cached_repos() -> Iterator[str]:
+    """Repositories in Hugging Face's cache that look like models in mlx-lm's format."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -56,59 +59,62 @@ def _hub() -> Iterator[str]:
             yield repo.repo_id
 
 
-def weight(path: Path) -> int:
-    """Bytes of the weights in a model's directory."""
+def weight_bytes(path: Path) -> int:
+    """The size of the weights in a model's directory."""
     return sum(file.stat().st_size for file in path.glob("model*.safetensors") if file.exists())
 
 
-def flaws(path: Path) -> list[str]:
-    """Why a model's directory cannot be served: weights that cannot be read, or were cut off."""
+def damage(path: Path) -> list[str]:
+    """What is wrong with the weights in a model's directory: unreadable or cut off."""
     found = []
     for file in sorted(path.glob("model*.safetensors")):
         try:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length)) if length <= HEADER else {}
-            ends = [e["data_offsets"][1] for name, e in header.items() if name != "__metadata__"]
-            wanted, there = 8 + length + max(ends, default=0), file.stat().st_size
-            if wanted != there:
-                found.append(f"{file} has {there} bytes, by its own header {wanted}")
+            expected, actual = _expected_bytes(file), file.stat().st_size
+            if expected != actual:
+                found.append(f"{file} has {actual} bytes, but its header says {expected}")
         except OSError as error:
             found.append(f"{file}: {error.strerror}")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            found.append(f"{file} is no safetensors file")
+            found.append(f"{file} is not a safetensors file")
     return found
 
 
-def pull(config: Config) -> list[Kept]:
-    """Fetch and convert what `serve` would: the model, and the one that drafts for it. Raises
-    UserError."""
+def _expected_bytes(file: Path) -> int:
+    """The size of a safetensors file by its header. Raises many things if it has none."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > MAX_HEADER:
+            raise ValueError(length)
+        header = json.loads(opened.read(length))
+    ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0)
+
+
+def pull(config: Config) -> list[LocalModel]:
+    """Download and convert the model and its draft model, as `serve` would. Raises UserError."""
     blas.load()
     from mlxspec.resolve import resolve_model
 
     chosen = resolve_model(config)
-    return [Kept(one.name, one.path, weight(one.path)) for one in (chosen, chosen.draft) if one]
+    found = [chosen.found]
+    if chosen.small:
+        found.append(chosen.small)
+    return [LocalModel(one.name, one.path, weight_bytes(one.path)) for one in found]
 
 
-def show(found: Sequence[Kept], served: Sequence[Model], as_json: bool) -> None:
-    """On stdout, with those that the server has, whatever it calls them."""
-    states = {one.name: one for one in served}
-    rows = [
-        (k.name, k.bytes, _state(k, states.pop(k.name, None)), str(k.path or "")) for k in found
-    ]
-    rows += [(m.name, m.bytes, f"served, {m.state}", "") for m in states.values()]
+def show(found: Sequence[LocalModel], served: Sequence[Model], as_json: bool) -> None:
+    """Print the models on disk, then those that only the server knows."""
+    states = {one.name: f"served, {one.state}" for one in served}
+    names = ("name", "bytes", "state", "path")
+    rows = []
+    for one in found:
+        state = states.pop(one.name, "on disk" if one.path else "not downloaded")
+        rows.append((one.name, one.bytes, state, str(one.path or "")))
+    rows += [(m.name, m.bytes, states[m.name], "") for m in served if m.name in states]
     if as_json:
-        heads = ("name", "bytes", "state", "path")
-        return print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows], indent=2))
+        return print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
     home = str(Path.home())
     lines = [
-        (name, format_size(count), state, path.replace(home, "~"))
-        for name, count, state, path in rows
+        (name, format_size(n), state, path.replace(home, "~")) for name, n, state, path in rows
     ]
-    table(("name", "size", "state", "path"), lines)
-
-
-def _state(one: Kept, served: Model | None) -> str:
-    if served:
-        return f"served, {served.state}"
-    return "on disk" if one.path else "not fetched"
+    print_table(("name", "size", "state", "path"), lines)

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from mlxspec import cli
 from mlxspec.bench.replay import Recording, Score, flat, read, replay, score
 from mlxspec.config import ConfigError
 from mlxspec.speculate.proposer import Proposer
@@ -39,12 +37,6 @@ def test_an_answer_is_remembered_for_the_next() -> None:
     for prompt in ((1, 2, 3), (1, 2, 3)):
         score(chain, Recording(prompt, CODE[:150]), total)
     assert total.kept["suffix"] > 120
-
-
-def test_the_command(tmp_path: Path, bare_settings: None) -> None:
-    (tmp_path / "r.jsonl").write_text(recordings_of((CODE, CODE[50:200])))
-    done = CliRunner().invoke(cli.app, ["bench", "--replay", str(tmp_path / "r.jsonl")])
-    assert done.exit_code == 0 and "1 recordings, 150 tokens" in done.output
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

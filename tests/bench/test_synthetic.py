@@ -1,8 +1,5 @@
 """The controller on its own: the table's figures are those of the simulation."""
 
-import subprocess
-import sys
-
 import pytest
 from rich.console import Console
 
@@ -27,21 +24,3 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "acceptance 0.7" in out and "the controller" in out and "57." in out
     )  # plain, of the best
-
-
-def test_the_command_needs_no_model() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mlxspec",
-        "bench",
-        "--synthetic-acceptance",
-        "0.5",
-        "--row-cost",
-        "0",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "the controller" in done.stdout
-    command = [sys.executable, "-m", "mlxspec", "bench", "--replay", "no/such/file"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "--replay = 'no/such/file' cannot be read" in done.stderr

@@ -73,7 +73,7 @@ def env(server: Server, tmp_path: Path) -> dict[str, str]:
     return {
         "HOME": str(tmp_path / "home"),
         "PATH": str(tmp_path / "bin"),
-        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
         "MLXSPEC_PORT": str(server.server_port),
         "MLXSPEC_API_KEY": KEY,
         "HTTP_PROXY": "http://127.0.0.1:9",  # what is on this machine is asked without
@@ -174,14 +174,16 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_what_cannot_be_started(server: Server, env: dict[str, str]) -> None:
-    assert "there is no agent 'cloud'; give one of claude, codex, " in refusal(launch(env, "cloud"))
+    assert "AGENT = 'cloud' is not known; give one of claude, codex, " in refusal(
+        launch(env, "cloud")
+    )
     assert "answered 401: wrong API key; give --api-key" in refusal(
         launch(env | {"MLXSPEC_API_KEY": "x"}, "qwen")
     )
     assert "--url = 'localhost' is not a URL" in refusal(launch(env, "--url", "localhost", "qwen"))
     for wrong in ({}, {"data": []}, [], {"data": [{"id": "m"}]}):
         server.answer = wrong
-        assert "something else answers at" in refusal(launch(env, "qwen"))
+        assert "is not mlxspec" in refusal(launch(env, "qwen"))
     none = env | {"MLXSPEC_PORT": "9"}
     assert "no server at http://127.0.0.1:9; start one with: mlxspec serve\n" in refusal(
         launch(none, "qwen")

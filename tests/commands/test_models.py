@@ -33,26 +33,26 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_flaws(model: Path) -> None:
+def test_damage(model: Path) -> None:
     file = model / "model.safetensors"
-    assert models.flaws(model) == []
+    assert models.damage(model) == []
     whole = file.read_bytes()
     for data, said in (
-        (whole[:-1], "by its own header"),
-        (whole + b"x", "by its own header"),
-        (whole[:20], "is no safetensors file"),
-        (b"", "is no safetensors file"),
-        (struct.pack("<Q", 1 << 60), "by its own header"),
-        (struct.pack("<Q", 2) + b"[]", "is no safetensors file"),
-        (struct.pack("<Q", 8) + b'{"w": 1}', "is no safetensors file"),
+        (whole[:-1], "header says"),
+        (whole + b"x", "header says"),
+        (whole[:20], "is not a safetensors file"),
+        (b"", "is not a safetensors file"),
+        (struct.pack("<Q", 1 << 60), "is not a safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "is not a safetensors file"),
+        (struct.pack("<Q", 8) + b'{"w": 1}', "is not a safetensors file"),
     ):
         file.write_bytes(data)
-        assert [said in flaw and str(file) in flaw for flaw in models.flaws(model)] == [True], data[
-            :20
-        ]
+        assert [said in flaw and str(file) in flaw for flaw in models.damage(model)] == [True], (
+            data[:20]
+        )
 
 
-def test_stock(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_models(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def repo(name: str, *files: str, kind: str = "model") -> SimpleNamespace:
         named = [SimpleNamespace(file_name=file) for file in files]
         return SimpleNamespace(
@@ -65,7 +65,7 @@ def test_stock(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         repo("a/data", "config.json", "model.safetensors", kind="dataset"),
     ]
     monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda: SimpleNamespace(repos=repos))
-    found = models.stock(Config(model=str(model), cache_dir=str(tmp_path / "cache")))
+    found = models.local_models(Config(model=str(model), cache_dir=str(tmp_path / "cache")))
     assert [(one.name, one.path) for one in found] == [
         (str(model), model),
         ("smollm2-135m-instruct", None),
@@ -87,11 +87,11 @@ def test_models_and_pull(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLXSPEC_MODEL", str(model))
     lines = run("models", "--url", "http://127.0.0.1:1").splitlines()
     assert lines[0].split() == ["NAME", "SIZE", "STATE", "PATH"]
-    assert "on disk" in lines[1] and "~/model" in lines[1] and "not fetched" in lines[2]
+    assert "on disk" in lines[1] and "~/model" in lines[1] and "not downloaded" in lines[2]
     rows = json.loads(run("models", "--url", "http://127.0.0.1:1", "--json"))
     assert rows[0]["path"] == str(model) and rows[0]["bytes"] > 64
 
 
-def test_a_model_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_model(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["pull", "nonsense", "--cache-dir", str(tmp_path)])
     assert "no model 'nonsense'" in str(done.exception)

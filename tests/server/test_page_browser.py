@@ -373,7 +373,7 @@ def test_what_runs_is_seen_behind_a_long_queue(
             page.evaluate("document.querySelector('#requests tbody .end-live').innerText")
             != "waiting"
         )
-        now = status.look(base, over=1.0)
+        now = status.get_status(base)
         assert now.running == 8 and now.waiting > 24 and now.speed > 0
         monkeypatch.setattr(SLOW, "pause", 0.0)
 

@@ -1,6 +1,5 @@
-"""What launchd and systemd do, in a few lines: listen, start a program when a connection waits,
-hand it the socket, start it again when it ends with an error, and leave it alone when it ends
-well."""
+"""What launchd does, in a few lines: listen, start a program when a connection waits, hand it the
+socket, start it again when it fails, and leave it alone when it exits with 0."""
 
 import os
 import select
@@ -12,9 +11,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# Only macOS has launch_activate_socket, so the program is told the socket's number instead.
 TAKE = (
-    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.set_inheritable(3, True);"
-    "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1'); os.execv(sys.argv[2], sys.argv[2:])"
+    "import socket, sys\n"
+    "from mlxspec.service import launchd\n"
+    "taken = socket.socket(fileno=int(sys.argv[1]))\n"
+    "launchd.activated_socket = lambda: taken\n"
+    "sys.argv = ['mlxspec', *sys.argv[2:]]\n"
+    "from mlxspec import cli\n"
+    "cli.main()"
 )
 
 

@@ -1,29 +1,32 @@
-"""The launch agent against what launchd.plist(5) documents, and launchctl's races."""
+"""The launch agent against launchd.plist(5), and its life with a fake launchctl."""
 
+import ctypes
+import errno
 import os
 import plistlib
-from dataclasses import replace
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxspec.config import ConfigError
-from mlxspec.service import Hands, launchd, verbs
-from mlxspec.service.job import Job
+from mlxspec.service import crashes, launchd
 from mlxspec.types import UserError
+from tests.metalsim.toolchain import find
 from tests.service import fake
-from tests.service.test_service import free_port
 
-# launchd.plist(5), the keys that a user's agent may need, with the types that the page gives them;
-# a dict
-# holds the keys inside. `Crashed` is in the page since OS X 10.9. Read at
-# https://leancrew.com/all-this/man/man5/launchd.plist.html (macOS 13) and in Apple's own source of
-# the page,
+pytestmark = pytest.mark.usefixtures("bare_settings")
+
+# The keys of launchd.plist(5) that an agent may need, with the types that the page gives them; a
+# dict holds the keys inside. `Crashed` is in the page since OS X 10.9. Read at
+# https://leancrew.com/all-this/man/man5/launchd.plist.html (macOS 13) and in Apple's source,
 # https://github.com/apple-oss-distributions/launchd/blob/main/man/launchd.plist.5 (OS X 10.9).
 DOCUMENTED: dict[str, Any] = {
     "Label": str,
-    "Program": str,
     "ProgramArguments": [str],
     "EnvironmentVariables": {str: str},
     "WorkingDirectory": str,
@@ -32,14 +35,9 @@ DOCUMENTED: dict[str, Any] = {
     "KeepAlive": {"SuccessfulExit": bool, "Crashed": bool, "PathState": {str: bool}},
     "ThrottleInterval": int,
     "ExitTimeOut": int,
-    "StandardInPath": str,
     "StandardOutPath": str,
     "StandardErrorPath": str,
     "ProcessType": ("Background", "Standard", "Adaptive", "Interactive"),
-    "LimitLoadToSessionType": (str, [str]),
-    "Nice": int,
-    "LowPriorityIO": bool,
-    "AbandonProcessGroup": bool,
     "Sockets": {
         str: {
             "SockType": ("stream", "dgram", "seqpacket"),
@@ -48,55 +46,59 @@ DOCUMENTED: dict[str, Any] = {
             "SockServiceName": (str, int),
             "SockFamily": ("IPv4", "IPv6", "IPv4v6", "Unix"),
             "SockProtocol": ("TCP", "UDP"),
-            "SockPathName": str,
         }
     },
 }
 
 
 def faults(value: Any, rule: Any, at: str = "") -> list[str]:
-    """What of a property list the table does not know, or knows otherwise."""
+    """What a definition has that the table does not know, or has with another type."""
     if isinstance(rule, dict):
         if not isinstance(value, dict):
             return [f"{at}: not a dictionary"]
         found = []
         for key, inner in value.items():
             known = rule.get(key, rule.get(str))
-            found += (
-                faults(inner, known, f"{at}/{key}") if known else [f"{at}/{key}: not documented"]
-            )
+            found += faults(inner, known, f"{at}/{key}") if known else [f"{at}/{key}: unknown"]
         return found
     if isinstance(rule, list):
         wrong = not isinstance(value, list) or any(type(one) is not rule[0] for one in value)
-        return [f"{at}: not an array"] * wrong
+        return [f"{at}: not an array"] if wrong else []
     if isinstance(rule, tuple) and isinstance(rule[0], str):
         return [] if value in rule else [f"{at}: {value!r} is not a choice"]
-    ways = rule if isinstance(rule, tuple) else (rule,)
-    return (
-        []
-        if any(
-            type(value) is way or (isinstance(way, list) and not faults(value, way)) for way in ways
-        )
-        else [f"{at}: {type(value).__name__}"]
-    )
+    kinds = rule if isinstance(rule, tuple) else (rule,)
+    return [] if type(value) in kinds else [f"{at}: {type(value).__name__}"]
 
 
-@pytest.fixture
-def job() -> Job:
-    command = ("/opt/a venv/bin/python", "-m", "mlxspec", "serve", "a&b <c>", "--name", "é")
-    return Job(command, {"PATH": "/usr/bin:/bin", "HF_HOME": "/Volumes/x"}, "127.0.0.1", 8080, 50)
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
 
 
-def made(job: Job) -> dict[str, Any]:
-    (data,) = launchd.files(job).values()
-    return dict(plistlib.loads(data))
+def words(flags: dict[str, Any], **env: str) -> list[str]:
+    """The arguments of `serve` in the definition."""
+    command = launchd.definition(flags, env)["ProgramArguments"]
+    assert command[:4] == [sys.executable, "-m", "mlxspec", "serve"]
+    return list(command[4:])
 
 
-@pytest.mark.parametrize("folder", ["", "/a/checkout"])
-def test_every_key_is_documented(job: Job, folder: str) -> None:
-    found = made(replace(job, folder=folder))
-    assert faults(found, DOCUMENTED) == []
-    assert found.get("WorkingDirectory", "") == folder
+def write_settings(text: str) -> None:
+    file = Path("~/.config/mlxspec/config.toml").expanduser()
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+
+
+def test_the_definition() -> None:
+    agent = launchd.definition({"port": "81", "host": "::1"}, {"HF_HOME": "/x", "OTHER": "y"})
+    assert faults(agent, DOCUMENTED) == []
+    assert agent["Label"] == launchd.agent_file().stem
+    assert agent["KeepAlive"] == {"SuccessfulExit": False, "Crashed": True}
+    assert agent["EnvironmentVariables"] == {"PATH": launchd.PATH, "HF_HOME": "/x"}
+    assert agent["StandardErrorPath"] == str(launchd.log_file())
+    assert agent["ExitTimeOut"] == 50 and agent["Umask"] == 0o077
+    listen = agent["Sockets"]["http"]
+    assert (listen["SockNodeName"], listen["SockServiceName"]) == ("::1", "81")
+    assert listen["SockFamily"] == "IPv6"
 
 
 @pytest.mark.parametrize(
@@ -105,130 +107,244 @@ def test_every_key_is_documented(job: Job, folder: str) -> None:
         ("Socket", {}),
         ("KeepAlive", {"Crash": True}),
         ("ExitTimeOut", "50"),
-        ("ThrottleInterval", 10.0),
         ("ThrottleInterval", True),
         ("ProcessType", "interactive"),
-        ("ProgramArguments", "python"),
-        ("Sockets", {"http": {"SockPort": 80}}),
         ("Sockets", {"http": {"SockFamily": "inet"}}),
     ],
 )
-def test_the_table_refuses(job: Job, key: str, value: Any) -> None:
-    assert len(faults(made(job) | {key: value}, DOCUMENTED)) == 1
+def test_the_table_refuses(key: str, value: Any) -> None:
+    assert len(faults(launchd.definition({}, {}) | {key: value}, DOCUMENTED)) == 1
 
 
-def test_what_it_says(job: Job) -> None:
-    found = made(job)
-    assert found["Label"] == "dev.mlxspec" == launchd.paths()[0].stem
-    assert (
-        found["ProgramArguments"] == list(job.command)
-        and found["EnvironmentVariables"] == job.variables
-    )
-    assert found["KeepAlive"] == {"SuccessfulExit": False, "Crashed": True}
-    assert found["ProcessType"] == "Interactive" and found["ExitTimeOut"] == 50
-    assert found["Umask"] == 0o077
-    assert found["StandardErrorPath"] == found["StandardOutPath"] == str(launchd.log_file())
-    assert found["Sockets"] == {
-        "http": {
-            "SockType": "stream",
-            "SockProtocol": "TCP",
-            "SockFamily": "IPv4",
-            "SockNodeName": "127.0.0.1",
-            "SockServiceName": "8080",
-        }
-    }
+def test_flags_and_variables_are_kept() -> None:
+    assert words({}) == []
+    found = words({"model": "org/name", "port": "81"}, MLXSPEC_PIN="a,b")
+    assert found == ["org/name", "--port", "81", "--pin", "a,b"]
 
 
-def test_a_host_becomes_one_address(job: Job) -> None:
-    """launchd listens on each address that a name has, and the server takes one socket."""
-    assert made(replace(job, host="::1"))["Sockets"]["http"]["SockFamily"] == "IPv6"
-    assert made(replace(job, host="localhost"))["Sockets"]["http"]["SockNodeName"] in (
-        "127.0.0.1",
-        "::1",
-    )
-    with pytest.raises(
-        ConfigError, match=r"host = 'no\.such\.invalid': .*; give an address of this machine"
-    ):
-        made(replace(job, host="no.such.invalid"))
+def test_settings_in_the_file_stay_there() -> None:
+    write_settings('model = "org/name"\nothers = ["b"]\nport = 9000\napi_key = "sesame"\n')
+    assert words({}) == []
+    assert launchd.definition({}, {})["Sockets"]["http"]["SockServiceName"] == "9000"
+    assert words({"port": "8080"}) == ["--port", "8080"]  # the default, against the file
+    assert words({"model": "x", "others": ["c"]}) == ["x", "c"]
+    assert words({"others": ["c"]}) == ["org/name", "c"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "name"),
+    [
+        ({"api_key": "sesame"}, {}, "api_key"),
+        ({}, {"MLXSPEC_API_KEY": "sesame"}, "api_key"),
+        ({}, {"HF_ENDPOINT": "https://me:sesame@hub.example"}, "HF_ENDPOINT"),
+        ({"port": "0"}, {}, "port"),
+    ],
+)
+def test_refused_settings(flags: dict[str, str], env: dict[str, str], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}") as caught:
+        launchd.definition(flags, env)
+    assert "sesame" not in str(caught.value)
+
+
+def test_no_secret_is_stored() -> None:
+    write_settings('api_key = "sesame"')
+    env = {"MLXSPEC_API_KEY": "sesame", "HF_TOKEN": "sesame", "HF_HOME": "/x"}
+    assert "sesame" not in repr(launchd.definition({}, env))
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "small", "draft"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "my.toml").write_text("port = 82")
+    flags = {"model": "model", "others": ["s=small", "org/name"], "draft": "draft"}
+    found = words({**flags, "cache_dir": "new"}, MLXSPEC_CONFIG="my.toml")
+    at = str(tmp_path)
+    models = [f"{at}/model", f"s={at}/small", "org/name"]
+    assert found == [*models, "--draft", f"{at}/draft", "--cache-dir", f"{at}/new"]
+    variables = launchd.definition({}, {"MLXSPEC_CONFIG": "my.toml"})["EnvironmentVariables"]
+    assert variables["MLXSPEC_CONFIG"] == f"{at}/my.toml"
+
+
+# ---- its life
 
 
 @pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None) -> fake.Fake:
-    monkeypatch.setattr(launchd, "LOOK_S", 0.001)
-    monkeypatch.setattr("mlxspec.service.AGAIN_S", 0.2)
-    monkeypatch.setattr("mlxspec.service.LOOK_S", 0.001)
-    return fake.install("launchctl", tmp_path / "fake", monkeypatch)
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake.Launchctl:
+    monkeypatch.setattr(launchd, "POLL_S", 0.001)
+    monkeypatch.setattr(launchd, "BOOTSTRAP_S", 1.0)
+    return fake.install(tmp_path / "fake", monkeypatch)
 
 
-@pytest.fixture
-def small() -> Job:
-    return Job(
-        ("/bin/true", "-m", "mlxspec", "serve"), {"PATH": "/bin"}, "127.0.0.1", free_port(), 50
-    )
+def agent(**flags: str) -> dict[str, Any]:
+    return launchd.definition({"port": free_port(), **flags}, {})
 
 
-def test_a_bootstrap_waits_until_the_label_is_gone(tool: fake.Fake, small: Job) -> None:
-    """A bootout returns while the process still ends, and a bootstrap fails with 5 until it has."""
-    verbs.install(launchd, small, Hands())
-    tool.linger(5)
-    verbs.restart(launchd, Hands())
+def test_a_whole_life(tool: fake.Launchctl) -> None:
+    mine = agent()
+    url = f"http://127.0.0.1:{mine['Sockets']['http']['SockServiceName']}"
+    assert launchd.installed_url() == ""
+    assert url in launchd.install(mine)
+    assert tool.loaded and tool.calls() == ["enable", "bootstrap"]
+    assert plistlib.loads(launchd.agent_file().read_bytes()) == mine
+    assert launchd.installed_url() == url
+
+    assert "installed already" in launchd.install(mine) and tool.calls() == []
+    launchd.install(mine | {"ExitTimeOut": 51})
+    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap"]
+
+    crashes.write(crashes.files()[0], crashes.Record(crashes=[1.0]))
+    launchd.stop()
+    assert not tool.loaded and tool.calls() == ["bootout"]
+    assert "already" in launchd.stop() and tool.calls() == []
+    launchd.start()
+    assert tool.loaded and tool.calls() == ["enable", "bootstrap", "kickstart"]
+    assert crashes.read(crashes.files()[0]) == crashes.Record()
+    launchd.restart()
+    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap", "kickstart"]
+
+    launchd.log_file().write_text("a log")
+    (tool.root / "loaded.menubar").touch()
+    launchd.uninstall()
+    assert not tool.loaded and not (tool.root / "loaded.menubar").exists()
+    assert not [path for path in (Path.home() / "Library").rglob("*") if path.is_file()]
+    assert "not installed" in launchd.uninstall()
+
+
+def test_a_running_service_is_not_started_again(
+    tool: fake.Launchctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launchd.install(agent())
+    tool.calls()
+    monkeypatch.setattr(crashes, "is_running", lambda: True)
+    assert "already" in launchd.start() and tool.calls() == []
+
+
+def test_a_dry_run_does_nothing(tool: fake.Launchctl) -> None:
+    said = launchd.install(agent(), dry_run=True)
+    assert "launchctl bootstrap gui/" in said and "<string>--port</string>" in said
+    assert tool.calls() == [] and not launchd.agent_file().exists()
+
+
+@pytest.mark.parametrize("verb", ["bootstrap", "bootout"])
+def test_failures_of_launchctl_are_errors(tool: fake.Launchctl, verb: str) -> None:
+    launchd.install(agent())
+    tool.fail(verb)
+    with pytest.raises(UserError, match=rf"{verb}.* status 9: made up"):
+        launchd.restart()
+
+
+@pytest.mark.parametrize("act", [launchd.start, launchd.stop, launchd.restart])
+def test_a_missing_service_is_an_error(tool: fake.Launchctl, act: Callable[[], str]) -> None:
+    with pytest.raises(UserError, match="mlxspec service install"):
+        act()
+    assert tool.calls() == []
+
+
+def test_a_port_in_use_is_named(tool: fake.Launchctl) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"port = {port}"):
+            launchd.install(agent(port=port))
+    assert not tool.loaded and not launchd.agent_file().exists()
+
+
+def test_a_file_in_the_way_is_named(tool: fake.Launchctl, tmp_path: Path) -> None:
+    (tmp_path / "Library").write_text("")
+    with pytest.raises(UserError, match="Library"):
+        launchd.install(agent())
+
+
+def test_a_bootstrap_waits_until_the_label_is_gone(tool: fake.Launchctl) -> None:
+    """A bootout returns while the process still ends."""
+    launchd.install(agent())
+    (tool.root / "linger").write_text("\n" * 5)
+    launchd.restart()
     assert tool.loaded and not (tool.root / "linger").read_text()
 
 
 @pytest.mark.parametrize("status", [5, 37])
-def test_a_bootstrap_is_tried_again(tool: fake.Fake, small: Job, status: int) -> None:
+def test_a_bootstrap_is_tried_again(tool: fake.Launchctl, status: int) -> None:
     (tool.root / "busy").write_text(f"{status}\n" * 2)
-    verbs.install(launchd, small, Hands())
-    assert tool.loaded and [call.split()[0] for call in tool.calls()] == ["bootstrap"] * 3
+    launchd.install(agent())
+    assert tool.loaded and tool.calls() == ["enable", *["bootstrap"] * 3]
 
 
-def test_a_bootstrap_that_fails_for_ever_is_said(tool: fake.Fake, small: Job) -> None:
+def test_waiting_for_launchd_ends(tool: fake.Launchctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    launchd.install(agent())
+    monkeypatch.setattr(launchd, "SLACK_S", -49.95)
+    (tool.root / "linger").write_text("\n" * 10_000)
+    with pytest.raises(UserError, match="has not ended"):
+        launchd.stop()
+    (tool.root / "linger").write_text("")
     (tool.root / "busy").write_text("5\n" * 10_000)
-    with pytest.raises(UserError, match=r"ended with status 5: .*; try again in a minute"):
-        verbs.install(launchd, small, Hands())
-    assert not tool.loaded and not launchd.paths()[0].exists()
+    with pytest.raises(UserError, match="status 5"):
+        launchd.start()
 
 
-def test_what_is_disabled_is_enabled(tool: fake.Fake, small: Job) -> None:
+def test_a_disabled_label_is_enabled(tool: fake.Launchctl) -> None:
     (tool.root / "disabled").touch()
-    verbs.install(launchd, small, Hands())
-    assert [call.split()[0] for call in tool.calls()] == ["enable", "bootstrap"]
+    launchd.install(agent())
+    assert tool.loaded
 
 
-def test_the_menu_bar_goes_too(tool: fake.Fake, small: Job) -> None:
-    verbs.install(launchd, small, Hands())
-    other = launchd.agent("dev.mlxspec.menubar")
-    other.write_bytes(b"")
-    (tool.root / "loaded.menubar").touch()
-    verbs.uninstall(launchd, Hands())
-    assert not tool.loaded and not other.exists()
+def test_without_launchctl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="needs macOS"):
+        launchd.uninstall()
 
 
-def test_what_never_goes_is_said(
-    tool: fake.Fake, small: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verbs.install(launchd, small, Hands())
-    tool.linger(10_000)
-    monkeypatch.setattr(launchd, "SLACK_S", -50 + 0.05)
-    with pytest.raises(
-        UserError, match=r"launchd has not let go of dev\.mlxspec \(launchctl print: 0\)"
-    ):
-        verbs.stop(launchd, Hands())
+def test_the_log(tool: fake.Launchctl) -> None:
+    launchd.install(agent())
+    assert launchd.log_command(5, False) == ["tail", "-n", "5", str(launchd.log_file())]
+    assert "-F" in launchd.log_command(5, True)
 
 
-def test_it_is_ended_by_bootout_alone(tool: fake.Fake, small: Job) -> None:
-    """`stop` would race with KeepAlive, and `kickstart -k` would not let answers end."""
-    verbs.install(launchd, small, Hands())
-    verbs.stop(launchd, Hands())
-    verbs.start(launchd, Hands())
-    verbs.restart(launchd, Hands())
-    verbs.uninstall(launchd, Hands())
-    verbs_used = [call.split()[0] for call in tool.calls()]
-    assert set(verbs_used) == {"bootstrap", "bootout", "kickstart"}
-    assert verbs_used.count("bootout") == 3
-    assert os.listdir(Path.home()) == ["fake"]
+# ---- the socket
+
+SOURCE = f"""
+static int given[4]; static unsigned long number; static int taken, freed;
+void give(int fd) {{ given[number++] = fd; }}
+int count_freed(void) {{ return freed; }}
+void free(void *p) {{ freed += p == given; }}
+static int same(const char *a, const char *b) {{ while (*a && *a == *b) a++, b++; return *a == *b; }}
+int launch_activate_socket(const char *name, int **fds, unsigned long *count) {{
+    if (!number) return {errno.ESRCH};
+    if (!same(name, "http")) return {errno.ENOENT};
+    if (taken++) return {errno.EALREADY};
+    *fds = given; *count = number;
+    return 0;
+}}
+"""
 
 
-def test_the_log() -> None:
-    assert launchd.logs(5, False) == ["tail", "-n", "5", str(launchd.log_file())]
-    assert "-F" in launchd.logs(5, True)  # by name: the log is rotated
+@pytest.fixture
+def library(tmp_path: Path) -> Any:
+    """A library with launch_activate_socket(3)."""
+    (tmp_path / "launch.c").write_text(SOURCE)
+    made = tmp_path / "launch.so"
+    command = [*find().compile, "-shared", "-fPIC", "-nostdlib", "-fno-builtin", "-o", made]
+    subprocess.run([*map(str, command), str(tmp_path / "launch.c")], check=True, timeout=100)
+    return ctypes.CDLL(str(made))
+
+
+def test_launchd_hands_over_a_socket(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchd.sys, "platform", "darwin")
+    monkeypatch.setattr(launchd.ctypes, "CDLL", lambda name: library)
+    assert launchd.activated_socket() is None  # ESRCH: started by hand
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        library.give(os.dup(listener.fileno()))
+        assert launchd.activate("other", library) == []  # ENOENT
+        with socket.create_connection(listener.getsockname()) as client:
+            taken = launchd.activated_socket()
+            assert taken and not taken.get_inheritable() and library.count_freed() == 1
+            with taken, taken.accept()[0] as mine:
+                mine.sendall(b"hello")
+                assert client.recv(5) == b"hello"
+    with pytest.raises(UserError, match="'http'"):
+        launchd.activated_socket()
+
+
+def test_other_systems_have_no_launchd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchd.sys, "platform", "linux")
+    assert launchd.activated_socket() is None

@@ -1,0 +1,98 @@
+"""The HTTP client of a running server, on the standard library alone."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from mlxspec.types import UserError
+
+TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
+MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
+NOT_OURS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+class ClientError(UserError):
+    """The server did not answer the request. The message says what to do."""
+
+
+class NotRunning(ClientError):
+    """Nothing listens at the URL."""
+
+
+class Unauthorized(ClientError):
+    """The API key is wrong or missing."""
+
+
+@contextmanager
+def request(
+    url: str, api_key: str, method: str, path: str, body: Any = None, timeout: float = TIMEOUT_S
+) -> Iterator[http.client.HTTPResponse]:
+    """The response with status 200 to a JSON `body`; `timeout` is in seconds without a byte.
+
+    Raises ClientError, also for whatever goes wrong while the caller reads the response.
+    """
+    if not is_url(url):
+        raise ClientError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    try:
+        data = json.dumps(body) if body else None
+        connection.request(method, parts.path.rstrip("/") + path, data, headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise _error(response, url)
+        yield response
+    except ClientError:
+        raise
+    except ConnectionRefusedError as error:
+        raise NotRunning(f"no server at {url}; start one with: mlxspec serve") from error
+    except (OSError, http.client.HTTPException) as error:
+        said = str(error) or type(error).__name__
+        raise ClientError(f"{url}: {said}; see the server's log") from error
+    except NOT_OURS as error:
+        raise ClientError(f"{_foreign(url)} ({error!r})") from error
+    finally:
+        connection.close()
+
+
+def is_url(text: str) -> bool:
+    """Whether it is an HTTP URL with a host."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # the port is not a number
+        return False
+
+
+def printable(value: Any) -> Any:
+    """JSON from a server, without the characters that control a terminal."""
+    if isinstance(value, dict):
+        return {printable(key): printable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [printable(inner) for inner in value]
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else "?" for c in value)
+    return value
+
+
+def _error(response: http.client.HTTPResponse, url: str) -> ClientError:
+    """The server's own message where it is one of ours."""
+    try:
+        message = printable(str(json.loads(response.read(MAX_LINE))["error"]["message"]))
+    except (ValueError, KeyError, TypeError):
+        return ClientError(f"{_foreign(url)} ({response.status})")
+    if response.status == 401:
+        return Unauthorized(f"the server answered 401: {message}; give --api-key")
+    return ClientError(f"the server answered {response.status}: {message}")
+
+
+def _foreign(url: str) -> str:
+    return f"the program at {url} is not mlxspec; give another --url, or stop that program"

@@ -1,0 +1,110 @@
+"""`mlxspec service` and `mlxspec menubar`: the server in the background on macOS."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from mlxspec.commands.options import Key, Url, server_of, with_settings, working
+from mlxspec.config import ConfigError, load
+
+service = typer.Typer(no_args_is_help=True, help="Run the server in the background on macOS.")
+menubar = typer.Typer(invoke_without_command=True)
+
+
+@service.command("install")
+@with_settings
+def service_install(
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
+    ] = False,
+    **flags: str | list[str] | None,
+) -> None:
+    """Install the service with the settings that serve would use, or change them."""
+    from mlxspec.service.launchd import definition, install
+
+    print(install(definition(flags, os.environ), dry_run))
+
+
+ACTIONS = {
+    "uninstall": "Remove the service and its menu bar. Settings, models and caches stay.",
+    "start": "Start the service.",
+    "stop": "Stop the service until it is started, or until the next login.",
+    "restart": "Restart the service when running answers have ended. This ends safe mode.",
+}
+
+
+def _add_action(name: str) -> None:
+    @service.command(name, help=ACTIONS[name])
+    def act() -> None:
+        from mlxspec.service import launchd
+
+        with working(f"service {name}"):
+            said = getattr(launchd, name)()
+        print(said)
+
+
+for each in ACTIONS:
+    _add_action(each)
+
+
+@service.command("status")
+def service_status() -> None:
+    """Show the service. Exits with 3 if it is down, with 4 if it is not installed."""
+    from mlxspec.service.launchd import installed_url
+    from mlxspec.service.status import DOWN, get_status, print_status
+
+    url = installed_url()
+    if not url:
+        print("not installed; run: mlxspec service install")
+        sys.exit(4)
+    now = get_status(url, load({}, os.environ).api_key)
+    print_status(now)
+    sys.exit(3 if now.state in DOWN else 0)
+
+
+@service.command("logs")
+def service_logs(
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many lines.")] = 100,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for new lines.")] = False,
+) -> None:
+    """Show the service's log."""
+    from mlxspec.service.launchd import log_command
+
+    command = log_command(lines, follow)
+    os.execvp(command[0], command)
+
+
+@menubar.callback()
+def menubar_show(context: typer.Context, url: Url = None, api_key: Key = None) -> None:
+    """Show the server in the menu bar of a Mac."""
+    if context.invoked_subcommand:
+        return
+    from mlxspec.service.menubar import Menu, error_menu, menu_of, show
+    from mlxspec.service.status import get_status
+
+    def poll() -> Menu:
+        try:
+            return menu_of(get_status(*server_of(url, api_key)))
+        except ConfigError as error:
+            return error_menu(str(error))
+
+    show(poll)
+
+
+@menubar.command("install")
+def menubar_install() -> None:
+    """Show the menu bar now and after each login."""
+    from mlxspec.service import menubar
+
+    print(menubar.install())
+
+
+@menubar.command("uninstall")
+def menubar_uninstall() -> None:
+    """Remove the menu bar."""
+    from mlxspec.service import menubar
+
+    print(menubar.uninstall())

@@ -1,0 +1,166 @@
+"""The service's process: it counts its crashes, and serves in safe mode after three of them.
+
+Rule: a process that did not record its end has crashed. A server that cannot start answers 503
+with the reason, so that no client hangs and launchd does not restart it in a loop.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from mlxspec.config import Config, ConfigError
+from mlxspec.files import lock, write_atomic
+from mlxspec.types import UserError
+
+log = logging.getLogger("mlxspec")
+
+SAFE_CRASHES, WINDOW_S = 3, 600.0
+LOG_BYTES, ROTATE_S = 10 << 20, 15.0
+REFUSE_S = 60.0  # then it exits, and the next connection tries the settings again
+CLIENT_S = 2.0  # for a client that is refused to send its request
+
+
+class Record(BaseModel):
+    """What outlives the process: whether it runs, and when crashes were noticed, in unix time."""
+
+    running: bool = False
+    crashes: list[float] = []
+
+    @property
+    def safe_mode(self) -> bool:
+        return len(self.crashes) >= SAFE_CRASHES
+
+
+def files() -> tuple[Path, Path]:
+    """The record, and the file that is locked while the service runs."""
+    folder = Path.home() / "Library/Application Support/mlxspec"
+    return folder / "service.json", folder / "service.lock"
+
+
+def is_running() -> bool:
+    """Whether the service's process is there. It is not woken."""
+    with lock(files()[1], wait=False) as free:
+        return not free
+
+
+def read(path: Path) -> Record:
+    """The record; an empty one where the file is missing or damaged."""
+    try:
+        return Record.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return Record()
+    except (OSError, ValidationError):
+        log.warning("%s is damaged; earlier crashes are not counted", path)
+        return Record()
+
+
+def write(path: Path, record: Record) -> None:
+    """A full disk must not stop the server."""
+    try:
+        write_atomic(path, record.model_dump_json().encode())
+    except OSError as error:
+        log.warning("%s: %s; crashes are not counted", path, error.strerror)
+
+
+def begin(before: Record, now: float) -> Record:
+    """The record of a process that starts `now`."""
+    recent = [at for at in before.crashes if now - WINDOW_S < at <= now]
+    if before.running:
+        recent.append(now)
+    return Record(running=True, crashes=recent[-SAFE_CRASHES:])
+
+
+def forget() -> None:
+    """Count from zero again: the user restarts the service."""
+    files()[0].unlink(missing_ok=True)
+
+
+def serve(settings: Callable[[], Config], listener: socket.socket, log_file: Path) -> int:
+    """Serve on launchd's socket; the exit status."""
+    threading.Thread(target=_keep_small, args=(log_file,), name="log", daemon=True).start()
+    path, lock_file = files()
+    with lock(lock_file):
+        record = begin(read(path), time.time())
+        write(path, record)
+
+        def ended(status: int) -> None:
+            if status == 0:
+                write(path, Record(crashes=record.crashes))
+
+        status = _serve(settings, listener, record.safe_mode, ended)
+        ended(status)
+        return status
+
+
+def _serve(
+    settings: Callable[[], Config],
+    listener: socket.socket,
+    safe_mode: bool,
+    ended: Callable[[int], None],
+) -> int:
+    note = ""
+    try:
+        config = settings()
+        if safe_mode:
+            config = replace(config, speculate="off", kernels="off")
+            note = f"safe mode, without speculation: {SAFE_CRASHES} crashes in 10 minutes"
+            log.warning("%s; `mlxspec service restart` ends it", note)
+        from mlxspec.server.process import serve_model  # fails in a broken installation
+
+        return serve_model(config, listener.dup(), note=note, ended=ended)
+    except (ConfigError, UserError, ImportError) as error:
+        refuse(listener, f"{error}; then run: mlxspec service restart")
+        return 0
+
+
+def refuse(listener: socket.socket, reason: str) -> None:
+    """Answer requests with 503 and the reason, for a while."""
+    log.error("the server cannot start: %s", reason)
+    error = {"message": f"mlxspec cannot start: {reason}", "type": "unavailable"}
+    body = json.dumps({"status": "unhealthy", "reason": reason, "error": error}).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 60\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    end = time.monotonic() + REFUSE_S
+    while (left := end - time.monotonic()) > 0:
+        listener.settimeout(left)
+        with suppress(OSError):
+            client, _ = listener.accept()
+            with client:
+                client.settimeout(CLIENT_S)
+                client.recv(1 << 16)
+                client.sendall(head.encode() + body)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(1 << 16):  # to close before all is read would cut the answer off
+                    pass
+
+
+def _keep_small(path: Path) -> None:
+    while True:
+        rotate(path)
+        time.sleep(ROTATE_S)
+
+
+def rotate(path: Path, limit: int = LOG_BYTES) -> None:
+    """Start a new log where stderr is `path` and longer than `limit` bytes; the old one becomes
+    `path`.1."""
+    try:
+        now = os.fstat(2)
+        if now.st_size > limit and os.path.samestat(now, path.stat()):
+            path.replace(f"{path}.1")
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            os.close(fd)
+    except OSError as error:
+        log.debug("%s: %s", path, error)

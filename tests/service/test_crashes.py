@@ -1,0 +1,271 @@
+"""Crash counting and safe mode, and the real program on a socket that it was handed."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxspec.service import crashes
+from mlxspec.service.crashes import SAFE_CRASHES, WINDOW_S, Record, begin
+from tests import tiny
+from tests.service.activator import Activator
+from tests.tiny_tokenizer import save_tokenizer
+
+STATE = "Library/Application Support/mlxspec/service.json"
+
+
+def crash_at(times: list[float]) -> Record:
+    """The record of processes that started at `times`; each but the last has crashed."""
+    record = Record()
+    for at in times:
+        record = begin(record, at)
+    return record
+
+
+def test_three_crashes_bring_safe_mode() -> None:
+    seen = [crash_at([1000.0 + 10 * n for n in range(starts)]) for starts in range(1, 7)]
+    assert [one.safe_mode for one in seen] == [n >= SAFE_CRASHES for n in range(6)]
+    assert len(seen[-1].crashes) == SAFE_CRASHES
+    later = begin(Record(crashes=seen[-1].crashes), 1060 + WINDOW_S)
+    assert not later.safe_mode and later.crashes == []
+
+
+def test_crashes_far_apart_are_forgotten() -> None:
+    assert not crash_at([1000 + n * WINDOW_S * 0.6 for n in range(50)]).safe_mode
+
+
+def test_clean_exits_are_not_crashes() -> None:
+    record = Record()
+    for n in range(20):
+        record = begin(Record(crashes=record.crashes), 1000.0 + n)
+    assert record.crashes == []
+
+
+@pytest.mark.parametrize("now", [100.0, 1e9])
+def test_a_clock_that_was_set_forgets(now: float) -> None:
+    record = crash_at([5000, 5010, 5020, 5030])
+    assert record.safe_mode and not begin(record, now).safe_mode
+
+
+def test_the_file_is_private(tmp_path: Path) -> None:
+    file, record = tmp_path / "deep/service.json", crash_at([1000, 1010, 1020])
+    crashes.write(file, record)
+    assert crashes.read(file) == record and os.listdir(file.parent) == ["service.json"]
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 10**6, '{"crashes": ["x"]}', "\0"])
+def test_a_damaged_file_is_ignored(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "x").write_text(text)
+    assert crashes.read(tmp_path / "x") == Record()
+    assert "damaged" in caplog.text
+
+
+def test_an_unwritable_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x").write_text("")
+    crashes.write(tmp_path / "x/service.json", Record())
+    assert "not counted" in caplog.text
+
+
+def test_is_running(bare_settings: None) -> None:
+    """Until the process has ended, in whatever way."""
+    code = (
+        "from mlxspec.files import lock; from mlxspec.service import crashes\n"
+        "with lock(crashes.files()[1]): print(1, flush=True); input()"
+    )
+    assert not crashes.is_running()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout and child.stdout.readline()
+        assert crashes.is_running() and crashes.is_running()
+        child.kill()
+    assert not crashes.is_running()
+
+
+def test_the_log_is_rotated(tmp_path: Path) -> None:
+    """In a process of its own, which loses no line."""
+    file = tmp_path / "a.log"
+    code = (
+        "import sys; from pathlib import Path; from mlxspec.service.crashes import rotate\n"
+        "for n in range(30):\n"
+        "    print(n, file=(sys.stdout, sys.stderr)[n % 2], flush=True)\n"
+        f"    rotate(Path({str(file)!r}), 20)"
+    )
+    with file.open("ab") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, stderr=out, check=True, timeout=60)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.log", "a.log.1"]
+    kept = ((tmp_path / "a.log.1").read_text() + file.read_text()).split()
+    assert kept == [str(n) for n in range(30 - len(kept), 30)] and len(kept) > 7
+    with (tmp_path / "other").open("ab") as out:  # a terminal is not rotated
+        subprocess.run([sys.executable, "-c", code], stdout=out, stderr=out, check=True, timeout=60)
+    assert (tmp_path / "other").read_text().split() == [str(n) for n in range(30)]
+
+
+# ---- the real program
+
+
+def post(url: str, **body: Any) -> Any:
+    messages = [{"role": "user", "content": "hello"}]
+    data = {"messages": messages, "max_tokens": 12, "seed": 3, "ignore_eos": True, **body}
+    path = f"{url}/v1/chat/completions"
+    with urllib.request.urlopen(path, json.dumps(data).encode(), timeout=100) as answer:
+        return json.load(answer)
+
+
+def reply(url: str) -> str:
+    return str(post(url)["choices"][0]["message"]["content"])
+
+
+def health(url: str) -> Any:
+    with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+        return json.load(answer)
+
+
+def wait_for(found: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def save(path: Path, **over: int) -> None:
+    mx.random.seed(1)
+    model: nn.Module = tiny.model("llama")
+    config = {**tiny.CONFIGS["llama"], **over}
+    if over:
+        from mlx_lm.models import llama
+
+        model = llama.Model(llama.ModelArgs(model_type="llama", **config))
+    save_tokenizer(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+
+
+def service(home: Path, *words: str) -> Activator:
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("MLXSPEC_")}
+    command = ["serve", "--kv-blocks", "32", *words]
+    return Activator(command, bare | {"HOME": str(home)}, home / "log")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save(tmp_path)
+    return tmp_path
+
+
+def test_a_request_starts_it_and_crashes_bring_safe_mode(model: Path) -> None:
+    """With the same answer in safe mode."""
+    file = model / STATE
+    crashes.write(file, Record(crashes=[time.time() - 20, time.time() - 10]))
+    with service(model, str(model)) as running:
+        assert running.process is None
+        found = health(running.url)
+        assert found["loaded"] == [] and "note" not in found  # it answers before a model is loaded
+        first = reply(running.url)
+        assert health(running.url)["loaded"] == [model.name]
+        assert crashes.read(file).running
+        running.signal()
+        wait_for(lambda: running.statuses)
+        assert reply(running.url) == first
+        assert health(running.url)["note"].startswith("safe mode")
+        running.signal(signal.SIGTERM)
+        wait_for(lambda: len(running.statuses) == 2)
+    assert running.statuses == [-signal.SIGKILL, 0]
+    assert not crashes.read(file).running
+    log = (model / "log").read_text()
+    assert "--speculate off" in log and "--kernels off" in log
+
+
+def refusal(url: str) -> Any:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(url, pad="x" * 100_000)  # more than is read at once
+    with caught.value as answer:
+        assert answer.code == 503
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("settings", ["prot = 9000", "pin = ['nobody']", "", "broken"])
+def test_a_server_that_cannot_start_says_why(model: Path, settings: str) -> None:
+    """It is no crash, and no loop of restarts."""
+    file = model / ".config/mlxspec/config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("" if settings == "broken" else settings)
+    with service(model, str(model) if settings else "no-such-model") as running:
+        if settings == "broken":
+            (model / "model.safetensors").unlink()
+            (model / "config.json").unlink()
+        for _ in range(2):
+            found = refusal(running.url)
+            assert found["reason"] in found["error"]["message"]
+        assert running.statuses == []
+        running.signal(signal.SIGTERM)
+        wait_for(lambda: running.statuses)
+    assert crashes.read(model / STATE).crashes == []
+
+
+def test_a_refusal_bears_idle_clients_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crashes, "REFUSE_S", 3.0)
+    monkeypatch.setattr(crashes, "CLIENT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        idle = [socket.create_connection(address) for _ in range(3)]
+        thread = threading.Thread(target=crashes.refuse, args=(listener, "a reason"), daemon=True)
+        thread.start()
+        assert refusal(f"http://127.0.0.1:{address[1]}")["reason"] == "a reason"
+        thread.join(10)
+        assert not thread.is_alive()
+        for one in idle:
+            one.close()
+
+
+def rss(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_an_idle_service_gives_its_memory_back(tmp_path: Path) -> None:
+    """The next request gets the same answer, with keep-alives while the model is loaded, and finds
+    its prompt on the disk."""
+    save(tmp_path, hidden_size=1024, intermediate_size=32768, num_attention_heads=16)
+    weights = (tmp_path / "model.safetensors").stat().st_size
+    flags = ("--idle-ttl", "2", "--keepalive-s", "0.1")
+    with service(tmp_path, str(tmp_path), *flags) as running:
+        assert health(running.url)["loaded"] == []
+        asleep = rss(running.pid)
+        prompt = [{"role": "user", "content": "hello world " * 40}]
+        first = post(running.url, messages=prompt)["choices"][0]["message"]["content"]
+        awake = rss(running.pid)
+        for _ in range(3):
+            wait_for(lambda: health(running.url)["loaded"] == [])
+            again = rss(running.pid)
+            assert awake - asleep > 0.9 * weights and awake - again > 0.6 * weights
+            body = {"messages": prompt, "max_tokens": 12, "seed": 3, "ignore_eos": True}
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            path = f"{running.url}/v1/chat/completions"
+            with urllib.request.urlopen(path, json.dumps(body).encode(), timeout=60) as answer:
+                lines = answer.read().decode().splitlines()
+            parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            pieces = [part["choices"][0]["delta"] for part in parts if part["choices"]]
+            assert "".join(piece.get("content") or "" for piece in pieces) == first
+            assert lines.count(": keep-alive") > 2, lines
+            assert parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert crashes.read(tmp_path / STATE).crashes == []

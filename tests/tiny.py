@@ -223,7 +223,7 @@ def engine(
     and grow."""
     sizes: dict[int, int] = {}
     for w in windows_of(m) if own and layout != "solo" else ():
-        sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
+        sizes[w] = min(blocks, Window.min_blocks(w, block, max_sequences, budget, MAX_DEPTH))
     runner = Runner(
         m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind, kv_bits=kv_bits
     )
@@ -234,7 +234,7 @@ def engine(
         StateCache(states, STRIDE, own_state) if stateful else None,
     )
     if not whole:
-        runner.by_need(lambda: [pool.given for pool in groups.pools])
+        runner.by_need(lambda: [pool.highest for pool in groups.pools])
         runner.view.held = {pool: min(2, size) for pool, size in runner.view.blocks.items()}
     scheduler = Scheduler(
         groups,

@@ -159,12 +159,12 @@ class Tier:
             run: list[bytes] = []
             most = max(1, min(RUN, RUN_BYTES // max(1, self.memory.block_bytes(group))))
             for key in [*keys[first:], None]:
-                if key is not None and key in pool.index and _name(key, group) not in self.disk:
+                if key is not None and key in pool.by_key and _name(key, group) not in self.disk:
                     run.append(key)
                     if len(run) < most:
                         continue
                 if run:
-                    held = self.memory.export(group, [pool.index[k] for k in run])
+                    held = self.memory.export(group, [pool.by_key[k] for k in run])
                     yield tuple(_name(k, group) for k in run), held
                 run = []
         states = self.groups.states
@@ -216,11 +216,11 @@ class Tier:
         keys = list(groups.pool.chain(seq.tokens))
         names = [[_name(key, group) for key in keys] for group in range(len(groups.pools))]
         have = [
-            [key in pool.index or name in self.disk for key, name in zip(keys, own, strict=True)]
+            [key in pool.by_key or name in self.disk for key, name in zip(keys, own, strict=True)]
             for pool, own in zip(groups.pools, names, strict=True)
         ]
         most = next((i for i, there in enumerate(have[0]) if not there), len(keys))
-        most = min(most, (len(seq.tokens) - 1) // size, len(groups.pool.free))
+        most = min(most, (len(seq.tokens) - 1) // size, len(groups.pool.free_blocks))
         least = hit.length // size + GAIN
         for n in range(most, least - 1, -1):
             if not all(all(own[self._first(g, n) : n]) for g, own in enumerate(have)):
@@ -232,14 +232,14 @@ class Tier:
                 wanted[state] = -1, n - 1
             for g in reversed(range(len(groups.pools))):
                 for i in range(self._first(g, n), n):
-                    if keys[i] not in groups.pools[g].index:
+                    if keys[i] not in groups.pools[g].by_key:
                         wanted[names[g][i]] = g, i
             for g, pool in enumerate(
                 groups.pools
             ):  # what is known already must not make room for the rest
-                known = [pool.index[k] for k in keys[self._first(g, n) : n] if k in pool.index]
+                known = [pool.by_key[k] for k in keys[self._first(g, n) : n] if k in pool.by_key]
                 pool.share(known)
-                pool.drop(known)
+                pool.free(known)
             return (
                 Landing(keys[:n], seq.tokens[: n * size], wanted, list(wanted)) if wanted else None
             )
@@ -294,19 +294,22 @@ class Tier:
                 states.put((landing.keys[places[0][2]], ()), state)
             return state is not None
         pool = self.groups.pools[group]
-        places = [p for p in places if landing.keys[p[2]] not in pool.index]
-        blocks = pool.alloc(len(places))
+        places = [p for p in places if landing.keys[p[2]] not in pool.by_key]
+        blocks = pool.allocate(len(places))
         if blocks is None:
             return False
         try:
             fits = self.memory.place(group, blocks, run.arrays, [n for n, _, _ in places])
             for block, (_, _, i) in zip(blocks, places, strict=True):
                 if fits:
-                    pool.name(
-                        block, landing.keys, i, tuple(landing.tokens[i * size : (i + 1) * size])
+                    pool.cache(
+                        block,
+                        landing.keys[i],
+                        pool.parent(landing.keys, i),
+                        tuple(landing.tokens[i * size : (i + 1) * size]),
                     )
         finally:
-            pool.drop(blocks)
+            pool.free(blocks)
         return fits
 
 

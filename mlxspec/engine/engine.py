@@ -150,11 +150,12 @@ class Engine:
             meter.trim()
         if level > before[0]:
             log.info(
-                "%d cached KV blocks were forgotten, and all states", self.scheduler.groups.forget()
+                "%d cached KV blocks were forgotten, and all states",
+                self.scheduler.groups.evict_cached(),
             )
         self.scheduler.short, self._pressed = level > NORMAL, (level, self.guard.read)
         for pool in self.scheduler.groups.pools if level != before[0] else ():
-            pool.thrifty = level > NORMAL
+            pool.save_memory = level > NORMAL
 
     def _tell(self) -> None:
         """Say how far long prompts have been read."""
@@ -288,7 +289,7 @@ class Engine:
     def forget(self) -> None:
         """Drop what the prefix cache knows and start the counters afresh. The engine must be
         idle."""
-        self.scheduler.groups.forget()
+        self.scheduler.groups.evict_cached()
         self.counters, self.drafts = dict.fromkeys(_COUNTERS, 0), SpecDecodeMetrics()
         self.drafter.forget()
 

@@ -105,7 +105,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
         [Window(w, BlockPool(n, options.block_size, salt)) for w, n in windows.items()],
         _snapshots(needs, sizes, context, options.block_size),
     )
-    runner.by_need(lambda: [pool.given for pool in groups.pools])
+    runner.by_need(lambda: [pool.highest for pool in groups.pools])
     scheduler = Scheduler(
         groups,
         context=context,
@@ -216,7 +216,7 @@ def _outlive(engine: Engine, disk: Disk, options: Options) -> None:
         disk, engine.scheduler.groups, Transfer(engine.runner)
     )
     for group, pool in enumerate(engine.scheduler.groups.pools):
-        pool.kept = partial(tier.keeps, group)
+        pool.on_disk = partial(tier.keeps, group)
     held, most = memory.gib(disk.stats().bytes), memory.gib(options.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, options.disk)
     if options.disk_bytes < DISK_LEAST:
@@ -310,8 +310,8 @@ def _speculate(engine: Engine, now: warmup.Known, small: Small | None, options: 
     if not scheduler.drafts:
         log.warning("no speculation: the solo layout cannot take a draft back")
         return
-    given = pool.given
-    table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
+    highest = pool.highest
+    table = pool.allocate(min(len(pool.free_blocks), -(-MEASURED // pool.block_size))) or []
     try:
         used = warmup.kernels()
         before = now.costs if now.kernels == used else None
@@ -326,14 +326,14 @@ def _speculate(engine: Engine, now: warmup.Known, small: Small | None, options: 
             own = Runner(
                 small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True
             )
-            own.by_need(lambda: [pool.given])
+            own.by_need(lambda: [pool.highest])
             model = DraftModel(
                 own, engine.vocab, one_row(own, table), small.fit.vocab, small.context
             )
             log.info("%s drafts: %.1f ms a token", options.draft.name, model.seconds * 1e3)
     finally:
-        pool.drop(table)
-        pool.given = given  # they hold nothing that anybody will read
+        pool.free(table)
+        pool.highest = highest  # they hold nothing that anybody will read
     engine.drafter = chain = Proposer(costs, model, late=runner.layout == "rows")
     scheduler.blind = chain.blind
 

@@ -171,7 +171,7 @@ def sizes(
         for size, low, high in parts
     )
     for (window, _), n in zip(needs.windows, windows, strict=True):  # so that none is ever short
-        one, two = (Window.least(window, block_size, k, chunk, MAX_DEPTH) for k in (1, 2))
+        one, two = (Window.min_blocks(window, block_size, k, chunk, MAX_DEPTH) for k in (1, 2))
         live = min(live, max(1, 1 + (n - one) // (two - one)))
     return Sizes(blocks, tuple(windows), live, spare * needs.state_bytes)
 
@@ -238,7 +238,7 @@ def _window(window: int, block_size: int, max_sequences: int, chunk: int) -> tup
     """Blocks with which one sequence is never short, and with which none is and as much again stays
     known."""
     one, all_of = (
-        Window.least(window, block_size, n, chunk, MAX_DEPTH) for n in (1, max_sequences)
+        Window.min_blocks(window, block_size, n, chunk, MAX_DEPTH) for n in (1, max_sequences)
     )
     return one, 2 * all_of
 

@@ -131,7 +131,7 @@ class Scheduler:
         budget = self.pace.rows(decoding=bool(plan) or any(s.pending for s in self.running))
         prefills = [s for s in ready if s.remaining > s.again + 1]
         for seq in sorted(prefills, key=lambda s: (s.deferred < PATIENCE, s.remaining, s.order)):
-            n = self.groups.cut(seq, min(seq.remaining, budget))
+            n = self.groups.limit_rows(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
@@ -225,7 +225,7 @@ class Scheduler:
             if seq.flight or behind or (self.tier and self.tier.waits(seq)):
                 held.append(seq)
                 continue
-            slack = len(self.pool.free) - promised
+            slack = len(self.pool.free_blocks) - promised
             stuck = self._stuck and self._stuck[0] is seq and slack <= self._stuck[1]
             if stuck or (hit := self._fits(seq, promised)) is None:
                 self._stuck = (seq, slack)  # so that its prompt is not hashed again at every step
@@ -240,19 +240,19 @@ class Scheduler:
 
     def _lacking(self, seq: Sequence) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
-        return self.groups.lacking(seq, seq.known + 1)
+        return self.groups.blocks_needed(seq, seq.known + 1)
 
     def _fits(self, seq: Sequence, promised: int) -> PrefixMatch | None:
         """What the prefix cache has for a waiting sequence; None where there is no room for the
         rest."""
         hit = self.groups.match(seq.tokens) if self.sharing else PrefixMatch()
         hits = hit.tables[0] if hit.tables else ()
-        idle = sum(b in self.pool.free for b in hits)
+        idle = sum(b in self.pool.free_blocks for b in hits)
         need = self._lacking(seq) - len(hits) + idle
-        return None if self.running and need + promised > len(self.pool.free) else hit
+        return None if self.running and need + promised > len(self.pool.free_blocks) else hit
 
     def _start(self, seq: Sequence, hit: PrefixMatch) -> None:
-        self.copies += self.groups.take(seq, hit)
+        self.copies += self.groups.allocate_prefix(seq, hit)
         if self.tier:
             self.tier.forget(seq)
         seq.cached = seq.computed
@@ -268,8 +268,8 @@ class Scheduler:
         """Add an entry of `n` rows if blocks can be had; younger sequences pay for older ones."""
         if seq not in self.running:  # it has paid already, in this plan
             return False
-        while need := self.groups.lacking(seq, seq.computed + seq.spread + n):
-            if self.groups.grow(seq, need):
+        while need := self.groups.blocks_needed(seq, seq.computed + seq.spread + n):
+            if self.groups.allocate(seq, need):
                 break
             victim = next((s for s in reversed(self.running) if not s.spread), seq)
             if victim.order <= seq.order:
@@ -293,15 +293,15 @@ class Scheduler:
     def _widen(self, entry: Entry, want: int) -> int:
         """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
         end = entry.start + entry.spread + entry.count
-        need = self.groups.lacking(entry.seq, end + want)
-        self.groups.grow(entry.seq, min(need, self.groups.free))
+        need = self.groups.blocks_needed(entry.seq, end + want)
+        self.groups.allocate(entry.seq, min(need, self.groups.num_free))
         return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take its blocks; catch-up and the prefix cache will do the rest."""
         self.preemptions += 1
         self.running.remove(seq)
-        self.groups.drop(seq)
+        self.groups.free(seq)
         self.waiting.appendleft(seq)
 
     # ---- commit
@@ -328,18 +328,18 @@ class Scheduler:
         seq, groups = entry.seq, self.groups
         upto = entry.start + entry.count + max(0, new - 1)
         if self.sharing and upto <= len(seq.table) * self.pool.block_size:
-            groups.publish(seq, upto)
+            groups.cache_blocks(seq, upto)
             read = entry.start < seq.prompt_len <= upto
             if read:
-                groups.publish_tail(seq, seq.prompt_len)
+                groups.cache_partial(seq, seq.prompt_len)
             if seq.finish is not None:
-                groups.publish_tail(seq, upto)
+                groups.cache_partial(seq, upto)
             known = groups.states is not None and not entry.undone
-            if known and (seq.finish is not None or groups.marked(seq, upto)):
-                groups.remember(seq, upto, entry.state if seq.flight else seq.state)
+            if known and (seq.finish is not None or groups.keeps_state(seq, upto)):
+                groups.cache_state(seq, upto, entry.state if seq.flight else seq.state)
             if self.tier and (read or seq.finish is not None):
                 self.tier.note(seq)
-        groups.slide(seq, min(upto, seq.computed))
+        groups.free_passed(seq, min(upto, seq.computed))
 
     def _succeed(self, leader: Sequence) -> None:
         """Where a leader goes before its prompt is known, the next of its siblings leads."""
@@ -350,7 +350,7 @@ class Scheduler:
                 next_leader = next_leader or heir
 
     def _release(self, seq: Sequence) -> None:
-        self.groups.drop(seq)
+        self.groups.free(seq)
         if seq in self.running:
             self.running.remove(seq)
         else:

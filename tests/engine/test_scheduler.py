@@ -382,7 +382,7 @@ def test_random_lives(data: st.DataObject) -> None:
         budget=budget,
         liar=rng.choice([None, rng]),
         blind=not states and rng.choice([False, True]),
-        windows={w: min(blocks, Window.least(w, SIZE, sequences, budget, 4)) for w in windows},
+        windows={w: min(blocks, Window.min_blocks(w, SIZE, sequences, budget, 4)) for w in windows},
         states=states,
         refeed=states > 0 and rng.random() < 0.5,
         drafts=rng.choice([4, 1 << 31]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mlxspec.cache.disk import DiskStats
-from mlxspec.cache.offload import Tier
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine import structured
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut
@@ -61,7 +61,7 @@ class Engine:
     scheduler: Scheduler
     drafter: Drafter = field(default_factory=NoDrafter)
     vocab: int = 0  # 0: token ids are not checked
-    tier: Tier | None = None  # None: nothing outlives the process
+    tier: KVOffloader | None = None  # None: nothing outlives the process
     trace: Callable[[str, int], None] = lambda event, step: None
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
     drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
@@ -135,7 +135,7 @@ class Engine:
         outputs += self._settle(keep=int(any(e.samples for e in plan)))
         self._retire()
         self._tell()
-        self._moved = self.tier is not None and self.tier.turn()
+        self._moved = self.tier is not None and self.tier.poll()
         self.rests = not (plan or outputs or self._moved)
         return outputs
 

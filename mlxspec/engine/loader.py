@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.disk import PENDING, READING, Disk
-from mlxspec.cache.offload import Tier
+from mlxspec.cache.disk import MAX_QUEUED, DiskCache, fingerprint
+from mlxspec.cache.offload import MAX_READS, RUN_BYTES, KVOffloader
 from mlxspec.cache.prefix import KVCacheManager, Window
-from mlxspec.cache.runfile import fingerprint
 from mlxspec.cache.states import StateCache
 from mlxspec.engine import memory, warmup
 from mlxspec.engine.budget import CEILING, PrefillBudget
@@ -45,7 +44,7 @@ log = logging.getLogger("mlxspec")
 
 TELL_S = 2.0  # between two lines on what takes long
 WARM_ROWS = 64  # a prompt long enough to tell what a row costs
-DISK_BUFFERS = PENDING + READING  # bytes on their way to the disk and back
+DISK_BUFFERS = MAX_QUEUED + MAX_READS * RUN_BYTES  # bytes on their way to the disk and back
 DISK_LEAST = 256 << 20  # bytes, below which a prompt cache is hardly of use
 LEAST_STRIDE = 16  # blocks between two states that a long prompt leaves behind
 
@@ -120,7 +119,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     _speculate(engine, now, small, options)
     warmup.keep(file, now)
     if options.disk and options.disk_bytes and found.sharing:
-        _outlive(engine, Disk(options.disk, known_as, options.disk_bytes, model=name), options)
+        _outlive(engine, DiskCache(options.disk, known_as, options.disk_bytes, name), options)
     if scheduler.limit < context:
         log.warning(
             "context cut from %d to %d tokens: the KV pool holds no more", context, scheduler.limit
@@ -210,13 +209,13 @@ def _bar(text: str) -> Iterator[Callable[[int, int], None]]:
         yield tell
 
 
-def _outlive(engine: Engine, disk: Disk, options: Options) -> None:
+def _outlive(engine: Engine, disk: DiskCache, options: Options) -> None:
     """Let what is computed outlive the process."""
-    tier = engine.tier = engine.scheduler.tier = Tier(
+    tier = engine.tier = engine.scheduler.tier = KVOffloader(
         disk, engine.scheduler.groups, Transfer(engine.runner)
     )
     for group, pool in enumerate(engine.scheduler.groups.pools):
-        pool.on_disk = partial(tier.keeps, group)
+        pool.on_disk = partial(tier.on_disk, group)
     held, most = memory.gib(disk.stats().bytes), memory.gib(options.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, options.disk)
     if options.disk_bytes < DISK_LEAST:

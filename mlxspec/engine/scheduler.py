@@ -9,23 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
 
 from mlxspec.cache.blocks import BlockPool
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import Copies, KVCacheManager, PrefixMatch
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.types import Entry, Finish, InvalidRequest, Logprob, Output, Request, Sequence
 
 PATIENCE = 8  # plans that may pass a prefill over for shorter ones
-
-
-class Tier(Protocol):
-    """What outlives the process: see `mlxspec.engine.tier`."""
-
-    def waits(self, seq: Sequence) -> bool: ...
-    def seeks(self, seq: Sequence, hit: PrefixMatch) -> bool: ...
-    def forget(self, seq: Sequence) -> None: ...
-    def note(self, seq: Sequence) -> None: ...
 
 
 Depths = Callable[[list[Sequence]], Mapping[Sequence, int]]
@@ -57,7 +48,7 @@ class Scheduler:
         self.pace, self.blind, self.drafts = pace or PrefillBudget(), blind, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.tier: Tier | None = None
+        self.tier: KVOffloader | None = None
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
         self.short = False  # of memory: then a sequence starts when none runs
         self.preemptions = 0
@@ -222,7 +213,7 @@ class Scheduler:
             seq = self.waiting.popleft()
             # A preempted sequence waits until its step in flight has been read.
             behind = seq.leader and not seq.leader.generated and seq.leader.finish is None
-            if seq.flight or behind or (self.tier and self.tier.waits(seq)):
+            if seq.flight or behind or (self.tier and self.tier.restoring(seq)):
                 held.append(seq)
                 continue
             slack = len(self.pool.free_blocks) - promised
@@ -231,7 +222,7 @@ class Scheduler:
                 self._stuck = (seq, slack)  # so that its prompt is not hashed again at every step
                 self.waiting.appendleft(seq)
                 break
-            if self.tier and self.tier.seeks(seq, hit):
+            if self.tier and self.tier.start_restore(seq, hit):
                 held.append(seq)
                 continue
             self._start(seq, hit)
@@ -254,7 +245,7 @@ class Scheduler:
     def _start(self, seq: Sequence, hit: PrefixMatch) -> None:
         self.copies += self.groups.allocate_prefix(seq, hit)
         if self.tier:
-            self.tier.forget(seq)
+            self.tier.cancel(seq)
         seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
@@ -338,7 +329,7 @@ class Scheduler:
             if known and (seq.finish is not None or groups.keeps_state(seq, upto)):
                 groups.cache_state(seq, upto, entry.state if seq.flight else seq.state)
             if self.tier and (read or seq.finish is not None):
-                self.tier.note(seq)
+                self.tier.save(seq)
         groups.free_passed(seq, min(upto, seq.computed))
 
     def _succeed(self, leader: Sequence) -> None:
@@ -356,7 +347,7 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         if self.tier:
-            self.tier.forget(seq)
+            self.tier.cancel(seq)
 
 
 def cut(seq: Sequence, new: list[int]) -> Finish | None:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import mlx.core as mx
 
 from mlxspec import __version__, blas, config
-from mlxspec.cache.runfile import fingerprint
+from mlxspec.cache.disk import fingerprint
 from mlxspec.files import write_atomic
 from mlxspec.kernels.proven import VERDICTS
 from mlxspec.model.layout import LayoutChoice

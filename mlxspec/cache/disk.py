@@ -263,6 +263,7 @@ class DiskCache:
     def _write(self, run: Run) -> None:
         path, data = self._path(run.keys), encode(run, self.fingerprint, self.model)
         self._forget(path)  # until it is there
+        path.unlink(missing_ok=True)  # a shorter run with the same end
         if len(data) <= self.limit:
             self._make_room(len(data))
             write_atomic(path, data)

@@ -62,10 +62,9 @@ def show(root: Path, console: Console) -> None:
     if not found:
         console.print(Text(f"nothing is cached in {root}"), soft_wrap=True)
         return
-    table = Table("model", "fingerprint", box=None, pad_edge=False)
-    for column in ("files", "blocks", "damaged", "bytes"):
-        table.add_column(column, justify="right")
-    table.add_column("last used")
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "fingerprint", "files", "blocks", "damaged", "bytes", "last used"):
+        table.add_column(column, overflow="fold")
     for usage in found:
         name = "".join(c if c.isprintable() else "?" for c in usage.model[:80])
         used = datetime.fromtimestamp(usage.used).strftime("%Y-%m-%d %H:%M")
@@ -93,17 +92,16 @@ def totals(root: Path, limit: int, console: Console) -> None:
 def clear(root: Path) -> tuple[int, int]:
     """Delete all files; how many files and bytes they were. A running server just misses them.
     Raises UserError."""
+    if not survey(root):
+        return 0, 0
     files = freed = 0
     try:
-        if root.exists():
-            with lock(root / "lock"):
-                for path, status in list(stored_files(root)):
-                    path.unlink(missing_ok=True)
-                    files, freed = files + 1, freed + status.st_size
-                    with suppress(OSError):  # not empty yet
-                        path.parent.rmdir()
+        with lock(root / "lock"):
+            for path, status in list(stored_files(root)):
+                path.unlink(missing_ok=True)
+                files, freed = files + 1, freed + status.st_size
+                with suppress(OSError):  # not empty yet
+                    path.parent.rmdir()
     except OSError as error:
-        raise UserError(
-            f"{root}: {error.strerror}; {files} files were deleted before; check who owns them"
-        ) from error
+        raise UserError(f"{root}: {error.strerror} after {files} files were deleted") from error
     return files, freed

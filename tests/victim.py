@@ -21,7 +21,7 @@ blas.load()
 from mlxspec.engine.loader import Options, start  # noqa: E402  after BLAS
 from tests import tiny  # noqa: E402
 
-SLOW_S = 0.02  # of every fsync, so that a kill often falls into a write
+SLOW_S = 0.02  # before every rename, so that a kill often falls into a write
 
 BLOCK = 8
 STARTS = 60  # conversations that come again and again, more than the directory holds
@@ -37,13 +37,13 @@ def prompts(seed: int) -> Iterator[list[int]]:
 
 
 def live(root: Path, kind: str, seed: int) -> None:
-    sync = os.fsync
+    replace = os.replace
 
-    def slowly(fd: int) -> None:
+    def slowly(*args: str) -> None:
         time.sleep(SLOW_S)
-        sync(fd)
+        replace(*args)
 
-    os.fsync = slowly
+    os.replace = slowly
     sizes = dict(block_size=BLOCK, kv_blocks=40, context=256)
     options = Options(speculate=False, disk=root / "prompts", disk_bytes=1 << 20, **sizes)
     e, _ = start(root / kind, kind, options)

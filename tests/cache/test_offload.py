@@ -113,9 +113,12 @@ def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
     e.add(tiny.request("short", PROMPT[: MIN_GAIN * BLOCK - 1], 40))
     e.step()
     assert not e.tier._restores
+    stuck = threading.Event()
+    disk._reader.submit(stuck.wait, 10)
     e.add(tiny.request("long", PROMPT, 12))
     e.step()
     assert e.tier._restores and [s.request.id for s in e.scheduler.running] == ["short"]
+    stuck.set()
     outputs = finish(e, disk)
     assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
     assert tiny.tokens(outputs, "short") == plain("qwen3")(PROMPT[: MIN_GAIN * BLOCK - 1], 40)
@@ -186,10 +189,13 @@ def test_who_comes_while_the_pool_is_full_looks_when_there_is_room(tmp_path: Pat
 def test_who_leaves_while_waiting_leaves_nothing(tmp_path: Path) -> None:
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3")
+    stuck = threading.Event()
+    disk._reader.submit(stuck.wait, 10)
     e.add(tiny.request("gone", PROMPT, 12))
     e.step()
     assert e.tier._restores
     e.abort("gone")
+    stuck.set()
     assert not e.tier._restores and not e.busy
     finish(e, disk)
     e.check()

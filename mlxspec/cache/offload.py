@@ -8,15 +8,13 @@ content and is found there by the ordinary prefix match; what is not is computed
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import KVCacheManager, PrefixMatch
@@ -33,29 +31,14 @@ MAX_BACKLOG = 64 << 20  # bytes queued for the disk, beyond which nothing more i
 POLL_S = 0.01
 STATE = -1  # stands where else the number of a pool does
 
-Arrays = dict[str, np.ndarray]
-
-
-class KVTransfer(Protocol):
-    """Copies between the pools and the host: `model.transfer`, which this layer cannot import."""
-
-    def export(self, group: int, blocks: Sequence[int]) -> Any: ...
-    def host(self, exported: Any) -> Arrays: ...
-    def place(
-        self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]
-    ) -> bool: ...
-    def place_state(self, arrays: Arrays) -> Any: ...
-    def block_bytes(self, group: int) -> int: ...
-
 
 @dataclass(slots=True)
 class Restore:
-    """What the disk has of a waiting prompt with these leading `tokens` and block `keys`.
+    """What the disk has of a waiting prompt whose leading blocks have these `keys`.
 
     `places`: key on disk -> (pool or STATE, index in the chain)."""
 
     keys: list[bytes]
-    tokens: list[int]
     places: dict[bytes, tuple[int, int]]
     files: deque[Path]  # that are not being read yet
     reads: deque["Future[Run | None]"] = field(default_factory=deque)
@@ -64,14 +47,15 @@ class Restore:
 
 @dataclass(slots=True)
 class KVOffloader:
-    """`cache` and `transfer` are one model's. Engine thread only. If anything in here fails, the
-    disk is not used until the next start, and all else goes on."""
+    """Between `disk` and one model's `cache`; `transfer` is its model.transfer.Transfer.
+
+    Engine thread only. If anything fails, the disk is not used until the next start."""
 
     disk: DiskCache
     cache: KVCacheManager
-    transfer: KVTransfer
+    transfer: Any
     broken: bool = False
-    _chains: deque[Iterator[Run]] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
+    _chains: deque[Iterator[Any]] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
     _exported: Any = None  # (keys, arrays on their way to the host)
     _restores: dict[Seq, Restore] = field(default_factory=dict)
     _planned: set[Seq] = field(default_factory=set)  # waiting sequences that were looked up
@@ -151,6 +135,8 @@ class KVOffloader:
 
     def _first(self, group: int, blocks: int) -> int:
         """The first block of this group that a prompt needs which continues after `blocks`."""
+        if group == STATE:
+            return blocks - 1
         return self.cache.groups[group].first(blocks * self.cache.pool.block_size)
 
     # ---- restoring
@@ -192,38 +178,31 @@ class KVOffloader:
     def _plan(self, seq: Seq, match: PrefixMatch) -> Restore | None:
         """The longest prefix that memory and disk have together, if it is worth a wait."""
         pool = self.cache.pool
-        size = pool.block_size
-        most = min((len(seq.tokens) - 1) // size, len(pool.free_blocks))
-        chain = pool.chain(seq.tokens[: most * size])
+        most = min((len(seq.tokens) - 1) // pool.block_size, len(pool.free_blocks))
+        chain = pool.chain(seq.tokens[: most * pool.block_size])
         keys = list(takewhile(lambda key: self._has(0, key), chain))
-        windows = range(1, len(self.cache.groups))
-        has = {group: [self._has(group, key) for key in keys] for group in windows}
-        for n in range(len(keys), match.length // size + MIN_GAIN - 1, -1):
-            if self._has(STATE, keys[n - 1]) and all(
-                all(has[group][self._first(group, n) : n]) for group in windows
-            ):
-                return self._restore(seq, keys[:n])
+        others = [STATE, *range(1, len(self.cache.groups))]
+        has = {group: [self._has(group, key) for key in keys] for group in others}
+        for n in range(len(keys), match.length // pool.block_size + MIN_GAIN - 1, -1):
+            if all(all(has[group][self._first(group, n) : n]) for group in others):
+                return self._restore(keys[:n])
         return None
 
-    def _restore(self, seq: Seq, keys: list[bytes]) -> Restore | None:
-        n = len(keys)
-        wanted = [(STATE, n - 1)]
-        for group in reversed(range(len(self.cache.groups))):
-            first = self._first(group, n)
-            wanted += [(group, i) for i in range(first, n)]
-            pool = self.cache.pools[group]
+    def _restore(self, keys: list[bytes]) -> Restore | None:
+        places = {}
+        for group in reversed([*range(len(self.cache.groups)), STATE]):
+            first = self._first(group, len(keys))
+            for i, key in enumerate(keys[first:], first):
+                if not self._in_memory(group, key):
+                    places[_disk_key(key, group)] = (group, i)
+        for group, pool in enumerate(self.cache.pools):
+            first = self._first(group, len(keys))
             known = [pool.by_key[key] for key in keys[first:] if key in pool.by_key]
             pool.share(known)  # used now: what is restored must not evict it
             pool.free(known)
-        places = {
-            _disk_key(keys[i], group): (group, i)
-            for group, i in wanted
-            if not self._in_memory(group, keys[i])
-        }
         self.disk.touch(places)
         files = deque(self.disk.files(places))
-        tokens = seq.tokens[: n * self.cache.pool.block_size]
-        return Restore(keys, tokens, places, files) if files else None
+        return Restore(keys, places, files) if files else None
 
     def _restore_next(self) -> bool:
         """Place the next run that was read, the prompts taking turns."""
@@ -236,7 +215,7 @@ class KVOffloader:
                 run = restore.reads.popleft().result()
                 restore.since = time.monotonic()
                 self._restores[seq] = self._restores.pop(seq)
-                placed = run is not None and self._place(restore, run)
+                placed = run is not None and self._place(seq, restore, run)
                 if not placed or not (restore.files or restore.reads):
                     self._stop(seq)
                 return True
@@ -245,7 +224,7 @@ class KVOffloader:
                 return True
         return False
 
-    def _place(self, restore: Restore, run: Run) -> bool:
+    def _place(self, seq: Seq, restore: Restore, run: Run) -> bool:
         """Make a run's content cached in the pools; False where it has no room or does not fit."""
         places = [
             (n, *restore.places[key]) for n, key in enumerate(run.keys) if key in restore.places
@@ -262,9 +241,9 @@ class KVOffloader:
         if blocks is None:
             return False
         try:
-            fits = self.transfer.place(group, blocks, run.arrays, list(found))
+            fits: bool = self.transfer.place(group, blocks, run.arrays, list(found))
             for block, i in zip(blocks, found.values(), strict=True) if fits else ():
-                tokens = restore.tokens[i * pool.block_size : (i + 1) * pool.block_size]
+                tokens = seq.tokens[i * pool.block_size : (i + 1) * pool.block_size]
                 pool.cache(block, restore.keys[i], pool.parent(restore.keys, i), tuple(tokens))
         finally:
             pool.free(blocks)

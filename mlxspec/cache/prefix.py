@@ -166,6 +166,7 @@ class KVCacheManager:
 
     def allocate_prefix(self, seq: Seq, match: PrefixMatch) -> Copies:
         """Give a sequence without blocks its cached prefix. Returns the blocks to copy."""
+        size = self.pool.block_size
         tables = [list(table) for table in match.tables] or [[] for _ in self.pools]
         for pool, table in zip(self.pools, tables, strict=True):
             pool.share(_owned(table))
@@ -173,13 +174,11 @@ class KVCacheManager:
             if match.state is not None:  # it belongs after the slots that are not copied
                 self._free(tables)
                 return self.allocate_prefix(seq, PrefixMatch(known=match.known))
-            whole = len(match.keys) * self.pool.block_size
-            match = replace(match, length=whole, sources=())
+            match = replace(match, length=len(match.keys) * size, sources=())
         copies: Copies = []
         for group, source in enumerate(match.sources):
             tables[group] += self.pools[group].allocate(1) or ()
             copies.append((group, source, tables[group][-1]))
-        size = self.pool.block_size
         seq.table, *seq.windows = tables
         seq.keys, seq.state, seq.computed = list(match.keys), match.state, match.length
         seq.shared = len(match.keys) * size

@@ -1,5 +1,5 @@
-"""What outlives the process: a second engine on the same directory goes on where the first one
-stopped."""
+"""The prompt cache on disk under an engine: a second engine on the same directory continues where
+the first one stopped."""
 
 import functools
 import shutil
@@ -12,7 +12,7 @@ import pytest
 from mlxspec.cache import offload
 from mlxspec.cache.blocks import MIN_IDLE_S
 from mlxspec.cache.disk import DiskCache, read_label
-from mlxspec.cache.offload import MAX_CHAINS, MIN_GAIN
+from mlxspec.cache.offload import MAX_CHAINS, MAX_READS, MIN_GAIN
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import Options, _outlive
 from mlxspec.model.transfer import Transfer
@@ -280,4 +280,23 @@ def test_chains_that_wait_are_bounded(tmp_path: Path) -> None:
     while e.busy:
         e.step()
     assert len(e.scheduler.tier._chains) == MAX_CHAINS
+    disk.close(5)
+
+
+def test_reads_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "RUN_BLOCKS", 1)
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3")
+    stuck = threading.Event()
+    disk._reader.submit(stuck.wait, 10)
+    for i in range(2):
+        e.add(tiny.request(f"r{i}", PROMPT, 12))
+    for _ in range(3):
+        e.step()
+        assert sum(len(restore.reads) for restore in e.tier._restores.values()) == MAX_READS
+    stuck.set()
+    outputs = finish(e, disk)
+    for i in range(2):
+        assert tiny.tokens(outputs, f"r{i}") == plain("qwen3")(PROMPT, 12)
+    assert outputs[-1].cached == READ
     disk.close(5)

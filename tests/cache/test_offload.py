@@ -298,5 +298,5 @@ def test_reads_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     outputs = finish(e, disk)
     for i in range(2):
         assert tiny.tokens(outputs, f"r{i}") == plain("qwen3")(PROMPT, 12)
-    assert outputs[-1].cached == READ
+    assert outputs[-1].cached >= READ
     disk.close(5)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.bench import replay
-from mlxspec.cache import runfile
+from mlxspec.cache import disk
 from mlxspec.client import ClientError
 from mlxspec.commands import chat, models
 from mlxspec.config import ConfigError, load
@@ -394,6 +395,7 @@ SCHEMAS = {
 CHILD = """
 import json, sys, threading
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.messages import Refused
@@ -641,6 +643,14 @@ def told_by_flaws(file: Path) -> None:
     weights.unlink()
 
 
+def label_of(file: Path) -> None:
+    data = file.read_bytes()
+    for content in (data, len(data).to_bytes(8, "little") + data):
+        with contextlib.suppress(ValueError):
+            disk.read_label(BytesIO(content))
+        assert disk.decode(content, "0" * 32) is None
+
+
 def settings_of(file: Path) -> None:
     load({}, {"MLXSPEC_CONFIG": str(file)})
 
@@ -654,7 +664,7 @@ READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], 
     "recording": (replay.read, (ConfigError,), ['{"prompt": %s, "output": [1]}', '{"prompt": [%s]}']),
     "crashes": (crashes.read, (), ['{"running": %s}', '{"crashes": %s}', '{"crashes": [%s]}']),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
-    "run": (runfile.label, (), ['12345678{"__metadata__":%s}', '12345678{"__metadata__":{"keys":%s}}']),
+    "run": (label_of, (), ['{"__metadata__":%s}', '{"__metadata__":{"keys":%s}}']),
     "settings": (settings_of, (ConfigError,), ["port = %s", "zzz = %s", "[%s]", "%s.a = 1"]),
 }  # fmt: skip
 

@@ -22,16 +22,11 @@ STEADY = {
     "self.loop.time",
     "loop.time",
     "self.now",
-    "self._index.now",
 }  # asyncio's clock, and names of ours
 TOLD = ""  # to clients, and nothing follows from it
 STAMPS = {  # how often a file asks for it, and the test that a jump does no harm there
     "chosen.py": (1, TOLD),
-    "engine/disk.py": (1, "engine/test_disk.py::test_a_file_of_the_future_counts_as_used_now"),
-    "engine/runindex.py": (
-        1,
-        "engine/test_disk.py::test_a_clock_that_is_set_back_makes_nothing_old",
-    ),
+    "cache/disk.py": (1, "cache/test_disk.py::test_a_clock_that_is_set_back_makes_nothing_old"),
     "engine/start.py": (1, TOLD),
     "server/openai.py": (1, TOLD),
     "server/responses.py": (1, TOLD),

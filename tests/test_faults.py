@@ -23,7 +23,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from mlxspec.cache.offload import Tier
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.config import Config
 from mlxspec.engine import structured
 from mlxspec.engine.engine import Engine
@@ -74,7 +74,7 @@ POINTS: list[tuple[Any, str]] = [
     (Runner, "rollback"),
     (Scheduler, "commit"),
     (structured, "take"),
-    (Tier, "turn"),
+    (KVOffloader, "poll"),
     (Worker, "_publish"),
     (Worker, "_deliver"),  # on the event loop's thread
 ]

@@ -57,7 +57,7 @@ def test_200_kills(tmp_path: Path) -> None:
             answers, hits = answers + 1, hits + bool(told["cached"])
             read = max(read, told["read"])
         assert timer is not None, "it never answered"
-        torn += len(list((tmp_path / "prompts").rglob("*.tmp")))
+        torn += len(list((tmp_path / "prompts").rglob("*.safetensors.*")))
     for process in zygotes.values():
         process.communicate(timeout=10)
     print(f"\n{ROUNDS} kills, {answers} answers, {hits} with a hit, {torn} files left half written")

@@ -1,26 +1,27 @@
-"""The disk tier under a tiny engine, and how to wait for it."""
+"""The prompt cache on disk under a tiny engine, and how to wait for it."""
 
+from concurrent.futures import wait
 from pathlib import Path
 
-from mlxspec.cache.disk import Disk
-from mlxspec.cache.offload import Tier
+from mlxspec.cache.disk import DiskCache
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine.engine import Engine
 from mlxspec.model.transfer import Transfer
 from mlxspec.types import Output
 from tests import tiny
 
 
-def attach(e: Engine, root: Path) -> Disk:
+def attach(e: Engine, root: Path) -> DiskCache:
     """Give the engine a directory that outlives it; its pools are made first, as warm-up does."""
     e.add(tiny.request("warm", range(300, 303), 2))
     tiny.run(e)
     e.reset()
-    disk = Disk(root, "c0ffee00", 1 << 28)
-    e.tier = e.scheduler.tier = Tier(disk, e.scheduler.groups, Transfer(e.runner))
+    disk = DiskCache(root, "c0ffee00", 1 << 28)
+    e.tier = e.scheduler.tier = KVOffloader(disk, e.scheduler.groups, Transfer(e.runner))
     return disk
 
 
-def finish(e: Engine, disk: Disk) -> list[Output]:
+def finish(e: Engine, disk: DiskCache) -> list[Output]:
     """Run until all is computed and saved, waiting for the disk where the engine does."""
     outputs: list[Output] = []
     while e.active:
@@ -28,7 +29,8 @@ def finish(e: Engine, disk: Disk) -> list[Output]:
         e.check()
         if e.rests:
             assert e.tier is not None
-            assert all(land.fetch.ready.wait(5) for land in e.tier._landings.values() if land.fetch)
+            reads = [read for restore in e.tier._restores.values() for read in restore.reads]
+            assert not wait(reads, 5).not_done
             assert disk.flush(5)
     assert disk.flush(5)
     return outputs

@@ -222,7 +222,7 @@ def engine(
     and grow."""
     sizes: dict[int, int] = {}
     for w in windows_of(m) if own and layout != "solo" else ():
-        sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
+        sizes[w] = min(blocks, Window.min_blocks(w, block, max_sequences, budget, MAX_DEPTH))
     runner = Runner(
         m, layout, block, blocks, windows=sizes, lone=lone, rollback=rollback, kv_bits=kv_bits
     )
@@ -233,7 +233,7 @@ def engine(
         StateCache(states, STRIDE, own_state) if stateful else None,
     )
     if not whole:
-        runner.grow_on_demand(lambda: [pool.given for pool in groups.pools])
+        runner.grow_on_demand(lambda: [pool.highest for pool in groups.pools])
         runner.view.held = {pool: min(2, size) for pool, size in runner.view.blocks.items()}
     scheduler = Scheduler(
         groups,

@@ -22,7 +22,7 @@ from mlxspec.config import Config  # noqa: E402  after BLAS
 from mlxspec.engine.loader import load_engine  # noqa: E402
 from tests import tiny  # noqa: E402
 
-SLOW_S = 0.02  # of every fsync, so that a kill often falls into a write
+SLOW_S = 0.02  # before every rename, so that a kill often falls into a write
 
 BLOCK = 8
 STARTS = 60  # conversations that come again and again, more than the directory holds
@@ -38,13 +38,13 @@ def prompts(seed: int) -> Iterator[list[int]]:
 
 
 def live(root: Path, kind: str, seed: int) -> None:
-    sync = os.fsync
+    replace = os.replace
 
-    def slowly(fd: int) -> None:
+    def slowly(*args: str) -> None:
         time.sleep(SLOW_S)
-        sync(fd)
+        replace(*args)
 
-    os.fsync = slowly
+    os.replace = slowly
     config = Config(
         speculate="off",
         cache_dir=str(root),

@@ -1,14 +1,12 @@
-"""The block pool: who holds which KV block, and which blocks are known by content.
+"""The pool of KV blocks: reference counts, the prefix cache's index, and eviction.
 
-Rule: a block's content is only trusted under its key, a hash chained over everything before it;
-only full, committed blocks carry one. Block 0 is the null block: padding points there, nobody owns
-it.
+Rule: a block's content is reused only under its key, a hash chained over all tokens before it; only
+full, committed blocks have one. Block 0 is the null block: padding points there, nobody owns it.
 """
 
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice, takewhile
 
@@ -16,51 +14,32 @@ import numpy as np
 
 from mlxspec.types import NULL_BLOCK
 
-# that content is left alone which can be had again; as long as Anthropic's cache keeps its own
-AGE_S = 300.0
-LOOKS = 64  # blocks that are looked at for one that is no loss
-PARTS = 8  # copy sources remembered under one parent; the oldest is forgotten first
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the pool knows of a prompt: whole `blocks` to share, with their `keys`, then `copy =
-    (block, n)`: the first `n` slots of a block whose content starts as the prompt goes on, to be
-    copied, not shared."""
-
-    blocks: tuple[int, ...]
-    keys: tuple[bytes, ...]
-    copy: tuple[int, int] | None
+MIN_IDLE_S = 300.0  # a block idle for less is not evicted to save memory: Anthropic's cache TTL
+MAX_SCANNED = 64  # idle blocks that are looked at for one whose eviction costs nothing
+MAX_PARTIALS = 8  # copy sources kept under one parent; the oldest is dropped first
 
 
 class BlockPool:
-    """`blocks` blocks of `block_size` token slots; block 0 is reserved. Seven verbs: match, alloc,
-    share, drop, publish, forget, check. Not thread-safe: the engine thread owns it."""
+    """`size` blocks of `block_size` token slots; block 0 is reserved. Not thread-safe.
 
-    def __init__(self, blocks: int, block_size: int, salt: bytes = b"") -> None:
-        if blocks < 2 or block_size < 1:
-            raise ValueError(
-                f"a pool needs 2 blocks and 1 slot at least, got {blocks} of {block_size}"
-            )
-        self.size, self.block_size = blocks, block_size
-        self.root = blake2b(salt, digest_size=16).digest()
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(1, blocks)
-        )  # in eviction order
-        self.idle: OrderedDict[int, float] = (
-            OrderedDict()
-        )  # those with known content, and since when
-        self.kept: Callable[[bytes], bool] | None = None  # whether a key's content can be had again
-        self.spent: OrderedDict[int, None] = OrderedDict()  # of these, what is hardly of use
-        self.refs = [0] * blocks
-        self.given = NULL_BLOCK  # the highest block that was ever given out
-        self.thrifty = False  # rather forget than take memory for a block that was never given out
-        self.index: dict[bytes, int] = {}
-        self.key: dict[int, bytes] = {}
-        self.parts: dict[
-            bytes, dict[int, tuple[int, ...]]
-        ] = {}  # parent key -> block -> its tokens
-        self.parent: dict[int, bytes] = {}
+    `free_blocks` is in eviction order. A free block that is still in the index is *idle*: it is
+    reused on a prefix match, or evicted.
+    """
+
+    def __init__(self, size: int, block_size: int, salt: bytes = b"") -> None:
+        self.size, self.block_size = size, block_size
+        self.root = blake2b(salt, digest_size=16).digest()  # the key before the first block
+        self.refs = [0] * size
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, size))
+        self.idle: OrderedDict[int, float] = OrderedDict()  # block -> when it was freed
+        self.low_priority: OrderedDict[int, None] = OrderedDict()  # idle blocks to evict first
+        self.highest = NULL_BLOCK  # the highest block ever allocated: memory is taken up to it
+        self.save_memory = False  # evict idle blocks before going above `highest`
+        self.on_disk: Callable[[bytes], bool] | None = None  # None: nothing is kept on disk
+        self.by_key: dict[bytes, int] = {}
+        self.keys: dict[int, bytes] = {}  # block -> its key
+        self.partials: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent -> block -> tokens
+        self.parents: dict[int, bytes] = {}  # block -> the key that it stands under in `partials`
         self.clock = time.monotonic
 
     @property
@@ -68,198 +47,175 @@ class BlockPool:
         """Tokens that fit when one sequence has the pool to itself."""
         return (self.size - 1) * self.block_size
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest known prefix of `tokens`. Looks only; `share` takes the references."""
-        size, keys = self.block_size, tuple(takewhile(self.index.__contains__, self.chain(tokens)))
-        start = len(keys) * size
-        rest = tokens[
-            start : min(start + size, len(tokens) - 1)
-        ]  # a hit leaves one token to compute
-        part = self.part(keys[-1] if keys else self.root, rest)
-        return Match(tuple(self.index[key] for key in keys), keys, part)
-
-    def chain(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The keys of the full blocks of `tokens`, known or not."""
-        key = self.root
-        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            key = _key(key, tokens[start : start + self.block_size])
-            yield key
-
-    def part(self, parent: bytes, rest: Sequence[int]) -> tuple[int, int] | None:
-        """The block behind `parent` that starts most like `rest`, and how many of its tokens do."""
-        best, found = 0, None
-        for block, content in self.parts.get(parent, {}).items():
-            if (n := _common(content, rest)) > best:
-                best, found = n, (block, n)
-        return found
-
-    def alloc(self, n: int) -> list[int] | None:
-        """`n` blocks with one reference each, or None and nothing taken. What they held is
-        forgotten."""
-        if n > len(self.free):
-            return None
-        return [self._take() for _ in range(n)]
-
-    def _take(self) -> int:
-        """A block without known content, else one that is spent, else the one not used for longest.
-        One that can be had again goes, once it is old, before one that was never given out, which
-        may take memory."""
-        block = next(iter(self.free))
-        if block > self.given and self.idle:
-            block = next(iter(self.idle)) if self.thrifty else self._spare() or block
-        if self.spent and block in self.idle:
-            block = next(iter(self.spent))
-        del self.free[block]
-        self.idle.pop(block, None)
-        self.spent.pop(block, None)
-        self._forget(block)
-        self.refs[block] = 1
-        self.given = max(self.given, block)
-        return block
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each block; a free one comes back to life with its content."""
-        for block in blocks:
-            if self.refs[block] == 0:
-                del self.free[block]
-                self.idle.pop(block, None)
-                self.spent.pop(block, None)
-            self.refs[block] += 1
-
-    def drop(self, blocks: Sequence[int], spent: bool = False) -> None:
-        """One reference less to each, the tail first, so that a prefix outlives what followed it;
-        what is `spent` goes before all other known content."""
-        now = self.clock()
-        for block in reversed(blocks):
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
-                self.free[block] = None
-                if not self._known(block):
-                    self.free.move_to_end(block, last=False)
-                    continue
-                self.idle[block] = now
-                if spent:
-                    self.spent[block] = None
-
-    def publish(
-        self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int
-    ) -> None:
-        """Make the full blocks of `tokens[:upto]` known, and extend `keys`, their hash chain, in
-        place."""
-        size = self.block_size
-        for i in range(len(keys), upto // size):
-            content = tuple(tokens[i * size : (i + 1) * size])
-            keys.append(_key(keys[-1] if keys else self.root, content))
-            self.name(table[i], keys, i, content)
-
-    def name(self, block: int, keys: Sequence[bytes], i: int, content: tuple[int, ...]) -> None:
-        """Make `block` known as the one with `keys[i]`, unless another is or it is known
-        already."""
-        if block != NULL_BLOCK and keys[i] not in self.index and block not in self.key:
-            self.index[keys[i]] = block
-            self.key[block] = keys[i]
-            self._offer(keys[i - 1] if i else self.root, block, content)
-
-    def publish_tail(
-        self, tokens: Sequence[int], table: Sequence[int], keys: list[bytes], upto: int
-    ) -> None:
-        """Offer the slots of the last, partly filled block of `tokens[:upto]` as a source to copy
-        from.
-
-        They are committed and never rewritten, whatever its owner adds behind them."""
-        i = upto // self.block_size
-        if upto % self.block_size and len(keys) == i and table[i] not in self.key:
-            content = tuple(tokens[i * self.block_size : upto])
-            self._offer(keys[-1] if keys else self.root, table[i], content)
-
-    def forget(self) -> int:
-        """Forget what the free blocks hold; how many were known."""
-        known = list(self.idle)
-        for block in reversed(known):
-            self._forget(block)
-            self.free.move_to_end(block, last=False)  # before those that would take new memory
-        self.idle.clear()
-        self.spent.clear()
-        return len(known)
-
-    def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Assert every invariant; `tables`, if given, are all the block tables that hold
-        references."""
-        assert NULL_BLOCK not in self.free and self.refs[NULL_BLOCK] == 0, "the null block is owned"
-        for block in range(1, self.size):
-            assert (self.refs[block] == 0) == (block in self.free), (
-                f"block {block} is both free and held"
-            )
-        if tables is not None:
-            held = Counter(block for table in tables for block in table)
-            assert NULL_BLOCK not in held, "a table holds the null block"
-            assert all(self.refs[b] == held[b] for b in range(self.size)), (
-                "references differ from the tables"
-            )
-        assert self.spent.keys() <= self.idle.keys(), "a spent block is not idle"
-        assert list(self.idle) == [b for b in self.free if self._known(b)], (
-            "idle blocks are not those known"
-        )
-        assert self.key == {block: key for key, block in self.index.items()}, (
-            "index and keys differ"
-        )
-        listed = {block: parent for parent, blocks in self.parts.items() for block in blocks}
-        assert listed == self.parent, "copy sources differ from their parents"
-        assert all(0 < len(blocks) <= PARTS for blocks in self.parts.values()), (
-            "a parent lists too many"
-        )
-
     @property
     def used(self) -> int:
-        return self.size - 1 - len(self.free)
+        """Blocks with references."""
+        return self.size - 1 - len(self.free_blocks)
 
-    def _spare(self) -> int | None:
-        """An old block that is no loss, among the oldest: it can be had again, is hardly of use, or
-        is only a part of one."""
-        if self.kept is None:
+    # ---- the index
+
+    def chain(self, tokens: Sequence[int], parent: bytes = b"") -> Iterator[bytes]:
+        """The keys of the full blocks of `tokens`, which follow the block with key `parent`."""
+        key = parent or self.root
+        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            content = np.asarray(tokens[start : start + self.block_size], np.int32)
+            key = blake2b(content.tobytes(), digest_size=16, key=key).digest()
+            yield key
+
+    def match(self, tokens: Sequence[int]) -> list[bytes]:
+        """The keys of the longest cached prefix of `tokens`, in full blocks. Changes nothing."""
+        return list(takewhile(self.by_key.__contains__, self.chain(tokens)))
+
+    def match_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """The block after `parent` that shares the most leading tokens with `tokens`, and how many.
+
+        The null block and 0 where none shares any."""
+        best = (NULL_BLOCK, 0)
+        for block, content in self.partials.get(parent, {}).items():
+            n = _common_prefix(content, tokens)
+            if n > best[1]:
+                best = (block, n)
+        return best
+
+    def parent(self, keys: Sequence[bytes], n: int) -> bytes:
+        """The key of the block before block `n` of a chain."""
+        return keys[n - 1] if n else self.root
+
+    def cache(self, block: int, key: bytes, parent: bytes, tokens: tuple[int, ...]) -> None:
+        """Index a full block, unless its key or the block itself is indexed already."""
+        if block != NULL_BLOCK and key not in self.by_key and block not in self.keys:
+            self.by_key[key] = block
+            self.keys[block] = key
+            self._add_partial(block, parent, tokens)
+
+    def cache_partial(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
+        """Offer the first slots of a partly filled block as a copy source.
+
+        They are committed and never rewritten, whatever the owner adds after them."""
+        if block not in self.keys:
+            self._add_partial(block, parent, tokens)
+
+    # ---- references
+
+    def allocate(self, n: int) -> list[int] | None:
+        """`n` blocks with one reference each, their content evicted; None if too few are free."""
+        if n > len(self.free_blocks):
             return None
-        until = self.clock() - AGE_S
-        for block, since in islice(self.idle.items(), LOOKS):
+        return [self._allocate_one() for _ in range(n)]
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block; an idle one keeps its content."""
+        for block in blocks:
+            if self.refs[block] == 0:
+                self._take(block)
+            self.refs[block] += 1
+
+    def free(self, blocks: Sequence[int], low_priority: bool = False) -> None:
+        """Drop a reference to each block, the last block first, so that a prefix is evicted last.
+
+        `low_priority` content is evicted before all other."""
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block]:
+                continue
+            self.free_blocks[block] = None
+            if self._cached(block):
+                self.idle[block] = self.clock()
+                if low_priority:
+                    self.low_priority[block] = None
+            else:
+                self.free_blocks.move_to_end(block, last=False)
+
+    def evict_idle(self) -> int:
+        """Evict all idle blocks; how many they were."""
+        blocks = list(self.idle)
+        for block in reversed(blocks):
+            self._evict(block)
+            self.free_blocks.move_to_end(block, last=False)
+        self.idle.clear()
+        self.low_priority.clear()
+        return len(blocks)
+
+    def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Assert every invariant; `tables`, if given, are all the block tables with references."""
+        free = {block for block in range(1, self.size) if not self.refs[block]}
+        assert not self.refs[NULL_BLOCK], "the null block is owned"
+        assert free == self.free_blocks.keys(), "free blocks and references differ"
+        if tables is not None:
+            held = Counter(block for table in tables for block in table)
+            assert held == Counter(dict(enumerate(self.refs))), "tables and references differ"
+        assert self.low_priority.keys() <= self.idle.keys(), "a low-priority block is not idle"
+        cached = [block for block in self.free_blocks if self._cached(block)]
+        assert list(self.idle) == cached, "idle blocks are not the cached free ones"
+        assert self.keys == {block: key for key, block in self.by_key.items()}, "keys differ"
+        listed = {block: parent for parent, blocks in self.partials.items() for block in blocks}
+        assert listed == self.parents, "copy sources differ from their parents"
+        sizes = map(len, self.partials.values())
+        assert all(0 < size <= MAX_PARTIALS for size in sizes), "a parent lists too many"
+
+    def _allocate_one(self) -> int:
+        """Take a free block without content, else a low-priority one, else the longest idle one.
+
+        Before a block above `highest`, which takes memory, idle content goes if that is cheap."""
+        block = next(iter(self.free_blocks))
+        if block > self.highest and self.idle:
+            block = next(iter(self.idle)) if self.save_memory else self._cheap_eviction() or block
+        if block in self.idle and self.low_priority:
+            block = next(iter(self.low_priority))
+        self._take(block)
+        self._evict(block)
+        self.refs[block] = 1
+        self.highest = max(self.highest, block)
+        return block
+
+    def _cheap_eviction(self) -> int | None:
+        """A long-idle block that is on disk too, or low-priority, or only a partial one."""
+        if self.on_disk is None:
+            return None
+        until = self.clock() - MIN_IDLE_S
+        for block, since in islice(self.idle.items(), MAX_SCANNED):
             if since >= until:
                 break
-            if block in self.spent or block not in self.key or self.kept(self.key[block]):
+            key = self.keys.get(block)
+            if key is None or block in self.low_priority or self.on_disk(key):
                 return block
         return None
 
-    def _known(self, block: int) -> bool:
-        return block in self.key or block in self.parent
+    def _take(self, block: int) -> None:
+        """Remove a block from the free ones."""
+        del self.free_blocks[block]
+        self.idle.pop(block, None)
+        self.low_priority.pop(block, None)
 
-    def _offer(self, parent: bytes, block: int, content: tuple[int, ...]) -> None:
-        if block in self.parent:
-            self._withdraw(block)
-        blocks = self.parts.setdefault(parent, {})
-        blocks[block] = content
-        self.parent[block] = parent
-        if len(blocks) > PARTS:
+    def _cached(self, block: int) -> bool:
+        return block in self.keys or block in self.parents
+
+    def _add_partial(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
+        self._drop_partial(block)
+        blocks = self.partials.setdefault(parent, {})
+        blocks[block] = tokens
+        self.parents[block] = parent
+        if len(blocks) > MAX_PARTIALS:
             oldest = next(iter(blocks))
-            self._withdraw(oldest)
-            if oldest in self.free and oldest not in self.key:
-                self.idle.pop(oldest)
-                self.spent.pop(oldest, None)
-                self.free.move_to_end(oldest, last=False)
+            self._drop_partial(oldest)
+            if oldest in self.idle and oldest not in self.keys:  # nothing of it is cached now
+                del self.idle[oldest]
+                self.low_priority.pop(oldest, None)
+                self.free_blocks.move_to_end(oldest, last=False)
 
-    def _withdraw(self, block: int) -> None:
-        parent = self.parent.pop(block)
-        del self.parts[parent][block]
-        if not self.parts[parent]:
-            del self.parts[parent]
+    def _drop_partial(self, block: int) -> None:
+        if block in self.parents:
+            parent = self.parents.pop(block)
+            del self.partials[parent][block]
+            if not self.partials[parent]:
+                del self.partials[parent]
 
-    def _forget(self, block: int) -> None:
-        if block in self.key:
-            del self.index[self.key.pop(block)]
-        if block in self.parent:
-            self._withdraw(block)
-
-
-def _key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16, key=parent).digest()
+    def _evict(self, block: int) -> None:
+        if block in self.keys:
+            del self.by_key[self.keys.pop(block)]
+        self._drop_partial(block)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     n = min(len(a), len(b))
     return next((i for i in range(n) if a[i] != b[i]), n)

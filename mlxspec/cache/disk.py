@@ -1,400 +1,308 @@
-"""The disk tier: runs of KV blocks and state snapshots that outlive the process, as files under one
-root.
+"""The prompt cache on disk: runs of KV blocks and recurrent states, each a safetensors file.
 
-Rule: it may cost a recomputation, never an answer. What is read was verified; what fails is a miss,
-logged once; the engine's thread never waits; the files never pass the limit. Processes that share a
-root write in turn, and who follows another looks again.
+Rule: it may cost a recomputation, never an answer: what is read was checked against its digest, and
+a damaged file is a miss. Callers never wait: one thread writes, another reads. Writers hold the
+directory's lock, so that models and processes that share it keep one limit.
 """
 
-import fcntl
+import json
 import logging
 import os
-import threading
+import re
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b, sha256
+from io import BytesIO
 from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
 
-from mlxspec.cache.runfile import (
-    FOLDER,
-    Run,
-    encode,
-    keys_of,
-    label,
-    listing,
-    open_lock,
-    pieces,
-    put,
-    read,
-)
-from mlxspec.cache.runindex import File, Index, Waiting
+import numpy as np
+from pydantic import BaseModel, Field
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from mlxspec.files import lock, write_atomic
 
 log = logging.getLogger("mlxspec")
 
-RATE = 64 << 20  # bytes a second to write
-BURST = 4.0  # seconds' worth that may be written at once
-PENDING = 128 << 20  # bytes that may wait to be written
-READING = 128 << 20  # bytes of fetches that somebody holds
-FETCHES = 64  # that may wait to be read
-REST = 60.0  # seconds without writing after a write has failed
+FORMAT = "2"
+MAX_QUEUED = 128 << 20  # bytes that wait to be written
+MAX_HEADER = 1 << 20  # bytes of a file's header
+TOUCH_BYTES = 1 << 14  # what a touch counts for in the queue
+STEP_NS = 1000  # between two times of use
+
+FOLDER = re.compile(r"[0-9a-f]{8,64}")  # a fingerprint
+FILE = re.compile(r"[0-9a-f]{32}\.safetensors(\.\d+)?")  # with a number: only partly written
+
+WEIGHTS = {".safetensors", ".npz", ".gguf", ".py"}  # what mlx-lm computes with, beside config.json
+SAMPLES, SAMPLE_BYTES = 16, 1 << 14  # of a weight file, spread evenly
+
+
+def fingerprint(model_dir: Path, about: Mapping[str, str]) -> str:
+    """32 hex digits for a model and `about`: layout, bits, versions, whatever else its KV depends
+    on. Of weights the name, size, mtime and samples count. Raises OSError."""
+    digest = blake2b(digest_size=16)
+    digest.update(json.dumps([FORMAT, sorted(about.items())]).encode())
+    digest.update((model_dir / "config.json").read_bytes())
+    for path in sorted(model_dir.iterdir()):
+        if path.suffix in WEIGHTS:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode())
+                for i in range(SAMPLES):
+                    file.seek(i * max(0, found.st_size - SAMPLE_BYTES) // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+# ---- one file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """The KV of some blocks of a chain with their 16-byte keys, or one recurrent state.
+
+    Equal keys mean equal arrays. `arrays` are C-contiguous and must not change any more."""
+
+    keys: tuple[bytes, ...]
+    arrays: dict[str, np.ndarray]
+
+
+class Label(BaseModel):
+    """A file's metadata: what it holds. `digest` covers the arrays and all other fields."""
+
+    fingerprint: str
+    model: str
+    keys: str = Field(pattern=r"^[0-9a-f]{32}( [0-9a-f]{32})*$")
+    digest: str = ""
+
+    def run_keys(self) -> tuple[bytes, ...]:
+        return tuple(map(bytes.fromhex, self.keys.split()))
+
+
+class _Header(BaseModel):
+    label: Label = Field(alias="__metadata__")
+
+
+def read_label(file: BinaryIO) -> Label:
+    """The label at the start of a file, not verified. Raises ValueError where there is none."""
+    size = int.from_bytes(file.read(8), "little")
+    return _Header.model_validate_json(file.read(min(size, MAX_HEADER))).label
+
+
+def encode(run: Run, fingerprint: str, model: str) -> bytes:
+    keys = " ".join(key.hex() for key in run.keys)
+    label = Label(fingerprint=fingerprint, model=model, keys=keys)
+    label.digest = _digest(label, run.arrays)
+    return save(run.arrays, label.model_dump())
+
+
+def decode(data: bytes, fingerprint: str) -> Run | None:
+    """The run in a file; None if it is damaged or another model's."""
+    try:
+        label, arrays = read_label(BytesIO(data)), load(data)
+    except (ValueError, KeyError, SafetensorError):
+        return None
+    if label.fingerprint != fingerprint or label.digest != _digest(label, arrays):
+        return None
+    return Run(label.run_keys(), arrays)
+
+
+def _digest(label: Label, arrays: Mapping[str, np.ndarray]) -> str:
+    digest = sha256(f"{label.fingerprint} {label.keys} {label.model}".encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()
+
+
+def stored_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Every file of the cache under `root`, also partly written ones. Raises OSError."""
+    for folder in root.iterdir() if root.exists() else ():
+        if FOLDER.fullmatch(folder.name):
+            for entry in os.scandir(folder):
+                with suppress(FileNotFoundError):  # evicted meanwhile
+                    if FILE.fullmatch(entry.name):
+                        yield Path(entry), entry.stat(follow_symlinks=False)
+
+
+# ---- the directory
 
 
 @dataclass(slots=True)
 class DiskStats:
-    """`files` and `bytes` are on disk now, of all models; `waiting` bytes are not yet. The others
-    only grow: bytes `written` and `read`; runs that were `hits`, `damaged`, not written
-    (`dropped`), or `evicted`."""
+    """`bytes` are those of all models. The others count what this process did: bytes `written` and
+    `read`, runs `hits` and `damaged`."""
 
-    files: int = 0
     bytes: int = 0
-    waiting: int = 0
     written: int = 0
     read: int = 0
     hits: int = 0
     damaged: int = 0
-    dropped: int = 0
-    evicted: int = 0
 
 
-class Fetch:
-    """What `Disk.fetch` will bring: `runs`, verified, in the order of the keys, complete once
-    `ready` is set. Its bytes count as under way while anybody holds it; to let go of it is to
-    cancel it."""
+class DiskCache:
+    """One model's runs: `<root>/<fingerprint>/<last key in hex>.safetensors`. `model` is its name.
 
-    __slots__ = ("__weakref__", "_bytes", "_freed", "ready", "runs")
+    `limit` bytes are for all models under `root`; the least recently used file, by mtime, goes
+    first. Methods are for the engine thread; only `flush` and `close` wait."""
 
-    def __init__(self, size: int, freed: deque[int]) -> None:
-        self.runs: list[Run] = []
-        self.ready = threading.Event()
-        self._bytes, self._freed = size, freed
-
-    def __del__(self) -> None:
-        self._freed.append(self._bytes)  # on any thread, at any moment: so no lock
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Lets `rate` bytes a second through, `burst` at once; what is larger goes alone and is paid
-    after."""
-
-    rate: float
-    burst: float
-    level: float
-    at: float
-
-    def delay(self, size: int, now: float) -> float:
-        """Seconds to wait before asking again; 0.0: take them."""
-        self.level, self.at = min(self.burst, self.level + (now - self.at) * self.rate), now
-        short = min(size, self.burst) - self.level
-        if short > 0:
-            return max(short / self.rate, 1e-3)  # never so little that a clock does not show it
-        self.level -= size
-        return 0.0
-
-
-class Disk:
-    """`<root>/<fingerprint>/<last key in hex>.safetensors`; the limit holds over all fingerprints
-    under `root`, and the least recently used file goes first. `model` is its name, for people.
-    Construction looks at names and heads. Then one thread writes and another reads, so that no read
-    waits for the slow writes. Methods are for any thread; only `flush` and `close` wait. `now` and
-    `pause(seconds)` clock the writes."""
-
-    def __init__(
-        self,
-        root: Path,
-        fingerprint: str,
-        limit_bytes: int,
-        *,
-        model: str = "",
-        rate: float = RATE,
-        pending: int = PENDING,
-        reading: int = READING,
-        now: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], object] | None = None,
-    ) -> None:
-        if not FOLDER.fullmatch(fingerprint):
-            raise ValueError(f"fingerprint = {fingerprint!r}: give 8 to 64 hex digits")
-        self._root, self._own, self._model = root, fingerprint, model
-        self._token = os.urandom(16).hex().encode()  # in the lock's file: who wrote last
-        self._limit = limit_bytes - len(self._token)
-        self._pending, self._most, self._now = pending, reading, now
-        self._over = threading.Event()
-        self._pause = pause or self._over.wait
-        self._bucket = Bucket(rate, BURST * rate, BURST * rate, now())
-        self._lock = threading.Condition()  # of all below; held for memory only, never during I/O
-        self._index = Index()
-        self._asked: deque[tuple[weakref.ref[Fetch], list[str]]] = deque()
-        self._freed: deque[int] = deque()
-        self._reading = 0  # bytes of fetches that somebody holds, and `_freed`
-        self._retry = -1.0  # when to write again after a failure
-        self._busy, self._closing, self._stale, self._told = True, False, True, False
-        self._count = DiskStats()
-        with self._guarded("cannot be read"):
-            self._scan(alone=False)
-        self._writer = threading.Thread(target=self._write, name="disk writer", daemon=True)
-        self._reader = threading.Thread(target=self._read, name="disk reader", daemon=True)
-        self._writer.start()
-        self._reader.start()
-
-    # ---- any thread
-    # -----------------------------------------------------------------------------------
+    def __init__(self, root: Path, fingerprint: str, limit: int, model: str = "") -> None:
+        self.root, self.fingerprint, self.limit, self.model = root, fingerprint, limit, model
+        self.queued = 0  # bytes that wait to be written
+        self._lock = Lock()  # guards `queued`
+        self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
+        self._keys: dict[Path, tuple[bytes, ...]] = {}
+        self._last_used = 0
+        self._warned = False
+        self._stats = DiskStats()
+        self._writer = ThreadPoolExecutor(1, "disk writer")
+        self._reader = ThreadPoolExecutor(1, "disk reader")
+        try:
+            for path, status in stored_files(root):
+                self._stats.bytes += status.st_size
+                self._last_used = max(self._last_used, status.st_mtime_ns)
+                if path.parent.name == fingerprint and path.suffix == ".safetensors":
+                    self._index(path)
+        except OSError as error:
+            self._warn(error)
+        self._submit(0, self._make_room, 0)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._index  # one look-up, which needs no lock
+        return key in self._paths
+
+    def files(self, keys: Iterable[bytes]) -> list[Path]:
+        """The files that hold these keys, each once, in the order of the keys."""
+        return list(dict.fromkeys(self._paths[key] for key in keys if key in self._paths))
 
     def save(self, run: Run) -> bool:
-        """Have a run written; False if all of it is known already, too much waits, or writing
-        failed of late. Raises ValueError for what no file can hold."""
-        if run.keys and all(key in self._index for key in run.keys):
+        """Queue a run to be written; False if too much is queued."""
+        size = sum(array.nbytes for array in run.arrays.values())
+        if not self._submit(size, self._write, run):
             return False
-        head = encode(run, self._own, self._model)
-        size = len(head) + sum(array.nbytes for array in run.arrays.values())
-        # of two such runs the newer is the longer
-        name = f"{self._own}/{run.keys[-1].hex()}.safetensors"
-        with self._lock:
-            full = self._index.waiting_bytes + size > self._pending or size > self._limit
-            if full or name in self._index.waiting or self._closing or self._now() < self._retry:
-                self._count.dropped += 1
-                return False
-            self._index.enqueue(name, Waiting(run, head, size, self._index.now()))
-            self._lock.notify_all()
+        self._add(self._path(run.keys), run.keys)
         return True
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """These were of use, the first most of all: so a chain's head outlives its tail. For hits
-        that need no fetch, and for a chain that a `save` has lengthened."""
-        with self._lock:
-            self._index.touch(self._index.names(keys))
-            self._lock.notify_all()
+    def read(self, path: Path) -> "Future[Run | None]":
+        """Read a file; the result is None if that is a miss."""
+        return self._reader.submit(self._read, path)
 
-    def fetch(self, keys: Iterable[bytes]) -> Fetch | None:
-        """Have the runs read that hold these keys, as many from the front as there is room for.
-        None: nothing of it is here, or too much is under way."""
-        with self._lock:
-            while self._freed:
-                self._reading -= self._freed.popleft()
-            chosen: list[str] = []
-            total = 0
-            for name in self._index.names(keys):
-                held = self._index.waiting.get(name) or self._index.files[name]
-                if self._reading + total + held.size > self._most:
-                    break
-                chosen.append(name)
-                total += held.size
-            if not chosen or self._closing or len(self._asked) >= FETCHES:
-                return None
-            self._reading += total
-            fetch = Fetch(total, self._freed)
-            self._asked.append((weakref.ref(fetch), chosen))
-            self._index.touch(chosen)
-            self._lock.notify_all()
-        return fetch
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Mark the files that hold these keys as used, the first one last: the head of a chain is
+        then evicted after its tail."""
+        self._submit(TOUCH_BYTES, self._touch, *reversed(self.files(keys)))
 
     def stats(self) -> DiskStats:
-        with self._lock:
-            now = self._index
-            return replace(
-                self._count, files=len(now.files), bytes=now.bytes, waiting=now.waiting_bytes
-            )
+        return replace(self._stats)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was saved and touched is on disk or was dropped; False: it took too
-        long."""
-        with self._lock:
-            return self._lock.wait_for(
-                lambda: not (self._index.waiting or self._index.touched or self._busy), timeout
-            )
+        """Wait until all that is queued was written; False if that took too long."""
+        return bool(wait([self._writer.submit(int)], timeout).done)
 
     def close(self, timeout: float) -> bool:
-        """Write what waits, at full speed, for `timeout` seconds at most; the rest is dropped.
-        True: nothing was. Fetches under way end as misses. Safe to call twice."""
-        end = time.monotonic() + timeout
-        with self._lock:
-            self._closing = True
-            self._lock.notify_all()
-        self._over.set()
-        self._writer.join(timeout)
-        with self._lock:
-            dropped = self._drop_waiting()
-        self._reader.join(max(0.0, end - time.monotonic()))
-        return not dropped and not self._writer.is_alive()
+        """Flush, then give up what is still queued. No method may be called afterwards."""
+        done = self.flush(timeout)
+        for executor in (self._writer, self._reader):
+            executor.shutdown(wait=False, cancel_futures=True)
+        return done
 
-    def _drop_waiting(self) -> int:
-        names = list(self._index.waiting)
-        for name in names:
-            self._index.settle(name)
-        self._count.dropped += len(names)
-        return len(names)
+    def _path(self, keys: tuple[bytes, ...]) -> Path:
+        return self.root / self.fingerprint / f"{keys[-1].hex()}.safetensors"
 
-    @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """Nothing that goes wrong with a disk may end a thread: it is logged, the first time as a
-        warning."""
+    def _index(self, path: Path) -> None:
         try:
-            yield
-        except Exception as error:
-            level = logging.DEBUG if self._told else logging.WARNING
-            log.log(level, "prompt cache: %s %s: %s", self._root, what, error)
-            self._told = True
+            with path.open("rb") as file:
+                self._add(path, read_label(file).run_keys())
+        except ValueError:
+            self._discard(path)
+
+    def _add(self, path: Path, keys: tuple[bytes, ...]) -> None:
+        self._keys[path] = keys
+        self._paths.update(dict.fromkeys(keys, path))
+
+    def _forget(self, path: Path) -> None:
+        for key in self._keys.pop(path, ()):
+            if self._paths.get(key) == path:
+                del self._paths[key]
+
+    def _discard(self, path: Path) -> None:
+        self._stats.damaged += 1
+        self._forget(path)
+        with suppress(OSError):
+            path.unlink()
+
+    def _warn(self, error: OSError) -> None:
+        level = logging.DEBUG if self._warned else logging.WARNING
+        log.log(level, "prompt cache in %s: %s", self.root, error)
+        self._warned = True
 
     # ---- the writer's thread
-    # ----------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        with self._guarded("cannot be tidied"):
-            if self._root.is_dir():
-                os.chmod(self._root, self._root.stat().st_mode & 0o700)  # it holds what users wrote
-                with self._alone():
-                    self._evict(0)
-        while True:
-            with self._lock:
-                self._busy = False
-                self._lock.notify_all()
-                self._lock.wait_for(
-                    lambda: self._index.waiting or self._index.touched or self._closing
-                )
-                name, waiting = next(iter(self._index.waiting.items()), ("", None))
-                if waiting is None and not self._index.touched:
-                    return
-                self._busy = True
-                files = self._index.files
-                stamps = [(x, files[x].used) for x in self._index.touched if x in files]
-                self._index.touched.clear()
-            for touched, used in stamps:
-                with suppress(OSError):  # gone meanwhile
-                    os.utime(self._root / touched, ns=(used, used))
-            if waiting is not None:
-                self._next(name, waiting)
+    def _submit(self, size: int, task: Callable[..., None], *args: Any) -> bool:
+        with self._lock:
+            if self.queued + size > MAX_QUEUED:
+                return False
+            self.queued += size
+        self._writer.submit(self._locked, size, task, *args)
+        return True
 
-    def _next(self, name: str, waiting: Waiting) -> None:
-        while (delay := self._bucket.delay(waiting.size, self._now())) and not self._closing:
-            self._pause(delay)
-        stored = False
-        with self._guarded(
-            f"cannot be written; now and whenever that happens, nothing is for {REST:.0f} s"
-        ):
-            self._store(name, waiting)
-            stored = True
-        if not stored:
-            with self._lock:
-                self._drop_waiting()
-                self._retry = self._now() + REST
-
-    def _store(self, name: str, waiting: Waiting) -> None:
-        with self._alone():
-            with self._lock:
-                if self._index.waiting.get(name) is not waiting:
-                    return  # closed
-                if self._index.on_disk(waiting.run.keys):  # another process was first
-                    return self._index.settle(name)
-            self._evict(waiting.size)
-            (self._root / self._own).mkdir(mode=0o700, exist_ok=True)
-            used = waiting.used
-            put(self._root / name, pieces(waiting.run, waiting.head), used)
-            with self._lock:
-                self._count.written += waiting.size
-                if self._index.waiting.get(name) is waiting:
-                    self._index.settle(name)
-                self._index.add(name, File(waiting.size, waiting.used, waiting.run.keys))
-                self._index.touched |= {name} if waiting.used != used else set()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other process writes or evicts meanwhile. If another did since, what is there is
-        looked at anew. The lock goes with the process, however that ends."""
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = open_lock(self._root)
+    def _locked(self, size: int, task: Callable[..., None], *args: Any) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if self._stale or os.pread(fd, 64, 0) != self._token:
-                self._scan(alone=True)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, self._token, 0)
-                self._stale = False
-            yield
-        except BaseException:
-            self._stale = True
-            raise
+            with lock(self.root / "lock"):
+                task(*args)
+        except OSError as error:
+            self._warn(error)
         finally:
-            os.close(fd)
+            with self._lock:
+                self.queued -= size
 
-    def _scan(self, alone: bool) -> None:
-        found: dict[str, File] = {}
-        for name, status in listing(self._root):
-            if name.endswith(".tmp"):
-                if alone:  # else its writer may be alive
-                    (self._root / name).unlink(missing_ok=True)
-                continue
-            known = self._index.files.get(name)
-            same = known is not None and known.size == status.st_size
-            keys = known.keys if known is not None and same else self._keys(name)
-            found[name] = File(status.st_size, min(status.st_mtime_ns, time.time_ns()), keys)
-        with self._lock:
-            self._index.replace(found)
+    def _write(self, run: Run) -> None:
+        path, data = self._path(run.keys), encode(run, self.fingerprint, self.model)
+        self._forget(path)  # until it is there
+        path.unlink(missing_ok=True)  # a shorter run with the same end
+        if len(data) <= self.limit:
+            self._make_room(len(data))
+            write_atomic(path, data)
+            self._touch(path)
+            self._add(path, run.keys)
+            self._stats.written += len(data)
+            self._stats.bytes += len(data)
 
-    def _keys(self, name: str) -> tuple[bytes, ...]:
-        """The keys that a file of ours claims to hold; none if it claims what cannot be."""
-        meta = None
-        if name.startswith(self._own + "/"):
-            with suppress(OSError):
-                meta = label(self._root / name)
-        keys = keys_of(meta) if meta and meta.get("fingerprint") == self._own else ()
-        return keys if keys and name.endswith(f"/{keys[-1].hex()}.safetensors") else ()
+    def _touch(self, *paths: Path) -> None:
+        for path in paths:  # later than all before, even if the clock was set back
+            self._last_used = max(time.time_ns(), self._last_used + STEP_NS)
+            with suppress(FileNotFoundError):
+                os.utime(path, ns=(self._last_used, self._last_used))
 
-    def _evict(self, size: int) -> None:
-        """Make room for `size` bytes."""
-        with self._lock:
-            gone = self._index.evict(self._limit - size)
-            self._count.evicted += len(gone)
-        for path in [self._root / name for name in gone]:
-            path.unlink(missing_ok=True)
-            if path.parent.name != self._own:
-                with suppress(OSError):  # not empty yet
-                    path.parent.rmdir()
+    def _make_room(self, size: int) -> None:
+        """Evict until `size` more bytes fit; delete what a killed process left half written."""
+        files = sorted(stored_files(self.root), key=lambda file: file[1].st_mtime_ns)
+        total = sum(status.st_size for _, status in files)
+        for path, status in files:
+            if total + size > self.limit or path.suffix != ".safetensors":
+                path.unlink(missing_ok=True)
+                self._forget(path)
+                total -= status.st_size
+        self._stats.bytes = total
 
     # ---- the reader's thread
-    # ----------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._asked or self._closing)
-                if not self._asked:
-                    return
-                asked = self._asked.popleft()
-            self._answer(*asked)  # in a frame of its own, so that none here keeps its runs
-
-    def _answer(self, asked: weakref.ref[Fetch], names: list[str]) -> None:
-        runs = []
-        for name in names:
-            if asked() is not None and not self._closing and (run := self._load(name)) is not None:
-                runs.append(run)
-        if (fetch := asked()) is not None:
-            fetch.runs = runs
-            fetch.ready.set()
-
-    def _load(self, name: str) -> Run | None:
-        with self._lock:
-            waiting, file = self._index.waiting.get(name), self._index.files.get(name)
-            self._count.hits += waiting is not None
-        if waiting is not None or file is None:
-            return waiting.run if waiting else None
-        run, gone = None, True
-        with self._guarded("cannot be read"), suppress(FileNotFoundError):
-            run = read(self._root / name, self._own, file.size)
-            gone = False
-        with self._lock:
-            if run is not None and run.keys == file.keys:
-                self._count.hits += 1
-                self._count.read += file.size
-                return run
-            self._count.damaged += not gone
-            if same := self._index.files.get(name) is file:  # else it was replaced meanwhile
-                self._index.forget(name)
-        if same and not gone:
-            with suppress(OSError):
-                (self._root / name).unlink()
-        return None
+    def _read(self, path: Path) -> Run | None:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            self._forget(path)
+            if not isinstance(error, FileNotFoundError):  # evicted or cleared meanwhile
+                self._warn(error)
+            return None
+        run = decode(data, self.fingerprint)
+        if run is None or path != self._path(run.keys):
+            self._discard(path)
+            return None
+        self._stats.hits += 1
+        self._stats.read += len(data)
+        return run

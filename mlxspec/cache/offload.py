@@ -1,315 +1,255 @@
-"""Between the prefix cache and the disk: what a chain left behind goes there run by run, and what a
-waiting prompt can reuse of it comes back before the prompt starts.
+"""Offloads the prefix cache to disk: saves the blocks and states of finished prompts, and restores
+what a waiting prompt can reuse before it is admitted.
 
-Rule: nothing waits for the disk but the prompt that gains by it. What comes back is entered into
-the pools as known content and found there like any other; what does not come is computed.
+Rule: only a prompt that gains by it waits for the disk. What is restored enters the pools as cached
+content and is found there by the ordinary prefix match; what is not is computed.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from mlxspec.cache.disk import Disk, Fetch
+from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import KVCacheManager, PrefixMatch
-from mlxspec.cache.runfile import Run
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
 
-RUN, RUN_BYTES = (
-    16,
-    1 << 24,
-)  # of a file, at most: blocks, and bytes if more than one block has them
-GAIN = 4  # blocks that a fetch must spare
-PORTION = 1 << 26  # bytes that are asked for at a time
-WAIT_S = 5.0  # without anything from the disk, after which a prompt is computed
-CHAINS = 64  # that wait to be saved; the oldest is given up
-REST = 0.01  # seconds between two looks at a writer that is behind
-ROOM = 1 << 26  # bytes that wait for the writer, beyond which no more is handed to it
-
-Arrays = dict[str, np.ndarray]
-
-
-class Memory(Protocol):
-    """Where the pools' content lies: the runner."""
-
-    def export(self, group: int, blocks: Sequence[int]) -> Any:
-        """The content of blocks, submitted to be copied."""
-
-    def host(self, exported: Any) -> Arrays:
-        """What `export` or `export_state` began, read."""
-
-    def place(
-        self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]
-    ) -> bool:
-        """Write blocks number `which` of what `export` gave. False where that does not fit."""
-
-    def export_state(self, state: Any) -> Any: ...
-
-    def place_state(self, arrays: Arrays) -> Any:
-        """The state, or None where that does not fit."""
-
-    def block_bytes(self, group: int) -> int: ...
+RUN_BLOCKS, RUN_BYTES = 16, 1 << 24  # of a file, at most; one block at least
+MIN_GAIN = 4  # blocks that a restore must add to what memory has
+MAX_READS = 8  # files that are read or wait to be placed
+MAX_WAIT_S = 5.0  # without anything from the disk; then the prompt is computed
+MAX_CHAINS = 64  # that wait to be saved; the oldest is given up
+MAX_BACKLOG = 64 << 20  # bytes queued for the disk, beyond which nothing more is exported
+POLL_S = 0.01
+STATE = -1  # stands where else the number of a pool does
 
 
 @dataclass(slots=True)
-class Landing:
-    """What one prompt is to get: `names` are the files' keys -> (group, index in the chain), -1:
-    the state. `left` keys are not asked for yet, `asked` ones were, and what `fetch` brought waits
-    in `runs`."""
+class Restore:
+    """What the disk has of a waiting prompt whose leading blocks have these `keys`.
+
+    `places`: key on disk -> (pool or STATE, index in the chain)."""
 
     keys: list[bytes]
-    tokens: list[int]
-    names: dict[bytes, tuple[int, int]]
-    left: list[bytes]
-    asked: list[bytes] = field(default_factory=list)
-    fetch: Fetch | None = None  # its bytes count as under way while it is held
-    runs: deque[Run] | None = None
-    came: set[bytes] = field(default_factory=set)
+    places: dict[bytes, tuple[int, int]]
+    files: deque[Path]  # that are not being read yet
+    reads: deque["Future[Run | None]"] = field(default_factory=deque)
     since: float = field(default_factory=time.monotonic)  # when something came last
-    over: bool = False
 
 
 @dataclass(slots=True)
-class Tier:
-    """`groups` and `memory` are one model's. Engine thread only. Whatever fails in here costs what
-    would have been saved, and no more: the tier is not used again until the next start."""
+class KVOffloader:
+    """Between `disk` and one model's `cache`; `transfer` is its model.transfer.Transfer.
 
-    disk: Disk
-    groups: KVCacheManager
-    memory: Memory
+    Engine thread only. If anything fails, the disk is not used until the next start."""
+
+    disk: DiskCache
+    cache: KVCacheManager
+    transfer: Any
     broken: bool = False
-    _chains: deque[Iterator[tuple[tuple[bytes, ...], Any]]] = field(default_factory=lambda: deque())
-    _leaving: tuple[tuple[bytes, ...], Any] | None = None  # a run on its way to the host
-    _landings: dict[Seq, Landing] = field(default_factory=dict)
-    _asked: set[Seq] = field(default_factory=set)  # waiting, and looked for once
+    _chains: deque[Iterator[Any]] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
+    _exported: Any = None  # (keys, arrays on their way to the host)
+    _restores: dict[Seq, Restore] = field(default_factory=dict)
+    _planned: set[Seq] = field(default_factory=set)  # waiting sequences that were looked up
 
-    def _safely(self, work: Callable[..., bool], *args: Any) -> bool:
-        if not self.broken:
-            try:
-                return work(*args)
-            except Exception:
-                log.exception(
-                    "the prompt cache on disk failed; it is not used until the next start"
-                )
-                self.broken, self._leaving = True, None
-                self._chains.clear()
-                self._landings.clear()
-        return False
+    def poll(self) -> bool:
+        """Place a run that was read, hand another to the writer and export the next; False where
+        nothing of that can be done now."""
+        if self.broken:
+            return False
+        try:
+            restored = self._restore_next()
+            return self._save_next() or restored
+        except Exception:
+            log.exception("the prompt cache on disk failed; it is not used until the next start")
+            self.broken, self._exported = True, None
+            self._chains.clear()
+            self._restores.clear()
+            return False
 
-    # ---- out
-    # ------------------------------------------------------------------------------------------
+    def close(self, seconds: float) -> None:
+        """Save what waits, for at most so many seconds."""
+        end = time.monotonic() + seconds
+        while self.saving and time.monotonic() < end:
+            if not self.poll():
+                time.sleep(POLL_S)
+        self.disk.close(max(0.0, end - time.monotonic()))
 
-    def note(self, seq: Seq) -> None:
-        """The sequence's chain has grown to a point from which a later prompt may go on: save
-        it."""
+    # ---- saving
+
+    def save(self, seq: Seq) -> None:
+        """Save the sequence's cached blocks, and states: a later prompt may continue here."""
         if seq.keys and not self.broken:
-            if len(self._chains) >= CHAINS:
-                self._chains.popleft()
             self._chains.append(self._runs(tuple(seq.keys)))
-
-    def keeps(self, group: int, key: bytes) -> bool:
-        """Whether a block of this group can be had again."""
-        return not self.broken and _name(key, group) in self.disk
 
     @property
     def saving(self) -> bool:
-        return bool(self._chains or self._leaving)
+        return bool(self._chains or self._exported)
 
-    def turn(self) -> bool:
-        """Enter one run that has come, hand one on to the writer and begin the next. False where
-        nothing of that can be done now."""
-        landed, left = self._safely(self._land), self._safely(self._leave)
-        return landed or left
+    def on_disk(self, group: int, key: bytes) -> bool:
+        return not self.broken and _disk_key(key, group) in self.disk
 
-    def _leave(self) -> bool:
-        if self._leaving is not None:
-            keys, exported = self._leaving
-            self._leaving = None
-            self.disk.save(Run(keys, self.memory.host(exported), {}))
-        while self._chains and self.disk.stats().waiting < ROOM:
-            if (found := next(self._chains[0], None)) is not None:
-                self._leaving = found
+    def _save_next(self) -> bool:
+        if self._exported:
+            keys, arrays = self._exported
+            self._exported = None
+            self.disk.save(Run(keys, self.transfer.host(arrays)))
+        while self._chains and self.disk.queued < MAX_BACKLOG:
+            self._exported = next(self._chains[0], None)
+            if self._exported:
                 return True
             self._chains.popleft()
         return False
 
-    def close(self, seconds: float) -> None:
-        """Save what waits, in so many seconds at most; what does not get there will be computed
-        again."""
-        end = time.monotonic() + seconds
-        while self.saving and time.monotonic() < end:
-            if not self.turn():
-                time.sleep(REST)
-        self.disk.close(max(0.0, end - time.monotonic()))
-
-    def _runs(self, keys: tuple[bytes, ...]) -> Iterator[tuple[tuple[bytes, ...], Any]]:
-        """What is not on disk of a chain: files' keys and exported content, begun when it is asked
-        for."""
-        for group, pool in enumerate(self.groups.pools):
-            first = self._first(
-                group, len(keys) - 1
-            )  # the same prompt again leaves a token to compute
-            run: list[bytes] = []
-            most = max(1, min(RUN, RUN_BYTES // max(1, self.memory.block_bytes(group))))
-            for key in [*keys[first:], None]:
-                if key is not None and key in pool.index and _name(key, group) not in self.disk:
-                    run.append(key)
-                    if len(run) < most:
-                        continue
+    def _runs(self, keys: tuple[bytes, ...]) -> Iterator[Any]:
+        """What the disk lacks of a chain, as (keys on disk, exported arrays), each exported when it
+        is asked for. The blocks of windows count from the end: the same prompt leaves a token."""
+        for group, window in enumerate(self.cache.groups):
+            fitting = RUN_BYTES // max(1, self.transfer.block_bytes(group))
+            size = max(1, min(RUN_BLOCKS, fitting))
+            known = window.pool.by_key
+            for start in range(self._first(group, len(keys) - 1), len(keys), size):
+                run = [
+                    key
+                    for key in keys[start : start + size]
+                    if key in known and _disk_key(key, group) not in self.disk
+                ]
                 if run:
-                    held = self.memory.export(group, [pool.index[k] for k in run])
-                    yield tuple(_name(k, group) for k in run), held
-                run = []
-        states = self.groups.states
-        for key in keys:
-            state = states.peek((key, ())) if states is not None else None
-            if state is not None and _name(key, None) not in self.disk:
-                yield (_name(key, None),), self.memory.export_state(state)
-        self.disk.touch(_name(key, 0) for key in keys)
+                    arrays = self.transfer.export(group, [known[key] for key in run])
+                    yield tuple(_disk_key(key, group) for key in run), arrays
+        states = self.cache.states
+        if states is not None:
+            for key in keys:
+                state, name = states.peek((key, ())), _disk_key(key, STATE)
+                if state is not None and name not in self.disk:
+                    yield (name,), state
+        self.disk.touch(keys)
 
     def _first(self, group: int, blocks: int) -> int:
-        """The first block that somebody who goes on behind `blocks` blocks needs in this group."""
-        return (
-            self.groups.windows[group - 1].first(blocks * self.groups.pool.block_size)
-            if group
-            else 0
-        )
+        """The first block of this group that a prompt needs which continues after `blocks`."""
+        if group == STATE:
+            return blocks - 1
+        return self.cache.groups[group].first(blocks * self.cache.pool.block_size)
 
-    # ---- in
-    # -------------------------------------------------------------------------------------------
+    # ---- restoring
 
-    def waits(self, seq: Seq) -> bool:
-        """Whether the disk is still bringing what the sequence can reuse."""
-        if (landing := self._landings.get(seq)) is None:
+    def restoring(self, seq: Seq) -> bool:
+        """Whether the disk is still bringing what a waiting sequence can reuse."""
+        return seq in self._restores
+
+    def start_restore(self, seq: Seq, match: PrefixMatch) -> bool:
+        """Whether a sequence that could start with `match` should wait, as the disk has more that
+        it can reuse. Looks once for each."""
+        if self.broken or seq in self._planned:
             return False
-        if landing.over:
-            del self._landings[seq]
-        return not landing.over
+        self._planned.add(seq)
+        restore = self._plan(seq, match)
+        if restore is not None:
+            self._restores[seq] = restore
+        return restore is not None
 
-    def seeks(self, seq: Seq, hit: PrefixMatch) -> bool:
-        """Whether a sequence that could start now with `hit` should wait, because the disk has more
-        that it can reuse. Looks once for each."""
-        return self._safely(self._seek, seq, hit)
+    def cancel(self, seq: Seq) -> None:
+        """The sequence starts or has ended."""
+        self._planned.discard(seq)
+        self._stop(seq)
 
-    def _seek(self, seq: Seq, hit: PrefixMatch) -> bool:
-        if seq in self._asked:
-            return False
-        self._asked.add(seq)
-        if (landing := self._plan(seq, hit)) is not None:
-            self._landings[seq] = landing
-        return landing is not None
+    def _stop(self, seq: Seq) -> None:
+        restore = self._restores.pop(seq, None)
+        for read in restore.reads if restore else ():
+            read.cancel()
 
-    def forget(self, seq: Seq) -> None:
-        """It starts, or has gone."""
-        self._landings.pop(seq, None)
-        self._asked.discard(seq)
+    def _has(self, group: int, key: bytes) -> bool:
+        return self._in_memory(group, key) or _disk_key(key, group) in self.disk
 
-    def _plan(self, seq: Seq, hit: PrefixMatch) -> Landing | None:
-        groups, size = self.groups, self.groups.pool.block_size
-        keys = list(groups.pool.chain(seq.tokens))
-        names = [[_name(key, group) for key in keys] for group in range(len(groups.pools))]
-        have = [
-            [key in pool.index or name in self.disk for key, name in zip(keys, own, strict=True)]
-            for pool, own in zip(groups.pools, names, strict=True)
-        ]
-        most = next((i for i, there in enumerate(have[0]) if not there), len(keys))
-        most = min(most, (len(seq.tokens) - 1) // size, len(groups.pool.free))
-        least = hit.length // size + GAIN
-        for n in range(most, least - 1, -1):
-            if not all(all(own[self._first(g, n) : n]) for g, own in enumerate(have)):
-                continue
-            wanted: dict[bytes, tuple[int, int]] = {}
-            if groups.states is not None and groups.states.peek((keys[n - 1], ())) is None:
-                if (state := _name(keys[n - 1], None)) not in self.disk:
-                    continue
-                wanted[state] = -1, n - 1
-            for g in reversed(range(len(groups.pools))):
-                for i in range(self._first(g, n), n):
-                    if keys[i] not in groups.pools[g].index:
-                        wanted[names[g][i]] = g, i
-            for g, pool in enumerate(
-                groups.pools
-            ):  # what is known already must not make room for the rest
-                known = [pool.index[k] for k in keys[self._first(g, n) : n] if k in pool.index]
-                pool.share(known)
-                pool.drop(known)
-            return (
-                Landing(keys[:n], seq.tokens[: n * size], wanted, list(wanted)) if wanted else None
-            )
+    def _in_memory(self, group: int, key: bytes) -> bool:
+        if group == STATE:
+            states = self.cache.states
+            return states is None or states.peek((key, ())) is not None
+        return key in self.cache.pools[group].by_key
+
+    def _plan(self, seq: Seq, match: PrefixMatch) -> Restore | None:
+        """The longest prefix that memory and disk have together, if it is worth a wait."""
+        pool = self.cache.pool
+        most = min((len(seq.tokens) - 1) // pool.block_size, len(pool.free_blocks))
+        chain = pool.chain(seq.tokens[: most * pool.block_size])
+        keys = list(takewhile(lambda key: self._has(0, key), chain))
+        others = [STATE, *range(1, len(self.cache.groups))]
+        has = {group: [self._has(group, key) for key in keys] for group in others}
+        for n in range(len(keys), match.length // pool.block_size + MIN_GAIN - 1, -1):
+            if all(all(has[group][self._first(group, n) : n]) for group in others):
+                return self._restore(keys[:n])
         return None
 
-    def _land(self) -> bool:
-        """Get on with one landing, the one that has waited for its turn longest."""
-        for seq, landing in list(self._landings.items()):
-            if not landing.over and self._proceed(landing):
-                self._landings[seq] = self._landings.pop(seq)
+    def _restore(self, keys: list[bytes]) -> Restore | None:
+        places = {}
+        for group in reversed([*range(len(self.cache.groups)), STATE]):
+            first = self._first(group, len(keys))
+            for i, key in enumerate(keys[first:], first):
+                if not self._in_memory(group, key):
+                    places[_disk_key(key, group)] = (group, i)
+        for group, pool in enumerate(self.cache.pools):
+            first = self._first(group, len(keys))
+            known = [pool.by_key[key] for key in keys[first:] if key in pool.by_key]
+            pool.share(known)  # used now: what is restored must not evict it
+            pool.free(known)
+        self.disk.touch(places)
+        files = deque(self.disk.files(places))
+        return Restore(keys, places, files) if files else None
+
+    def _restore_next(self) -> bool:
+        """Place the next run that was read, the prompts taking turns."""
+        reading = sum(len(restore.reads) for restore in self._restores.values())
+        for seq, restore in list(self._restores.items()):
+            while restore.files and reading < MAX_READS:
+                restore.reads.append(self.disk.read(restore.files.popleft()))
+                reading += 1
+            if restore.reads and restore.reads[0].done():
+                run = restore.reads.popleft().result()
+                restore.since = time.monotonic()
+                self._restores[seq] = self._restores.pop(seq)
+                placed = run is not None and self._place(seq, restore, run)
+                if not placed or not (restore.files or restore.reads):
+                    self._stop(seq)
+                return True
+            if time.monotonic() - restore.since > MAX_WAIT_S:
+                self._stop(seq)
                 return True
         return False
 
-    def _proceed(self, landing: Landing) -> bool:
-        """Enter one run, or see that no more will come. False where there is nothing but to
-        wait."""
-        if landing.fetch is None and landing.left:
-            n = max(1, PORTION // max(1, self.memory.block_bytes(0)))
-            landing.asked, landing.left = landing.left[:n], landing.left[n:]
-            if (fetch := self.disk.fetch(landing.asked)) is not None:
-                landing.fetch, landing.came = fetch, set()
-            elif any(key in self.disk for key in landing.asked):  # too much is under way
-                landing.left = landing.asked + landing.left
-            else:
-                landing.left = []
-        if landing.fetch is not None and landing.fetch.ready.is_set():
-            if landing.runs is None:
-                landing.runs = deque(landing.fetch.runs)
-            if landing.runs:
-                run = landing.runs.popleft()
-                landing.came.update(run.keys)
-                landing.since = time.monotonic()
-                landing.over = not self._enter(landing, run)
-                return True
-            cut = [key for key in landing.asked if key not in landing.came and key in self.disk]
-            landing.left = cut + landing.left if landing.came else []
-            landing.fetch = landing.runs = None
-        late = time.monotonic() - landing.since > WAIT_S
-        landing.over = late or (landing.fetch is None and not landing.left)
-        return landing.over
-
-    def _enter(self, landing: Landing, run: Run) -> bool:
-        """Make a run's content known in the pools; False where it has no room or does not fit."""
-        size, states = self.groups.pool.block_size, self.groups.states
+    def _place(self, seq: Seq, restore: Restore, run: Run) -> bool:
+        """Make a run's content cached in the pools; False where it has no room or does not fit."""
         places = [
-            (n, *landing.names[key]) for n, key in enumerate(run.keys) if key in landing.names
+            (n, *restore.places[key]) for n, key in enumerate(run.keys) if key in restore.places
         ]
-        group = places[0][1] if places else 0
-        if group < 0:
-            state = self.memory.place_state(run.arrays)
-            if states is not None and state is not None:
-                states.put((landing.keys[places[0][2]], ()), state)
+        group, last = places[0][1], places[0][2]
+        if group == STATE:
+            state = self.transfer.place_state(run.arrays)
+            if self.cache.states is not None and state is not None:
+                self.cache.states.put((restore.keys[last], ()), state)
             return state is not None
-        pool = self.groups.pools[group]
-        places = [p for p in places if landing.keys[p[2]] not in pool.index]
-        blocks = pool.alloc(len(places))
+        pool = self.cache.pools[group]
+        found = {n: i for n, _, i in places if restore.keys[i] not in pool.by_key}
+        blocks = pool.allocate(len(found))
         if blocks is None:
             return False
         try:
-            fits = self.memory.place(group, blocks, run.arrays, [n for n, _, _ in places])
-            for block, (_, _, i) in zip(blocks, places, strict=True):
-                if fits:
-                    pool.name(
-                        block, landing.keys, i, tuple(landing.tokens[i * size : (i + 1) * size])
-                    )
+            fits: bool = self.transfer.place(group, blocks, run.arrays, list(found))
+            for block, i in zip(blocks, found.values(), strict=True) if fits else ():
+                tokens = seq.tokens[i * pool.block_size : (i + 1) * pool.block_size]
+                pool.cache(block, restore.keys[i], pool.parent(restore.keys, i), tuple(tokens))
         finally:
-            pool.drop(blocks)
+            pool.free(blocks)
         return fits
 
 
-def _name(key: bytes, group: int | None) -> bytes:
-    """A file's key for a block of a group, or for the state behind that block."""
-    return key if group == 0 else blake2b(key, digest_size=16, person=repr(group).encode()).digest()
+def _disk_key(key: bytes, group: int) -> bytes:
+    """The key on disk of a pool's block, or of the state after that block."""
+    return key if group == 0 else blake2b(key, digest_size=16, person=str(group).encode()).digest()

@@ -1,13 +1,12 @@
-"""A model's KV memory as the scheduler sees it: a pool for layers that see everything, one for each
-sliding window, and the states of recurrent layers, all named by one hash chain.
+"""A model's KV cache as the scheduler sees it: one pool for full attention, one per sliding window,
+and the states of recurrent layers, all indexed by one hash chain.
 
-Rule: the tables of a sequence grow and go together. A prefix is reused up to a position from which
-every group can go on; a block that no later row can see is given back, and leaves the null block in
-its table.
+Rule: a sequence's tables grow together. A prefix is reused up to a position where every pool can
+continue; blocks that left the window are freed and replaced by the null block.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxspec.cache.blocks import BlockPool
@@ -15,13 +14,10 @@ from mlxspec.cache.states import StateCache
 from mlxspec.types import NULL_BLOCK
 from mlxspec.types import Sequence as Seq
 
-# blocks after which a window that has passed stays known for a while, so that a hit is possible
-STRIDE = 256
-LEAST = (
-    4  # blocks of a prompt for which a state behind the last full one is worth a step of its own
-)
+WINDOW_STRIDE = 256  # blocks after which a passed window is kept for a while, so that hits happen
+MIN_PROMPT = 4  # blocks of a prompt for which a state before its last token is worth a step
 
-Copies = list[tuple[int, int, int]]  # (group, source block, target block); group 0 sees everything
+Copies = list[tuple[int, int, int]]  # (pool, source block, target block); pool 0 is full attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +28,9 @@ class Window:
     pool: BlockPool
 
     @staticmethod
-    def least(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
-        """Blocks, the null block included, with which none of `sequences` is ever short: each holds
-        its window and the rows of two steps, `1 + depth` in each; they share `chunk` rows of
-        prompts a step."""
+    def min_blocks(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
+        """Blocks, null block included, that always suffice for `sequences`: each holds its window
+        and `1 + depth` rows of two steps; together they hold `chunk` prompt rows a step."""
         each = -(-(tokens + 2 * (1 + depth)) // block_size) + 2
         return 1 + sequences * each + -(-2 * chunk // block_size)
 
@@ -44,188 +39,183 @@ class Window:
         return max(0, position - self.tokens + 1) // self.pool.block_size
 
 
+FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What need not be computed of a prompt: its first `length` tokens. `tables` are the blocks to
-    share, by group, `sources` those whose first slots are to be copied behind them; `known` tokens
-    are known to the group that sees everything, though another cannot go on from there."""
+    """The cached prefix of a prompt, `length` tokens long.
+
+    `tables` are the blocks to share, by pool; `sources` the blocks whose first slots are copied
+    after them; `state` that of the recurrent layers. `known` tokens are cached in the
+    full-attention pool, though another pool may not be able to continue there."""
 
     length: int = 0
-    keys: tuple[bytes, ...] = ()
-    tables: tuple[tuple[int, ...], ...] = ()
-    sources: tuple[int, ...] = ()
+    keys: Sequence[bytes] = ()
+    tables: Sequence[Sequence[int]] = ()
+    sources: Sequence[int] = ()
     state: Any = None
     known: int = 0
 
 
 @dataclass(slots=True)
 class KVCacheManager:
-    """`pool` sees everything and has the hash chain; `states` is there if the model has recurrent
-    layers."""
+    """`pool` is that of full attention; `states` is there if the model has recurrent layers."""
 
     pool: BlockPool
     windows: Sequence[Window] = ()
     states: StateCache | None = None
+    groups: list[Window] = field(init=False)  # full attention first, then the windows
+    pools: list[BlockPool] = field(init=False)
 
     def __post_init__(self) -> None:
-        assert all(w.pool.root == self.pool.root for w in self.windows), "pools of different salts"
+        self.groups = [Window(FULL_ATTENTION, self.pool), *self.windows]
+        self.pools = [group.pool for group in self.groups]
 
     @property
-    def pools(self) -> list[BlockPool]:
-        return [self.pool, *(w.pool for w in self.windows)]
+    def num_free(self) -> int:
+        """Blocks that are free in every pool."""
+        return min(len(pool.free_blocks) for pool in self.pools)
 
-    @property
-    def free(self) -> int:
-        """Blocks that can be had in every group."""
-        return min(len(pool.free) for pool in self.pools)
-
-    # ---- what is known
-    # --------------------------------------------------------------------------------
+    # ---- the prefix cache
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest prefix of `tokens` that can be reused, but for its last token. Looks only,
-        and counts the state that it finds as used."""
-        found, size, last = self.pool.match(tokens), self.pool.block_size, len(tokens) - 1
-        fits, known = self._fits(found.keys, last), len(found.keys) * size
-        for n in range(len(found.keys), -1, -1):
-            if not fits[n]:
-                continue
-            parent = found.keys[n - 1] if n else self.pool.root
-            rest = tokens[n * size : min((n + 1) * size, last)]
+        """The longest reusable prefix of `tokens`, their last token excepted. Changes nothing, but
+        marks the state that it finds as used."""
+        size, last = self.pool.block_size, len(tokens) - 1
+        keys = self.pool.match(tokens)
+        known = len(keys) * size
+        for n in self._resumable(keys, last):
+            start, parent = min(n * size, last), self.pool.parent(keys, n)
+            rest = tuple(tokens[start : min(start + size, last)]) if start == n * size else ()
             if self.states is None:
-                parts = [pool.part(parent, rest) for pool in self.pools]
-                sources = [part[0] for part in parts if part]
-                extra = min(part[1] for part in parts if part) if len(sources) == len(parts) else 0
-                return self._hit(
-                    found.blocks, found.keys[:n], min(n * size, last), sources, extra, known
-                )
-            for tail in self.states.tails(parent):
-                if n * size + len(tail) > last or tuple(rest[: len(tail)]) != tail:
-                    continue
-                parts = [pool.part(parent, tail) for pool in self.pools] if tail else []
-                sources = [part[0] for part in parts if part and part[1] == len(tail)]
-                if len(sources) == len(parts):
-                    state = self.states.use((parent, tail))
-                    return self._hit(
-                        found.blocks, found.keys[:n], n * size, sources, len(tail), known, state
-                    )
+                sources, extra = self._match_partial(parent, rest)
+                return self._matched(keys[:n], start, sources, extra, known)
+            tails = self.states.tails(parent) if n * size <= last else []
+            for tail in tails:
+                sources, extra = self._match_partial(parent, tail)
+                if extra == len(tail) and rest[:extra] == tail:
+                    found = self._matched(keys[:n], start, sources, extra, known)
+                    return replace(found, state=self.states.use((parent, tail)))
         return PrefixMatch(known=known)
 
-    def _hit(
-        self,
-        blocks: Sequence[int],
-        keys: tuple[bytes, ...],
-        length: int,
-        sources: Sequence[int],
-        extra: int,
-        known: int,
-        state: Any = None,
+    def _match_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """In each pool the block to copy from, and how many leading tokens all of them share."""
+        found = [pool.match_partial(parent, tokens) for pool in self.pools]
+        return [block for block, _ in found], min(n for _, n in found)
+
+    def _matched(
+        self, keys: Sequence[bytes], start: int, sources: Sequence[int], extra: int, known: int
     ) -> PrefixMatch:
-        tables = [tuple(blocks[: len(keys)])]
-        for w in self.windows:
-            first = w.first(length)
-            tables.append(
-                tuple(w.pool.index[k] if i >= first else NULL_BLOCK for i, k in enumerate(keys))
-            )
-        return PrefixMatch(
-            length + extra, keys, tuple(tables), tuple(sources) if extra else (), state, known
-        )
+        tables = []
+        for group in self.groups:
+            first = group.first(start)
+            blocks = [group.pool.by_key[key] for key in keys[first:]]
+            tables.append([NULL_BLOCK] * (len(keys) - len(blocks)) + blocks)
+        return PrefixMatch(start + extra, keys, tables, sources if extra else (), known=known)
 
-    def _fits(self, keys: Sequence[bytes], last: int) -> list[bool]:
-        """Whether the windows can go on behind the first n blocks, for n from 0."""
-        fits = [True] * (len(keys) + 1)
-        for w in self.windows:
-            run = 0  # known blocks in a row
+    def _resumable(self, keys: Sequence[bytes], last: int) -> list[int]:
+        """The numbers of leading blocks after which every window can continue, highest first."""
+        found = set(range(len(keys) + 1))
+        for window in self.windows:
+            run = 0  # cached blocks in a row before block n
             for n in range(len(keys) + 1):
-                fits[n] &= run >= n - w.first(min(n * self.pool.block_size, last))
-                run = run + 1 if n < len(keys) and keys[n] in w.pool.index else 0
-        return fits
+                if run < n - window.first(min(n * self.pool.block_size, last)):
+                    found.discard(n)
+                run = run + 1 if n < len(keys) and keys[n] in window.pool.by_key else 0
+        return sorted(found, reverse=True)
 
-    def publish(self, seq: Seq, upto: int) -> None:
-        """Make the full blocks of the sequence's first `upto` tokens known, and extend its chain of
-        keys."""
+    def cache_blocks(self, seq: Seq, upto: int) -> None:
+        """Index the full blocks of the sequence's first `upto` tokens, extending `seq.keys`."""
         size, first = self.pool.block_size, len(seq.keys)
-        self.pool.publish(seq.tokens, seq.table, seq.keys, upto)
-        for w, table in zip(self.windows, seq.windows, strict=True):
-            for i in range(first, len(seq.keys)):
-                w.pool.name(table[i], seq.keys, i, tuple(seq.tokens[i * size : (i + 1) * size]))
+        parent = self.pool.parent(seq.keys, first)
+        for i, key in enumerate(self.pool.chain(seq.tokens[first * size : upto], parent), first):
+            content = tuple(seq.tokens[i * size : (i + 1) * size])
+            for pool, table in zip(self.pools, seq.tables, strict=True):
+                pool.cache(table[i], key, parent, content)
+            seq.keys.append(key)
+            parent = key
 
-    def publish_tail(self, seq: Seq, upto: int) -> None:
-        """Offer the partly filled block at `upto` for copying."""
-        keys = seq.keys[: upto // self.pool.block_size]
+    def cache_partial(self, seq: Seq, upto: int) -> None:
+        """Offer the partly filled block that ends at `upto` as a copy source."""
+        name = self._name(seq, upto)
         for pool, table in zip(self.pools, seq.tables, strict=True):
-            pool.publish_tail(seq.tokens, table, keys, upto)
+            if name[1]:
+                pool.cache_partial(table[upto // pool.block_size], *name)
 
-    def remember(self, seq: Seq, upto: int, state: Any) -> None:
-        """Keep the state behind the sequence's first `upto` tokens, which are published."""
+    def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
+        """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
         assert self.states is not None
+        inside = upto != seq.prompt_len and seq.finish is None
+        inside = inside and upto // self.pool.block_size not in seq.marks
+        self.states.put(self._name(seq, upto), state, inside)
+
+    def _name(self, seq: Seq, upto: int) -> tuple[bytes, tuple[int, ...]]:
+        """The key of the last full block before `upto`, and the tokens after it."""
         n = upto // self.pool.block_size
-        parent = seq.keys[n - 1] if n else self.pool.root
-        passing = upto != seq.prompt_len and seq.finish is None and n not in seq.marks
-        self.states.put(
-            (parent, tuple(seq.tokens[n * self.pool.block_size : upto])), state, passing
-        )
+        tail = tuple(seq.tokens[n * self.pool.block_size : upto])
+        return self.pool.parent(seq.keys, n), tail
 
-    # ---- what is held
-    # ---------------------------------------------------------------------------------
+    def evict_cached(self) -> int:
+        """Evict all that no sequence uses; how many blocks that were."""
+        if self.states is not None:
+            self.states.clear()
+        return sum(pool.evict_idle() for pool in self.pools)
 
-    def take(self, seq: Seq, hit: PrefixMatch) -> Copies:
-        """Give the sequence, which has nothing, what was found; the blocks to copy."""
-        tables = [list(table) for table in hit.tables] or [[] for _ in self.pools]
+    # ---- the blocks of a sequence
+
+    def allocate_prefix(self, seq: Seq, match: PrefixMatch) -> Copies:
+        """Give a sequence without blocks its cached prefix. Returns the blocks to copy."""
+        size = self.pool.block_size
+        tables = [list(table) for table in match.tables] or [[] for _ in self.pools]
         for pool, table in zip(self.pools, tables, strict=True):
-            pool.share(_live(table))
-        if hit.sources and not self.free and hit.state is not None:
-            for pool, table in zip(self.pools, tables, strict=True):
-                pool.drop(_live(table))
-            return self.take(
-                seq, PrefixMatch(known=hit.known)
-            )  # its state stands behind slots that cannot be had
+            pool.share(_owned(table))
+        if match.sources and not self.num_free:  # no block to copy to
+            if match.state is not None:  # it belongs after the slots that are not copied
+                self._free(tables)
+                return self.allocate_prefix(seq, PrefixMatch(known=match.known))
+            match = replace(match, length=len(match.keys) * size, sources=())
         copies: Copies = []
-        length, size = hit.length, self.pool.block_size
-        if hit.sources and self.free:
-            for group, (pool, source) in enumerate(zip(self.pools, hit.sources, strict=True)):
-                tables[group] += pool.alloc(1) or ()
-                copies.append((group, source, tables[group][-1]))
-        elif hit.sources:
-            length = len(hit.keys) * size
+        for group, source in enumerate(match.sources):
+            tables[group] += self.pools[group].allocate(1) or ()
+            copies.append((group, source, tables[group][-1]))
         seq.table, *seq.windows = tables
-        seq.keys, seq.state, seq.computed = list(hit.keys), hit.state, length
-        seq.shared = len(hit.keys) * size
-        seq.marks = [hit.known // size] if hit.known > hit.length else []
-        if self.states is None or seq.prompt_len - length > LEAST * size:
+        seq.keys, seq.state, seq.computed = list(match.keys), match.state, match.length
+        seq.shared = len(match.keys) * size
+        seq.marks = [match.known // size] if match.known > match.length else []
+        if self.states is None or seq.prompt_len - match.length > MIN_PROMPT * size:
             seq.marks.append((seq.prompt_len - 1) // size)
         return copies
 
-    def lacking(self, seq: Seq, upto: int) -> int:
-        """Blocks that each of the sequence's tables needs to hold `upto` tokens."""
+    def blocks_needed(self, seq: Seq, upto: int) -> int:
+        """Blocks that each of the sequence's tables lacks to hold `upto` tokens."""
         return max(0, -(-upto // self.pool.block_size) - len(seq.table))
 
-    def grow(self, seq: Seq, n: int) -> bool:
-        """`n` more blocks for each table, or nothing taken."""
-        if n > self.free:
+    def allocate(self, seq: Seq, n: int) -> bool:
+        """Append `n` blocks to each table, or nothing at all."""
+        if n > self.num_free:
             return False
         for pool, table in zip(self.pools, seq.tables, strict=True):
-            table += pool.alloc(n) or ()
+            table += pool.allocate(n) or ()
         return True
 
-    def slide(self, seq: Seq, low: int) -> None:
-        """Give back what rows from position `low` on cannot see. What a later hit may want stays
-        known for as long as there is room, the rest goes first."""
-        for w, table in zip(self.windows, seq.windows, strict=True):
-            for i in range(min(w.first(low), len(table)) - 1, -1, -1):
+    def free_passed(self, seq: Seq, position: int) -> None:
+        """Free the window blocks that rows from `position` on cannot see. Blocks that a later hit
+        may need are evicted like any other, the rest first."""
+        for window, table in zip(self.windows, seq.windows, strict=True):
+            for i in range(min(window.first(position), len(table)) - 1, -1, -1):
                 if table[i] == NULL_BLOCK:
                     break
-                w.pool.drop([table[i]], spent=not self._wanted(seq, w, i))
+                window.pool.free([table[i]], low_priority=not self._useful(seq, window, i))
                 table[i] = NULL_BLOCK
 
-    def _wanted(self, seq: Seq, w: Window, i: int) -> bool:
-        """Whether block `i` is in sight of a mark."""
-        marks = [*seq.marks, (i // STRIDE + 1) * STRIDE]
-        return any(w.first(mark * self.pool.block_size) <= i < mark for mark in marks)
+    def _useful(self, seq: Seq, window: Window, i: int) -> bool:
+        """Whether a hit at one of the sequence's marks would need window block `i`."""
+        marks = [*seq.marks, (i // WINDOW_STRIDE + 1) * WINDOW_STRIDE]
+        return any(window.first(mark * self.pool.block_size) <= i < mark for mark in marks)
 
-    def cut(self, seq: Seq, rows: int) -> int:
-        """How many of the next `rows` rows to compute in one go, so that a state is at hand where
-        one is to be kept."""
+    def limit_rows(self, seq: Seq, rows: int) -> int:
+        """At most `rows` next rows, fewer if a recurrent state is to be kept in between."""
         if self.states is None or not self.states.capacity:
             return rows
         size, stride = self.pool.block_size, self.states.stride
@@ -233,40 +223,36 @@ class KVCacheManager:
         marks = [*seq.marks, (at // stride + 1) * stride]
         return min([rows, *(mark * size - seq.computed for mark in marks if mark > at)])
 
-    def marked(self, seq: Seq, at: int) -> bool:
-        """Whether a state is to be kept at position `at`: at the prompt's end, where prompts
-        parted, every `stride` blocks."""
+    def keeps_state(self, seq: Seq, upto: int) -> bool:
+        """Whether to keep the state after `upto` tokens: at the prompt's end, where prompts part,
+        and every `stride` blocks."""
         if self.states is None:
             return False
-        n, rest = divmod(at, self.pool.block_size)
-        return at == seq.prompt_len or (
-            not rest and (n in seq.marks or n % self.states.stride == 0)
-        )
+        n, rest = divmod(upto, self.pool.block_size)
+        at_mark = n in seq.marks or n % self.states.stride == 0
+        return upto == seq.prompt_len or (not rest and at_mark)
 
-    def drop(self, seq: Seq) -> None:
-        """Take everything from the sequence."""
-        for pool, table in zip(self.pools, seq.tables, strict=True):
-            pool.drop(_live(table))
+    def free(self, seq: Seq) -> None:
+        """Take all blocks and the state from the sequence."""
+        self._free(seq.tables)
         seq.table, seq.windows, seq.keys = [], [[] for _ in self.windows], []
         seq.state = seq.batch = None
         seq.computed = seq.shared = seq.cached = 0
 
-    def forget(self) -> int:
-        """Forget what is known and not in use; how many blocks that were."""
-        if self.states is not None:
-            self.states.clear()
-        return sum(pool.forget() for pool in self.pools)
+    def _free(self, tables: Sequence[Sequence[int]]) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.free(_owned(table))
 
     def check(self, seqs: Iterable[Seq]) -> None:
-        """Assert every invariant of the pools and of these sequences, which are all there are."""
+        """Assert every invariant of the pools and of `seqs`, which are all there are."""
         for group, pool in enumerate(self.pools):
-            pool.check([_live(s.tables[group]) for s in seqs])
+            pool.check([_owned(seq.tables[group]) for seq in seqs])
         for seq in seqs:
             assert len({len(table) for table in seq.tables}) == 1, "tables of different lengths"
-            assert NULL_BLOCK not in seq.table, "a null block where everything is seen"
+            assert NULL_BLOCK not in seq.table, "a null block under full attention"
         if self.states is not None:
             self.states.check()
 
 
-def _live(table: Sequence[int]) -> list[int]:
+def _owned(table: Sequence[int]) -> list[int]:
     return [block for block in table if block != NULL_BLOCK]

@@ -140,8 +140,8 @@ def _models(config: Config) -> Iterator[Check]:
 
 def _kernels(config: Config, cache: Path) -> Iterator[Check]:
     """What is known of our kernels on this machine."""
-    from mlxspec.kernels.kept import Shelf
     from mlxspec.engine.loader import KERNELS_DIR
+    from mlxspec.kernels.kept import Shelf
 
     if config.kernels == "off":
         yield Check("kernels", "off by your settings")

@@ -95,11 +95,11 @@ def pull(config: Config) -> list[LocalModel]:
     blas.load()
     from mlxspec.resolve import resolve_model
 
-    chosen = resolve_model(config)
-    found = [chosen.found]
-    if chosen.small:
-        found.append(chosen.small)
-    return [LocalModel(one.name, one.path, weight_bytes(one.path)) for one in found]
+    model = resolve_model(config)
+    found = [(model.name, model.path)]
+    if model.draft:
+        found.append((model.draft.name, model.draft.path))
+    return [LocalModel(name, path, weight_bytes(path)) for name, path in found]
 
 
 def show(found: Sequence[LocalModel], served: Sequence[Model], as_json: bool) -> None:

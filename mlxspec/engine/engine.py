@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.cache.disk import DiskStats
-from mlxspec.cache.offload import Tier
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine import structured
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, accept
@@ -59,7 +59,7 @@ class Engine:
     scheduler: Scheduler
     proposer: Speculator = field(default_factory=NoSpeculation)
     vocab: int = 0  # 0: token ids are not checked
-    tier: Tier | None = None  # None: no disk cache
+    tier: KVOffloader | None = None  # None: no disk cache
     trace: Callable[[str, int], None] = lambda event, step: None
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
@@ -236,7 +236,7 @@ class Engine:
     def _housekeeping(self, idle: bool) -> None:
         self._end_finished()
         self._report_progress()
-        self._disk_busy = self.tier is not None and self.tier.turn()
+        self._disk_busy = self.tier is not None and self.tier.poll()
         self.rests = idle and not self._disk_busy
 
     def poll_memory(self) -> None:
@@ -247,12 +247,12 @@ class Engine:
         if level > NORMAL and self.guard.read != read:
             meter.trim()
         if level > before:
-            evicted = self.scheduler.groups.forget()
+            evicted = self.scheduler.groups.evict_cached()
             log.info("memory pressure: evicted %d cached blocks and all recurrent states", evicted)
         self.scheduler.short, self._pressure = level > NORMAL, (level, self.guard.read)
         if level != before:
             for pool in self.scheduler.groups.pools:
-                pool.thrifty = level > NORMAL
+                pool.save_memory = level > NORMAL
 
     def _report_progress(self) -> None:
         """Log how far long prompts have been read."""
@@ -272,7 +272,7 @@ class Engine:
 
     def reset(self) -> None:
         """Clear the prefix cache, the drafters' memory and the counters of an idle engine."""
-        self.scheduler.groups.forget()
+        self.scheduler.groups.evict_cached()
         self.counters, self.drafts = dict.fromkeys(COUNTERS, 0), SpecDecodeMetrics()
         self.proposer.clear()
 

@@ -14,10 +14,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.disk import Disk
-from mlxspec.cache.offload import Tier
+from mlxspec.cache.disk import DiskCache, fingerprint
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import KVCacheManager, Window
-from mlxspec.cache.runfile import fingerprint
 from mlxspec.cache.states import StateCache
 from mlxspec.config import Config
 from mlxspec.engine import memory
@@ -95,7 +94,7 @@ def load_engine(
         _speculate(engine, cache, small, remeasure)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
-        _outlive(engine, Disk(prompts_of(config), identity, config.disk_bytes, model=name), config)
+        _outlive(engine, DiskCache(prompts_of(config), identity, config.disk_bytes, name), config)
 
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
     return engine, _report(engine.scheduler, name, layout, plan, context)
@@ -192,7 +191,7 @@ def _build(
         states = StateCache(plan.snapshots, plan.snapshot_stride, recurrent.own)
     windows = [Window(tokens, pool(blocks)) for tokens, blocks in plan.windows.items()]
     groups = KVCacheManager(pool(plan.blocks), windows, states)
-    runner.grow_on_demand(lambda: [pool.given for pool in groups.pools])
+    runner.grow_on_demand(lambda: [pool.highest for pool in groups.pools])
     scheduler = Scheduler(
         groups,
         context=context,
@@ -253,9 +252,9 @@ def _speculate(
     if not engine.scheduler.drafts:
         log.warning("no speculation: this model cannot roll back a rejected draft")
         return
-    given, kernels = pool.given, kernels_in_use()
+    highest, kernels = pool.highest, kernels_in_use()
     known = cache.costs if cache.kernels == kernels else None
-    table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []
+    table = pool.allocate(min(len(pool.free_blocks), -(-MEASURED // pool.block_size))) or []
     try:
         with progress("Measuring steps") as report:
             costs = calibrate(runner, engine.vocab, table, known, remeasure, report)
@@ -266,8 +265,8 @@ def _speculate(
         if small:
             drafters.append(_draft_model(engine, small, table))
     finally:
-        pool.drop(table)
-        pool.given = given  # the measurement left nothing worth keeping
+        pool.free(table)
+        pool.highest = highest  # the measurement left nothing worth keeping
     cache.costs, cache.kernels = costs, kernels
     runner.tap([tap for drafter in drafters for tap in drafter.taps])
     engine.proposer = Proposer(costs, drafters, overlap=runner.layout == "rows")
@@ -279,17 +278,17 @@ def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftMo
     runner = Runner(
         small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True
     )
-    runner.grow_on_demand(lambda: [pool.given])
+    runner.grow_on_demand(lambda: [pool.highest])
     seconds = one_row(runner, table)
     log.info("the draft model takes %.1f ms a token", seconds * 1e3)
     return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)
 
 
-def _outlive(engine: Engine, disk: Disk, config: Config) -> None:
+def _outlive(engine: Engine, disk: DiskCache, config: Config) -> None:
     """Keep blocks on disk, where they outlive the process."""
     groups = engine.scheduler.groups
-    tier = engine.tier = engine.scheduler.tier = Tier(disk, groups, Transfer(engine.runner))
+    tier = engine.tier = engine.scheduler.tier = KVOffloader(disk, groups, Transfer(engine.runner))
     for group, pool in enumerate(groups.pools):
-        pool.kept = partial(tier.keeps, group)
+        pool.on_disk = partial(tier.on_disk, group)
     held, most = format_size(disk.stats().bytes), format_size(config.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, prompts_of(config))

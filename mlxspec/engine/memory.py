@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlxspec.cache.disk import PENDING, READING
+from mlxspec.cache.disk import MAX_QUEUED
+from mlxspec.cache.offload import MAX_READS, RUN_BYTES
 from mlxspec.cache.prefix import Window
 from mlxspec.config import Config
 from mlxspec.engine.budget import MAX_ROWS
@@ -34,7 +35,7 @@ LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
 # Bytes. Steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion parameters, fp32.
 HEADROOM = 512 << 20
 HEADROOM_PART = 16  # of the machine's memory, where that is more
-DISK_BUFFERS = PENDING + READING  # bytes on their way to and from the disk
+DISK_BUFFERS = MAX_QUEUED + MAX_READS * RUN_BYTES  # bytes on their way to and from the disk
 BYTES_4BIT = 4.5 / 8  # per parameter: 4 bits, and a 16-bit scale and bias for each 64
 
 DARWIN = sys.platform == "darwin"
@@ -248,7 +249,7 @@ def _pools(
 def _window_blocks(window: int, config: Config, sequences: int) -> int:
     """Blocks of a window's pool with which that many sequences never wait for one."""
     chunk = config.prefill_budget or MAX_ROWS
-    return Window.least(window, config.block_size, sequences, chunk, MAX_DEPTH)
+    return Window.min_blocks(window, config.block_size, sequences, chunk, MAX_DEPTH)
 
 
 def _divide(pools: Sequence[Pool], budget: int) -> list[int]:

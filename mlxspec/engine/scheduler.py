@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
 
 from mlxspec.cache.blocks import BlockPool
+from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import Copies, KVCacheManager, PrefixMatch
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.types import (
@@ -26,15 +26,6 @@ from mlxspec.types import (
 )
 
 MAX_DEFERRED = 8  # plans in which shorter prefills may go first
-
-
-class Tier(Protocol):
-    """What outlives the process: see `mlxspec.cache.offload`."""
-
-    def waits(self, seq: Sequence) -> bool: ...
-    def seeks(self, seq: Sequence, hit: PrefixMatch) -> bool: ...
-    def forget(self, seq: Sequence) -> None: ...
-    def note(self, seq: Sequence) -> None: ...
 
 
 class Scheduler:
@@ -61,7 +52,7 @@ class Scheduler:
         self.overcommit = overcommit
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.tier: Tier | None = None
+        self.tier: KVOffloader | None = None
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
         self.short = False  # of memory: sequences run one at a time
         self.preemptions = 0
@@ -150,7 +141,7 @@ class Scheduler:
         for seq in sorted(
             prefills, key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order)
         ):
-            n = self.groups.cut(seq, min(seq.remaining, budget))
+            n = self.groups.limit_rows(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
@@ -168,8 +159,8 @@ class Scheduler:
         """Add an entry of `n` rows, preempting younger sequences if blocks run out."""
         if seq not in self.running:  # preempted for an entry of this very plan
             return False
-        while need := self.groups.lacking(seq, seq.computed + seq.inflight_drafts + n):
-            if self.groups.grow(seq, need):
+        while need := self.groups.blocks_needed(seq, seq.computed + seq.inflight_drafts + n):
+            if self.groups.allocate(seq, need):
                 break
             victim = next((s for s in reversed(self.running) if not s.inflight_drafts), seq)
             if victim.order <= seq.order:
@@ -185,15 +176,15 @@ class Scheduler:
     def _reserve_draft(self, entry: Entry, want: int) -> int:
         """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
         end = entry.start + entry.inflight_drafts + entry.count
-        need = self.groups.lacking(entry.seq, end + want)
-        self.groups.grow(entry.seq, min(need, self.groups.free))
+        need = self.groups.blocks_needed(entry.seq, end + want)
+        self.groups.allocate(entry.seq, min(need, self.groups.num_free))
         return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take its blocks and queue it first; the prefix cache makes coming back cheap."""
         self.preemptions += 1
         self.running.remove(seq)
-        self.groups.drop(seq)
+        self.groups.free(seq)
         self.waiting.appendleft(seq)
 
     def submitted(self, plan: Iterable[Entry]) -> None:
@@ -220,7 +211,7 @@ class Scheduler:
             if self._must_wait(seq):
                 skipped.append(seq)
                 continue
-            free = len(self.pool.free) - promised
+            free = len(self.pool.free_blocks) - promised
             match = None
             if self._blocked is None or self._blocked[0] is not seq or free > self._blocked[1]:
                 match = self._match(seq, promised)
@@ -228,7 +219,7 @@ class Scheduler:
                 self._blocked = (seq, free)
                 self.waiting.appendleft(seq)
                 break
-            if self.tier and self.tier.seeks(seq, match):
+            if self.tier and self.tier.start_restore(seq, match):
                 skipped.append(seq)
                 continue
             self._start(seq, match)
@@ -240,25 +231,25 @@ class Scheduler:
         leader = seq.leader
         if seq.flight or (leader and not leader.generated and leader.finish is None):
             return True
-        return self.tier is not None and self.tier.waits(seq)
+        return self.tier is not None and self.tier.restoring(seq)
 
     def _lacking(self, seq: Sequence) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
-        return 0 if self.overcommit else self.groups.lacking(seq, seq.known + 1)
+        return 0 if self.overcommit else self.groups.blocks_needed(seq, seq.known + 1)
 
     def _match(self, seq: Sequence, promised: int) -> PrefixMatch | None:
         """The cached prefix of a waiting sequence; None where the rest of it does not fit."""
         match = self.groups.match(seq.tokens) if self.sharing else PrefixMatch()
         shared = match.tables[0] if match.tables else ()
-        revived = sum(block in self.pool.free for block in shared)
+        revived = sum(block in self.pool.free_blocks for block in shared)
         need = self._lacking(seq) - len(shared) + revived
-        fits = not self.running or need + promised <= len(self.pool.free)
+        fits = not self.running or need + promised <= len(self.pool.free_blocks)
         return match if fits else None
 
     def _start(self, seq: Sequence, match: PrefixMatch) -> None:
-        self.copies += self.groups.take(seq, match)
+        self.copies += self.groups.allocate_prefix(seq, match)
         if self.tier:
-            self.tier.forget(seq)
+            self.tier.cancel(seq)
         seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
@@ -312,26 +303,26 @@ class Scheduler:
         upto = entry.start + entry.count + new.drafts
         ended = seq.finish is not None
         if self.sharing and upto <= len(seq.table) * self.pool.block_size:
-            groups.publish(seq, upto)
+            groups.cache_blocks(seq, upto)
             prompt_done = entry.start < seq.prompt_len <= upto
             if prompt_done:
-                groups.publish_tail(seq, seq.prompt_len)
+                groups.cache_partial(seq, seq.prompt_len)
             if ended:
-                groups.publish_tail(seq, upto)
-            if groups.states is not None and (ended or groups.marked(seq, upto)):
-                groups.remember(seq, upto, entry.state if seq.flight else seq.state)
+                groups.cache_partial(seq, upto)
+            if groups.states is not None and (ended or groups.keeps_state(seq, upto)):
+                groups.cache_state(seq, upto, entry.state if seq.flight else seq.state)
             if self.tier and (prompt_done or ended):
-                self.tier.note(seq)
-        groups.slide(seq, min(upto, seq.computed))
+                self.tier.save(seq)
+        groups.free_passed(seq, min(upto, seq.computed))
 
     def _release(self, seq: Sequence) -> None:
-        self.groups.drop(seq)
+        self.groups.free(seq)
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
         if self.tier:
-            self.tier.forget(seq)
+            self.tier.cancel(seq)
 
     def check(self) -> None:
         """Assert what must hold between steps."""

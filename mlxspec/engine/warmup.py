@@ -17,7 +17,7 @@ import mlx.core as mx
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from mlxspec import __version__, blas
-from mlxspec.cache.runfile import fingerprint
+from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.files import write_atomic
 from mlxspec.kernels.proven import VERDICTS

@@ -1,16 +1,16 @@
-"""What pools and states hold, as host arrays and back: for what outlives the process.
+"""Copies KV blocks and recurrent states to host arrays and back, for the prompt cache on disk.
 
-Rule: bits in, the same bits out. The names of the host arrays say what they were, so that what was
-written by another model or version is seen not to fit instead of being believed.
+Rule: the same bits come back. An array's name holds its index and dtype, so that arrays of another
+model or version are seen not to fit.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner
 
 Arrays = dict[str, np.ndarray]
@@ -18,71 +18,61 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(slots=True)
 class Transfer:
-    """Of one runner's pools. Engine thread only."""
+    """For the pools of one runner; a group is the index of a pool. Engine thread only."""
 
     runner: Runner
 
     def export(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
-        """Copies [heads, len(blocks) * block_size, D] of the K and V of each of the group's layers,
-        begun."""
+        """Start copying the K and V of these blocks: [heads, len(blocks) * block_size, D] for each
+        of the group's layers."""
         slots = self.runner.view.slots_of(blocks)
         copies = [pool[:, slots] for pool in self._pools(group)]
         mx.async_eval(copies)
         return copies
 
-    def export_state(self, state: Sequence[mx.array]) -> list[mx.array]:
-        return list(state)
-
     def host(self, exported: Sequence[mx.array]) -> Arrays:
-        return {f"{i}:{_word(a.dtype)}": np.array(_plain(a)) for i, a in enumerate(exported)}
+        """The arrays of `export`, or of a recurrent state, on the host; bfloat16 as uint16."""
+        arrays = {}
+        for i, array in enumerate(exported):
+            plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+            arrays[_name(i, array.dtype)] = np.array(plain, order="C")
+        return arrays
 
     def place(
         self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]
     ) -> bool:
-        """Write blocks number `which` of an export at `blocks`, in place. False where it does not
-        fit; then nothing is written."""
+        """Write blocks number `which` of an export into `blocks`; False where it does not fit."""
         self.runner.grow()
-        size = self.runner.view.block_size
-        pools = self._pools(group)
-        found = list(arrays.items())
-        if len(found) != len(pools) or any(
-            name != f"{i}:{_word(pool.dtype)}"
-            or (array.ndim, array.shape[0], array.shape[-1]) != (3, pool.shape[0], pool.shape[2])
-            or array.shape[1] % size
-            or array.shape[1] <= max(which, default=0) * size
-            for i, ((name, array), pool) in enumerate(zip(found, pools, strict=True))
-        ):
-            return False
-        source = np.array(self.runner.view.slots_of(which))
-        rows = [
-            _back(array[:, source], pool.dtype)
-            for (_, array), pool in zip(found, pools, strict=True)
-        ]
-        slots = self.runner.view.slots_of(blocks)
-        for n, pages in enumerate(self._pages(group)):
-            pages.put(slots, rows[2 * n], rows[2 * n + 1])
+        view, pools = self.runner.view, self._pools(group)
+        source = np.array(view.slots_of(which))
+        rows = []
+        for i, pool in enumerate(pools):
+            array = arrays.get(_name(i, pool.dtype))
+            if array is None or array.shape[::2] != pool.shape[::2]:
+                return False
+            rows.append(_device(array[:, source], pool.dtype))
+        slots = view.slots_of(blocks)
+        for pages, k, v in zip(self._pages(group), rows[::2], rows[1::2], strict=True):
+            pages.put(slots, k, v)
         mx.async_eval(self._pools(group))
         return True
 
     def place_state(self, arrays: Arrays) -> tuple[mx.array, ...] | None:
-        """None where it is not the state of this model."""
-        forms, found = self.runner.states.forms, []
-        if len(arrays) != len(forms):
-            return None
-        for i, ((name, array), (shape, dtype)) in enumerate(
-            zip(arrays.items(), forms, strict=True)
-        ):
-            if name != f"{i}:{_word(dtype)}" or array.shape != shape:
+        """A recurrent state; None where it is not one of this model."""
+        state = []
+        for i, (shape, dtype) in enumerate(self.runner.states.forms):
+            array = arrays.get(_name(i, dtype))
+            if array is None or array.shape != shape:
                 return None
-            found.append(_back(array, dtype))
-        return tuple(found)
+            state.append(_device(array, dtype))
+        return tuple(state)
 
     def block_bytes(self, group: int) -> int:
-        """Of one block in all layers of the group."""
+        """Bytes of one block in all layers of the group."""
         held = list(self.runner.view.held.values())[group]
         return sum(pool.nbytes for pool in self._pools(group)) // held
 
-    def _pages(self, group: int) -> list[Any]:
+    def _pages(self, group: int) -> list[Pages]:
         key = list(self.runner.view.blocks)[group]
         return [pages for pages in self.runner.pages() if pages.pool == key]
 
@@ -90,15 +80,10 @@ class Transfer:
         return [pool for pages in self._pages(group) for pool in pages.pools()]
 
 
-def _word(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
+def _name(i: int, dtype: mx.Dtype) -> str:
+    return f"{i}:{str(dtype).removeprefix('mlx.core.')}"
 
 
-def _plain(a: mx.array) -> mx.array:
-    """numpy knows no bfloat16: the same bits as integers."""
-    return a.view(mx.uint16) if a.dtype == mx.bfloat16 else a
-
-
-def _back(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+def _device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
     made = mx.array(array)
     return made.view(dtype) if dtype == mx.bfloat16 else made

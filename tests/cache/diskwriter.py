@@ -1,8 +1,7 @@
-"""A process that writes to a prompt cache until it is killed, for the tests of the disk tier.
+"""A process that writes to a prompt cache until it is killed.
 
-It imports numpy and the disk tier alone, then forks a writer for each line of JSON on stdin and
-answers with its pid; a line with a pid waits for that one and answers with its exit status, -9
-where it was killed.
+It imports little, then forks a writer for each line of JSON on stdin and answers with its pid; a
+line with a pid waits for that one and answers with its exit status, -9 where it was killed.
 """
 
 import itertools
@@ -10,17 +9,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mlxspec.cache.disk import Disk
-from mlxspec.cache.runfile import Run
+from mlxspec.cache.disk import DiskCache, Run
 
 MODEL = "0123456789abcdef"
-OVER = 3  # exit status: the files have passed the limit
+OVER_LIMIT = 3  # exit status
+# What changes a disk, as the interpreter reports it; os.replace is a rename.
+EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.utime", "fcntl.flock"}
 
 
 def key(i: int) -> bytes:
@@ -28,14 +26,13 @@ def key(i: int) -> bytes:
 
 
 def run_of(i: int) -> Run:
-    """The one content of key `i`; a few hundred bytes to 40 KB. Its other key belongs to nothing
-    else."""
+    """The one content of key `i`: a few hundred bytes to 40 KB. Its other key is in no other."""
     rng = np.random.default_rng(i)
     arrays = {
         "k": rng.normal(size=(int(rng.integers(0, 5000)),)),
         "v": rng.integers(0, 9, (2, 3), np.uint16),
     }
-    return Run((key(i + (1 << 64)), key(i)), arrays, {"i": str(i)})
+    return Run((key(i + (1 << 64)), key(i)), arrays)
 
 
 def total(root: Path) -> int:
@@ -43,66 +40,37 @@ def total(root: Path) -> int:
     return sum(path.lstat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def watched(call: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
-    def watching(*args: Any, **kwargs: Any) -> Any:
-        result = call(*args, **kwargs)
-        after()
-        return result
-
-    return watching
-
-
-CALLS = (
-    "open",
-    "write",
-    "pwrite",
-    "ftruncate",
-    "fsync",
-    "utime",
-    "replace",
-    "unlink",
-    "rmdir",
-    "mkdir",
-)
-
-
-def die_at(which: int) -> None:
-    """Be killed at the n-th of the calls that change a disk; in the middle of it, if it is a
-    write."""
+def die_at(which: int, root: str) -> None:
+    """Be killed before the n-th change of the directory."""
     left = itertools.count(which, -1)
 
-    def replaced(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def dying(*args: Any, **kwargs: Any) -> Any:
-            if next(left) == 0:
-                if name == "write":
-                    call(args[0], args[1][: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        ours = event == "fcntl.flock" or any(str(arg).startswith(root) for arg in args)
+        if event in EVENTS and ours and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        return dying
-
-    for name in CALLS:
-        setattr(os, name, replaced(name, getattr(os, name)))
+    sys.addaudithook(hook)
 
 
 def write(
     root: str, limit: int, start: int, runs: int | None = None, die: int | None = None
 ) -> None:
-    """`runs` runs from `start` on, or endlessly; the limit is checked after each call that adds
-    bytes, while no other process can write."""
+    """`runs` runs from `start` on, or endlessly; the limit is checked while nobody else can write,
+    after each write."""
+    replace = os.replace
 
-    def check() -> None:
+    def checked(*args: str) -> None:
+        replace(*args)
         if total(Path(root)) > limit:
-            os._exit(OVER)
+            os._exit(OVER_LIMIT)
 
-    for name in ("write", "replace"):
-        setattr(os, name, watched(getattr(os, name), check))
+    os.replace = checked  # type: ignore[assignment]
     if die is not None:
-        die_at(die)
-    disk = Disk(Path(root), MODEL, limit, rate=1e12)
+        die_at(die, root)
+    disk = DiskCache(Path(root), MODEL, limit)
     for i in itertools.count(start) if runs is None else range(start, start + runs):
         disk.save(run_of(i))
-        if runs is not None or disk.stats().waiting > 1 << 16:
+        if runs is not None or disk.queued > 1 << 16:
             assert disk.flush(60)
     assert disk.close(60)
 

@@ -1,18 +1,18 @@
-"""What outlives the process: a second engine on the same directory goes on where the first one
-stopped."""
+"""The prompt cache on disk under an engine: a second engine on the same directory continues where
+the first one stopped."""
 
 import functools
 import shutil
 import threading
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
 from mlxspec.cache import offload
-from mlxspec.cache.blocks import AGE_S
-from mlxspec.cache.disk import Disk
-from mlxspec.cache.offload import CHAINS, GAIN
-from mlxspec.cache.runfile import keys_of, label
+from mlxspec.cache.blocks import MIN_IDLE_S
+from mlxspec.cache.disk import DiskCache, read_label
+from mlxspec.cache.offload import MAX_CHAINS, MAX_READS, MIN_GAIN
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import _outlive
@@ -36,7 +36,7 @@ PROMPT = [i * 37 % tiny.VOCAB for i in range(90)]
 READ = 88  # tokens of it in full blocks: the most that can be found of it
 
 
-def start(root: Path, kind: str, **kw) -> tuple[Engine, Disk]:
+def start(root: Path, kind: str, **kw) -> tuple[Engine, DiskCache]:
     kw |= dict(layout=LAYOUTS.get(kind, "rows"), block=BLOCK, kv_bits=tiny.kv_bits(kind))
     e = tiny.engine(tiny.model(kind), **kw)
     return e, attach(e, root)
@@ -69,7 +69,7 @@ def test_a_restart_goes_on(tmp_path: Path, kind: str) -> None:
         96 if e.runner.states.layers else (len(PROMPT) + 29) // BLOCK * BLOCK
     )  # every third block a state
     assert outputs[-1].cached == saved and e.counters["prompt"] == len(turn) - saved
-    assert not e.tier._landings and not e.tier._asked
+    assert not e.tier._restores and not e.tier._planned
     disk.close(5)
 
 
@@ -111,15 +111,18 @@ def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
     """A neighbour decodes while a prompt waits for the disk; a short prompt does not ask at all."""
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3")
-    e.add(tiny.request("short", PROMPT[: GAIN * BLOCK - 1], 40))
+    e.add(tiny.request("short", PROMPT[: MIN_GAIN * BLOCK - 1], 40))
     e.step()
-    assert not e.tier._landings
+    assert not e.tier._restores
+    stuck = threading.Event()
+    disk._reader.submit(stuck.wait, 10)
     e.add(tiny.request("long", PROMPT, 12))
     e.step()
-    assert e.tier._landings and [s.request.id for s in e.scheduler.running] == ["short"]
+    assert e.tier._restores and [s.request.id for s in e.scheduler.running] == ["short"]
+    stuck.set()
     outputs = finish(e, disk)
     assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
-    assert tiny.tokens(outputs, "short") == plain("qwen3")(PROMPT[: GAIN * BLOCK - 1], 40)
+    assert tiny.tokens(outputs, "short") == plain("qwen3")(PROMPT[: MIN_GAIN * BLOCK - 1], 40)
     disk.close(5)
 
 
@@ -145,15 +148,14 @@ def test_a_disk_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first(tmp_path, "qwen3")
-    monkeypatch.setattr(offload, "WAIT_S", 0.05)
+    monkeypatch.setattr(offload, "MAX_WAIT_S", 0.05)
     e, disk = start(tmp_path, "qwen3")
-    stuck, read = threading.Event(), disk._load
-    disk._load = lambda name: stuck.wait(10) and None  # type: ignore[method-assign]
+    stuck = threading.Event()
+    disk._read = lambda path: stuck.wait(10) and None  # type: ignore[method-assign]
     e.add(tiny.request("r", PROMPT, 12))
     outputs = tiny.run(e)
     assert tiny.tokens(outputs, "r") == plain("qwen3")(PROMPT, 12) and outputs[-1].cached == 0
     stuck.set()
-    disk._load = read  # type: ignore[method-assign]
     disk.close(5)
 
 
@@ -188,11 +190,14 @@ def test_who_comes_while_the_pool_is_full_looks_when_there_is_room(tmp_path: Pat
 def test_who_leaves_while_waiting_leaves_nothing(tmp_path: Path) -> None:
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3")
+    stuck = threading.Event()
+    disk._reader.submit(stuck.wait, 10)
     e.add(tiny.request("gone", PROMPT, 12))
     e.step()
-    assert e.tier._landings
+    assert e.tier._restores
     e.abort("gone")
-    assert not e.tier._landings and not e.busy
+    stuck.set()
+    assert not e.tier._restores and not e.busy
     finish(e, disk)
     e.check()
     disk.close(5)
@@ -234,13 +239,13 @@ def test_what_is_old_gives_way_only_where_the_disk_has_it(
     for pool in e.scheduler.groups.pools:
         pool.clock = lambda: now
     if broken:
-        monkeypatch.setattr(Disk, "save", lambda self, run: False)
+        monkeypatch.setattr(DiskCache, "save", lambda self, run: False)
     for name, prompt in (("old", PROMPT), ("new", [3, *PROMPT[1:]]), ("old again", PROMPT)):
         e.add(tiny.request(name, prompt, 4))
         outputs = finish(e, disk)
-        now += 2 * AGE_S
+        now += 2 * MIN_IDLE_S
     one = -(-len(PROMPT) // BLOCK)
-    assert (e.scheduler.pool.given >= 2 * one - 1) == broken, "the part of a block is no loss"
+    assert (e.scheduler.pool.highest >= 2 * one - 1) == broken, "the part of a block is no loss"
     assert outputs[-1].cached >= READ, "in memory, or on the disk"
     assert disk.close(5)
 
@@ -249,7 +254,8 @@ def test_a_window_is_saved_where_a_chain_ends(tmp_path: Path) -> None:
     """Not for every token that it passed: two chain ends of a window of 12 tokens, 3 or 4 blocks
     each."""
     first(tmp_path, "gemma3_text")
-    keys = [key for file in tmp_path.rglob("*.safetensors") for key in keys_of(label(file))]
+    files = tmp_path.rglob("*.safetensors")
+    keys = [key for file in files for key in read_label(BytesIO(file.read_bytes())).run_keys()]
     whole = (len(PROMPT) + 29) // BLOCK
     assert whole < len(keys) <= whole + 8
 
@@ -268,11 +274,30 @@ def test_what_is_left_is_saved_at_the_end(tmp_path: Path) -> None:
 
 def test_chains_that_wait_are_bounded(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
-    full = [tiny.request(f"r{i}", [i, *range(20)], 2) for i in range(CHAINS + 9)]
+    full = [tiny.request(f"r{i}", [i, *range(20)], 2) for i in range(MAX_CHAINS + 9)]
     e.tier = None
     for r in full:
         e.add(r)
     while e.busy:
         e.step()
-    assert len(e.scheduler.tier._chains) == CHAINS
+    assert len(e.scheduler.tier._chains) == MAX_CHAINS
+    disk.close(5)
+
+
+def test_reads_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "RUN_BLOCKS", 1)
+    first(tmp_path, "qwen3")
+    e, disk = start(tmp_path, "qwen3")
+    stuck = threading.Event()
+    disk._reader.submit(stuck.wait, 10)
+    for i in range(2):
+        e.add(tiny.request(f"r{i}", PROMPT, 12))
+    for _ in range(3):
+        e.step()
+        assert sum(len(restore.reads) for restore in e.tier._restores.values()) == MAX_READS
+    stuck.set()
+    outputs = finish(e, disk)
+    for i in range(2):
+        assert tiny.tokens(outputs, f"r{i}") == plain("qwen3")(PROMPT, 12)
+    assert outputs[-1].cached >= READ
     disk.close(5)

@@ -1,10 +1,9 @@
-"""Pools that go together: what a hit gives each group, what a window gives back, where states are
-kept."""
+"""Pools with one hash chain: what a hit gives each of them, what leaves a window, where states are kept."""
 
 import pytest
 
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.prefix import LEAST, STRIDE, KVCacheManager, Window
+from mlxspec.cache.prefix import MIN_PROMPT, WINDOW_STRIDE, KVCacheManager, Window
 from mlxspec.cache.states import StateCache
 from mlxspec.types import NULL_BLOCK, Request, Sequence
 
@@ -25,14 +24,14 @@ def sequence(g: KVCacheManager, prompt: list[int]) -> Sequence:
 def read(g: KVCacheManager, prompt: list[int], step: int = SIZE) -> Sequence:
     """A sequence whose prompt is computed and published, `step` tokens at a time."""
     seq = sequence(g, prompt)
-    g.take(seq, g.match(prompt))
+    g.allocate_prefix(seq, g.match(prompt))
     while seq.computed < len(prompt):
         upto = min(seq.computed + step, len(prompt))
-        assert g.grow(seq, g.lacking(seq, upto))
+        assert g.allocate(seq, g.blocks_needed(seq, upto))
         seq.computed = upto
-        g.publish(seq, upto)
-        g.publish_tail(seq, upto)
-        g.slide(seq, upto)
+        g.cache_blocks(seq, upto)
+        g.cache_partial(seq, upto)
+        g.free_passed(seq, upto)
     g.check([seq])
     return seq
 
@@ -46,7 +45,7 @@ def test_what_left_the_window_is_given_back_while_the_rest_keeps_growing() -> No
         table[:10] == [NULL_BLOCK] * 10 and NULL_BLOCK not in table[10:]
     )  # the row at 50 sees 41 to 50
     assert g.windows[0].pool.used == 3
-    g.drop(seq)
+    g.free(seq)
     assert [pool.used for pool in g.pools] == [0, 0]
 
 
@@ -57,16 +56,16 @@ def test_the_least_of_a_window_is_enough(
     window: int, depth: int, chunk: int, sequences: int
 ) -> None:
     """All of them at once, each with a step in flight whose rows are not committed yet."""
-    n = Window.least(window, SIZE, sequences, chunk, depth)
+    n = Window.min_blocks(window, SIZE, sequences, chunk, depth)
     g = groups(10_000, (window, n))
     seqs = [sequence(g, list(range(900))) for _ in range(sequences)]
     for seq in seqs:
-        g.take(seq, g.match(seq.tokens))
+        g.allocate_prefix(seq, g.match(seq.tokens))
     for step in range(800 // chunk):
         for i, seq in enumerate(seqs):
             rows = chunk if i == step % sequences else 1 + depth
-            assert g.grow(seq, g.lacking(seq, seq.computed + rows))
-            g.slide(seq, seq.computed)  # only what was committed a step ago
+            assert g.allocate(seq, g.blocks_needed(seq, seq.computed + rows))
+            g.free_passed(seq, seq.computed)  # only what was committed a step ago
             seq.computed += rows if seq.computed < 900 - 2 * chunk else 0
     g.check(seqs)
 
@@ -74,40 +73,42 @@ def test_the_least_of_a_window_is_enough(
 def test_a_hit_needs_the_window_before_it() -> None:
     g = groups(64, (10, 64))
     prompt = list(range(48))
-    g.drop(read(g, prompt))
+    g.free(read(g, prompt))
     hit = g.match([*prompt, 99])
     assert hit.length == 48 and hit.tables[0].count(NULL_BLOCK) == 0
-    assert hit.tables[1][:9] == (NULL_BLOCK,) * 9 and NULL_BLOCK not in hit.tables[1][9:]
+    assert hit.tables[1][:9] == [NULL_BLOCK] * 9 and NULL_BLOCK not in hit.tables[1][9:]
     (w,) = g.windows
     lost = hit.tables[1][10]
-    w.pool.spent.clear()  # any block may go; the one in the middle of the last window does
-    w.pool.free.move_to_end(lost, last=False)
-    for block in [b for b in w.pool.free if not w.pool._known(b)]:
-        w.pool.free.move_to_end(block)
-    assert w.pool.alloc(1) == [lost]
+    w.pool.low_priority.clear()  # any block may go; the one in the middle of the last window does
+    w.pool.free_blocks.move_to_end(lost, last=False)
+    for block in [b for b in w.pool.free_blocks if not w.pool._cached(b)]:
+        w.pool.free_blocks.move_to_end(block)
+    assert w.pool.allocate(1) == [lost]
     shorter = g.match([*prompt, 99])
     assert shorter.known == 48 and shorter.length == 40  # the last place whose window is whole
-    w.pool.drop([lost])
+    w.pool.free([lost])
 
 
 def test_where_prompts_part_the_window_is_kept() -> None:
     """What has passed goes first; but what lies in sight of a mark stays as long as anything."""
     g = groups(200, (8, 10))
     shared = list(range(40))
-    g.drop(read(g, [*shared, *range(100, 140)]))
+    g.free(read(g, [*shared, *range(100, 140)]))
     assert g.match([*shared, 7, 7, 7]).length < 40  # nobody knew that it would be wanted
     second = sequence(g, [*shared, *range(200, 240)])
     hit = g.match(second.tokens)
     assert hit.known == 40
-    g.drop(read(g, second.tokens))
+    g.free(read(g, second.tokens))
     third = g.match([*shared, 7, 7, 7])
     assert third.length == 40
 
 
 def test_a_periodic_mark_is_kept_of_a_long_prompt() -> None:
     g = groups(2000, (8, 40))
-    g.drop(read(g, [i % 251 for i in range(STRIDE * SIZE + 400)]))
-    assert g.match([i % 251 for i in range(STRIDE * SIZE + 1)]).length == STRIDE * SIZE
+    g.free(read(g, [i % 251 for i in range(WINDOW_STRIDE * SIZE + 400)]))
+    assert (
+        g.match([i % 251 for i in range(WINDOW_STRIDE * SIZE + 1)]).length == WINDOW_STRIDE * SIZE
+    )
 
 
 def test_a_partial_block_is_copied_in_every_group() -> None:
@@ -116,7 +117,7 @@ def test_a_partial_block_is_copied_in_every_group() -> None:
     hit = g.match([*range(22), 50])
     assert hit.length == 22 and len(hit.sources) == 2
     seq = sequence(g, [*range(22), 50])
-    copies = g.take(seq, hit)
+    copies = g.allocate_prefix(seq, hit)
     assert copies == [(0, held.table[5], seq.table[5]), (1, held.windows[0][5], seq.windows[0][5])]
     assert (seq.computed, seq.shared) == (22, 20)
     g.check([held, seq])
@@ -126,8 +127,8 @@ def test_a_state_says_where_a_hit_may_go_on() -> None:
     g = groups(64, states=4)
     seq = read(g, list(range(30)))
     assert g.match([*range(30), 1]).length == 0 and g.match([*range(30), 1]).known == 28
-    g.remember(seq, 12, "at 12")
-    g.remember(seq, 30, "at 30")
+    g.cache_state(seq, 12, "at 12")
+    g.cache_state(seq, 30, "at 30")
     hit = g.match([*range(30), 1])
     assert (hit.length, hit.state, len(hit.tables[0]), len(hit.sources)) == (30, "at 30", 7, 1)
     hit = g.match(list(range(30)))  # one token is left to compute
@@ -138,24 +139,29 @@ def test_a_state_says_where_a_hit_may_go_on() -> None:
 def test_a_state_without_room_for_its_slots_is_not_used() -> None:
     g = groups(9, states=4)
     seq = read(g, list(range(30)))
-    g.remember(seq, 30, "at 30")
+    g.cache_state(seq, 30, "at 30")
     late = sequence(g, [*range(30), 1])
     hit = g.match(late.tokens)
-    assert g.take(late, hit) == [] and late.state is None and late.computed == 0 and not late.table
+    assert (
+        g.allocate_prefix(late, hit) == []
+        and late.state is None
+        and late.computed == 0
+        and not late.table
+    )
     g.check([seq, late])
 
 
 def test_steps_end_where_a_state_is_to_be_kept() -> None:
     g = groups(99, states=4)
     seq = sequence(g, list(range(90)))
-    g.take(seq, g.match(seq.tokens))
+    g.allocate_prefix(seq, g.match(seq.tokens))
     ends = []
     while seq.computed < 90:
-        seq.computed += g.cut(seq, min(25, 90 - seq.computed))
+        seq.computed += g.limit_rows(seq, min(25, 90 - seq.computed))
         ends.append(seq.computed)
     assert ends == [25, 32, 57, 64, 88, 90]  # every 8 blocks, and the last full one of the prompt
-    assert [at for at in ends if g.marked(seq, at)] == [32, 64, 88, 90]
-    short = sequence(g, list(range(LEAST * SIZE)))
-    g.take(short, g.match(short.tokens))
-    assert g.cut(short, LEAST * SIZE) == LEAST * SIZE
-    assert groups().cut(seq, 25) == 25
+    assert [at for at in ends if g.keeps_state(seq, at)] == [32, 64, 88, 90]
+    short = sequence(g, list(range(MIN_PROMPT * SIZE)))
+    g.allocate_prefix(short, g.match(short.tokens))
+    assert g.limit_rows(short, MIN_PROMPT * SIZE) == MIN_PROMPT * SIZE
+    assert groups().limit_rows(seq, 25) == 25

@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
 from mlxspec import cli
+from mlxspec.engine.loader import KERNELS_DIR
 from mlxspec.kernels.kept import Shelf
 from mlxspec.kernels.proven import Verdict
-from mlxspec.engine.loader import KERNELS_DIR
 from mlxspec.service.status import Status
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer

@@ -375,7 +375,7 @@ def test_random_lives(data: st.DataObject) -> None:
         budget=budget,
         liar=rng.choice([None, rng]),
         blind=not states and rng.choice([False, True]),
-        windows={w: min(blocks, Window.least(w, SIZE, sequences, budget, 4)) for w in windows},
+        windows={w: min(blocks, Window.min_blocks(w, SIZE, sequences, budget, 4)) for w in windows},
         states=states,
         drafts=rng.random() < 0.9,
         context=36,

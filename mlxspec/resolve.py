@@ -18,7 +18,7 @@ from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.loader import Options, start
 from mlxspec.engine.models import ModelManager, ModelSlot
-from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, held, prompts_of, resolve
+from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, find_local, prompts_of, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.runner import owed
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
@@ -83,7 +83,7 @@ def models_of(config: Config) -> list[tuple[str, int]]:
 
 def on_disk(model: str, config: Config) -> Path | None:
     """A model's directory, if nothing has to be fetched for it. Raises UnsupportedModel."""
-    return held(model, cache_of(config), _metal())
+    return find_local(model, cache_of(config), _metal())
 
 
 def _metal() -> bool:

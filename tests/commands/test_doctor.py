@@ -181,7 +181,7 @@ def test_no_word_is_cut_on_a_narrow_terminal(model: Path, tmp_path: Path) -> Non
 def test_what_is_not_there_yet_is_not_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.model.hub.embedded", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("mlxspec.model.embedded.embedded", lambda *_: pytest.fail("fetched"))
     for words in ((), ("some/model",)):
         code, found = report(*words, "--cache-dir", str(tmp_path))
         assert code == 0 and found["model"]["path"].startswith("not fetched yet")

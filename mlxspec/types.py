@@ -325,7 +325,6 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
     state: Any = None  # of recurrent layers, behind `computed`; the solo layout's own caches
     batch: Any = None  # what `state` was cut from
-    again: int = 0  # rows that were read, but are not in `state` and so are not computed
     leader: "Sequence | None" = None  # the sibling whose prefill this choice waits for
     deferred: int = 0  # plans that passed this prefill over
     rounds: int = 0
@@ -388,16 +387,8 @@ class Entry:
     pending: bool = False
     spread: int = 0
     draft: Draft = field(default_factory=Draft)
-    again: int = 0  # of its first rows, those that were read before
-    undo: Any = None  # takes the draft out of the sequence's state again
-    undone: bool = False  # the whole entry was taken out of it: what stands is to be read again
     masks: Seq[bytes] = ()  # of the sampled rows, where a grammar rules; see Matcher.masks
     state: Any = None  # of the sequence behind these rows, once they are submitted
-
-    @property
-    def fresh(self) -> int:
-        """Known rows that were not read before: 1 in a decode, more in a prefill."""
-        return self.count - self.again
 
     @property
     def rows(self) -> int:

@@ -457,7 +457,7 @@ def _row(name: str) -> str:
     try:
         tiny.Plain(model)([1, 2, 3], 1)
         found = fit(model)
-        layout, head, again = label(found), not found.trunk, found.rewind == "refeed"
+        layout, head, again = label(found), not found.trunk, not found.rollback
         if found.layout != "rows":
             kept = [
                 c for cache in make_prompt_cache(model) for c in getattr(cache, "caches", [cache])

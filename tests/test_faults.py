@@ -71,7 +71,7 @@ POINTS: list[tuple[Any, str]] = [
     (runner, "sample"),
     (Scheduler, "submitted"),
     (Step, "read"),
-    (Runner, "rewind"),
+    (Runner, "rollback"),
     (Scheduler, "commit"),
     (structured, "take"),
     (Tier, "turn"),

@@ -23,9 +23,9 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
-from mlxspec.model.recurrent import SHORT
+from mlxspec.model.recurrent import MAX_RECORDED_ROWS
 from mlxspec.model.recurrent import own as own_state
-from mlxspec.model.runner import Layout, Rewind, Runner
+from mlxspec.model.runner import Layout, Runner
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import Drafter, NoDrafter
 from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
@@ -212,7 +212,7 @@ def engine(
     context: int = 512,
     lone: bool = False,
     own: bool = True,
-    rewind: Rewind = "tape",
+    rollback: bool = True,
     states: int = 32,
     kv_bits: int = 0,
     whole: bool = False,
@@ -225,7 +225,7 @@ def engine(
     for w in windows_of(m) if own and layout != "solo" else ():
         sizes[w] = min(blocks, Window.least(w, block, max_sequences, budget, MAX_DEPTH))
     runner = Runner(
-        m, layout, block, blocks, windows=sizes, lone=lone, rewind=rewind, kv_bits=kv_bits
+        m, layout, block, blocks, windows=sizes, lone=lone, rollback=rollback, kv_bits=kv_bits
     )
     stateful = bool(runner.states.layers)
     groups = KVCacheManager(
@@ -242,7 +242,11 @@ def engine(
         max_sequences=max_sequences,
         pace=PrefillBudget(fixed=budget),
         sharing=layout != "solo",
-        drafts=0 if layout == "solo" else SHORT if stateful else 1 << 31,
+        drafts=0
+        if layout == "solo" or not rollback
+        else MAX_RECORDED_ROWS
+        if stateful
+        else 1 << 31,
     )
     return Engine(runner, scheduler, drafter or NoDrafter(), **kw)
 

@@ -249,7 +249,7 @@ class KVCacheManager:
             pool.drop(_live(table))
         seq.table, seq.windows, seq.keys = [], [[] for _ in self.windows], []
         seq.state = seq.batch = None
-        seq.computed = seq.shared = seq.cached = seq.again = 0
+        seq.computed = seq.shared = seq.cached = 0
 
     def forget(self) -> int:
         """Forget what is known and not in use; how many blocks that were."""

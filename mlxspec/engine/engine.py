@@ -226,10 +226,8 @@ class Engine:
                 self.counters["rounds"] += 1
                 self.drafts.book(e.draft.source, len(e.draft), len(new) - 1)
             cut(e.seq, new)
-            self.counters["prompt"] += max(
-                0, min(e.start + e.count, e.seq.prompt_len) - e.start - e.again
-            )
-        self.runner.rewind(
+            self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
+        self.runner.rollback(
             step.plan,
             [e.count + max(0, len(new) - 1) for e, new in zip(step.plan, accepted, strict=True)],
         )
@@ -246,8 +244,8 @@ class Engine:
         since = max(step.began, self._settled)
         self.step_seconds = now - since
         self._settled = now
-        prefill = sum(e.count for e in step.plan if e.fresh > 1)
-        decoding = any(e.fresh == 1 for e in step.plan)
+        prefill = sum(e.count for e in step.plan if e.count > 1)
+        decoding = any(e.count == 1 for e in step.plan)
         if self._moved:  # it says nothing about the next
             self.step_seconds = 0.0
             return
@@ -263,7 +261,7 @@ class Engine:
         if self.stalls is None or prefill or (self.guard and self.guard.look() > NORMAL):
             return
         beside = self._flight[-1][1] if self._flight else None
-        if not any(e.fresh > 1 for e in (beside.plan if beside else ())):
+        if not any(e.count > 1 for e in (beside.plan if beside else ())):
             held = (0.0 if step.overlaps else step.held) + (beside.held if beside else 0.0)
             rows = [sum(e.rows for e in s.plan) if s else 0 for s in (step, beside)]
             self.stalls.took(rows[0], self.step_seconds, self._waited + held, rows[1])

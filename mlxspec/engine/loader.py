@@ -156,8 +156,8 @@ def _how(found: LayoutChoice) -> str:
         + " layout"
         + ", one sequence at a time" * (found.lone and found.layout != "solo")
     )
-    if found.rewind:
-        how += f" (a draft leaves the {found.state_bytes} bytes of a sequence's state by {found.rewind})"
+    if not found.rollback:
+        how += ", no drafts: its recurrent state cannot be rolled back"
     return how
 
 
@@ -308,7 +308,7 @@ def _speculate(engine: Engine, now: warmup.Known, small: Small | None, options: 
     if not options.speculate:
         return
     if not scheduler.drafts:
-        log.warning("no speculation: the solo layout cannot take a draft back")
+        log.warning("no speculation: this model cannot roll back a rejected draft")
         return
     given = pool.given
     table = pool.alloc(min(len(pool.free), -(-MEASURED // pool.block_size))) or []

@@ -125,11 +125,11 @@ class Scheduler:
         ]
         plan: list[Entry] = []
         for seq in ready:
-            if seq.remaining == seq.again + 1:
+            if seq.remaining == 1:
                 self._place(plan, seq, seq.remaining)
         # Somebody also waits for what is in flight, if it is the end of an answer.
         budget = self.pace.rows(decoding=bool(plan) or any(s.pending for s in self.running))
-        prefills = [s for s in ready if s.remaining > s.again + 1]
+        prefills = [s for s in ready if s.remaining > 1]
         for seq in sorted(prefills, key=lambda s: (s.deferred < PATIENCE, s.remaining, s.order)):
             n = self.groups.cut(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
@@ -155,7 +155,7 @@ class Scheduler:
         for e in plan:
             seq = e.seq
             seq.flight.append(e)
-            seq.computed, seq.again = e.start + e.count, 0
+            seq.computed = e.start + e.count
             e.state = seq.state
             if e.samples:
                 seq.pending += 1
@@ -285,7 +285,6 @@ class Scheduler:
                 samples,
                 pending=samples and seq.pending > 0,
                 spread=seq.spread,
-                again=seq.again,
             )
         )
         return True
@@ -313,10 +312,7 @@ class Scheduler:
         seq.tokens += new
         kept = max(0, len(new) - 1)
         if seq.table:
-            seq.again = entry.count + kept if entry.undone else 0
-            seq.computed = (
-                entry.start + entry.count + kept - seq.again + sum(e.count for e in seq.flight)
-            )
+            seq.computed = entry.start + entry.count + kept + sum(e.count for e in seq.flight)
         for later in seq.flight:
             later.start += kept
             later.spread -= len(entry.draft)
@@ -334,7 +330,7 @@ class Scheduler:
                 groups.publish_tail(seq, seq.prompt_len)
             if seq.finish is not None:
                 groups.publish_tail(seq, upto)
-            known = groups.states is not None and not entry.undone
+            known = groups.states is not None
             if known and (seq.finish is not None or groups.marked(seq, upto)):
                 groups.remember(seq, upto, entry.state if seq.flight else seq.state)
             if self.tier and (read or seq.finish is not None):

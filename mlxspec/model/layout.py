@@ -22,7 +22,7 @@ from mlx_lm.utils import load_model
 from mlxspec.kernels import Packing
 from mlxspec.model import quantized, recurrent
 from mlxspec.model.probe import BLOCK, BLOCKS, PROBES, bytes_of, differ, packed, probe, truth
-from mlxspec.model.runner import Layout, Rewind, Runner
+from mlxspec.model.runner import Layout, Runner
 from mlxspec.types import UnsupportedModel, blame, line_of
 
 log = logging.getLogger("mlxspec")
@@ -52,8 +52,8 @@ Kept = tuple[
 class LayoutChoice:
     """How a model runs here. `token_bytes` is the KV memory of one token in all layers that see
     everything, `windows` that of layers which see the last so many tokens, by these. `state_bytes`
-    is the memory of one sequence's recurrent layers, and `rewind` how these take a draft back, if
-    there are any."""
+    is the memory of one sequence's recurrent layers, and without `rollback`
+    these cannot drop rejected drafts: such a model decodes without drafts."""
 
     layout: Layout
     trunk: bool
@@ -63,7 +63,7 @@ class LayoutChoice:
     vocab: int
     refused: tuple[str, ...] = ()
     state_bytes: int = 0
-    rewind: Rewind | None = None
+    rollback: bool = True
     kv_bits: int = 0
     sure: bool = True  # no layout was refused for what may have been want of memory
 
@@ -79,15 +79,20 @@ class LayoutChoice:
 
     @property
     def drafts(self) -> int:
-        """Up to how many known rows an entry may take a draft: what takes it back out of a state is
-        recorded for, or fed again with, all rows of the entry."""
-        return 0 if self.layout == "solo" else recurrent.SHORT if self.state_bytes else 1 << 31
+        """Up to how many known rows an entry may take a draft; 0: no drafts."""
+        return (
+            0
+            if self.layout == "solo" or not self.rollback
+            else recurrent.MAX_RECORDED_ROWS
+            if self.state_bytes
+            else 1 << 31
+        )
 
     def runner(
         self, model: Module, block_size: int, blocks: int, windows: Mapping[int, int] | None = None
     ) -> Runner:
         """`windows` are the blocks of each window that is to have its own."""
-        how: dict[str, Any] = dict(trunk=self.trunk, lone=self.lone, rewind=self.rewind or "tape")
+        how: dict[str, Any] = dict(trunk=self.trunk, lone=self.lone, rollback=self.rollback)
         how["kv_bits"] = self.kv_bits
         return Runner(model, self.layout, block_size, blocks, windows=windows, **how)
 
@@ -201,18 +206,18 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> LayoutChoice:
         )
     refused: list[str] = []
     sure = True
-    rewinds: tuple[Rewind, Rewind] = ("tape", "refeed")
-    for (layout, lone), trunk, rewind in product(WAYS, (True, False), rewinds):
+    for (layout, lone), trunk, rollback in product(WAYS, (True, False), (True, False)):
         if wanted not in ("auto", layout):
             continue
         way = layout + ", one sequence at a time" * (lone and layout != "solo")
         way += ", whole lm_head" * (not trunk)
         try:
-            runner = Runner(model, layout, BLOCK, BLOCKS, trunk=trunk, lone=lone, rewind=rewind)
+            runner = Runner(model, layout, BLOCK, BLOCKS, trunk=trunk, lone=lone, rollback=rollback)
             stateful = bool(runner.states.layers)
-            if (trunk and not runner.trunk) or (rewind == "refeed" and not stateful):
+            if (trunk and not runner.trunk) or (not rollback and not stateful):
                 continue
-            way += f", drafts taken back by {rewind}" * stateful
+            if not rollback:
+                way += ", without drafts"
             got, carried = probe(runner)
             error = differ(got, want)
         except Exception as failed:  # the model's own code decides what it raises
@@ -228,7 +233,7 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> LayoutChoice:
             kept = sum(pool.nbytes for pool in pages.pools()) // (BLOCK * BLOCKS)
             sizes[pages.window] = sizes.get(pages.window, 0) + kept
         windows = {w: size for w, size in sizes.items() if w}
-        vocab, took = want[0].shape[-1], rewind if stateful else None
+        vocab = want[0].shape[-1]
         return LayoutChoice(
             layout,
             trunk,
@@ -238,7 +243,7 @@ def fit(model: Module, wanted: str = "auto", kv_bits: int = 0) -> LayoutChoice:
             vocab,
             tuple(refused),
             carried,
-            took,
+            rollback,
             kv_bits,
             sure,
         )

@@ -66,13 +66,12 @@ def probe(runner: Runner) -> tuple[list[mx.array], int]:
     def step(plan: list[Entry], kept: Sequence[int] = (0, 0, 0)) -> None:
         logits, at = runner.logits(plan), 0
         mx.eval(logits)
-        runner.rewind(plan, [e.count + n for e, n in zip(plan, kept, strict=False)])
+        runner.rollback(plan, [e.count + n for e, n in zip(plan, kept, strict=False)])
         for e, n in zip(plan, kept, strict=False):
             got[e.seq] += [logits[at : at + n + 1]] if e.samples else []
             at += e.sampled
             e.seq.tokens += list(e.draft.tokens[:n])
-            e.seq.again = e.count + n if e.undone else 0
-            e.seq.computed = e.start + e.count + n - e.seq.again
+            e.seq.computed = e.start + e.count + n
 
     step(
         [Entry(s, 0, 2, False) for s in seqs]
@@ -80,7 +79,7 @@ def probe(runner: Runner) -> tuple[list[mx.array], int]:
     step([Entry(s, 2, len(s.tokens) - 2, True) for s in seqs])
     for seq in seqs:
         seq.tokens.append(TAIL[0])
-    if runner.layout != "solo":  # its caches cannot take a draft back, so none is ever given to it
+    if runner.layout != "solo" and runner.states.rollback_supported:
         plan = [
             Entry(s, s.computed, 1, True, draft=Draft(d, "probe"))
             for s, (d, _) in zip(seqs, DRAFTS, strict=True)
@@ -89,10 +88,10 @@ def probe(runner: Runner) -> tuple[list[mx.array], int]:
     while open_ := [s for s in seqs if s.computed < len(s.request.prompt) + len(TAIL)]:
         for seq in open_:
             known = len(seq.tokens) - len(seq.request.prompt)
-            if len(seq.tokens) == seq.computed + seq.again:
+            if len(seq.tokens) == seq.computed:
                 seq.tokens.append(TAIL[known])
         step([Entry(s, s.computed, len(s.tokens) - s.computed, True) for s in open_])
-    carried = recurrent.size(seqs[0].state) if runner.states.layers else 0
+    carried = recurrent.nbytes(seqs[0].state) if runner.states.layers else 0
     return [mx.concatenate(got[s]) for s in seqs], carried
 
 
@@ -134,8 +133,9 @@ def packed(plain: Runner, bits: int, refused: Sequence[str]) -> Runner:
     K/V are rounded on their way in. How far the rounding moves the logits says nothing: on probes
     without a meaning a good model's move by more than they vary. Raises UnsupportedModel, with what
     was `refused` before."""
-    rewind = "tape" if plain.states.taped else "refeed"
-    how: dict[str, Any] = dict(trunk=plain.trunk, lone=plain.lone, rewind=rewind)
+    how: dict[str, Any] = dict(
+        trunk=plain.trunk, lone=plain.lone, rollback=plain.states.rollback_supported
+    )
     if not plain.pages() and plain.layout != "solo":
         raise UnsupportedModel(f"kv_bits = {bits}: the model keeps no K/V; give 0")
     try:

@@ -23,7 +23,7 @@ from mlxspec.kernels import Group
 from mlxspec.model import recurrent
 from mlxspec.model.attention import graft, install, ungraft
 from mlxspec.model.pages import DensePages, Pages, View, placed, window_of
-from mlxspec.model.recurrent import State, States
+from mlxspec.model.recurrent import LayerState, RecurrentStates
 from mlxspec.model.sampler import Row, Sampled, drafts_of, read, rows_of, sample
 from mlxspec.types import NULL_BLOCK, Entry, Logprob, UnsupportedModel
 from mlxspec.types import Sequence as Seq
@@ -33,7 +33,6 @@ MANY = 256  # rows of an entry, from which on numpy is faster than a list
 GROWING: "WeakSet[Runner]" = WeakSet()
 
 Layout = Literal["rows", "rect", "gather", "solo"]
-Rewind = Literal["tape", "refeed"]
 
 
 def owed() -> int:
@@ -107,11 +106,12 @@ class Runner:
         trunk: bool = True,
         lone: bool = False,
         shares: bool = False,
-        rewind: Rewind = "tape",
+        rollback: bool = True,
         kv_bits: int = 0,
     ) -> None:
         """`shares`: shared blocks are written too, because what is written is the same whoever
-        does. `rewind` is how layers with a state take a draft back. `kv_bits`: 8 or 4 bits for each
+        does. `rollback`: recurrent layers can
+        drop rejected drafts. `kv_bits`: 8 or 4 bits for each
         value in the pools; 0: as computed."""
         self.model, self.layout, self.shares = model, layout, shares
         self.lone = lone or layout == "solo"  # one sequence per forward
@@ -132,7 +132,7 @@ class Runner:
             self.caches
         )  # in a layer; deepseek_v32 makes one wait for the other
         self._paged = [c for c in flat if isinstance(c, Pages)]
-        self.states = States([c for c in flat if isinstance(c, State)], rewind == "tape")
+        self.states = RecurrentStates([c for c in flat if isinstance(c, LayerState)], rollback)
         if self.states.layers:
             recurrent.install(model)
         ungraft(model)  # a runner that was tried before this one
@@ -183,7 +183,7 @@ class Runner:
         if type(cache) is CacheList:
             return CacheList(*(self._cache(c) for c in cache.caches))  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
-            return State(len(cache.cache))
+            return LayerState(len(cache.cache))
         return (DensePages if self.layout == "gather" else Pages)(self.view, window_of(cache))
 
     # ---- one step
@@ -241,11 +241,11 @@ class Runner:
     def _pools(self) -> list[mx.array]:
         return [pool for pages in self.pages() for pool in pages.pools()]
 
-    def rewind(self, plan: Sequence[Entry], stands: Sequence[int]) -> None:
+    def rollback(self, plan: Sequence[Entry], stands: Sequence[int]) -> None:
         """The plan's step was read, and of each entry's rows the first so many stand: see
-        States.rewind."""
+        RecurrentStates.rollback."""
         if self.states.layers:
-            self.states.rewind(plan, stands)
+            self.states.rollback(plan, stands)
 
     def logits(self, plan: Sequence[Entry]) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known. For warm-up."""
@@ -369,7 +369,7 @@ class Runner:
         size, view = self.view.block_size, self.view
         starts = np.cumsum([0, *(e.rows for e in plan)])
         found: dict[int, mx.array] = {}
-        self.states.begin(plan)
+        self.states.begin_step(plan)
         forms = [(*_bucket(e, size), self.states.form(e)) for e in plan]
         order = sorted(range(len(plan)), key=forms.__getitem__)
         caches: Any = self.caches
@@ -387,11 +387,11 @@ class Runner:
             most = max(e.sampled for e in entries)
             view.sampled = (slice(None), slice(entries[0].rows - most, None))
             try:
-                tape = self.states.enter(entries)
+                recorder = self.states.load(entries)
                 logits = self.model(tokens, cache=caches)
-                left = self.states.leave(entries, tape)
+                left = self.states.store(entries, recorder)
             finally:
-                self.states.close()
+                self.states.release()
             logits = logits if self.trunk else logits[view.sampled]
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. To name

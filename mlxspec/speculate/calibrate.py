@@ -128,7 +128,7 @@ def _time(runner: Runner, seq: Seq, context: int, rows: int) -> float:
     entry = Entry(seq, context, 1, True, draft=Draft([0] * (rows - 1)))
     began = time.perf_counter()
     mx.eval(mx.argmax(runner.logits([entry]), axis=-1))
-    runner.rewind([entry], [1 + (rows - 1) // 2])
+    runner.rollback([entry], [1 + (rows - 1) // 2])
     if runner.states.layers:
         mx.eval(seq.state)
     return time.perf_counter() - began

@@ -92,13 +92,13 @@ class DraftModel:
     def ready(self, seq: Seq) -> bool:
         """Whether it can draft in the next step: it has read all but the last few tokens."""
         live = self._live.get(seq)
-        if live is None or live.table is not seq.table or seq.remaining != seq.again + 1:
+        if live is None or live.table is not seq.table or seq.remaining != 1:
             return False
         if seq.known + seq.spread + MODEL_DEPTH > self.context:
             return False
         if seq.spread:
             return seq.flight[-1].draft.source == SOURCE
-        return seq.computed + seq.again - live.seen <= LAG
+        return seq.computed - live.seen <= LAG
 
     def draft(self, plan: Sequence[Entry], before: Step | None, depths: Mapping[Seq, int]) -> None:
         """Read what is new, then fill the draft of each entry with its depth in `depths`."""
@@ -145,7 +145,7 @@ class DraftModel:
             if live.table is not e.seq.table:
                 self._start(live, e.seq)
             if e.draft.source == SOURCE:
-                live.seen = e.start + e.again + min(len(e.draft), len(new))
+                live.seen = e.start + min(len(e.draft), len(new))
             size = self.runner.view.block_size
             for i in range(min(len(e.seq.keys), live.seen // size)):
                 self._filled[live.table[i]] = e.seq.keys[i]  # type: ignore[index]
@@ -177,10 +177,8 @@ class DraftModel:
                 continue
             if live.table is not e.seq.table:
                 self._start(live, e.seq)
-            fresh = e.fresh if e.fresh > 1 else 0
-            known = min(
-                len(e.seq.tokens) - 1, e.start + (e.count if fresh else e.again), self.context
-            )
+            fresh = e.count if e.count > 1 else 0
+            known = min(len(e.seq.tokens) - 1, e.start + fresh, self.context)
             count = min(known - live.seen, left + fresh)
             if count > 0 and (fresh or known - live.seen >= LAG):
                 left = max(0, left - count)

@@ -148,7 +148,7 @@ class Proposer:
         """Correct the costs. A step with a prompt in it tells nothing about drafts, nor does one of
         no duration, which was disturbed; what one with the model's drafts took beyond the target's
         part is the model's."""
-        if seconds <= 0 or any(e.fresh > 1 for e in entries):
+        if seconds <= 0 or any(e.count > 1 for e in entries):
             return
         rows, context = sum(e.rows for e in entries), sum(e.end for e in entries)
         draw = self._draw([e.seq for e in entries])
@@ -167,7 +167,7 @@ class Proposer:
             self._quiet = 0
         elif any(len(e.draft) for e in entries):  # a probe, unless it comes again and again
             self._quiet = max(0, self._quiet - 8)
-        elif any(e.fresh == 1 for e in entries):
+        elif any(e.count == 1 for e in entries):
             self._quiet += 1
             if self._quiet == PARKED:
                 log.info("speculation is parked: no draft paid for %d steps; probes go on", PARKED)

@@ -41,8 +41,7 @@ def accept(draft: list[int], sampled: list[int]) -> list[int]:
 class Mock:
     """An engine with one step in flight. Slots remember which prefix they were written for; a row
     that would read a slot of another prefix fails the test. `blind`: a sequence goes on while its
-    draft is in flight, as behind a model that drafts lazily. `refeed`: a state that read a refused
-    token is put back whole. `windows` are the blocks by sliding window, `states` how many states of
+    draft is in flight, as behind a model that drafts lazily. `windows` are the blocks by sliding window, `states` how many states of
     a recurrent layer are kept; one is the prefix itself, and must be that of the row."""
 
     def __init__(
@@ -53,10 +52,9 @@ class Mock:
         blind: bool = False,
         windows: dict[int, int] | None = None,
         states: int = 0,
-        refeed: bool = False,
         **kw: int,
     ) -> None:
-        self.windows, self.states, self.refeed = windows or {}, states, refeed
+        self.windows, self.states = windows or {}, states
         self.s = Scheduler(
             KVCacheManager(
                 BlockPool(blocks, SIZE),
@@ -134,13 +132,8 @@ class Mock:
         ]
         for e, new in zip(plan, accepted, strict=True):
             cut(e.seq, new)
-            if (
-                e.draft.tokens and e.seq.state
-            ):  # what the engine does: the state of the rows that stand
-                e.undone = self.refeed and len(new) - 1 < len(e.draft)
-                e.seq.state = e.seq.state[
-                    : e.start if e.undone else e.start + e.count + len(new) - 1
-                ]
+            if e.draft.tokens and e.seq.state:  # as the engine: the state of the kept rows
+                e.seq.state = e.seq.state[: e.start + e.count + len(new) - 1]
         self.out += self.s.commit(plan, accepted, [[] for _ in plan])
 
     def settle(self) -> None:
@@ -384,7 +377,6 @@ def test_random_lives(data: st.DataObject) -> None:
         blind=not states and rng.choice([False, True]),
         windows={w: min(blocks, Window.least(w, SIZE, sequences, budget, 4)) for w in windows},
         states=states,
-        refeed=states > 0 and rng.random() < 0.5,
         drafts=rng.choice([4, 1 << 31]),
         context=36,
         max_sequences=sequences,
@@ -414,30 +406,6 @@ def test_random_lives(data: st.DataObject) -> None:
             )
     assert [pool.used for pool in m.s.groups.pools] == [0] * (1 + len(windows))
     m.s.check()
-
-
-def test_what_is_fed_again_is_a_decode_and_takes_the_next_draft() -> None:
-    """It needs no share of the prompts' budget; past `drafts` rows it goes in without a draft."""
-    m = Mock(32, budget=1, states=2, refeed=True, drafts=4)
-    m.s.add(Request("r", (1,), 12))
-    m.step()
-    m.settle()
-    m.s.add(Request("prompt", tuple([2] * 9), 1))
-    seen = []
-    for _ in range(4):
-        plan = m.s.plan(lambda seqs: dict.fromkeys(seqs, 2))
-        e = next(e for e in plan if e.seq.request.id == "r")
-        right = answer(e.seq.tokens, 2)
-        e.draft = Draft([right[0], (right[1] + 1) % VOCAB][: e.depth])  # one stands, one does not
-        seen.append((e.start, e.count, e.again, e.fresh, len(e.draft)))
-        assert sum(other.count for other in plan if other is not e) == 1
-        sampled = [m.forward(e) for e in plan]
-        m.s.submitted(plan)
-        m.commit(plan, sampled)
-        m.s.check()
-    assert seen == [(1, 1, 0, 1, 2), (1, 3, 2, 1, 2), (1, 5, 4, 1, 0), (6, 1, 0, 1, 2)]
-    m.finish()
-    assert m.tokens("r") == answer([1], 12)
 
 
 def test_a_thousand_random_cancels_leak_nothing() -> None:

@@ -15,7 +15,7 @@ from mlxspec.kernels import Packing
 from mlxspec.model import layout as load_module
 from mlxspec.model import recurrent
 from mlxspec.model.layout import context_of, fit, geometry, load, read, weights
-from mlxspec.model.recurrent import SHORT
+from mlxspec.model.recurrent import MAX_RECORDED_ROWS
 from mlxspec.types import UserError
 from tests import tiny
 
@@ -95,36 +95,34 @@ def test_models_own_caches_are_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, rewind, sharing, drafts",
+    "kind, rollback, sharing, drafts",
     [
-        ("llama", None, True, 1 << 31),
-        ("qwen3_next", "tape", True, SHORT),
-        ("mamba", "refeed", True, SHORT),
-        ("llama4", None, False, 0),
+        ("llama", True, True, 1 << 31),
+        ("qwen3_next", True, True, MAX_RECORDED_ROWS),
+        ("mamba", False, True, 0),
+        ("llama4", True, False, 0),
     ],
 )
-def test_how_a_draft_is_taken_back(
-    kind: str, rewind: str | None, sharing: bool, drafts: int
-) -> None:
+def test_rollback_of_drafts(kind: str, rollback: bool, sharing: bool, drafts: int) -> None:
     m = tiny.model(kind)
     found = fit(m)
-    assert (found.rewind, found.sharing, found.drafts) == (rewind, sharing, drafts)
+    assert (found.rollback, found.sharing, found.drafts) == (rollback, sharing, drafts)
     runner = found.runner(m, 4, 8)
-    assert runner.states.taped == (rewind != "refeed")
+    assert runner.states.rollback_supported == rollback
     held = [c.cache for c in make_prompt_cache(m) if isinstance(c, ArraysCache)]
     assert bool(found.state_bytes) == bool(held)
 
 
-def test_a_tape_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recurrent.Tape.behind
+def test_a_rollback_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = recurrent.StateRecorder.state_behind
     monkeypatch.setattr(
-        recurrent.Tape, "behind", lambda self, batch, rows: right(self, batch, rows + 1)
+        recurrent.StateRecorder,
+        "state_behind",
+        lambda self, batch, rows: right(self, batch, rows + 1),
     )
     found = fit(tiny.model("qwen3_next"))
-    assert (
-        found.rewind == "refeed"
-        and "drafts taken back by tape: logits are off" in found.refused[-1]
-    )
+    assert not found.rollback and found.drafts == 0
+    assert "logits are off" in found.refused[-1]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "gemma2", "mamba2"])

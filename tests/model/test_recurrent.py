@@ -1,5 +1,4 @@
-"""A sequence's state stands at `computed`, holds its own memory only, and goes back by tape or by
-feeding."""
+"""A sequence's state stands at `computed`, holds its own memory only, and can be rolled back behind rejected drafts."""
 
 from collections import Counter
 from collections.abc import Sequence as Seq
@@ -16,11 +15,7 @@ from tests import tiny
 from tests.liar import NoisyOracle
 
 PROMPT = tuple(range(40, 53))
-KINDS = ["qwen3_next", "nemotron_h", "lfm2", "mamba"]
-
-
-def rewind_of(kind: str) -> str:
-    return "refeed" if kind == "mamba" else "tape"
+KINDS = ["qwen3_next", "nemotron_h", "lfm2"]
 
 
 class Fixed(NoisyOracle):
@@ -50,24 +45,17 @@ def counted(e: Engine) -> Counter[str]:
     return found
 
 
-def test_tape_feeds_fewer_rows_than_feeding_again() -> None:
+def test_rollback_takes_no_pass_of_its_own() -> None:
     m = tiny.model("qwen3_next")
     told = tiny.Plain(m)(PROMPT, 60)
-    seen = {}
-    for rewind in ("tape", "refeed"):
-        e = tiny.engine(m, layout="rect", rewind=rewind, drafter=Fixed({(PROMPT, 0): told}))
-        count = counted(e)
-        e.add(tiny.request("r", PROMPT, 60))
-        outputs = tiny.run(e)
-        assert tiny.tokens(outputs, "r") == told
-        seen[rewind] = dict(count, rounds=outputs[-1].rounds, drafted=outputs[-1].drafted)
-    tape, refeed = seen["tape"], seen["refeed"]
-    assert tape["forwards"] == tape["rounds"]  # no pass is there only to take a draft back
-    assert (
-        tape["rows"] == len(PROMPT) + tape["rounds"] - 1 + tape["drafted"]
-    )  # and no row is read twice
-    assert tape["rounds"] <= refeed["rounds"] and 60 / tape["rounds"] > 4
-    assert tape["rows"] < 0.8 * refeed["rows"], seen
+    e = tiny.engine(m, layout="rect", drafter=Fixed({(PROMPT, 0): told}))
+    count = counted(e)
+    e.add(tiny.request("r", PROMPT, 60))
+    outputs = tiny.run(e)
+    assert tiny.tokens(outputs, "r") == told
+    rounds, drafted = outputs[-1].rounds, outputs[-1].drafted
+    assert count["forwards"] == rounds and 60 / rounds > 4
+    assert count["rows"] == len(PROMPT) + rounds - 1 + drafted, "a row was computed twice"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +64,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
     there."""
     m = tiny.model(kind)
     told = tiny.Plain(m)(PROMPT, 30)
-    e = tiny.engine(m, layout="rect", rewind=rewind_of(kind))
+    e = tiny.engine(m, layout="rect")
     e.drafter = NoisyOracle({(PROMPT, i): told for i in range(2)})
     stop = frozenset({told[22]})
     e.add(tiny.request("r", PROMPT, 30, choices=2, stop_tokens=stop))
@@ -111,7 +99,7 @@ def test_nothing_is_recorded_without_a_draft_or_for_another_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
-    monkeypatch.setattr(recurrent, "Tape", lambda: made.append(states_tape()) or made[-1])
+    monkeypatch.setattr(recurrent, "StateRecorder", lambda: made.append(recorder()) or made[-1])
     one, other = tiny.model("qwen3_next"), tiny.model("qwen3_next")
     e, quiet = (tiny.engine(m, layout="rect") for m in (one, other))
     told = tiny.Plain(one)(PROMPT, 20)
@@ -126,12 +114,12 @@ def test_nothing_is_recorded_without_a_draft_or_for_another_model(
         if quiet.busy:
             silent += quiet.step()
         one(mx.array([PROMPT]), cache=make_prompt_cache(one))
-        assert len(made) == before and recurrent._tape is None
+        assert len(made) == before and recurrent._recorder.get() is None
     assert tiny.tokens(got, "r") == tiny.tokens(silent, "r") == told
-    assert made and not any(tape.convs or tape.runs for tape in made)
+    assert made and not any(r.convolutions or r.recurrences for r in made)
 
 
-states_tape = recurrent.Tape
+recorder = recurrent.StateRecorder
 
 
 def test_a_failed_forward_leaves_nothing_behind() -> None:
@@ -142,14 +130,14 @@ def test_a_failed_forward_leaves_nothing_behind() -> None:
     with pytest.raises(TypeError):
         runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
     runner.model = model
-    assert recurrent._tape is None and seq.state is None
+    assert recurrent._recorder.get() is None and seq.state is None
     assert all(a is None for layer in runner.states.layers for a in layer.cache)
 
 
 def test_what_is_not_recorded_is_refused() -> None:
     runner = Runner(tiny.model("mamba"), "rect", 8, 8)
     seq = Sequence(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
-    with pytest.raises(UserError, match="not recorded"):
+    with pytest.raises(UserError, match="cannot be recorded"):
         runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
 
 
@@ -171,7 +159,7 @@ def held(runner: Runner, work: list[list[Entry]]) -> int:
     plan: list[Entry]
     for plan in work:
         mx.eval(runner.logits(plan))
-        runner.rewind(plan, [1 + len(e.draft) // 2 if len(e.draft) else e.rows for e in plan])
+        runner.rollback(plan, [1 + len(e.draft) // 2 if len(e.draft) else e.rows for e in plan])
         for e in plan:
             mx.eval(e.seq.state)
             e.seq.computed = e.end
@@ -191,7 +179,7 @@ def test_a_state_holds_neither_its_chunk_nor_its_batch_nor_a_tape() -> None:
     ]
     first = Sequence(Request("r", (1,) * 40, 4), tokens=[1] * 40, table=[35, 36])
     base = held(runner, [[Entry(first, 0, 20, False)]])  # pools are made, everything is compiled
-    own = recurrent.size(first.state)
+    own = recurrent.nbytes(first.state)
     slack = 1 << 15
     assert own == 2 * 1024 * 4
     assert held(runner, [[Entry(s, 0, 256, False) for s in seqs]]) <= base + 3 * own + slack
@@ -216,7 +204,7 @@ def test_a_batch_that_stays_together_is_not_cut_and_joined(monkeypatch: pytest.M
     monkeypatch.setattr(
         recurrent.mx, "concatenate", lambda *a, **kw: joined.append(1) or join(*a, **kw)
     )
-    enter = recurrent.States.enter
+    enter = recurrent.RecurrentStates.load
     inside = []
 
     def entered(self, entries):
@@ -225,7 +213,7 @@ def test_a_batch_that_stays_together_is_not_cut_and_joined(monkeypatch: pytest.M
         inside.append(len(joined) - before)
         return tape
 
-    monkeypatch.setattr(recurrent.States, "enter", entered)
+    monkeypatch.setattr(recurrent.RecurrentStates, "load", entered)
     for _ in range(4):
         e.step()
     assert inside == [0] * 4

@@ -71,14 +71,11 @@ def test_a_pool_that_is_too_small(runner: Runner) -> None:
     assert calibrate(runner, 97, table(2)) is None
 
 
-@pytest.mark.parametrize("rewind", ["tape", "refeed"])
-def test_layers_with_a_state_take_half_of_each_draft_back(
-    rewind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = Runner(tiny.model("qwen3_next"), "rect", SIZE, 16, rewind=rewind)
-    back, asked = runner.rewind, []
+def test_recurrent_layers_roll_half_of_each_draft_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(tiny.model("qwen3_next"), "rect", SIZE, 16)
+    back, asked = runner.rollback, []
     monkeypatch.setattr(
-        runner, "rewind", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n)
+        runner, "rollback", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n)
     )
     costs = calibrate(runner, 97, table())
     assert costs is not None and {(1, 1), (2, 1), (8, 4), (32, 16)} <= set(asked)

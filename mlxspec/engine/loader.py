@@ -33,7 +33,16 @@ from mlxspec.kernels.stall import HangDetector
 from mlxspec.kernels.verify import AT_START, TUNING, Prover, missing
 from mlxspec.model import meter, recurrent
 from mlxspec.model.cases import cases_of
-from mlxspec.model.layout import Kept, LayoutChoice, context_of, fit, geometry, load, read, weights
+from mlxspec.model.layout import (
+    CacheBytes,
+    LayoutChoice,
+    context_of,
+    find_layout,
+    geometry,
+    load,
+    load_weights,
+    weights,
+)
 from mlxspec.model.runner import Runner, owed
 from mlxspec.model.transfer import Transfer
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
@@ -87,13 +96,13 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     cases = _cases([m for m, _ in models], options)  # likewise
     room = _room([m for m, _ in models], held, context, options)
     for m, _ in models:
-        read(m)
+        load_weights(m)
     file = warmup.place(options.cache, path, options.layout, options.kv_bits, options.block_size)
     now = warmup.recall(file, options.again) or warmup.Known(_fit(path, model, options))
     found = now.fit
     small = fit_small(options.draft, *models[1], found) if options.draft else None
     stalls = _prove(cases, options, room)  # before the pool is there: it takes memory too
-    needs = _needs([found.kept, *([small.fit.kept] if small else [])], context)
+    needs = _needs([found.cache_bytes, *([small.fit.cache_bytes] if small else [])], context)
     sizes = _sizes(needs, context, options, room)
     meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
     windows = dict(zip((window for window, _ in needs.windows), sizes.window_blocks, strict=True))
@@ -143,7 +152,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
 
 def _fit(path: Path, model: Module, options: Options) -> LayoutChoice:
     try:
-        return fit(model, options.layout, options.kv_bits)
+        return find_layout(model, options.layout, options.kv_bits)
     except UserError as error:
         raise UnsupportedModel(f"{path}: {error}") from error
 
@@ -248,7 +257,7 @@ def _room(models: Sequence[Module], held: int, context: int, options: Options) -
     return left
 
 
-def _needs(kept: Sequence[Kept], context: int) -> memory.Needs:
+def _needs(kept: Sequence[CacheBytes], context: int) -> memory.Needs:
     """Of a model and maybe its draft model, whose K/V lie under the blocks that see everything,
     whatever its windows. A window that the context never leaves needs no blocks of its own."""
     (token, windows, state), *drafts = kept

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxspec.model.layout import LayoutChoice, context_of, fit, weights
+from mlxspec.model.layout import LayoutChoice, context_of, find_layout, weights
 from mlxspec.model.runner import Runner, Step
 from mlxspec.model.sampler import Row, sample
 from mlxspec.types import Draft, Entry, Sampling, UnsupportedModel, UserError
@@ -44,7 +44,7 @@ def fit_small(path: Path, model: Module, config: dict[str, Any], target: LayoutC
         )
     held = weights(model)
     try:
-        return Small(model, fit(model, "rows"), held, context_of(config))
+        return Small(model, find_layout(model, "rows"), held, context_of(config))
     except UserError as error:
         raise UnsupportedModel(f"{path} cannot draft: {error}; give another --draft") from error
 

@@ -15,7 +15,7 @@ from mlxspec.engine.loader import Options
 from mlxspec.kernels import verify
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
 from mlxspec.model import layout as loading
-from mlxspec.model.layout import fit, geometry, load, read
+from mlxspec.model.layout import find_layout, geometry, load, load_weights
 from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner, owed
 from mlxspec.speculate import NoDrafter, calibrate
@@ -57,7 +57,7 @@ def test_options_override(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_no_memory_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1 << 10)
-    monkeypatch.setattr(loader, "read", lambda model: pytest.fail("a weight was read"))
+    monkeypatch.setattr(loader, "load_weights", lambda model: pytest.fail("a weight was read"))
     with pytest.raises(UserError, match=r"9\.54e-07 GiB are free of"):
         loader.start(path, "tiny", Options())
     monkeypatch.setattr(memory, "available", lambda: memory.headroom() + (380 << 10))
@@ -167,7 +167,7 @@ def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
     )
     prompt = tuple(i * 7 % engine.vocab for i in range(480))
     model, _ = load(path)
-    read(model)
+    load_weights(model)
     want = tiny.Plain(model)(prompt, 20)
     engine.add(Request("short", prompt[:40], 3, Sampling(temperature=0)))
     tiny.run(engine)
@@ -205,7 +205,7 @@ def test_a_pool_that_could_not_grow_tries_again(
 def test_want_of_memory_decides_nothing_for_good(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, options = loading.probe, Options(cache=tmp_path / "costs")
+    real, options = loading.probe_logits, Options(cache=tmp_path / "costs")
 
     def short(runner: Runner) -> object:
         if runner.layout == "rows":
@@ -213,7 +213,7 @@ def test_want_of_memory_decides_nothing_for_good(
         return real(runner)
 
     with monkeypatch.context() as broken:
-        broken.setattr(loading, "probe", short)
+        broken.setattr(loading, "probe_logits", short)
         assert loader.start(path, "tiny", options)[1].layout != "rows"
     assert loader.start(path, "tiny", options)[1].layout == "rows"
 
@@ -223,7 +223,7 @@ def test_the_next_start_does_not_try_again(
 ) -> None:
     options = Options(cache=tmp_path / "costs")
     first, info = loader.start(path, "tiny", options)
-    monkeypatch.setattr(loader, "fit", None)  # trying again would fail
+    monkeypatch.setattr(loader, "find_layout", None)  # trying again would fail
     monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
     second, again = loader.start(path, "tiny", options)
     assert replace(again, created=info.created) == info
@@ -310,7 +310,7 @@ def test_what_quantized_pools_take_is_known_before_loading(tmp_path: Path) -> No
     save(tmp_path, "qwen3:4")
     m = tiny.model("qwen3:4")
     for bits in (0, 4, 8):
-        assert geometry(m, bits)[0] == fit(m, kv_bits=bits).token_bytes
+        assert geometry(m, bits)[0] == find_layout(m, kv_bits=bits).token_bytes
     with pytest.raises(UserError, match=r"kv_blocks = 1: .* give 2 or more"):
         loader.start(tmp_path, "tiny", Options(kv_blocks=1))
 

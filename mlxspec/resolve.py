@@ -150,7 +150,7 @@ def fleet_of(chosen: Sequence[ResolvedModel], config: Config, asleep: bool = Fal
     infos = [one.info for one in chosen]
     sizes = {info.name: info.weight_bytes for info in infos}
 
-    def lack(name: str, held: int, freed: int) -> str:
+    def memory_check(name: str, held: int, freed: int) -> str:
         need = max(
             sizes[name] + memory.headroom() + LEAST,
             *(m.need for m in members if m.info.name == name),
@@ -174,7 +174,7 @@ def fleet_of(chosen: Sequence[ResolvedModel], config: Config, asleep: bool = Fal
         )
         for one, info in zip(chosen, infos, strict=True)
     ]
-    return ModelManager(members, lack, config.idle_ttl, asleep=asleep)
+    return ModelManager(members, memory_check, config.idle_ttl, lazy=asleep)
 
 
 def _named(model: str) -> tuple[str, str]:

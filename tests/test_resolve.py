@@ -80,14 +80,14 @@ def test_what_the_files_promise(dirs: tuple[str, str]) -> None:
 def test_what_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(model=dirs[0], others=(f"b={dirs[1]}",), pin=("b",), idle_ttl=9)
     fleet = fleet_of(choose_all(config), config)
-    assert [m.pinned for m in fleet.members] == [False, True] and fleet.ttl == 9
-    size = fleet.members[1].info.weight_bytes
+    assert [m.pinned for m in fleet.slots] == [False, True] and fleet.ttl == 9
+    size = fleet.slots[1].info.weight_bytes
     need = size + module.memory.headroom() + module.LEAST
     monkeypatch.setattr(module.memory, "available", lambda: need - 5)
-    assert fleet.lack("b", 9, 5) == "" and "can be had" in fleet.lack("b", 9, 4)
+    assert fleet.memory_check("b", 9, 5) == "" and "can be had" in fleet.memory_check("b", 9, 4)
     limited = fleet_of(choose_all(config := replace(config, memory_gb=2.0)), config)
-    assert limited.lack("b", (2 << 30) - need + 5, 5) == ""
-    assert limited.lack("b", (2 << 30) - need + 5, 4).startswith("it needs ")
+    assert limited.memory_check("b", (2 << 30) - need + 5, 5) == ""
+    assert limited.memory_check("b", (2 << 30) - need + 5, 4).startswith("it needs ")
 
 
 def test_a_model_keeps_to_its_share(dirs: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 # What ends the engine, wherever it is raised: where, and the method or function.
 POINTS: list[tuple[Any, str]] = [
-    (ModelManager, "take"),
+    (ModelManager, "submit"),
     (ModelManager, "step"),
-    (ModelManager, "expire"),
+    (ModelManager, "unload_idle"),
     (ModelManager, "snapshot"),  # what `_publish` asks for
     (Engine, "look"),
     (structured, "waits"),

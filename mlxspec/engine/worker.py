@@ -292,7 +292,7 @@ class Worker:
         try:
             self._deliver(outputs, answered)
         except Exception as error:  # somebody would wait for the lost outputs for ever
-            log.critical("outputs cannot be delivered; the engine stops", exc_info=error)
+            log.critical("the engine thread dies: outputs cannot be delivered", exc_info=error)
             self._error = error
             self._stop_soon()  # the thread then fails all that waits
 

@@ -233,7 +233,7 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
                 refused.append(f"{name}: {error}")
             continue
         if kv_bits:
-            runner = _quantize(runner, kv_bits, refused)
+            runner = quantized_runner(runner, kv_bits)
         sizes = Counter[int | None]()
         if layout == "solo":
             sizes[None] = -(-solo_bytes // KV_STEP)
@@ -267,13 +267,6 @@ def _reference(model: Module) -> tuple[list[mx.array], int]:
     if any(mx.isnan(rows).any().item() for rows in reference):
         raise UnsupportedModel("its logits are NaN: the weights are damaged; download them again")
     return reference, cache_bytes
-
-
-def _quantize(runner: Runner, kv_bits: int, refused: list[str]) -> Runner:
-    try:
-        return quantized_runner(runner, kv_bits)
-    except UnsupportedModel as error:
-        raise UnsupportedModel("; ".join((str(error), *refused))) from error
 
 
 def _describe(layout: Layout, lone: bool, trunk: bool) -> str:

@@ -17,7 +17,7 @@ from mlxspec.kernels import Packing
 from mlxspec.model import recurrent
 from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner
-from mlxspec.types import Draft, Entry, Request, UnsupportedModel, UserError
+from mlxspec.types import Draft, Entry, Request, UnsupportedModel
 from mlxspec.types import Sequence as Seq
 
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9))
@@ -149,15 +149,11 @@ def quantized_runner(plain: Runner, bits: int) -> Runner:
         "lone": plain.lone,
         "rollback": plain.states.rollback_supported,
     }
-    try:
-        quantized = Runner(plain.model, plain.layout, BLOCK, BLOCKS, kv_bits=bits, **options)
-        logits, _ = probe_logits(quantized)
-        rounding = Runner(plain.model, plain.layout, BLOCK, BLOCKS, **options)
-        rounding.caches = [_rounding(cache, bits) for cache in rounding.caches]
-        error = logits_error(logits, probe_logits(rounding)[0])
-    except UserError as reason:
-        raise UnsupportedModel(str(reason)) from reason
-    if error:
+    quantized = Runner(plain.model, plain.layout, BLOCK, BLOCKS, kv_bits=bits, **options)
+    logits, _ = probe_logits(quantized)
+    rounding = Runner(plain.model, plain.layout, BLOCK, BLOCKS, **options)
+    rounding.caches = [_rounding(cache, bits) for cache in rounding.caches]
+    if error := logits_error(logits, probe_logits(rounding)[0]):
         raise UnsupportedModel(
             f"kv_bits = {bits}: quantized K/V are not read back as stored: {error}; give 0"
         )

@@ -8,13 +8,11 @@ import ctypes
 import gc
 import logging
 import math
-import operator
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import reduce
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -23,7 +21,6 @@ from mlxspec.engine.engine import Engine, SpecDecodeMetrics, of_process
 from mlxspec.engine.pressure import MemoryMonitor
 from mlxspec.types import (
     NOW,
-    PROCESS,
     Finish,
     ModelInfo,
     OutOfMemory,
@@ -43,7 +40,6 @@ UNLOAD_S = 1.0  # for the disk, while other models wait
 RETRY_S = 10.0  # for which requests do not repeat a failed load
 LOADING_BYTES = 1 << 62  # expected of a load, whose size is known when it is done
 UNKNOWN = ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0)
-MAXIMA = PROCESS | {"progress", "step_seconds"}  # fields of Stats
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
 # (name, bytes of all loaded models, bytes of those that will be unloaded) -> why the model does
@@ -154,21 +150,17 @@ class ModelManager:
 
     def close(self) -> None:
         """Drop all models; the thread ends."""
-        end = time.monotonic() + CLOSE_S
-        for engine in self._engines():
-            engine.close(max(0.0, end - time.monotonic()))
         for slot in self.slots:
-            slot.engine = None
+            if slot.engine is not None:
+                slot.engine.close(CLOSE_S / len(self.slots))
+                slot.engine = None
 
-    def poll_memory(self) -> None:
-        """Evict caches if memory is short; called while idle."""
+    def poll(self, check: bool = False) -> None:
+        """While idle: evict caches if memory is short, and `check` the engines' invariants."""
         for engine in self._engines():
+            if check:
+                engine.check()
             engine.look()
-
-    def check(self) -> None:
-        """Verify the engines' invariants; called while idle."""
-        for engine in self._engines():
-            engine.check()
 
     def snapshot(self, progress: float) -> dict[str, Served]:
         """All models by name, the default first."""
@@ -205,7 +197,7 @@ class ModelManager:
             if ready:
                 return self._add(slot, order)
             if self.clock() - slot.failed < RETRY_S:
-                return _ends(order, "error", slot.error, "model")
+                return _ends(order, "error", error=slot.error, fault="model")
         elif ready if order.load else slot.engine is None:
             self._answer(order)
             return []
@@ -221,15 +213,15 @@ class ModelManager:
         slot.used = self.clock()
         room = slot.info.context - len(request.prompt)
         if request.grammar and request.masks not in (0, slot.info.vocab):
-            why = f"the vocabulary of {slot.info.name} was unknown before it was loaded"
-            return _ends(request, "error", f"{why}; send the request again", "model")
+            why = f"the vocabulary of {slot.info.name} was unknown; send the request again"
+            return _ends(request, "error", error=why, fault="model")
         if room <= 0:
             why = too_long(len(request.prompt), slot.info.context)
-            return _ends(request, "error", why, "prompt")
+            return _ends(request, "error", error=why, fault="prompt")
         try:
             slot.engine.add(replace(request, max_tokens=min(request.max_tokens, room)))
         except UserError as error:
-            return _ends(request, "error", str(error))
+            return _ends(request, "error", error=str(error))
         return []
 
     def _answer(self, command: LoadCommand, error: str = "") -> None:
@@ -278,7 +270,7 @@ class ModelManager:
         return []
 
     def _lacks_memory(self, slot: ModelSlot) -> str:
-        held, freed = (sum(s.nbytes for s in slots) for slots in (self.slots, self._leaving))
+        held, freed = _nbytes(self.slots), _nbytes(self._leaving)
         return self.memory_check(slot.info.name, held, freed)
 
     def _by_last_use(self) -> list[ModelSlot]:
@@ -384,20 +376,17 @@ class ModelManager:
             self._unload(self._by_last_use()[0])
 
 
+def _nbytes(slots: Sequence[ModelSlot]) -> int:
+    return sum(slot.nbytes for slot in slots)
+
+
 def _needs_load(order: Request | LoadCommand) -> bool:
     return isinstance(order, Request) or order.load
 
 
-def _ends(
-    request: Request,
-    finish: Finish,
-    error: str = "",
-    fault: Literal["engine", "model", "prompt"] = "engine",
-) -> list[Output]:
+def _ends(request: Request, finish: Finish, **reason: Any) -> list[Output]:
     """The final output of each choice."""
-    return [
-        Output(request.id, i, (), finish=finish, error=error, fault=fault) for i in range(request.n)
-    ]
+    return [Output(request.id, i, (), finish=finish, **reason) for i in range(request.n)]
 
 
 def _release_memory() -> None:
@@ -408,12 +397,3 @@ def _release_memory() -> None:
     mx.clear_cache()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def total(parts: Sequence[Stats]) -> Stats:
-    """Stats of several models as one: sums, but the largest of MAXIMA."""
-    merged: dict[str, Any] = {}
-    for name in (row.name for row in fields(Stats)):
-        values = [getattr(part, name) for part in parts]
-        merged[name] = max(values) if name in MAXIMA else reduce(operator.add, values)
-    return Stats(**merged)

@@ -10,10 +10,13 @@ import atexit
 import itertools
 import logging
 import math
+import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -25,10 +28,10 @@ from mlxspec.engine.models import (
     ModelSlot,
     Order,
     Start,
-    total,
 )
 from mlxspec.engine.pressure import CRITICAL, HOLD_S, MemoryMonitor
 from mlxspec.types import (
+    PROCESS,
     Busy,
     Dead,
     Finish,
@@ -48,6 +51,7 @@ STOP_S = 30.0  # for the step in progress to end
 UNREAD_BYTES = 1 << 23  # of outputs that a client may leave unread, per choice
 OUTPUT_BYTES, LOGPROB_BYTES = 512, 128  # estimates: of an output, of one of its top logprobs
 IDLE_POLL_S = 5.0  # between looks at the memory of an idle machine
+MAXIMA = PROCESS | {"progress", "step_seconds"}  # fields of Stats that are not summed
 
 
 class Stream:
@@ -329,8 +333,7 @@ class Worker:
     def _turn(self, manager: ModelManager) -> bool:
         """Wait for work and do one step; False when stopping."""
         if not manager.busy:
-            manager.check()
-            manager.poll_memory()
+            manager.poll(check=True)
         with self._wake:
             while not (self._inbox or manager.busy or self._stopping):
                 idle_seconds = manager.seconds_to_unload()
@@ -338,7 +341,7 @@ class Worker:
                     break
                 self._busy = False
                 if not self._wake.wait(min(IDLE_POLL_S, idle_seconds or IDLE_POLL_S)):
-                    manager.poll_memory()
+                    manager.poll()
                     self._publish(manager, [])
             if self._stopping:
                 return False
@@ -369,3 +372,12 @@ class Worker:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:  # the loop has closed
             log.debug("outputs after the event loop closed")
+
+
+def total(parts: Sequence[Stats]) -> Stats:
+    """Stats of several models as one: sums, but the largest of MAXIMA."""
+    merged: dict[str, Any] = {}
+    for name in (row.name for row in fields(Stats)):
+        values = [getattr(part, name) for part in parts]
+        merged[name] = max(values) if name in MAXIMA else reduce(operator.add, values)
+    return Stats(**merged)

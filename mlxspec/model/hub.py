@@ -145,7 +145,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _checked(path: Path) -> Path:
-    """`path`, if it is a complete model directory. Raises UnsupportedModel naming what is missing."""
+    """`path`, if it is a complete model directory. Raises UnsupportedModel if not."""
     files = {file.name for file in path.iterdir() if file.is_file()}
     missing = sorted({"config.json", *_shards(path)} - files)
     if not any(path.glob("model*.safetensors")):

@@ -189,17 +189,18 @@ def _token_bytes(kv: mx.array, kv_bits: int) -> int:
 def load_weights(model: Module) -> None:
     """Read the weights into memory, logging progress. Raises UnsupportedModel."""
     leaves: Any = tree_flatten(model.parameters())
-    arrays = [array for _, array in leaves]
     total, done, logged = weights(model), 0, time.monotonic()
-    while arrays:
-        batch = [arrays.pop(0)]
-        while arrays and sum(array.nbytes for array in batch) < BATCH_BYTES:
-            batch.append(arrays.pop(0))
+    batch: list[mx.array] = []
+    for _, array in leaves:
+        batch.append(array)
+        done += array.nbytes
+        if done < total and bytes_of(batch) < BATCH_BYTES:
+            continue
         try:
             mx.eval(batch)
         except RuntimeError as error:
             raise UnsupportedModel(f"the weights cannot be read: {error}") from error
-        done += sum(array.nbytes for array in batch)
+        batch.clear()
         if time.monotonic() - logged > LOG_EVERY_S:
             logged = time.monotonic()
             log.info("loaded %.1f of %.1f GiB of weights", done / 2**30, total / 2**30)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from mlxspec.engine import models as module
 from mlxspec.engine.loader import Options, start
-from mlxspec.engine.models import RETRY_S, Abort, LoadCommand, ModelManager, ModelSlot, total
+from mlxspec.engine.models import RETRY_S, Abort, LoadCommand, ModelManager, ModelSlot
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import Worker, total
 from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
 from tests import tiny
 

@@ -13,7 +13,9 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
+from configparser import Error as ConfigParserError
 from configparser import RawConfigParser
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -98,7 +100,8 @@ def index_url() -> str:
         if url := os.environ.get(name):
             return url
     config = RawConfigParser()
-    config.read([os.path.expanduser(path) for path in PIP_CONFIGS], "utf-8")
+    with suppress(ConfigParserError):  # pip itself reports a malformed file
+        config.read([os.path.expanduser(path) for path in PIP_CONFIGS], "utf-8")
     return config.get("global", "index-url", fallback=PYPI)
 
 

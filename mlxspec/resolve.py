@@ -19,7 +19,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.files import format_size
-from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, held, resolve
+from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, find_local, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.runner import owed
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
@@ -95,7 +95,7 @@ def models_of(config: Config) -> list[tuple[str, int]]:
 
 def on_disk(model: str, config: Config) -> Path | None:
     """A model's directory if nothing has to be downloaded. Raises UnsupportedModel."""
-    return held(model, cache_of(config), METAL)
+    return find_local(model, cache_of(config), METAL)
 
 
 def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
@@ -136,7 +136,7 @@ def make_manager(
     """The models for the engine thread. `asleep`: none is loaded before its first request."""
     slots = [ModelSlot(each.load, each.info, each.name in config.pin) for each in models]
 
-    def lack(name: str, held: int, freed: int) -> str:
+    def memory_check(name: str, held: int, freed: int) -> str:
         """Why a model does not fit now, "" if it does. `held` are the bytes of loaded models with
         full pools, `freed` those of models about to be evicted."""
         slot = next(each for each in slots if each.info.name == name)
@@ -155,7 +155,7 @@ def make_manager(
         there = format_size(max(0, free + freed))
         return f"it needs {format_size(need)} and {there} are available; {' or '.join(fixes)}"
 
-    return ModelManager(slots, lack, config.idle_ttl, asleep=asleep)
+    return ModelManager(slots, memory_check, config.idle_ttl, lazy=asleep)
 
 
 def _split_name(model: str) -> tuple[str, str]:

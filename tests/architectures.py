@@ -1,7 +1,7 @@
 """A tiny random fp32 model for every architecture of mlx-lm, and the layout that each one runs in.
 
 Rule: structure is real (windows, sinks, experts, latent and recurrent layers), only sizes are
-small, and a window is longer than the probes of `fit`, as in published models, but shorter than the
+small, and a window is longer than the probes of `find_layout`, as in published models, but shorter than the
 test's prompts. `python -m tests.architectures --write` tries them all and writes the table of
 docs/models.md.
 """
@@ -28,7 +28,7 @@ from mlx.utils import tree_map  # noqa: E402
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache  # noqa: E402
 from mlx_lm.utils import MODEL_REMAPPING  # noqa: E402
 
-from mlxspec.model.layout import LayoutChoice, fit  # noqa: E402
+from mlxspec.model.layout import LayoutChoice, find_layout  # noqa: E402
 from mlxspec.types import UserError  # noqa: E402
 from tests import tiny  # noqa: E402
 
@@ -64,7 +64,7 @@ LAYOUTS = {name: layout for layout, names in LISTED.items() for name in names.sp
 
 WHOLE = "lm_head on every row"  # of a prompt: the module that holds the layers was not found
 WHOLE_HEAD = frozenset({"gemma3n"})
-REFEED = "what stands of a draft is fed again"  # where no tape can be made of a layer
+NO_DRAFTS = "decodes without drafts"  # its layers cannot roll back
 
 # mlx-lm's own answer depends on where it cuts the prompt, so no engine that cuts prompts can equal
 # it.
@@ -88,7 +88,7 @@ UNTESTABLE = {
 }
 REMARKS = UNSTEADY | {name: words for name, (words, _) in UNTESTABLE.items()}
 
-# What `fit` was told when it tried the faster layouts, in plain words.
+# Why `find_layout` refuses the faster layouts, in plain words.
 CAUSES = {
     "ArraysCache": "layers with a running state",
     "ChunkedKVCache": "attention in chunks, with a cache of its own",
@@ -97,7 +97,7 @@ CAUSES = {
     "but its cache keeps": "another window in the mask than in the cache",
     "Only length-1 arrays": "takes one position for the whole batch",
     "empty array": "keeps keys without values",
-    "of their deviation": "gives other logits in a batch",
+    "standard deviations": "gives other logits in a batch",
     "'Pages' object has no attribute 'swapaxes'": "latent attention, computed by the model itself",
     "Pages": "works on the keys and values itself",
     "incompatible function arguments": "works on the keys and values itself",
@@ -453,11 +453,11 @@ def label(found: LayoutChoice) -> str:
 
 def _row(name: str) -> str:
     """Try the architecture; its row of the table."""
-    model, cause, head, again = build(name), "", False, False
+    model, cause, head, plain = build(name), "", False, False
     try:
         tiny.Plain(model)([1, 2, 3], 1)
-        found = fit(model)
-        layout, head, again = label(found), not found.trunk, not found.rollback
+        found = find_layout(model)
+        layout, head, plain = label(found), not found.trunk, not found.rollback
         if found.layout != "rows":
             kept = [
                 c for cache in make_prompt_cache(model) for c in getattr(cache, "caches", [cache])
@@ -470,7 +470,7 @@ def _row(name: str) -> str:
     except (RuntimeError, ValueError):
         layout = "untestable"
     also = ", ".join(f"`{n}`" for n, to in sorted(MODEL_REMAPPING.items()) if to == name)
-    remarks = "; ".join(x for x in (cause, REFEED * again, WHOLE * head, REMARKS.get(name)) if x)
+    remarks = "; ".join(x for x in (cause, NO_DRAFTS * plain, WHOLE * head, REMARKS.get(name)) if x)
     return f"| `{name}` | {layout} | {also} | {remarks} |\n"
 
 

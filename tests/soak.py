@@ -93,11 +93,11 @@ def fleet(root: Path) -> ModelManager:
         members.append(ModelSlot(partial(load_engine, root / kind, kind, config), info(kind)))
     made = ModelManager(members)
 
-    def lack(name: str, held: int, freed: int) -> str:
+    def memory_check(name: str, held: int, freed: int) -> str:
         staying = sum(m.engine is not None and m not in made._leaving for m in members)
         return "" if staying < BESIDE else "there is no room for another"
 
-    made.lack = lack
+    made.memory_check = memory_check
     return made
 
 
@@ -162,7 +162,7 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
             preemptions=stats.preemptions, cached=stats.cached_tokens, steps=stats.steps
         )
         alive = worker.alive()
-        for member in worker._fleet.members:
+        for member in worker._manager.slots:
             if member.engine is not None:
                 member.engine.check()
                 pools = member.engine.scheduler.groups.pools

@@ -18,7 +18,7 @@ from mlxspec.cache.states import StateCache
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.model.layout import LayoutChoice, fit
+from mlxspec.model.layout import LayoutChoice, find_layout
 from mlxspec.model.recurrent import own
 from mlxspec.types import UserError
 from tests import tiny
@@ -91,7 +91,7 @@ def test_conforms(name: str) -> None:
         "the context makes no difference"
     )
 
-    found = fit(m)
+    found = find_layout(m)
     assert (label(found), not found.trunk) == (LAYOUTS[name], name in WHOLE_HEAD), found.refused
     e = engine(m, found)
     requests = {key: tiny.request(key, prompt, N) for key, prompt in prompts().items()}
@@ -117,7 +117,7 @@ def test_conforms(name: str) -> None:
 def test_a_window_that_no_cache_keeps_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe is shorter than the window, so only the mask's request can show it."""
     monkeypatch.setitem(SPECIAL, "pixtral", {})  # windows inside a wrapper that makes plain caches
-    found = fit(build("pixtral"))
+    found = find_layout(build("pixtral"))
     assert found.layout == "solo" and "masks 12 tokens, but its cache keeps all" in found.refused[0]
 
 
@@ -135,9 +135,9 @@ def test_mlx_lm_itself_depends_on_where_a_prompt_is_cut(name: str) -> None:
     assert np.abs(ends[0] - ends[1]).max() > 0.01 * ends[0].std()
     if LAYOUTS[name] == "refused":
         with pytest.raises(UserError, match="no layout reproduces"):
-            fit(m)
+            find_layout(m)
     else:
-        assert label(fit(m)) == LAYOUTS[name]
+        assert label(find_layout(m)) == LAYOUTS[name]
 
 
 @pytest.mark.slow

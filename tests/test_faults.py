@@ -58,9 +58,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 # What ends the engine, wherever it is raised: where, and the method or function.
 POINTS: list[tuple[Any, str]] = [
-    (ModelManager, "take"),
+    (ModelManager, "submit"),
     (ModelManager, "step"),
-    (ModelManager, "expire"),
+    (ModelManager, "unload_idle"),
     (ModelManager, "snapshot"),  # what `_publish` asks for
     (Engine, "look"),
     (structured, "waits"),
@@ -142,7 +142,7 @@ def told(url: str, answer: Answer) -> str:
 
 async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, int], Answer]:
     """Every API's answers, streamed and whole, some of them queued, that the fault overtook."""
-    (engine,) = worker._fleet._engines()
+    (engine,) = worker._manager._engines()
     gate = threading.Event()
     engine.trace = lambda *_: assert_(gate.wait(20))
     talks = {
@@ -252,7 +252,7 @@ def test_a_drafter_that_raises_is_left_out(
         return answer.json["choices"][0]["text"]
 
     async def main() -> None:
-        (engine,) = worker._fleet._engines()
+        (engine,) = worker._manager._engines()
         before = await ask()
         engine.trace = lambda *_: setattr(fault, "armed", engine.counters["steps"] > steps + 3)
         steps = engine.counters["steps"]
@@ -336,7 +336,9 @@ def test_a_signal_ends_it_in_time(
         worker,
     ):
         if when == "swap":
-            worker._fleet.lack = lambda name, held, freed: "" if freed or not held else "no room"
+            worker._manager.memory_check = lambda name, held, freed: (
+                "" if freed or not held else "no room"
+            )
         caller = Caller(call)
         assert process.serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
         took = time.monotonic() - since[0]

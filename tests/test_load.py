@@ -112,7 +112,7 @@ def at_rest(s: Served) -> None:
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert not s.worker._inbox and not s.worker._calls
+    assert not s.worker._inbox and not s.worker._commands
 
 
 def descriptors() -> int:
@@ -369,7 +369,9 @@ def test_a_slow_reader_stalls_nobody_and_is_cut_off(
     while."""
     monkeypatch.setattr(protocol, "CLIENT_S", 2.0 if bound == "seconds" else 4.0)
     if bound == "outputs":
-        monkeypatch.setattr(door, "UNREAD", 50 * (door.BYTES + 20 * door.EACH))
+        monkeypatch.setattr(
+            door, "UNREAD_BYTES", 50 * (door.OUTPUT_BYTES + 20 * door.LOGPROB_BYTES)
+        )
     held: list[int] = []
     with served(tmp_path, buffer=4096) as s:
         there = s.server.server_state.connections
@@ -388,9 +390,7 @@ def test_a_slow_reader_stalls_nobody_and_is_cut_off(
                 wait = max(wait, time.monotonic() - at)
                 slow.recv(1)
                 held.append(its.transport.get_write_buffer_size())
-                queues.extend(
-                    stream._queue.qsize() for stream, _ in list(s.worker._streams.values())
-                )
+                queues.extend(stream._queue.qsize() for stream in list(s.worker._streams.values()))
                 gone.append(not s.worker._streams)
             client.leave()
             return wait

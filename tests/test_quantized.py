@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mlxspec.model.layout import fit
+from mlxspec.model.layout import find_layout
 from mlxspec.types import Draft, Entry, Request, Sequence
 from tests import tiny
 from tests.test_lossless import (
@@ -118,7 +118,7 @@ def test_perplexity_of_smollm2(smollm2: Path) -> None:
     m, tokens = load_model(smollm2)[0], encode(load_tokenizer(smollm2), TEXT)
     found = {}
     for bits in (0, 8, 4):
-        fitted = fit(m, kv_bits=bits)
+        fitted = find_layout(m, kv_bits=bits)
         runner = fitted.runner(m, 32, 16)
         seq = Sequence(
             Request("text", tuple(tokens), 1), tokens=list(tokens[:1]), table=list(range(1, 16))

@@ -80,14 +80,16 @@ def test_info_before_loading(dirs: tuple[str, str]) -> None:
 def test_whether_a_model_fits(dirs: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(model=dirs[0], others=(f"b={dirs[1]}",), pin=("b",), idle_ttl=9)
     manager = make_manager(resolve_models(config), config)
-    assert [m.pinned for m in manager.members] == [False, True] and manager.ttl == 9
-    size = manager.members[1].info.weight_bytes
+    assert [m.pinned for m in manager.slots] == [False, True] and manager.ttl == 9
+    size = manager.slots[1].info.weight_bytes
     need = size + module.memory.headroom() + module.LEAST
     monkeypatch.setattr(module.memory, "available", lambda: need - 5)
-    assert manager.lack("b", 9, 5) == "" and "are available" in manager.lack("b", 9, 4)
+    assert manager.memory_check("b", 9, 5) == "" and "are available" in manager.memory_check(
+        "b", 9, 4
+    )
     limited = make_manager(resolve_models(config := replace(config, memory_gb=2.0)), config)
-    assert limited.lack("b", (2 << 30) - need + 5, 5) == ""
-    assert limited.lack("b", (2 << 30) - need + 5, 4).startswith("it needs ")
+    assert limited.memory_check("b", (2 << 30) - need + 5, 5) == ""
+    assert limited.memory_check("b", (2 << 30) - need + 5, 4).startswith("it needs ")
 
 
 def test_a_model_keeps_to_its_share(

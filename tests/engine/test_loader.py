@@ -17,7 +17,7 @@ from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.proven import VERDICTS, Case, Verdict
 from mlxspec.model import layout as loading
-from mlxspec.model.layout import fit, geometry, load, read
+from mlxspec.model.layout import find_layout, geometry, load, load_weights
 from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner, owed
 from mlxspec.speculate import NoSpeculation, calibrate
@@ -69,7 +69,7 @@ def test_settings_override_what_is_derived(path: Path, caplog: pytest.LogCapture
 
 def test_a_lack_of_memory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1 << 10)
-    monkeypatch.setattr(loader, "read", lambda model: pytest.fail("a weight was read"))
+    monkeypatch.setattr(loader, "load_weights", lambda model: pytest.fail("a weight was read"))
     with pytest.raises(UserError, match=r"1.0 KB are free of"):
         load_engine(path, "tiny", settings())
     monkeypatch.setattr(memory, "available", lambda: memory.headroom() + (380 << 10))
@@ -177,7 +177,7 @@ def test_the_pool_takes_memory_as_it_is_used(path: Path) -> None:
     )
     prompt = tuple(i * 7 % engine.vocab for i in range(480))
     model, _ = load(path)
-    read(model)
+    load_weights(model)
     want = tiny.Plain(model)(prompt, 20)
     engine.add(Request("short", prompt[:40], 3, Sampling(temperature=0)))
     tiny.run(engine)
@@ -215,7 +215,7 @@ def test_a_pool_that_could_not_grow_tries_again(
 def test_a_layout_refused_for_lack_of_memory_is_not_cached(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, options = loading.probe, settings()
+    real, options = loading.probe_logits, settings()
 
     def short(runner: Runner) -> object:
         if runner.layout == "rows":
@@ -223,7 +223,7 @@ def test_a_layout_refused_for_lack_of_memory_is_not_cached(
         return real(runner)
 
     with monkeypatch.context() as broken:
-        broken.setattr(loading, "probe", short)
+        broken.setattr(loading, "probe_logits", short)
         assert load_engine(path, "tiny", options)[1].layout != "rows"
     assert load_engine(path, "tiny", options)[1].layout == "rows"
 
@@ -233,7 +233,7 @@ def test_the_next_start_uses_the_warmup_cache(
 ) -> None:
     options = settings(cache_dir=str(cache))
     first, info = load_engine(path, "tiny", options)
-    monkeypatch.setattr(loader, "fit", None)  # trying again would fail
+    monkeypatch.setattr(loader, "find_layout", None)  # trying again would fail
     monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
     second, again = load_engine(path, "tiny", options)
     assert replace(again, created=info.created) == info
@@ -318,7 +318,7 @@ def test_quantized_kv_sizes_are_known_before_loading(tmp_path: Path) -> None:
     save(tmp_path, "qwen3:4")
     m = tiny.model("qwen3:4")
     for bits in (0, 4, 8):
-        assert geometry(m, bits)[0] == fit(m, kv_bits=bits).token_bytes
+        assert geometry(m, bits)[0] == find_layout(m, kv_bits=bits).token_bytes
     with pytest.raises(UserError, match=r"kv_blocks = 1: .* give 2 or more"):
         load_engine(tmp_path, "tiny", settings(kv_blocks=1))
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from mlxspec.config import Config
 from mlxspec.engine import models as module
 from mlxspec.engine.loader import load_engine
-from mlxspec.engine.models import RETRY_S, Call, ModelManager, ModelSlot, total
+from mlxspec.engine.models import RETRY_S, Abort, LoadCommand, ModelManager, ModelSlot
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
-from mlxspec.engine.worker import Worker
+from mlxspec.engine.worker import Worker, total
 from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
 from tests import tiny
 
@@ -121,7 +121,7 @@ def test_models_that_fit_share_the_thread(launched: Any) -> None:
 
 def test_asleep_nothing_is_loaded_before_it_is_asked_for(launched: Any) -> None:
     async def main() -> None:
-        worker = launched(asleep=True)
+        worker = launched(lazy=True)
         assert states(worker) == {"a": "unloaded", "b": "unloaded"} and worker.info.name == "a"
         assert right(await collect(ask(worker, "", "one")), "a", "one")
         assert states(worker) == {"a": "loaded", "b": "unloaded"}
@@ -203,9 +203,9 @@ def test_what_only_a_load_shows_not_to_fit_evicts_nobody(launched: Any) -> None:
         raise OutOfMemory("it needs 9", need=9)
 
     worker = launched("abc", 3, {"c": short})
-    (member,) = [m for m in worker._fleet.members if m.info.name == "c"]
-    guess = worker._fleet.lack
-    worker._fleet.lack = lambda name, held, freed: (
+    (member,) = [m for m in worker._manager.slots if m.info.name == "c"]
+    guess = worker._manager.memory_check
+    worker._manager.memory_check = lambda name, held, freed: (
         "there is no space"
         if name == "c" and member.need > 3 + freed - held
         else guess(name, held, freed)
@@ -238,10 +238,10 @@ def test_a_load_is_no_pressure() -> None:
     guard.planned = 1 << 50
     fleet.launch()
     guard.planned = 1 << 20
-    fleet.take(Call("c", "b", load=True))
+    fleet.submit(LoadCommand("c", "b", load=True))
     while fleet.busy:
         fleet.step()
-    assert levels == [NORMAL] and guard.planned == (1 << 20) + members[1].held
+    assert levels == [NORMAL] and guard.planned == (1 << 20) + members[1].nbytes
 
 
 def test_without_a_model_the_process_still_has_its_figures(launched: Any) -> None:
@@ -420,18 +420,10 @@ def test_unknown_models_never_reach_the_thread(launched: Any) -> None:
 
 
 def test_the_sum_of_two_models() -> None:
-    one = Stats(
-        running=1, steps=2, drafts=(("lookup", 1, 9, 8),), depths=((0, 3),), step_seconds=0.5
-    )
-    other = Stats(
-        running=3, drafts=(("lookup", 1, 1, 1), ("model", 1, 2, 0)), depths=((0, 1), (4, 1))
-    )
-    made = total([one, other, Stats()])
+    one = Stats(running=1, steps=2, seated=(("r", 3),), step_seconds=0.5)
+    made = total([one, Stats(running=3, step_seconds=0.25), Stats()])
     assert (made.running, made.steps, made.step_seconds) == (4, 2, 0.5)
-    assert made.drafts == (("lookup", 1, 10, 9), ("model", 1, 2, 0)) and made.depths == (
-        (0, 4),
-        (4, 1),
-    )
+    assert made.seated == (("r", 3),)
 
 
 @dataclass
@@ -441,6 +433,8 @@ class Paper:
     log: list[Any]
     name: str
     queue: list[list[Any]] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    drafts: Any = None
 
     @property
     def busy(self) -> bool:
@@ -491,7 +485,7 @@ def paper(most: int, names: str = "abc") -> tuple[ModelManager, list[str]]:
 def test_busy_models_step_in_turn() -> None:
     made, steps = paper(3)
     for model in "abc":
-        made.take(replace(tiny.request(model, [1], 8), model=model))
+        made.submit(replace(tiny.request(model, [1], 8), model=model))
     while made.busy:
         made.step()
     assert sorted(steps[-12:]) == sorted("abc" * 4) and all(
@@ -513,7 +507,7 @@ ORDERS = st.lists(
 @settings(max_examples=200)
 @given(ORDERS, st.integers(1, 3))
 def test_everyone_is_answered_once_within_the_space(orders: Any, most: int) -> None:
-    free, module._free = module._free, lambda: None
+    free, module._release_memory = module._release_memory, lambda: None
     try:
         made, _ = paper(most)
         ended: dict[str, str] = {}
@@ -528,21 +522,21 @@ def test_everyone_is_answered_once_within_the_space(orders: Any, most: int) -> N
         def turn() -> None:
             if made.busy:
                 note(made.step())
-            assert sum(m.engine is not None for m in made.members) <= most
-            order.extend(m.info.name for m in made.members if m.loads > order.count(m.info.name))
+            assert sum(m.engine is not None for m in made.slots) <= most
+            order.extend(m.info.name for m in made.slots if m.loads > order.count(m.info.name))
 
         for kind, model, n in orders:
             if kind == "ask":
                 asked[f"r{len(asked)}"] = model
-                note(made.take(replace(tiny.request(f"r{len(asked) - 1}", [1], n), model=model)))
+                note(made.submit(replace(tiny.request(f"r{len(asked) - 1}", [1], n), model=model)))
             elif kind == "abort":
-                note(made.take((f"r{n}", None)))
+                note(made.submit(Abort(f"r{n}")))
             elif kind == "step":
                 for _ in range(n):
                     turn()
             else:
                 calls += 1
-                made.take(Call(f"c{calls}", model, kind == "load"))
+                made.submit(LoadCommand(f"c{calls}", model, kind == "load"))
         for _ in range(40 * len(orders) + 10):
             turn()
         assert not made.busy and set(ended) == set(asked)
@@ -552,26 +546,26 @@ def test_everyone_is_answered_once_within_the_space(orders: Any, most: int) -> N
         ]
         assert len(order) <= 1 + len(asked) + calls  # each swap serves somebody
     finally:
-        module._free = free
+        module._release_memory = free
 
 
 def test_a_steady_stream_for_one_model_starves_nobody() -> None:
     """Two new requests for `a` after every step: one for `b` is served when those before it are."""
     made, steps = paper(1, "ab")
-    made.take(tiny.request("a0", [1], 5))
-    made.take(replace(tiny.request("b", [1], 2), model="b"))
+    made.submit(tiny.request("a0", [1], 5))
+    made.submit(replace(tiny.request("b", [1], 2), model="b"))
     turns, ended, n = 0, list[str](), 0
     while "b" not in ended:
         for _ in range(2):
             n += 1
-            made.take(replace(tiny.request(f"a{n}", [1], 5), model="a"))
+            made.submit(replace(tiny.request(f"a{n}", [1], 5), model="a"))
         ended += [o.request for o in made.step()]
         turns += 1
         assert turns < 15
     assert ended == ["a0", "b"] and steps == ["a"] * 5 + ["b"] * 2
     while made.busy:
         made.step()
-    assert made.members[0].loads == 2
+    assert made.slots[0].loads == 2
 
 
 def test_nothing_refers_to_a_model_that_was_unloaded() -> None:
@@ -581,10 +575,10 @@ def test_nothing_refers_to_a_model_that_was_unloaded() -> None:
     mx.clear_cache()
     before = None
     for i in range(5):
-        made.take(tiny.request(f"r{i}", [1, 2, 3], 20))
+        made.submit(tiny.request(f"r{i}", [1, 2, 3], 20))
         while made.busy:
             made.step()
-        engine = made.members[0].engine
+        engine = made.slots[0].engine
         assert engine is not None
         refs = [
             weakref.ref(engine.runner),
@@ -592,7 +586,7 @@ def test_nothing_refers_to_a_model_that_was_unloaded() -> None:
             weakref.ref(engine.scheduler.pool),
         ]
         del engine
-        made.take(Call(f"c{i}", "a", False))
+        made.submit(LoadCommand(f"c{i}", "a", False))
         while made.busy:
             made.step()
         assert [ref() for ref in refs] == [None] * 3
@@ -615,13 +609,13 @@ def test_after_an_unload_the_memory_is_back(smollm2: Path, tmp_path: Path) -> No
     seen: list[tuple[int, int]] = []
     before = (mx.get_active_memory(), rss())
     made.launch()
-    size = made.members[0].info.weight_bytes
+    size = made.slots[0].info.weight_bytes
     for i in range(5):
-        made.take(tiny.request(f"r{i}", [1, 2, 3, 4] * 20, 24))
+        made.submit(tiny.request(f"r{i}", [1, 2, 3, 4] * 20, 24))
         while made.busy:
             made.step()
         assert mx.get_active_memory() - before[0] >= size
-        made.take(Call(f"c{i}", "a", False))
+        made.submit(LoadCommand(f"c{i}", "a", False))
         while made.busy:
             made.step()
         seen.append((mx.get_active_memory(), rss()))

@@ -216,7 +216,7 @@ def test_an_idle_worker_frees_cached_blocks(
         assert [o async for o in worker.submit(tiny.request("r", prompt, 3))]
         while worker._busy or not worker.stats().blocks_cached:
             await asyncio.sleep(0)
-        monkeypatch.setattr("mlxspec.engine.worker.IDLE_S", 0.01)
+        monkeypatch.setattr("mlxspec.engine.worker.IDLE_POLL_S", 0.01)
         worker.abort("nobody")  # so that the wait begins anew
         guard.level = WARN
         async with asyncio.timeout(30):

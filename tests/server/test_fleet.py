@@ -300,11 +300,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         return ModelSlot(start, info)
 
-    def lack(name: str, held: int, freed: int) -> str:
+    def memory_check(name: str, held: int, freed: int) -> str:
         return "it is too large" if name == "huge" else "full" if held - freed else ""
 
     members = [loads("one", "qwen3"), loads("two", "llama"), loads("huge", "llama")]
-    worker = Worker(ModelManager(members, lack), max_sequences=8, max_queue=16)
+    worker = Worker(ModelManager(members, memory_check), max_sequences=8, max_queue=16)
     worker.launch()
     tokenizer = front_module.load_tokenizer(one)
     app = create_app(worker, tokenizer, one, Config(keepalive_s=0.1), {"two": two, "huge": two})

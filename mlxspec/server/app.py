@@ -21,8 +21,10 @@ from mlxspec import __version__, metrics
 from mlxspec.config import Config
 from mlxspec.metrics import Metrics
 from mlxspec.server import Engine, page
+from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.ask import encode_prompt, template_options
+from mlxspec.server.body import parse
 from mlxspec.server.errors import (
     ApiError,
     dead,
@@ -33,8 +35,8 @@ from mlxspec.server.errors import (
     unfit,
 )
 from mlxspec.server.openai import endpoints as openai
-from mlxspec.server.openai.schema import Detokenize, Load, Tokenize, Unload, parse
 from mlxspec.server.responses import endpoints as responses
+from mlxspec.server.responses.store import Store
 from mlxspec.server.security import for_browser, guard
 from mlxspec.server.state import Gone, Model, ServerState, on_gone, read_body, while_connected
 from mlxspec.text.chat import Tokenizer, render, talk_of
@@ -68,7 +70,7 @@ def create_app(
     paths = {name: path, **(others or {})}
     app.state.front = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
     app.state.front.open(name, tokenizer)
-    app.state.responses = responses.Store()
+    app.state.responses = Store()
     return app
 
 

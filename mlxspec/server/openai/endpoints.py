@@ -1,8 +1,8 @@
-"""POST /v1/chat/completions and /v1/completions: from a checked body to what is asked of the
-engine."""
+"""POST /v1/chat/completions and /v1/completions: from a request to the engine's requests."""
 
 import secrets
 import time
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
@@ -20,13 +20,15 @@ from mlxspec.server.ask import (
     stop_tokens,
     template_options,
 )
+from mlxspec.server.body import parse
 from mlxspec.server.errors import unfit
 from mlxspec.server.generate import Job, answer
-from mlxspec.server.openai.schema import Chat, Completion, parse
+from mlxspec.server.openai.schema import Chat, Completion
+from mlxspec.server.openai.writer import Api, CompletionWriter
 from mlxspec.server.state import Model, ServerState, read_body, while_connected
-from mlxspec.server.stream import Choice, OpenAI
+from mlxspec.server.stream import Choice
 from mlxspec.text.detokenizer import Reader
-from mlxspec.types import Request, shown
+from mlxspec.types import Request
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
@@ -35,40 +37,32 @@ async def chat(http: HttpRequest) -> ASGIApp:
     body, ignored = parse(Chat, await read_body(http))
     model = await front.model(body.model)
     if body.top_logprobs is not None and not body.logprobs:
-        raise unfit(
-            "top_logprobs",
-            f"top_logprobs = {body.top_logprobs} needs logprobs; set logprobs to true",
-        )
+        raise unfit("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
     ask = Ask.of(
         body,
         messages=body.messages,
         tools=body.tools,
-        tool_choice=body.choice,
+        tool_choice=body.tool_choice,
         options=options,
-        n=body.n or 1,
+        n=body.n,
         format=_format(body),
     )
-
-    def dialect(name: str) -> OpenAI:
-        return _dialect(model, body, name, range(ask.n))
-
-    name = f"{body.prefix}-{secrets.token_hex(12)}"
-    return await converse(
-        http, model, ask, dialect, name, bool(body.stream), [*ignored, *unread], arrived
-    )
+    name = f"chatcmpl-{secrets.token_hex(12)}"
+    writer = partial(_writer, "chat", model, body, range(body.n))
+    return await converse(http, model, ask, writer, name, body.stream, [*ignored, *unread], arrived)
 
 
 def _format(body: Chat) -> Format | None:
     given = body.response_format
+    if given is None or given.type == "text":
+        return Format("lark", "grammar", body.grammar) if body.grammar is not None else None
     if body.grammar is not None:
-        if given and given.type != "text":
-            raise unfit("grammar", "grammar with response_format: send one of them")
-        return Format("lark", "grammar", body.grammar)
-    if given and given.type == "json_schema" and given.json_schema:
-        return Format("schema", "response_format.json_schema.schema", given.json_schema.body)
-    return Format("object", "response_format") if given and given.type == "json_object" else None
+        raise unfit("grammar", "grammar with response_format: send one of them")
+    if given.json_schema is None or given.type == "json_object":
+        return Format("object", "response_format")
+    return Format("schema", "response_format.json_schema.schema", given.json_schema.value)
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
@@ -76,66 +70,59 @@ async def completions(http: HttpRequest) -> ASGIApp:
     front: ServerState = http.app.state.front
     body, ignored = parse(Completion, await read_body(http))
     model = await front.model(body.model)
-    n = body.n or 1
+    n = body.n
     if body.best_of not in (None, n):
-        raise unfit(
-            "best_of",
-            f"best_of = {shown(body.best_of)} is not n = {n}: nothing is ranked; ask for n answers",
-        )
+        raise unfit("best_of", f"best_of = {body.best_of} must equal n = {n}: nothing is ranked")
     if body.echo and body.logprobs is not None:
-        raise unfit(
-            "echo",
-            "echo = true with logprobs: a prompt's tokens have none here; leave out one of them",
-        )
+        raise unfit("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     check_count(model, n, len(body.prompt))
-    encoding = front.on_text_thread(_encode_all, model, body)
+    encoding = front.on_text_thread(_encode, model, body)
     prompts, texts, expected = await while_connected(http.receive, encoding)
-    info, name = model.info, f"{body.prefix}-{secrets.token_hex(12)}"
-    drawn = sampling(model, Wishes.of(body))
-    ends = stop_tokens(model, body.stop_token_ids or (), bool(body.ignore_eos))
+    context, name = model.info.context, f"cmpl-{secrets.token_hex(12)}"
+    params = sampling(model, Wishes.of(body))
+    ends = stop_tokens(model, body.stop_token_ids, body.ignore_eos)
     requests = []
     for k, prompt in enumerate(prompts):
-        most = min(info.context - len(prompt), body.max_tokens or info.context)
-        own = name if len(prompts) == 1 else f"{name}-{k}"
-        requests.append(
-            Request(own, tuple(prompt), most, drawn, ends, n, arrived, expected, model=model.name)
+        limit = min(context - len(prompt), body.max_tokens or context)
+        id = f"{name}-{k}" if len(prompts) > 1 else name
+        request = Request(
+            id, tuple(prompt), limit, params, ends, n, arrived, expected, model=model.name
         )
+        requests.append(request)
     indexes = range(n * len(prompts))
-    choices = [Choice(i, Reader(model.tokenizer, body.stop or (), ends, True)) for i in indexes]
-    echoes = tuple(text for text in texts for _ in range(n))
+    choices = [Choice(i, Reader(model.tokenizer, body.stop, ends, True)) for i in indexes]
     headers = {"x-request-id": name, **front.report(ignored)}
-    dialect = _dialect(model, body, name, indexes, echoes)
-    return answer(model, Job(requests, choices, dialect, bool(body.stream), headers, arrived))
+    writer = _writer("completions", model, body, indexes, name)
+    if body.echo:
+        writer.echoes = [text for text in texts for _ in range(n)]
+    return answer(model, Job(requests, choices, writer, body.stream, headers, arrived))
 
 
-def _encode_all(
-    model: Model, body: Completion
-) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
-    """Token ids of each prompt, each one's text where it is to be echoed, and what is predicted.
-    Raises ApiError."""
-    ids = []
-    for p in body.prompt:
-        ids.append(encode_prompt(model, p) if isinstance(p, str) else p)
-        check_prompt(model, ids[-1], "prompt")  # before the others are encoded
-    texts = [
-        p if isinstance(p, str) else str(model.tokenizer.decode(p))
-        for p in body.prompt
-        if body.echo
-    ]
+def _encode(model: Model, body: Completion) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
+    """The prompts' token ids and texts, and the ids of the prediction. Raises ApiError."""
+    ids, texts = [], []
+    for prompt in body.prompt:
+        text = prompt
+        if isinstance(prompt, str):
+            prompt = encode_prompt(model, prompt)
+        check_prompt(model, prompt, "prompt")  # before the next one is encoded
+        if body.echo and not isinstance(text, str):
+            text = model.tokenizer.decode(prompt)
+        ids.append(prompt)
+        texts.append(text)
     return ids, texts, predicted(model, body.prediction.text if body.prediction else "")
 
 
-def _dialect(
-    model: Model, body: Chat | Completion, name: str, indexes: range, echoes: tuple[str, ...] = ()
-) -> OpenAI:
-    return OpenAI(
-        body.api,
+def _writer(
+    api: Api, model: Model, body: Chat | Completion, indexes: range, name: str
+) -> CompletionWriter:
+    return CompletionWriter(
+        api,
         name,
         model.name,
         int(time.time()),
         model.tokenizer,
         indexes,
         body.alternatives is not None,
-        bool(body.stream_options and body.stream_options.include_usage),
-        echoes,
+        body.stream_options.include_usage,
     )

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 from mlxspec.server.anthropic.schema import Messages, Prompt, chat_messages
 from mlxspec.server.anthropic.writer import MessageWriter
 from mlxspec.server.ask import Ask, Format, Wishes, converse, prepare, template_options
-from mlxspec.server.body import parse
-from mlxspec.server.state import Model, ServerState, read_body, while_connected
+from mlxspec.server.body import receive
+from mlxspec.server.state import Model, while_connected
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import TooLong
 from mlxspec.types import ModelInfo
@@ -25,28 +25,20 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 
 async def messages(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Messages, await read_body(http))
-    model = await front.model(body.model)
-    ask, unread = _ask(
-        model,
-        body,
-        wishes=Wishes(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
-        limit=body.max_tokens,
-        stop=body.stop_sequences,
-    )
+    body, ignored, model = await receive(http, Messages)
+    wishes = Wishes(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
+    ask, unread = _ask(model, body, wishes=wishes, limit=body.max_tokens, stop=body.stop_sequences)
     name, writer = f"msg_{secrets.token_hex(12)}", partial(MessageWriter, model=model.name)
-    return await converse(http, model, ask, writer, name, body.stream, [*ignored, *unread], arrived)
+    ignored += unread
+    return await converse(http, model, ask, writer, name, body.stream, ignored, arrived)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Prompt, await read_body(http))
-    model = await front.model(body.model)
+    body, ignored, model = await receive(http, Prompt)
     ask, unread = _ask(model, body)
-    count = await while_connected(http.receive, front.on_text_thread(_count, model, ask))
-    return JSONResponse({"input_tokens": count}, headers=front.report([*ignored, *unread]))
+    count = await while_connected(http.receive, model.front.on_text_thread(_count, model, ask))
+    return JSONResponse({"input_tokens": count}, headers=model.front.report(ignored + unread))
 
 
 def _count(model: Model, ask: Ask) -> int:

@@ -8,51 +8,103 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, Fraction, Items, Refused, Stops, Strict
-from mlxspec.server.errors import unfit
+from mlxspec.server.body import (
+    FIRST,
+    MAX_ITEMS,
+    TEXT_PART,
+    Count,
+    Fraction,
+    Refused,
+    Stops,
+    Strict,
+)
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
-from mlxspec.types import shown
 
-AT_CHAT = "send the request to /v1/chat/completions, which takes it"
-FORMAT = "send output_config.format instead"
-REASONING = ("reasoning_effort", "reasoning", "enable_thinking")
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
-    "stop": (None, "send stop_sequences instead"),
-    **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), (None, "send max_tokens instead")),
-    **dict.fromkeys(("response_format", "output_format"), (None, FORMAT)),
-    **dict.fromkeys(REASONING, (None, "send thinking instead")),
-    "functions": ([], "send them as tools"),
-    "parallel_tool_calls": (True, "send tool_choice.disable_parallel_tool_use instead"),
-    "mcp_servers": ([], "connect the client to them and send their tools"),
-    "container": (None, "nothing is executed here; leave it out"),
-    "n": (1, AT_CHAT),
-    "repetition_penalty": (1, AT_CHAT),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (0, AT_CHAT)),
-    **dict.fromkeys(("logprobs", "ignore_eos"), (False, AT_CHAT)),
-    **dict.fromkeys(
-        ("seed", "grammar", "logit_bias", "stop_token_ids", "chat_template_kwargs"), (None, AT_CHAT)
-    ),
+    "send stop_sequences": {"stop": None},
+    "send max_tokens": {"max_completion_tokens": None, "max_new_tokens": None},
+    "send output_config.format": {"response_format": None, "output_format": None},
+    "send thinking": {"reasoning_effort": None, "reasoning": None, "enable_thinking": None},
+    "send tools": {"functions": [], "mcp_servers": []},
+    "send tool_choice.disable_parallel_tool_use": {"parallel_tool_calls": True},
+    "nothing is executed here; leave it out": {"container": None},
+    "send the request to /v1/chat/completions": {
+        "n": 1,
+        "seed": None,
+        "grammar": None,
+        "logprobs": False,
+        "ignore_eos": False,
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "stop_token_ids": [],
+        "chat_template_kwargs": {},
+    },
 }
-# The fields that a block of each type must have. A tool_reference stands for the definition of a
-# deferred tool.
-BLOCKS: dict[str, Mapping[str, type]] = {
-    "text": {"text": str},
-    "thinking": {"thinking": str},
-    "redacted_thinking": {},
-    "tool_use": {"id": str, "name": str, "input": dict},
-    "tool_result": {"tool_use_id": str},
-    "tool_reference": {"tool_name": str},
+# The types of blocks, with the fields that each must have. A tool_reference stands for the
+# definition of a deferred tool.
+BLOCKS = {
+    "text": {"text"},
+    "thinking": {"thinking"},
+    "redacted_thinking": set[str](),
+    "tool_use": {"id", "name", "input"},
+    "tool_result": {"tool_use_id"},
+    "tool_reference": {"tool_name"},
 }
 # The types of blocks that a message of each role may have.
 ROLES = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
+    "user": {"text", "tool_result"},
+    "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
+    "system": {"text"},
 }
+
+
+class Block(Strict):
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: Json = Field(default_factory=dict)
+    tool_use_id: str = ""
+    tool_name: str = ""
+    content: "Blocks" = Field(default_factory=list)  # of a tool result
+    is_error: bool = False
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Block":
+        if self.type not in BLOCKS:
+            raise ValueError("this type of block is not supported; the model reads text only")
+        missing = BLOCKS[self.type] - self.model_fields_set
+        if missing:
+            raise ValueError(f"{', '.join(sorted(missing))} is missing")
+        _check_types(self.content, {"text", "tool_reference"})
+        return self
+
+
+Blocks = Annotated[list[Block], FIRST, TEXT_PART]
+
+
+def _check_types(blocks: Sequence[Block], types: set[str]) -> None:
+    for block in blocks:
+        if block.type not in types:
+            raise ValueError(f"a block of type {block.type} cannot be here; send text")
+
+
+class Message(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> "Message":
+        _check_types(self.content, ROLES[self.role])
+        return self
 
 
 class Tool(Strict):
@@ -70,7 +122,7 @@ class Tool(Strict):
 
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str | None = None
+    name: str = ""
     disable_parallel_tool_use: bool = False
 
 
@@ -91,9 +143,9 @@ class Prompt(Strict):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    system: Any = ""
-    messages: Annotated[Items, Field(min_length=1)]
-    tools: Annotated[list[Tool], FIRST, Field(max_length=MAX_ITEMS)] = []
+    system: Blocks = Field(default_factory=list)
+    messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS)]
+    tools: Annotated[list[Tool], FIRST, Field(default_factory=list, max_length=MAX_ITEMS)]
     tool_choice: ToolChoice = Field(default_factory=ToolChoice)
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
@@ -101,19 +153,14 @@ class Prompt(Strict):
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result
         refers to it."""
-        return [
-            {"type": "function", "function": tool.function}
-            for tool in self.tools
-            if tool.defer_loading == deferred
-        ]
+        tools = [tool for tool in self.tools if tool.defer_loading == deferred]
+        return [{"type": "function", "function": tool.function} for tool in tools]
 
     @property
     def choice(self) -> Any:
         """The tool choice in OpenAI's form."""
-        kind = self.tool_choice.type
-        if kind == "tool":
-            return {"name": self.tool_choice.name or ""}
-        return "required" if kind == "any" else kind
+        named = {"name": self.tool_choice.name}
+        return {"tool": named, "any": "required"}.get(self.tool_choice.type, self.tool_choice.type)
 
 
 class Messages(Prompt):
@@ -121,107 +168,81 @@ class Messages(Prompt):
 
     refused: ClassVar[Refused] = REFUSED
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Count
     stream: bool = False
-    stop_sequences: Stops = []
+    stop_sequences: Annotated[Stops, Field(default_factory=list)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     top_p: Fraction | None = None
 
     @field_validator("messages")
     @classmethod
-    def _last(cls, value: list[Any]) -> list[Any]:
-        if isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
+    def _last(cls, value: list[Message]) -> list[Message]:
+        if value[-1].role == "assistant":
             raise ValueError("an answer cannot be continued; end with a user message")
         return value
 
 
 def chat_messages(body: Prompt) -> list[Json]:
-    """Raises ApiError."""
     tools = {tool.name: tool.function for tool in body.tools}
-    made = _system(_blocks(body.system, "system", ROLES["system"]))
-    for i, message in enumerate(body.messages):
-        at = f"messages[{i}]"
-        role: Any = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str) or role not in ROLES:
-            raise unfit(f"{at}.role", f"{at}.role = {shown(role)}: send one of {', '.join(ROLES)}")
-        blocks = _blocks(message.get("content"), f"{at}.content", ROLES[role])
-        if role == "user":
-            made += _user(blocks, f"{at}.content", tools)
-        elif role == "assistant":
-            made.append(_assistant(blocks))
+    made = _system(body.system)
+    for message in body.messages:
+        if message.role == "user":
+            made += _user(message.content, tools)
+        elif message.role == "assistant":
+            made.append(_assistant(message.content))
         else:
-            made += _system(blocks)
+            made += _system(message.content)
     return made
 
 
-def _blocks(value: Any, at: str, types: Sequence[str]) -> list[Json]:
-    """A list of blocks of these types; a string becomes a text block."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise unfit(at, f"{at} = {shown(value)}: send a string or a list of blocks")
-    for i, block in enumerate(value):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in types:
-            where = f"{at}[{i}].type"
-            expected = " or ".join(types)
-            raise unfit(where, f"{where} = {shown(kind)} is not supported here; send {expected}")
-        for name, wanted in BLOCKS[kind].items():
-            if not isinstance(block.get(name), wanted):
-                where = f"{at}[{i}].{name}"
-                what = "an object" if wanted is dict else "a string"
-                raise unfit(where, f"{where} = {shown(block.get(name))}: send {what}")
-    return value
+def _text(blocks: Sequence[Block]) -> str:
+    return "".join(block.text for block in blocks)
 
 
-def _text(blocks: Sequence[Json], kind: str = "text") -> str:
-    return "".join(block[kind] for block in blocks if block["type"] == kind)
-
-
-def _system(blocks: list[Json]) -> list[Json]:
+def _system(blocks: Sequence[Block]) -> list[Json]:
     """Empty if nothing is left of the text, as of Claude Code's billing header."""
-    parts = [{"type": "text", "text": block["text"]} for block in blocks]
+    parts = [{"type": "text", "text": block.text} for block in blocks]
     made = canonical([{"role": "system", "content": parts}])
     return made if made[0]["content"] else []
 
 
-def _user(blocks: list[Json], at: str, tools: Mapping[str, Json]) -> list[Json]:
+def _user(blocks: Sequence[Block], tools: Mapping[str, Json]) -> list[Json]:
     """Tool results come first: they belong to the calls of the message before."""
     made = []
-    for i, block in enumerate(blocks):
-        if block["type"] == "tool_result":
-            types = ("text", "tool_reference")
-            content = _blocks(block.get("content") or "", f"{at}[{i}].content", types)
-            text = "".join(_result(part, tools) for part in content)
-            if block.get("is_error"):
-                text = f"Error: {text}"
-            made.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
-    if not made or any(block["type"] == "text" for block in blocks):
+    results = [block for block in blocks if block.type == "tool_result"]
+    for block in results:
+        text = "".join(_result(part, tools) for part in block.content)
+        if block.is_error:
+            text = f"Error: {text}"
+        made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+    if not made or len(results) < len(blocks):
         made.append({"role": "user", "content": _text(blocks)})
     return made
 
 
-def _result(block: Json, tools: Mapping[str, Json]) -> str:
+def _result(block: Block, tools: Mapping[str, Json]) -> str:
     """A block of a tool result as text; for a tool_reference, the tool's definition."""
-    if block["type"] == "text":
-        return str(block["text"])
-    name = block["tool_name"]
-    if name not in tools:
-        return f"The tool {name} is not available.\n"
-    return f"You can call this tool from now on:\n{json.dumps(tools[name], ensure_ascii=False)}\n"
+    if block.type == "text":
+        return block.text
+    if block.tool_name not in tools:
+        return f"The tool {block.tool_name} is not available.\n"
+    definition = json.dumps(tools[block.tool_name], ensure_ascii=False)
+    return f"You can call this tool from now on:\n{definition}\n"
 
 
-def _assistant(blocks: list[Json]) -> Json:
+def _assistant(blocks: Sequence[Block]) -> Json:
     message: Json = {"role": "assistant", "content": _text(blocks)}
-    if thinking := _text(blocks, "thinking"):
+    if thinking := "".join(block.thinking for block in blocks):
         message["reasoning_content"] = thinking
-    calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
+    calls = [block for block in blocks if block.type == "tool_use"]
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.input},
+            }
+            for call in calls
+        ]
     return message
-
-
-def _call(block: Json) -> Json:
-    function = {"name": block["name"], "arguments": block["input"]}
-    return {"id": block["id"], "type": "function", "function": function}

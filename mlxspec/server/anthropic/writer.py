@@ -90,7 +90,7 @@ def blocks(parts: Iterable[Part]) -> list[Json]:
     """One block for each call and for each run of text of one kind."""
     made: list[Json] = []
     for part in parts:
-        kind = TYPES.get(part.kind)
+        kind = TYPES.get(part.kind, "")
         if made and made[-1]["type"] == kind:
             made[-1][kind] += part.text
         else:
@@ -100,13 +100,9 @@ def blocks(parts: Iterable[Part]) -> list[Json]:
 
 def _block(part: Part) -> Json:
     if part.call is not None:
-        arguments = json.loads(part.call.arguments)
-        return {
-            "type": "tool_use",
-            "id": part.call.id,
-            "name": part.call.name,
-            "input": arguments,
-        }
+        call = part.call
+        arguments = json.loads(call.arguments)
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     return {"type": "text", "text": part.text}

@@ -20,12 +20,12 @@ from mlxspec.server.ask import (
     stop_tokens,
     template_options,
 )
-from mlxspec.server.body import parse
+from mlxspec.server.body import receive
 from mlxspec.server.errors import unfit
 from mlxspec.server.generate import Job, answer
-from mlxspec.server.openai.schema import Chat, Completion
-from mlxspec.server.openai.writer import Api, CompletionWriter
-from mlxspec.server.state import Model, ServerState, read_body, while_connected
+from mlxspec.server.openai.schema import Chat, Completion, NamedTool
+from mlxspec.server.openai.writer import CompletionWriter
+from mlxspec.server.state import Model, while_connected
 from mlxspec.server.stream import Choice
 from mlxspec.text.detokenizer import Reader
 from mlxspec.types import Request
@@ -33,25 +33,25 @@ from mlxspec.types import Request
 
 async def chat(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Chat, await read_body(http))
-    model = await front.model(body.model)
+    body, ignored, model = await receive(http, Chat)
     if body.top_logprobs is not None and not body.logprobs:
         raise unfit("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
+    choice = body.tool_choice
     ask = Ask.of(
         body,
         messages=body.messages,
         tools=body.tools,
-        tool_choice=body.tool_choice,
+        tool_choice={"name": choice.function.name} if isinstance(choice, NamedTool) else choice,
         options=options,
         n=body.n,
         format=_format(body),
     )
     name = f"chatcmpl-{secrets.token_hex(12)}"
-    writer = partial(_writer, "chat", model, body, range(body.n))
-    return await converse(http, model, ask, writer, name, body.stream, [*ignored, *unread], arrived)
+    writer = partial(_writer, True, model, body, body.n)
+    ignored += unread
+    return await converse(http, model, ask, writer, name, body.stream, ignored, arrived)
 
 
 def _format(body: Chat) -> Format | None:
@@ -60,69 +60,68 @@ def _format(body: Chat) -> Format | None:
         return Format("lark", "grammar", body.grammar) if body.grammar is not None else None
     if body.grammar is not None:
         raise unfit("grammar", "grammar with response_format: send one of them")
-    if given.json_schema is None or given.type == "json_object":
+    if given.type == "json_object":
         return Format("object", "response_format")
     return Format("schema", "response_format.json_schema.schema", given.json_schema.value)
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Completion, await read_body(http))
-    model = await front.model(body.model)
-    n = body.n
-    if body.best_of not in (None, n):
-        raise unfit("best_of", f"best_of = {body.best_of} must equal n = {n}: nothing is ranked")
+    body, ignored, model = await receive(http, Completion)
     if body.echo and body.logprobs is not None:
         raise unfit("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
-    check_count(model, n, len(body.prompt))
-    encoding = front.on_text_thread(_encode, model, body)
-    prompts, texts, expected = await while_connected(http.receive, encoding)
+    check_count(model, body.n, len(body.prompts))
+    encoding = model.front.on_text_thread(_encode, model, body)
+    prompts, expected = await while_connected(http.receive, encoding)
     context, name = model.info.context, f"cmpl-{secrets.token_hex(12)}"
     params = sampling(model, Wishes.of(body))
-    ends = stop_tokens(model, body.stop_token_ids, body.ignore_eos)
-    requests = []
-    for k, prompt in enumerate(prompts):
-        limit = min(context - len(prompt), body.max_tokens or context)
-        id = f"{name}-{k}" if len(prompts) > 1 else name
-        request = Request(
-            id, tuple(prompt), limit, params, ends, n, arrived, expected, model=model.name
+    ends = stop_tokens(model, body.stop_token_ids or (), body.ignore_eos)
+    requests = [
+        Request(
+            f"{name}-{k}" if k else name,
+            tuple(ids),
+            min(context - len(ids), body.limit or context),
+            params,
+            ends,
+            body.n,
+            arrived,
+            expected,
+            model=model.name,
         )
-        requests.append(request)
-    indexes = range(n * len(prompts))
-    choices = [Choice(i, Reader(model.tokenizer, body.stop, ends, True)) for i in indexes]
-    headers = {"x-request-id": name, **front.report(ignored)}
-    writer = _writer("completions", model, body, indexes, name)
+        for k, (_, ids) in enumerate(prompts)
+    ]
+    count = body.n * len(prompts)
+    choices = [
+        Choice(i, Reader(model.tokenizer, body.stop or (), ends, True)) for i in range(count)
+    ]
+    headers = {"x-request-id": name, **model.front.report(ignored)}
+    writer = _writer(False, model, body, count, name)
     if body.echo:
-        writer.echoes = [text for text in texts for _ in range(n)]
+        writer.echoes = [text for text, _ in prompts for _ in range(body.n)]
     return answer(model, Job(requests, choices, writer, body.stream, headers, arrived))
 
 
-def _encode(model: Model, body: Completion) -> tuple[list[list[int]], list[str], tuple[int, ...]]:
-    """The prompts' token ids and texts, and the ids of the prediction. Raises ApiError."""
-    ids, texts = [], []
-    for prompt in body.prompt:
-        text = prompt
-        if isinstance(prompt, str):
-            prompt = encode_prompt(model, prompt)
-        check_prompt(model, prompt, "prompt")  # before the next one is encoded
-        if body.echo and not isinstance(text, str):
-            text = model.tokenizer.decode(prompt)
-        ids.append(prompt)
-        texts.append(text)
-    return ids, texts, predicted(model, body.prediction.text if body.prediction else "")
+def _encode(model: Model, body: Completion) -> tuple[list[tuple[str, list[int]]], tuple[int, ...]]:
+    """Each prompt's text and token ids, and the ids of the prediction. Raises ApiError."""
+    prompts = []
+    for prompt in body.prompts:
+        ids = encode_prompt(model, prompt) if isinstance(prompt, str) else prompt
+        check_prompt(model, ids, "prompt")  # before the next one is encoded
+        text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+        prompts.append((text, ids))
+    return prompts, predicted(model, body.prediction.text if body.prediction else "")
 
 
 def _writer(
-    api: Api, model: Model, body: Chat | Completion, indexes: range, name: str
+    chat: bool, model: Model, body: Chat | Completion, choices: int, name: str
 ) -> CompletionWriter:
     return CompletionWriter(
-        api,
+        chat,
         name,
         model.name,
         int(time.time()),
         model.tokenizer,
-        indexes,
+        choices,
         body.alternatives is not None,
         body.stream_options.include_usage,
     )

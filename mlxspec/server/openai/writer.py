@@ -3,9 +3,9 @@
 Rule: each piece of an answer is written once, by the same code for a body and for a stream.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from mlxspec.server.errors import ApiError
 from mlxspec.server.stream import Choice, Json, Piece, Usage, event, message, spelled
@@ -17,19 +17,17 @@ from mlxspec.types import Logprob
 DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
-Api = Literal["chat", "completions"]
-
 
 @dataclass(slots=True)
 class CompletionWriter:
     """The ResponseWriter of both completion endpoints."""
 
-    api: Api
+    chat: bool  # not a text completion
     id: str
     model: str
     created: int  # unix seconds
     tokenizer: Tokenizer
-    indexes: Sequence[int] = (0,)  # of the choices
+    choices: int = 1
     logprobs: bool = False
     include_usage: bool = False
     echoes: Sequence[str] = ()  # the prompt that each choice repeats; empty: none
@@ -37,29 +35,28 @@ class CompletionWriter:
 
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice, or the prompt that it repeats."""
-        if self.api == "chat":
-            role = {"role": "assistant", "content": ""}
-            return b"".join(self._chunk(index, role) for index in self.indexes)
-        return b"".join(self._chunk(*echo) for echo in zip(self.indexes, self.echoes, strict=False))
+        contents: Sequence[Any] = self.echoes
+        if self.chat:
+            contents = [{"role": "assistant", "content": ""}] * self.choices
+        return b"".join(self._chunk(i, content) for i, content in enumerate(contents))
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        index, data = choice.index, b""
-        empty: Any = {} if self.api == "chat" else ""
-        logprobs = self._logprobs(index, [piece]) if piece.logprobs else None
+        data, index = b"", choice.index
         contents: list[Any] = [piece.text] if piece.text else []
-        if self.api == "chat":
+        if self.chat:
             contents = [self._delta(index, part) for part in piece.parts]
+        logprobs = self._logprobs(index, [piece]) if piece.logprobs else None
         if logprobs and not contents:
-            contents = [empty]
+            contents = [self._empty]
         for content in contents:
             data += self._chunk(index, content, logprobs)
             logprobs = None
         if piece.finish is not None:
-            data += self._chunk(index, empty, finish=_finish_reason(choice))
+            data += self._chunk(index, self._empty, finish=_finish_reason(choice))
         return data
 
     def still_here(self) -> bytes:
-        return self._chunk(self.indexes[0], {"content": ""} if self.api == "chat" else "")
+        return self._chunk(0, {"content": ""} if self.chat else "")
 
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         if not self.include_usage:
@@ -74,21 +71,25 @@ class CompletionWriter:
     ) -> Json:
         written = []
         for choice, own in zip(choices, pieces, strict=True):
-            if self.api == "chat":
+            if self.chat:
                 content: Json = {"message": {**message(choice, own), "refusal": None}}
             else:
-                echo = self.echoes[choice.index] if self.echoes else ""
-                content = {"text": echo + "".join(piece.text for piece in own)}
-            end = {
-                "logprobs": self._logprobs(choice.index, own),
-                "finish_reason": _finish_reason(choice),
-            }
-            written.append({"index": choice.index, **content, **end})
+                content = {"text": self._echo(choice.index) + "".join(p.text for p in own)}
+            content["logprobs"] = self._logprobs(choice.index, own)
+            content["finish_reason"] = _finish_reason(choice)
+            written.append({"index": choice.index, **content})
         return {**self._head(False), "choices": written, "usage": usage_object(usage)}
+
+    @property
+    def _empty(self) -> Any:
+        return {} if self.chat else ""
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index] if self.echoes else ""
 
     def _head(self, streamed: bool) -> Json:
         kind = "text_completion"
-        if self.api == "chat":
+        if self.chat:
             kind = "chat.completion.chunk" if streamed else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
@@ -102,7 +103,7 @@ class CompletionWriter:
     def _chunk(
         self, index: int, content: Any, logprobs: Json | None = None, finish: str | None = None
     ) -> bytes:
-        key = "delta" if self.api == "chat" else "text"
+        key = "delta" if self.chat else "text"
         choice = {"index": index, key: content, "logprobs": logprobs, "finish_reason": finish}
         data = {**self._head(True), "choices": [choice]}
         if self.include_usage:
@@ -112,11 +113,42 @@ class CompletionWriter:
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Json | None:
         if not self.logprobs:
             return None
-        if self.api == "chat":
-            content = [_entry(self.tokenizer, lp) for piece in pieces for lp in piece.logprobs]
+        if self.chat:
+            content = [self._entry(lp) for piece in pieces for lp in piece.logprobs]
             return {"content": content, "refusal": None}
-        offset = len(self.echoes[index]) if self.echoes else 0
-        return _text_logprobs(self.tokenizer, pieces, offset)
+        logprobs = [lp for piece in pieces for lp in piece.logprobs]
+        offset = len(self._echo(index))
+        return {
+            "tokens": [self._name(lp.token, "bytes:") for lp in logprobs],
+            "token_logprobs": [max(lp.logprob, MIN_LOGPROB) for lp in logprobs],
+            "top_logprobs": [self._top(lp) for lp in logprobs],
+            "text_offset": [offset + start for piece in pieces for start in piece.starts],
+        }
+
+    def _top(self, lp: Logprob) -> dict[str, float]:
+        """The alternatives of a text completion's token, itself included."""
+        pairs = [(lp.token, lp.logprob), *lp.top]
+        return {self._name(token, "bytes:"): max(p, MIN_LOGPROB) for token, p in pairs}
+
+    def _entry(self, lp: Logprob) -> Json:
+        """A token of a chat completion with its alternatives."""
+        token, *top = [
+            {
+                "token": self._name(token),
+                "logprob": max(p, MIN_LOGPROB),
+                "bytes": list(token_bytes(self.tokenizer, token)),
+            }
+            for token, p in [(lp.token, lp.logprob), *lp.top]
+        ]
+        return {**token, "top_logprobs": top}
+
+    def _name(self, token: int, prefix: str = "") -> str:
+        """A token's text; the bytes of an incomplete character are written in hexadecimal."""
+        raw = token_bytes(self.tokenizer, token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return prefix + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def usage_object(usage: Usage) -> Json:
@@ -134,49 +166,3 @@ def usage_object(usage: Usage) -> Json:
 
 def _finish_reason(choice: Choice) -> str | None:
     return "tool_calls" if choice.calls and choice.finish == "stop" else choice.finish
-
-
-def _entry(tokenizer: Tokenizer, lp: Logprob) -> Json:
-    """A token of a chat completion with its alternatives."""
-    top = [_alternative(tokenizer, token, logprob) for token, logprob in lp.top]
-    return {**_alternative(tokenizer, lp.token, lp.logprob), "top_logprobs": top}
-
-
-def _alternative(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
-    raw = token_bytes(tokenizer, token)
-    return {"token": _name(raw), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}
-
-
-def _text_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece], offset: int) -> Json:
-    """The log-probabilities of a text completion, whose text begins at `offset`."""
-
-    def named(token: int) -> str:
-        return _name(token_bytes(tokenizer, token), "bytes:")
-
-    tokens: list[str] = []
-    logprobs: list[float] = []
-    tops: list[dict[str, float]] = []
-    offsets: list[int] = []
-    for piece in pieces:
-        for lp, start in zip(piece.logprobs, piece.starts, strict=True):
-            best = {
-                named(token): max(p, MIN_LOGPROB) for token, p in [(lp.token, lp.logprob), *lp.top]
-            }
-            tokens.append(named(lp.token))
-            logprobs.append(best[tokens[-1]])
-            tops.append(best)
-            offsets.append(offset + start)
-    return {
-        "tokens": tokens,
-        "token_logprobs": logprobs,
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
-def _name(raw: bytes, prefix: str = "") -> str:
-    """A token's text; the bytes of an incomplete character are written in hexadecimal."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return prefix + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -12,12 +12,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.ask import Ask, converse, template_options
-from mlxspec.server.body import Strict, parse, validate
+from mlxspec.server.body import Strict, receive, validate, wrong
 from mlxspec.server.errors import unfit
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
-from mlxspec.server.state import Model, ServerState, read_body
+from mlxspec.server.state import Model
 from mlxspec.server.stream import Json
 
 # The `encrypted_content` of reasoning, for clients that only send it back with one.
@@ -45,9 +45,7 @@ DEFAULTS: Json = {
 async def create(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     store: Store = http.app.state.responses
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Create, await read_body(http))
-    model = await front.model(body.model)
+    body, ignored, model = await receive(http, Create)
     items = [store.resolve(item, f"input[{i}]") for i, item in enumerate(body.input)]
     tools = toolbox(body)
     messages, left_out = chat_messages(store.conversation(body.previous_response_id), items)
@@ -57,7 +55,6 @@ async def create(http: HttpRequest) -> ASGIApp:
         messages.insert(0, {"role": "system", "content": body.instructions})
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    unread = ["reasoning.effort" if path == "reasoning_effort" else path for path in unread]
     ask = Ask.of(
         body,
         messages=messages,
@@ -77,7 +74,7 @@ async def create(http: HttpRequest) -> ASGIApp:
         return made
 
     name = f"resp_{secrets.token_hex(16)}"
-    ignored = list(dict.fromkeys([*ignored, *tools.ignored, *left_out, *unread]))
+    ignored = list(dict.fromkeys(ignored + tools.ignored + left_out + unread))
     return await converse(http, model, ask, writer, name, body.stream, ignored, arrived)
 
 
@@ -106,15 +103,15 @@ class Page(Strict):
 async def input_items(http: HttpRequest) -> Response:
     """A page of the items that a response answered, with those of the responses before it."""
     store: Store = http.app.state.responses
-    page, _ = validate(Page, dict(http.query_params))
+    page = validate(Page, dict(http.query_params))
     response, own = store.get(http.path_params["id"])
     items = [*store.conversation(response["previous_response_id"]), *own]
     if page.order == "desc":
         items.reverse()
+    ids = [item["id"] for item in items]
     if page.after is not None:
-        ids = [item["id"] for item in items]
         if page.after not in ids:
-            raise unfit("after", f"after = {page.after[:200]!r} is not the id of one of the items")
+            raise wrong("after", page.after, "send the id of one of the items")
         items = items[ids.index(page.after) + 1 :]
     data = items[: page.limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
@@ -123,7 +120,7 @@ async def input_items(http: HttpRequest) -> Response:
 
 
 def _stored_items(items: Sequence[Json]) -> list[Json]:
-    """The items with an id each, and the text of messages as parts."""
+    """The items with a type and an id each, and the text of messages as parts."""
     made = []
     for item in items:
         kind, id = item.get("type") or "message", item.get("id")

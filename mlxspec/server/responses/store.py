@@ -3,15 +3,15 @@
 Rule: a response that was evicted is missing for good, also as the beginning of a conversation.
 """
 
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlxspec.server.errors import unfit
-from mlxspec.server.responses.schema import missing
-from mlxspec.server.stream import ENCODER, Json
+from pydantic_core import from_json, to_json
+
+from mlxspec.server.errors import ApiError, unfit
+from mlxspec.server.stream import Json
 
 log = logging.getLogger("mlxspec")
 
@@ -33,16 +33,13 @@ class Store:
 
     def add(self, response: Json, items: Sequence[Json]) -> None:
         id = response["id"]
-        data = ENCODER.encode({"response": response, "input": items}).encode()
+        data = to_json([response, items])
         if len(data) > MAX_RESPONSE_BYTES:
-            log.info(
-                "response %s is not stored: it is larger than %d bytes", id, MAX_RESPONSE_BYTES
-            )
+            log.info("%s is not stored: it is larger than %d bytes", id, MAX_RESPONSE_BYTES)
             return
         self._stored[id] = data
         self._bytes += len(data)
-        for item in [*items, *response["output"]]:
-            self._owners[item["id"]] = id
+        self._owners |= dict.fromkeys((item["id"] for item in [*items, *response["output"]]), id)
         while len(self._stored) > self.max_responses or self._bytes > self.max_bytes:
             self.delete(next(iter(self._stored)))
 
@@ -51,42 +48,46 @@ class Store:
         if id not in self._stored:
             raise missing(id, param)
         self._stored.move_to_end(id)
-        found = json.loads(self._stored[id])
-        return found["response"], found["input"]
+        response, items = from_json(self._stored[id])
+        return response, items
 
     def delete(self, id: str) -> None:
         """Raises ApiError if it is not stored."""
-        items = self._items(id)
+        response, items = self.get(id)
         self._bytes -= len(self._stored.pop(id))
-        for item in items:
+        for item in [*items, *response["output"]]:
             if self._owners.get(item["id"]) == id:
                 del self._owners[item["id"]]
 
     def conversation(self, id: str | None) -> list[Json]:
         """All items up to the end of a response, oldest first. Raises ApiError if some of them are
         not stored."""
-        param = "previous_response_id"
-        turns, size = [], 0
+        param, size = "previous_response_id", 0
+        found: list[Json] = []
         while id is not None:
             response, items = self.get(id, param)
-            turns.append([*items, *response["output"]])
             size += len(self._stored[id])
             if size > MAX_CONVERSATION_BYTES:
-                message = f"the conversation is larger than {MAX_CONVERSATION_BYTES} bytes"
-                raise unfit(param, f"{param} = {id!r}: {message}; send what matters as input")
+                raise unfit(param, f"{param}: the conversation is too long; send it as input")
+            found = [*items, *response["output"], *found]
             id = response[param]
-        return [item for turn in reversed(turns) for item in turn]
+        return found
 
     def resolve(self, item: Json, at: str) -> Json:
         """The item that an item_reference means; any other item itself. Raises ApiError if it is
         not stored."""
-        id = item.get("id")
         if item.get("type") != "item_reference":
             return item
-        if not isinstance(id, str) or id not in self._owners:
-            raise missing(str(id), f"{at}.id")
-        return next(one for one in self._items(self._owners[id]) if one["id"] == id)
+        id = str(item.get("id"))
+        if id not in self._owners:
+            raise missing(id, f"{at}.id")
+        response, items = self.get(self._owners[id])
+        return next(one for one in [*items, *response["output"]] if one["id"] == id)
 
-    def _items(self, id: str) -> list[Json]:
-        response, items = self.get(id)
-        return [*items, *response["output"]]
+
+def missing(id: str, param: str | None = None) -> ApiError:
+    """For a response, or an item of one, that is not stored."""
+    message = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
+    if param == "previous_response_id":
+        return unfit(param, message, "previous_response_not_found")
+    return ApiError(404, message, param=param, code="not_found")

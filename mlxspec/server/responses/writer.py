@@ -54,8 +54,8 @@ CONTENT = TextItem(
 
 @dataclass(slots=True)
 class ResponsesWriter:
-    """The ResponseWriter of /v1/responses. `head` is the response before its answer, `encrypted` the
-    `encrypted_content` of reasoning; `store` is called with the finished response."""
+    """The ResponseWriter of /v1/responses. `head` is the response before its answer, `encrypted`
+    the `encrypted_content` of reasoning; `store` is called with the finished response."""
 
     id: str
     head: Json
@@ -189,7 +189,8 @@ class ResponsesWriter:
         types = [item["type"] for item in self._output]
         if REASONING.type not in types or not self.tokenizer.has_thinking:
             return 0
-        end: int = self.tokenizer.find_think_end(ids)
+        find: Callable[[Sequence[int]], int] = self.tokenizer.find_think_end
+        end = find(ids)
         if end >= 0:
             return end + len(self.tokenizer.think_end_tokens)
         return len(ids) if len(types) == 1 else 0

@@ -173,7 +173,8 @@ def toolbox(body: Create) -> Toolbox:
     by_name = {tool.name: tool for tool in definitions}
     by_name |= {tool.full_name: tool for tool in definitions}
     choice, allowed = _choice(body.tool_choice, list(definitions))
-    return Toolbox([definitions[tool] for tool in allowed], by_name, choice, ignored)
+    shown = [definition for tool, definition in definitions.items() if tool in allowed]
+    return Toolbox(shown, by_name, choice, ignored)
 
 
 def _tools(

@@ -146,9 +146,9 @@ class Prompt(Strict):
     system: Blocks = Field(default_factory=list)
     messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS)]
     tools: Annotated[list[Tool], FIRST, Field(default_factory=list, max_length=MAX_ITEMS)]
-    tool_choice: ToolChoice = Field(default_factory=ToolChoice)
+    tool_choice: ToolChoice = ToolChoice()
     thinking: Thinking | None = None
-    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    output_config: OutputConfig = OutputConfig()
 
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result

@@ -97,7 +97,7 @@ class JsonSchema(Strict):
 
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema = Field(default_factory=JsonSchema)
+    json_schema: JsonSchema = JsonSchema()
 
 
 class StreamOptions(Strict):
@@ -129,7 +129,7 @@ class Common(Strict):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
-    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     max_output_tokens: Count | None = None

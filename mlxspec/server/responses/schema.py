@@ -81,8 +81,8 @@ class Create(openai.Common):
     tools: Annotated[Items, Field(default_factory=list)]
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
-    reasoning: Reasoning = Field(default_factory=Reasoning)
-    text: Text = Field(default_factory=Text)
+    reasoning: Reasoning = Reasoning()
+    text: Text = Text()
     include: Annotated[list[str], FIRST, Field(default_factory=list)]
     chat_template_kwargs: Json | None = None
 

@@ -3,7 +3,6 @@
 Rule: a response that was evicted is missing for good, also as the beginning of a conversation.
 """
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,12 +12,8 @@ from pydantic_core import from_json, to_json
 from mlxspec.server.errors import ApiError, unfit
 from mlxspec.server.stream import Json
 
-log = logging.getLogger("mlxspec")
-
 MAX_RESPONSES = 1 << 12
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
-MAX_RESPONSE_BYTES = 1 << 22
-MAX_CONVERSATION_BYTES = 1 << 24
 
 
 @dataclass(slots=True)
@@ -34,9 +29,6 @@ class Store:
     def add(self, response: Json, items: Sequence[Json]) -> None:
         id = response["id"]
         data = to_json([response, items])
-        if len(data) > MAX_RESPONSE_BYTES:
-            log.info("%s is not stored: it is larger than %d bytes", id, MAX_RESPONSE_BYTES)
-            return
         self._stored[id] = data
         self._bytes += len(data)
         self._owners |= dict.fromkeys((item["id"] for item in [*items, *response["output"]]), id)
@@ -62,16 +54,12 @@ class Store:
     def conversation(self, id: str | None) -> list[Json]:
         """All items up to the end of a response, oldest first. Raises ApiError if some of them are
         not stored."""
-        param, size = "previous_response_id", 0
-        found: list[Json] = []
+        turns = []
         while id is not None:
-            response, items = self.get(id, param)
-            size += len(self._stored[id])
-            if size > MAX_CONVERSATION_BYTES:
-                raise unfit(param, f"{param}: the conversation is too long; send it as input")
-            found = [*items, *response["output"], *found]
-            id = response[param]
-        return found
+            response, items = self.get(id, "previous_response_id")
+            turns.append([*items, *response["output"]])
+            id = response["previous_response_id"]
+        return [item for turn in reversed(turns) for item in turn]
 
     def resolve(self, item: Json, at: str) -> Json:
         """The item that an item_reference means; any other item itself. Raises ApiError if it is

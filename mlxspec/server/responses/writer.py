@@ -24,7 +24,6 @@ class TextItem:
 
     type: str
     field: str
-    index: str
     part_event: str
     text_event: str
     empty: Json
@@ -35,7 +34,6 @@ class TextItem:
 REASONING = TextItem(
     "reasoning",
     "summary",
-    "summary_index",
     "response.reasoning_summary_part",
     "response.reasoning_summary_text",
     {"type": "summary_text", "text": ""},
@@ -44,7 +42,6 @@ REASONING = TextItem(
 CONTENT = TextItem(
     "message",
     "content",
-    "content_index",
     "response.content_part",
     "response.output_text",
     {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
@@ -67,6 +64,7 @@ class ResponsesWriter:
     _output: list[Json] = field(default_factory=list)  # finished items
     _open: Json = field(default_factory=dict)  # the item that text is added to; empty: none
     _kind: TextItem = CONTENT  # of the open item
+    _at: Json = field(default_factory=dict)  # what its events say of its place
     _text: list[str] = field(default_factory=list)  # of the open item
     _final: Json = field(default_factory=dict)
 
@@ -123,13 +121,9 @@ class ResponsesWriter:
         return data + self._text_event("delta", delta=part.text)
 
     def _begin(self, kind: TextItem) -> bytes:
-        self._kind = kind
-        self._open = {
-            "type": kind.type,
-            "id": new_id(kind.type),
-            "status": "in_progress",
-            kind.field: [],
-        }
+        self._kind, id = kind, new_id(kind.type)
+        self._open = {"type": kind.type, "id": id, "status": "in_progress", kind.field: []}
+        self._at = {"item_id": id, "output_index": len(self._output), f"{kind.field}_index": 0}
         if kind is CONTENT:
             self._open["role"] = "assistant"
         else:
@@ -175,14 +169,10 @@ class ResponsesWriter:
 
     def _text_event(self, what: str, **fields: str) -> bytes:
         kind = self._kind
-        return self._event(f"{kind.text_event}.{what}", **self._at(), **fields, **kind.extra)
+        return self._event(f"{kind.text_event}.{what}", **self._at, **fields, **kind.extra)
 
     def _part_event(self, what: str, part: Json) -> bytes:
-        return self._event(f"{self._kind.part_event}.{what}", **self._at(), part=part)
-
-    def _at(self) -> Json:
-        index = len(self._output)
-        return {"item_id": self._open["id"], "output_index": index, self._kind.index: 0}
+        return self._event(f"{self._kind.part_event}.{what}", **self._at, part=part)
 
     def _reasoning_tokens(self, ids: Sequence[int]) -> int:
         """Tokens up to the end of the reasoning; 0 if no token ends it."""

@@ -17,7 +17,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.anthropic import schema as schema
-from mlxspec.server.ask import Ask, Format, Wishes, converse, prepare, template_options
+from mlxspec.server.chat_request import (
+    ChatRequest,
+    Format,
+    converse,
+    render_prompt,
+    template_options,
+)
 from mlxspec.server.errors import ApiError
 from mlxspec.server.state import Model, ServerState, read_body, while_connected
 from mlxspec.server.stream import Choice, Json, Piece, Usage, event
@@ -38,9 +44,9 @@ async def messages(http: HttpRequest) -> ASGIApp:
     front: ServerState = http.app.state.front
     body, said, ignored = schema.parsed(schema.Messages, await read_body(http))
     model = await front.model(body.model)
-    wishes = Wishes(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
+    drawn = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     ask, unread = _ask(
-        model, body, said, wishes=wishes, limit=body.max_tokens, stop=body.stop_sequences
+        model, body, said, sampling=drawn, limit=body.max_tokens, stop=body.stop_sequences
     )
     name, dialect = f"msg_{secrets.token_hex(12)}", partial(Messages, model=model.name)
     return await converse(
@@ -58,21 +64,23 @@ async def count_tokens(http: HttpRequest) -> Response:
     return JSONResponse({"input_tokens": count}, headers=front.report([*ignored, *unread]))
 
 
-def _count(model: Model, ask: Ask) -> int:
+def _count(model: Model, ask: ChatRequest) -> int:
     """Reckoned where a text is far beyond the context: whoever asks wants to know how much to leave
     out."""
     try:
-        return len(prepare(model, ask).prompt.ids)
+        return len(render_prompt(model, ask)[1].ids)
     except TooLong as error:
         return error.tokens
 
 
-def _ask(model: Model, body: schema.Prompt, said: list[Json], **own: Any) -> tuple[Ask, list[str]]:
+def _ask(
+    model: Model, body: schema.Prompt, said: list[Json], **own: Any
+) -> tuple[ChatRequest, list[str]]:
     """What is asked, and what of it this model's template does not look at. Raises ApiError."""
     wanted = {"enabled": True, "disabled": False}.get(body.thinking.type) if body.thinking else None
     options, unread = template_options(model, None, enable_thinking=wanted)
     form = body.output_config and body.output_config.format
-    ask = Ask(
+    ask = ChatRequest(
         messages=said,
         tools=body.functions,
         deferred=body.deferred,

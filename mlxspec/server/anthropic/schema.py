@@ -165,7 +165,7 @@ class Prompt(Strict):
 
     @property
     def choice(self) -> Any:
-        """As an `Ask` has it."""
+        """As a `ChatRequest` has it."""
         if self.tool_choice is None:
             return "auto"
         kind = self.tool_choice.type

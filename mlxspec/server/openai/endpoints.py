@@ -7,21 +7,21 @@ import time
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from mlxspec.server.ask import (
-    Ask,
+from mlxspec.server.chat_request import (
+    ChatRequest,
     Format,
-    Wishes,
     check_count,
     check_prompt,
     converse,
     encode_prompt,
     predicted,
     sampling,
+    sampling_fields,
     stop_tokens,
     template_options,
 )
 from mlxspec.server.errors import unfit
-from mlxspec.server.generate import Job, answer
+from mlxspec.server.generate import Generation, answer
 from mlxspec.server.openai.schema import Chat, Completion, parse
 from mlxspec.server.state import Model, ServerState, read_body, while_connected
 from mlxspec.server.stream import Choice, OpenAI
@@ -41,7 +41,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
         )
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    ask = Ask.of(
+    ask = ChatRequest.from_body(
         body,
         messages=body.messages,
         tools=body.tools,
@@ -91,7 +91,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     encoding = front.on_text_thread(_encode_all, model, body)
     prompts, texts, expected = await while_connected(http.receive, encoding)
     info, name = model.info, f"{body.prefix}-{secrets.token_hex(12)}"
-    drawn = sampling(model, Wishes.of(body))
+    drawn = sampling(model, sampling_fields(body))
     ends = stop_tokens(model, body.stop_token_ids or (), bool(body.ignore_eos))
     requests = []
     for k, prompt in enumerate(prompts):
@@ -105,7 +105,9 @@ async def completions(http: HttpRequest) -> ASGIApp:
     echoes = tuple(text for text in texts for _ in range(n))
     headers = {"x-request-id": name, **front.report(ignored)}
     dialect = _dialect(model, body, name, indexes, echoes)
-    return answer(model, Job(requests, choices, dialect, bool(body.stream), headers, arrived))
+    return answer(
+        model, Generation(requests, choices, dialect, bool(body.stream), headers, arrived)
+    )
 
 
 def _encode_all(

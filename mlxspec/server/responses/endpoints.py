@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from mlxspec.server.ask import Ask, converse, template_options
+from mlxspec.server.chat_request import ChatRequest, converse, template_options
 from mlxspec.server.errors import ApiError, unfit
 from mlxspec.server.responses.schema import (
     Create,
@@ -183,7 +183,7 @@ async def create(http: HttpRequest) -> ASGIApp:
         messages.insert(0, {"role": "system", "content": body.instructions})
     effort = body.reasoning.effort if body.reasoning else None
     options, unread = template_options(model, body.chat_template_kwargs, reasoning_effort=effort)
-    ask = Ask.of(
+    ask = ChatRequest.from_body(
         body,
         messages=messages,
         tools=tools.told,

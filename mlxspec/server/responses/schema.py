@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mlxspec.server import fields
-from mlxspec.server.ask import Format
+from mlxspec.server.chat_request import Format
 from mlxspec.server.errors import ApiError, unfit
 from mlxspec.server.fields import Refusals
 from mlxspec.server.openai.schema import FIRST, Common, Items, Strict, parse
@@ -183,7 +183,7 @@ class Tool:
 @dataclass(frozen=True, slots=True)
 class Toolbox:
     """`told` are the tools in chat form, `named` those that a call may mean by a name, `choice` is
-    the `Ask`'s. `ignored` names the tools that are not here."""
+    the `ChatRequest`'s. `ignored` names the tools that are not here."""
 
     told: list[Json]
     named: Mapping[str, Tool]

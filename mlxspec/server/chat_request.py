@@ -32,7 +32,7 @@ from mlxspec.text.output_parser import Parts
 from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
-MAX_CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
+CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
 
 # Fields of OpenAI's bodies that are named as in `Sampling`.
 SAMPLING_FIELDS = (
@@ -257,7 +257,7 @@ def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:
 def predicted(model: Model, text: str) -> tuple[int, ...]:
     """Token ids of the answer that the client expects. A hint, so the excess is dropped."""
     info = model.info
-    ids = encode(model.tokenizer, text[: info.context * MAX_CHARS_PER_TOKEN], special=False)
+    ids = encode(model.tokenizer, text[: info.context * CHARS_PER_TOKEN], special=False)
     return tuple(token for token in ids[: info.context] if token < info.vocab)
 
 

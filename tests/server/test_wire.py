@@ -134,6 +134,8 @@ def test_one_answer(
         found = answers(place[1], sent)
         assert answers(place[1], post(SIZE))[0][0] == 200  # the next honest client
     assert not caplog.records
+    if not found and len(sent) > 1 << 18:
+        return  # closed in the middle of it, which resets the connection
     assert [status for status, _ in found] in [[status] for status in statuses], found
     if found[0][0] > 400:
         assert json.loads(found[0][1])["error"]["message"]

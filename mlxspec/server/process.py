@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
@@ -32,9 +32,9 @@ POLL_S = 0.5  # between checks of the engine's thread
 GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step
 KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
-BACKLOG = 2048  # connections that wait to be accepted, uvicorn's default
+BACKLOG = 2048  # connections that wait to be accepted
 SPARE = 64  # connections beyond those that may have requests: idle ones, health checks
-ACCEPT_S = 0.9  # at least between two log lines about connections that cannot be accepted
+ACCEPTS = 4  # at once; asyncio logs an error for each when file descriptors run out
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
 Announce = Callable[[str], None]
@@ -200,7 +200,7 @@ def serve(
 async def _serve(
     app: "Starlette", engine: "Worker", config: Config, announce: Announce, listener: socket.socket
 ) -> int:
-    loop, server = asyncio.get_running_loop(), make_server(app, config)
+    server = make_server(app, config)
     signalled = asyncio.Event()
 
     def on_signal() -> None:
@@ -209,11 +209,11 @@ async def _serve(
         signalled.set()
 
     for number in _signals():
-        loop.add_signal_handler(number, on_signal)
-    loop.set_exception_handler(_limit_accept_errors())
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
+    listener.listen(BACKLOG)
     announce(greeting(config, list(engine.models()), listener.getsockname()[1]))
     dying = asyncio.ensure_future(_death(engine))
     stopping = asyncio.ensure_future(signalled.wait())
@@ -241,6 +241,7 @@ def make_server(app: "Starlette", config: Config) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=ACCEPTS,
             limit_concurrency=config.max_sequences + config.max_queue + SPARE,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
@@ -255,22 +256,6 @@ def make_server(app: "Starlette", config: Config) -> uvicorn.Server:
 def _wanted(record: logging.LogRecord) -> bool:
     """Not the requests that a second signal cancelled."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
-def _limit_accept_errors() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """An exception handler that logs once a second that connections cannot be accepted; asyncio
-    reports it for each place in the backlog."""
-    last = 0.0
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal last
-        if "socket.accept()" not in context["message"]:
-            loop.default_exception_handler(context)
-        elif loop.time() > last + ACCEPT_S:
-            last, error = loop.time(), context["exception"]
-            log.error("no connection can be accepted: %s; allow more file descriptors", error)
-
-    return handle
 
 
 async def _death(engine: "Worker") -> None:

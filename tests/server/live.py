@@ -3,6 +3,7 @@ own."""
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +30,10 @@ def serving(app: Any, most: int = 80, buffer: int = 0) -> Iterator[tuple[uvicorn
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         server = make_server(app, Config(max_sequences=most, max_queue=0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        listener.listen(128)  # connections wait from now on
         thread.start()
+        while not server.started:
+            time.sleep(0.005)
+        listener.listen(128)  # uvicorn has set its own backlog
         try:
             yield server, listener.getsockname()[1]
         finally:

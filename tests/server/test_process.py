@@ -407,15 +407,3 @@ def test_nothing_heavy_is_imported_before_blas() -> None:
     assert ours == {"mlxspec", "mlxspec.config"}
     code = "import sys, mlxspec.server.process; sys.exit(bool({'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_accept_errors_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    loop = asyncio.new_event_loop()
-    handle = process._limit_accept_errors()
-    handle(loop, {"message": "a task was destroyed"})
-    full = {"message": "socket.accept() out of system resource", "exception": OSError(24, "full")}
-    for _ in range(5):
-        handle(loop, full)
-    assert [r.name for r in caplog.records] == ["asyncio", "mlxspec"]
-    assert "no connection can be accepted" in caplog.text
-    loop.close()

@@ -32,7 +32,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.worker import Worker
 from mlxspec.model import runner
 from mlxspec.model.runner import Runner, Step
-from mlxspec.server import ask as asking
+from mlxspec.server import chat_request as asking
 from mlxspec.server import process
 from mlxspec.speculate import NoDrafter
 from mlxspec.speculate.proposer import Proposer

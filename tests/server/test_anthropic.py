@@ -12,7 +12,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.server.anthropic import endpoints
 from mlxspec.server.anthropic.writer import SIGNATURE
-from mlxspec.server.ask import Format
+from mlxspec.server.chat_request import Format
 from mlxspec.text.chat import render_chat
 from tests.server.scripted import INFO, MESSAGES, Answer, Connection, Server, server
 
@@ -359,7 +359,7 @@ async def test_an_error_in_a_stream_is_an_event(make: Make) -> None:
 
 
 async def test_silence_is_filled_with_pings(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.server.generate.PROTOCOL_S", 0.01)
+    monkeypatch.setattr("mlxspec.server.generate.EVENT_S", 0.01)
     s = make(holds=True)
     connection = Connection(
         s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES, "stream": True}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.server import ask as asking
+from mlxspec.server import chat_request as asking
 from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, MESSAGES, Answer, Server, server
 

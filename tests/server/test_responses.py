@@ -325,7 +325,7 @@ async def test_a_client_that_left(make: Callable[..., Server]) -> None:
 
 
 async def test_silence_is_broken_by_an_event(make: Callable[..., Server], monkeypatch: Any) -> None:
-    monkeypatch.setattr(generate, "PROTOCOL_S", 0.05)
+    monkeypatch.setattr(generate, "EVENT_S", 0.05)
     s = make(config=Config(keepalive_s=60), holds=True)
     connection = Connection(s.app, "/v1/responses", {"input": "hello", "stream": True})
     await s.engine.until(lambda: s.engine.submitted)

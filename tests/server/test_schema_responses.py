@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mlxspec.server.ask import Format
 from mlxspec.server.body import parse
+from mlxspec.server.chat_request import Format
 from mlxspec.server.errors import ApiError
 from mlxspec.server.responses.schema import (
     HOSTED_ITEMS,

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from mlxspec import cli
 from mlxspec.commands.chat import ChatError
 from mlxspec.config import Config
-from mlxspec.server.journal import Row
+from mlxspec.server.state import Row
 from mlxspec.service import ledger, status, stop, systemd
 from mlxspec.service.job import Job
 from mlxspec.service.menubar import menu_of

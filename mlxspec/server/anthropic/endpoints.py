@@ -13,8 +13,14 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.anthropic.schema import Messages, Prompt, chat_messages
 from mlxspec.server.anthropic.writer import MessageWriter
-from mlxspec.server.ask import Ask, Format, Wishes, converse, prepare, template_options
 from mlxspec.server.body import receive
+from mlxspec.server.chat_request import (
+    ChatRequest,
+    Format,
+    converse,
+    render_prompt,
+    template_options,
+)
 from mlxspec.server.state import Model, while_connected
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import TooLong
@@ -26,37 +32,39 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 async def messages(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     body, ignored, model = await receive(http, Messages)
-    wishes = Wishes(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
-    ask, unread = _ask(model, body, wishes=wishes, limit=body.max_tokens, stop=body.stop_sequences)
+    sampling = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    request, unread = _request(
+        model, body, sampling=sampling, limit=body.max_tokens, stop=body.stop_sequences
+    )
     name, writer = f"msg_{secrets.token_hex(12)}", partial(MessageWriter, model=model.name)
     ignored += unread
-    return await converse(http, model, ask, writer, name, body.stream, ignored, arrived)
+    return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     body, ignored, model = await receive(http, Prompt)
-    ask, unread = _ask(model, body)
-    count = await while_connected(http.receive, model.front.on_text_thread(_count, model, ask))
+    request, unread = _request(model, body)
+    count = await while_connected(http.receive, model.front.on_text_thread(_count, model, request))
     return JSONResponse({"input_tokens": count}, headers=model.front.report(ignored + unread))
 
 
-def _count(model: Model, ask: Ask) -> int:
+def _count(model: Model, request: ChatRequest) -> int:
     """An estimate if the text is far beyond the context: the client wants to know how much to
     leave out."""
     try:
-        return len(prepare(model, ask).prompt.ids)
+        return len(render_prompt(model, request)[1].ids)
     except TooLong as error:
         return error.tokens
 
 
-def _ask(model: Model, body: Prompt, **own: Any) -> tuple[Ask, list[str]]:
+def _request(model: Model, body: Prompt, **own: Any) -> tuple[ChatRequest, list[str]]:
     """The chat request, and the names of the fields that the model's template does not read.
     Raises ApiError."""
     thinking = THINKING.get(body.thinking.type) if body.thinking else None
     options, unread = template_options(model, None, enable_thinking=thinking)
     form = body.output_config.format
-    ask = Ask(
+    request = ChatRequest(
         messages=chat_messages(body),
         tools=body.functions(deferred=False),
         deferred=body.functions(deferred=True),
@@ -66,7 +74,7 @@ def _ask(model: Model, body: Prompt, **own: Any) -> tuple[Ask, list[str]]:
         format=Format("schema", "output_config.format.schema", form.value) if form else None,
         **own,
     )
-    return ask, ["thinking"] if unread else []
+    return request, ["thinking"] if unread else []
 
 
 def model_of(info: ModelInfo) -> Json:

@@ -7,22 +7,22 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from mlxspec.server.ask import (
-    Ask,
+from mlxspec.server.body import receive
+from mlxspec.server.chat_request import (
+    ChatRequest,
     Format,
-    Wishes,
     check_count,
     check_prompt,
     converse,
     encode_prompt,
     predicted,
     sampling,
+    sampling_fields,
     stop_tokens,
     template_options,
 )
-from mlxspec.server.body import receive
 from mlxspec.server.errors import unfit
-from mlxspec.server.generate import Job, answer
+from mlxspec.server.generate import Generation, answer
 from mlxspec.server.openai.schema import Chat, Completion, NamedTool
 from mlxspec.server.openai.writer import CompletionWriter
 from mlxspec.server.state import Model, while_connected
@@ -39,7 +39,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
     choice = body.tool_choice
-    ask = Ask.of(
+    request = ChatRequest.from_body(
         body,
         messages=body.messages,
         tools=body.tools,
@@ -51,7 +51,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
     name = f"chatcmpl-{secrets.token_hex(12)}"
     writer = partial(_writer, True, model, body, body.n)
     ignored += unread
-    return await converse(http, model, ask, writer, name, body.stream, ignored, arrived)
+    return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
 
 
 def _format(body: Chat) -> Format | None:
@@ -74,7 +74,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     encoding = model.front.on_text_thread(_encode, model, body)
     prompts, expected = await while_connected(http.receive, encoding)
     context, name = model.info.context, f"cmpl-{secrets.token_hex(12)}"
-    params = sampling(model, Wishes.of(body))
+    params = sampling(model, sampling_fields(body))
     ends = stop_tokens(model, body.stop_token_ids or (), body.ignore_eos)
     requests = [
         Request(
@@ -98,7 +98,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     writer = _writer(False, model, body, count, name)
     if body.echo:
         writer.echoes = [text for text, _ in prompts for _ in range(body.n)]
-    return answer(model, Job(requests, choices, writer, body.stream, headers, arrived))
+    return answer(model, Generation(requests, choices, writer, body.stream, headers, arrived))
 
 
 def _encode(model: Model, body: Completion) -> tuple[list[tuple[str, list[int]]], tuple[int, ...]]:

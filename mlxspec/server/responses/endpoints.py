@@ -11,8 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from mlxspec.server.ask import Ask, converse, template_options
 from mlxspec.server.body import Strict, receive, validate, wrong
+from mlxspec.server.chat_request import ChatRequest, converse, template_options
 from mlxspec.server.errors import unfit
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
@@ -55,7 +55,7 @@ async def create(http: HttpRequest) -> ASGIApp:
         messages.insert(0, {"role": "system", "content": body.instructions})
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    ask = Ask.of(
+    request = ChatRequest.from_body(
         body,
         messages=messages,
         tools=tools.definitions,
@@ -75,7 +75,7 @@ async def create(http: HttpRequest) -> ASGIApp:
 
     name = f"resp_{secrets.token_hex(16)}"
     ignored = list(dict.fromkeys(ignored + tools.ignored + left_out + unread))
-    return await converse(http, model, ask, writer, name, body.stream, ignored, arrived)
+    return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
 
 
 async def stored(http: HttpRequest) -> Response:

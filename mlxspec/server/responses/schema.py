@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from mlxspec.server.ask import Format
 from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Items, Refused, Strict, validate, wrong
+from mlxspec.server.chat_request import Format
 from mlxspec.server.openai import schema as openai
 from mlxspec.server.stream import Json
 

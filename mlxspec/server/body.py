@@ -7,8 +7,15 @@ is ignored and reported in the response header `x-mlxspec-ignored`.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import Request as HttpRequest
 
 from mlxspec.server.errors import ApiError, unfit
@@ -34,6 +41,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+OBJECT = TypeAdapter(dict[str, Any])
 Refused = Mapping[str, Mapping[str, Any]]
 
 
@@ -70,13 +78,13 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     if data.count(b",") > MAX_VALUES:
         raise unfit("body", f"the body holds more than {MAX_VALUES} values; send fewer")
     try:
-        raw = from_json(data, allow_inf_nan=False)
-    except ValueError as error:
-        message = f"the body is not valid JSON: {error}"
+        raw = OBJECT.validate_json(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]["msg"]
+        message = f"the body is not a JSON object: {problem}"
         raise ApiError(400, message, code="invalid_json") from error
-    if not isinstance(raw, dict) or len(raw) > MAX_FIELDS:
-        message = f"the body is not a JSON object; send one with at most {MAX_FIELDS} fields"
-        raise ApiError(400, message, code="invalid_json")
+    if len(raw) > MAX_FIELDS:
+        raise unfit("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
     for hint, fields in kind.refused.items():
         for name in fields.keys() & raw.keys() - kind.model_fields.keys():
             if raw[name] not in (None, fields[name]):

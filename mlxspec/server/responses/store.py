@@ -4,14 +4,14 @@ Rule: a response that was evicted is missing for good, also as the beginning of 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pydantic_core import from_json, to_json
+from pydantic import TypeAdapter
 
 from mlxspec.server.errors import ApiError, unfit
 from mlxspec.server.stream import Json
 
+STORED = TypeAdapter(tuple[Json, list[Json]])  # writes an infinite number as null
 MAX_RESPONSES = 1 << 12
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 
@@ -26,9 +26,9 @@ class Store:
     _owners: dict[str, str] = field(default_factory=dict)  # by an item's id, its response's
     _bytes: int = 0
 
-    def add(self, response: Json, items: Sequence[Json]) -> None:
+    def add(self, response: Json, items: list[Json]) -> None:
         id = response["id"]
-        data = to_json([response, items])
+        data = STORED.dump_json((response, items))
         self._stored[id] = data
         self._bytes += len(data)
         self._owners |= dict.fromkeys((item["id"] for item in [*items, *response["output"]]), id)
@@ -40,8 +40,7 @@ class Store:
         if id not in self._stored:
             raise missing(id, param)
         self._stored.move_to_end(id)
-        response, items = from_json(self._stored[id])
-        return response, items
+        return STORED.validate_json(self._stored[id])
 
     def delete(self, id: str) -> None:
         """Raises ApiError if it is not stored."""

@@ -191,16 +191,16 @@ def _remember(
     pieces: Sequence[Sequence[Piece]],
 ) -> None:
     """Keep the tokens of the answers: the next turn's prompt should repeat them."""
-    answers = [message(choice, own) for choice, own in zip(choices, pieces, strict=True)]
+    turns = [message(choice, own) for choice, own in zip(choices, pieces, strict=True)]
 
     def work() -> None:
         tokenizer, history = model.tokenizer, model.history
-        for choice, answer in zip(choices, answers, strict=True):
+        for choice, turn in zip(choices, turns, strict=True):
             for call in choice.calls:
                 history.keep_call(call)
             if choice.ended_by_itself and choice.ids[-1] in tokenizer.eos_token_ids:
-                turn = talk_of([answer], None, {}, history).messages[0]
-                remember(tokenizer, talk, prompt, turn, choice.ids, history)
+                canonical = talk_of([turn], None, {}, history).messages[0]
+                remember(tokenizer, talk, prompt, canonical, choice.ids, history)
 
     model.front.later(work)
 

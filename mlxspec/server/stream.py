@@ -8,20 +8,17 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mlxspec.server.errors import ApiError, unavailable
-from mlxspec.text.chat import Tokenizer
-from mlxspec.text.detokenizer import Reader, token_bytes
+from mlxspec.text.detokenizer import Reader
 from mlxspec.text.output_parser import Call, Part, Parts
 from mlxspec.types import Finish, Logprob, Output, Request
 
-DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 Json = dict[str, Any]
-Api = Literal["chat", "completions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,113 +150,6 @@ class ResponseWriter(Protocol):
         """The whole response; `pieces[i]` are those of `choices[i]`."""
 
 
-@dataclass(slots=True)
-class OpenAI:
-    """The dialect of both completions endpoints, by `api`; the rest is what the request asked to
-    see."""
-
-    api: Api
-    id: str
-    model: str
-    created: int  # unix seconds
-    tokenizer: Tokenizer
-    indexes: Sequence[int] = (0,)  # of the choices
-    logprobs: bool = False
-    include_usage: bool = False
-    echoes: tuple[str, ...] = ()  # per choice, the prompt to repeat; empty: none
-    _called: dict[int, int] = field(default_factory=dict)  # calls so far, by choice
-
-    def opening(self, usage: Usage) -> bytes:
-        """The role of each choice, or the prompt that is to be repeated."""
-        made = []
-        for i in self.indexes:
-            if self.api == "chat":
-                made.append(self._chunk(i, {"role": "assistant", "content": ""}))
-            elif self.echoes:
-                made.append(self._chunk(i, self.echoes[i]))
-        return b"".join(made)
-
-    def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        i, made = choice.index, []
-        logprobs = self._logprobs(i, [piece]) if self.logprobs and piece.logprobs else None
-        if self.api == "completions" and (piece.text or logprobs):
-            made.append(self._chunk(i, piece.text, logprobs))
-        elif self.api == "chat":
-            said = [self._delta(i, part) for part in piece.parts] or ([{}] if logprobs else [])
-            made += [
-                self._chunk(i, delta, logprobs if n == 0 else None) for n, delta in enumerate(said)
-            ]
-        if piece.finish is not None:
-            last: Json | str = {} if self.api == "chat" else ""
-            made.append(self._chunk(i, last, finish=self._finish(choice)))
-        return b"".join(made)
-
-    def still_here(self) -> bytes:
-        return self._chunk(self.indexes[0], {"content": ""} if self.api == "chat" else "")
-
-    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        if not self.include_usage:
-            return DONE
-        return event({**self._head(True), "choices": [], "usage": told(usage)}) + DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body())
-
-    def body(
-        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
-    ) -> Json:
-        made = []
-        for choice, some in zip(choices, pieces, strict=True):
-            said: Json = {"index": choice.index}
-            if self.api == "chat":
-                said["message"] = {**message(choice, some), "refusal": None}
-            else:
-                echo = self.echoes[choice.index] if self.echoes else ""
-                said["text"] = echo + "".join(piece.text for piece in some)
-            said["logprobs"] = self._logprobs(choice.index, some) if self.logprobs else None
-            said["finish_reason"] = self._finish(choice)
-            made.append(said)
-        return {**self._head(False), "choices": made, "usage": told(usage)}
-
-    def _head(self, streamed: bool) -> Json:
-        kind = "text_completion"
-        if self.api == "chat":
-            kind = "chat.completion.chunk" if streamed else "chat.completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def _finish(self, choice: Choice) -> str | None:
-        return "tool_calls" if choice.calls and choice.finish == "stop" else choice.finish
-
-    def _delta(self, index: int, part: Part) -> Json:
-        if part.call is None:
-            return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
-        at = self._called.get(index, 0)
-        self._called[index] = at + 1
-        return {"tool_calls": [{"index": at, **spelled(part.call)}]}
-
-    def _chunk(
-        self, index: int, said: Json | str, logprobs: Json | None = None, finish: str | None = None
-    ) -> bytes:
-        choice: Json = {"index": index, "delta" if self.api == "chat" else "text": said}
-        choice |= {"logprobs": logprobs, "finish_reason": finish}
-        data = {**self._head(True), "choices": [choice]}
-        return event(data | {"usage": None} if self.include_usage else data)
-
-    def _logprobs(self, index: int, pieces: Iterable[Piece]) -> Json:
-        if self.api == "chat":
-            entries = [_entry(self.tokenizer, lp) for p in pieces for lp in p.logprobs]
-            return {"content": entries, "refusal": None}
-        made: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for piece in pieces:
-            for lp, start in zip(piece.logprobs, piece.starts, strict=True):
-                made["tokens"].append(_name(self.tokenizer, lp.token, "bytes:"))
-                made["token_logprobs"].append(_finite(lp.logprob))
-                best = {_name(self.tokenizer, token, "bytes:"): _finite(p) for token, p in lp.top}
-                made["top_logprobs"].append({made["tokens"][-1]: _finite(lp.logprob)} | best)
-                made["text_offset"].append(start + (len(self.echoes[index]) if self.echoes else 0))
-        return made
-
-
 def event(data: Json, name: str = "") -> bytes:
     """A server-sent event."""
     head = f"event: {name}\n" if name else ""
@@ -303,20 +193,6 @@ def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
     )
 
 
-def told(usage: Usage) -> Json:
-    """Usage as both completions endpoints tell it."""
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.generated,
-        "total_tokens": usage.prompt + usage.generated,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": usage.kept,
-            "rejected_prediction_tokens": usage.drafted - usage.kept,
-        },
-    }
-
-
 def speculation(choices: Sequence[Choice]) -> str:
     """For the log: tokens per round, and the share of drafted tokens that were kept, by source; ""
     where nothing was drafted."""
@@ -332,27 +208,3 @@ def speculation(choices: Sequence[Choice]) -> str:
     accepted = ", ".join(f"{count} by {source}" for source, count in sources.items() if count)
     text = f"{tokens / rounds:.1f} tok/round, {100 * kept / drafted:.0f} % of drafts kept"
     return f"{text} ({accepted})" if accepted else text
-
-
-def _entry(tokenizer: Tokenizer, lp: Logprob) -> Json:
-    top = [_alternative(tokenizer, token, p) for token, p in lp.top]
-    return _alternative(tokenizer, lp.token, lp.logprob) | {"top_logprobs": top}
-
-
-def _alternative(tokenizer: Tokenizer, token: int, logprob: float) -> Json:
-    raw = token_bytes(tokenizer, token)
-    return {"token": _name(tokenizer, token, ""), "logprob": _finite(logprob), "bytes": list(raw)}
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's floor stands for it."""
-    return max(logprob, -9999.0)
-
-
-def _name(tokenizer: Tokenizer, token: int, prefix: str) -> str:
-    """A token as text; as OpenAI has it, a part of a character is spelled in hexadecimal bytes."""
-    raw = token_bytes(tokenizer, token)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return prefix + "".join(f"\\x{byte:02x}" for byte in raw)

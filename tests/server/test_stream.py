@@ -1,4 +1,4 @@
-"""Outputs to pieces, and pieces to chunks, bodies and usage."""
+"""Outputs to pieces, pieces to chunks, bodies and usage: pure functions."""
 
 import json
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mlxspec.server.errors import ApiError
-from mlxspec.server.stream import Choice, OpenAI, Piece, Usage, speculation, told, usage
+from mlxspec.server.openai.writer import CompletionWriter, usage_object
+from mlxspec.server.stream import Choice, Piece, Usage, speculation, usage
 from mlxspec.text.chat import encode
 from mlxspec.text.detokenizer import Reader
 from mlxspec.text.output_parser import Part, Parts
@@ -18,9 +19,9 @@ END = 299
 NOTHING = Usage(0, 0, 0, 0, 0)
 
 
-def dialect(tokenizer: Any, **kw: Any) -> OpenAI:
-    return OpenAI(
-        **{"api": "chat", "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw
+def dialect(tokenizer: Any, **kw: Any) -> CompletionWriter:
+    return CompletionWriter(
+        **{"chat": True, "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw
     )
 
 
@@ -107,20 +108,18 @@ def test_chunks_are_one_line_of_utf8(tokenizer: Any) -> None:
 
 
 def test_openings(tokenizer: Any) -> None:
-    roles = [e["choices"][0] for e in events(dialect(tokenizer, indexes=range(2)).opening(NOTHING))]
+    roles = [e["choices"][0] for e in events(dialect(tokenizer, choices=2).opening(NOTHING))]
     assert [(c["index"], c["delta"]) for c in roles] == [
         (i, {"role": "assistant", "content": ""}) for i in (0, 1)
     ]
-    assert dialect(tokenizer, api="completions", indexes=range(2)).opening(NOTHING) == b""
-    echo = dialect(tokenizer, api="completions", indexes=range(2), echoes=("a", "b")).opening(
-        NOTHING
-    )
+    assert dialect(tokenizer, chat=False, choices=2).opening(NOTHING) == b""
+    echo = dialect(tokenizer, chat=False, choices=2, echoes=("a", "b")).opening(NOTHING)
     assert [e["choices"][0]["text"] for e in events(echo)] == ["a", "b"]
 
 
 def test_the_chunk_that_says_nothing(tokenizer: Any) -> None:
     assert data(dialect(tokenizer).still_here())["choices"][0]["delta"] == {"content": ""}
-    assert data(dialect(tokenizer, api="completions").still_here())["choices"][0]["text"] == ""
+    assert data(dialect(tokenizer, chat=False).still_here())["choices"][0]["text"] == ""
 
 
 def test_closings(tokenizer: Any) -> None:
@@ -134,8 +133,8 @@ def test_closings(tokenizer: Any) -> None:
 
 def test_no_infinity_in_json(tokenizer: Any) -> None:
     never = Logprob(64, float("-inf"), ((65, float("-inf")),))
-    for api in ("chat", "completions"):
-        chunk = dialect(tokenizer, api=api, logprobs=True).chunk(
+    for chat in (True, False):
+        chunk = dialect(tokenizer, chat=chat, logprobs=True).chunk(
             choice(tokenizer), said("a", (never,), (0,))
         )
         assert b"Infinity" not in chunk and b"-9999.0" in chunk
@@ -146,7 +145,7 @@ def test_usage_counts_a_prompt_once(tokenizer: Any) -> None:
     choices = [choice(tokenizer, i) for i in range(4)]
     for i, made in enumerate(choices):
         made.take(output([64] * (i + 1), cached=i))
-    assert told(usage(requests, choices)) == {
+    assert usage_object(usage(requests, choices)) == {
         "prompt_tokens": 4,
         "completion_tokens": 10,
         "total_tokens": 14,
@@ -171,7 +170,7 @@ def speculated(tokenizer: Any, *rounds: tuple[int, str, int], stop: tuple[str, .
 
 
 def details(*choices: Choice) -> tuple[int, int]:
-    found = told(usage([Request("a", (1,), 50, n=len(choices))], choices))[
+    found = usage_object(usage([Request("a", (1,), 50, n=len(choices))], choices))[
         "completion_tokens_details"
     ]
     return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
@@ -206,22 +205,22 @@ def test_speculation_in_the_log(tokenizer: Any) -> None:
     assert speculation(both) == told
 
 
-@pytest.mark.parametrize("api", ["chat", "completions"])
-def test_a_body_is_what_its_stream_says(tokenizer: Any, api: Any) -> None:
-    look = dialect(tokenizer, api=api, logprobs=True)
-    made, pieces = choice(tokenizer, parts=api == "chat"), []
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_body_is_what_its_stream_says(tokenizer: Any, chat: bool) -> None:
+    look = dialect(tokenizer, chat=chat, logprobs=True)
+    made, pieces = choice(tokenizer, parts=chat), []
     for token in encode(tokenizer, "hello é🦊 world"):
         pieces.append(made.take(output([token], logprobs=(Logprob(token, -1.0, ((64, -2.0),)),))))
     pieces.append(made.take(output([END], finish="stop")))
     [whole] = look.body([made], [pieces], NOTHING)["choices"]
     chunks = [e["choices"][0] for p in pieces for e in events(look.chunk(made, p))]
-    key = "content" if api == "chat" else "text_offset"
+    key = "content" if chat else "text_offset"
     entries = [entry for e in chunks if e["logprobs"] for entry in e["logprobs"][key]]
     assert entries == whole["logprobs"][key]
-    texts = [e["delta"].get("content", "") if api == "chat" else e["text"] for e in chunks]
+    texts = [e["delta"].get("content", "") if chat else e["text"] for e in chunks]
     assert (
         "".join(texts)
-        == (whole["message"]["content"] if api == "chat" else whole["text"])
+        == (whole["message"]["content"] if chat else whole["text"])
         == "hello é🦊 world"
     )
     assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "stop"

@@ -295,7 +295,7 @@ def test_a_signal_ends_it_in_time(
         slow(self, member)
 
     monkeypatch.setattr(ModelManager, "_start", load)
-    monkeypatch.setattr(process, "_leave", left.append)
+    monkeypatch.setattr(process, "_exit", left.append)
     if when == "text":
         monkeypatch.setattr(asking, "render", lambda *_, **__: (begun.set(), left_alone.wait(20)))
     tokens = 20 if patient else LONG

@@ -23,7 +23,7 @@ from mlxspec.metrics import Metrics
 from mlxspec.server import page
 from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
-from mlxspec.server.body import parse
+from mlxspec.server.body import parse, receive
 from mlxspec.server.chat_request import encode_prompt, template_options
 from mlxspec.server.errors import HANDLERS, ApiError, dead, unavailable, unfit
 from mlxspec.server.openai import endpoints as openai
@@ -143,10 +143,9 @@ def _model(served: Served) -> dict[str, Any]:
 
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Load, await read_body(http))
-    name = front.resolve_name(body.model, exact=True)
-    return await _change(http, name, front.engine.load(name, body.pin), ignored)
+    body, ignored, model = await receive(http, Load)
+    name = model.front.resolve_name(body.model, exact=True)
+    return await _change(http, name, model.front.engine.load(name, body.pin), ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
@@ -186,9 +185,8 @@ async def _change(
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Tokenize, await read_body(http))
-    model = await front.model(body.model)
+    body, ignored, model = await receive(http, Tokenize)
+    front = model.front
     if (body.prompt is None) == (body.messages is None):
         raise unfit("prompt", "prompt, messages: send exactly one of them")
     if body.messages is None:
@@ -211,9 +209,8 @@ def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[
 
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Detokenize, await read_body(http))
-    model = await front.model(body.model)
+    body, ignored, model = await receive(http, Detokenize)
+    front = model.front
     highest, vocab = max(body.tokens, default=0), model.info.vocab
     if highest >= vocab:
         raise unfit("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from mlxspec.server.errors import unfit
 from mlxspec.server.generate import Generation, answer
 from mlxspec.server.state import Model, while_connected
-from mlxspec.server.stream import Choice, Piece, ResponseWriter, message
+from mlxspec.server.stream import Choice, ResponseWriter, message
 from mlxspec.text.chat import (
     Rendered,
     Talk,
@@ -183,24 +183,18 @@ def _call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _remember(
-    model: Model,
-    talk: Talk,
-    prompt: Rendered,
-    choices: Sequence[Choice],
-    pieces: Sequence[Sequence[Piece]],
-) -> None:
+def _remember(model: Model, talk: Talk, prompt: Rendered, choices: Sequence[Choice]) -> None:
     """Keep the tokens of the answers: the next turn's prompt should repeat them."""
-    answers = [message(choice, own) for choice, own in zip(choices, pieces, strict=True)]
+    turns = [message(choice, choice.pieces) for choice in choices]
 
     def work() -> None:
         tokenizer, history = model.tokenizer, model.history
-        for choice, answer in zip(choices, answers, strict=True):
+        for choice, turn in zip(choices, turns, strict=True):
             for call in choice.calls:
                 history.keep_call(call)
             if choice.ended_by_itself and choice.ids[-1] in tokenizer.eos_token_ids:
-                turn = talk_of([answer], None, {}, history).messages[0]
-                remember(tokenizer, talk, prompt, turn, choice.ids, history)
+                canonical = talk_of([turn], None, {}, history).messages[0]
+                remember(tokenizer, talk, prompt, canonical, choice.ids, history)
 
     model.front.later(work)
 

@@ -43,15 +43,11 @@ class Generation:
     streamed: bool
     headers: dict[str, str]
     arrived: float
-    # Gets `pieces` before the last byte is sent: the client's next request may follow at once.
-    on_done: Callable[[Sequence[Sequence[Piece]]], None] = lambda pieces: None
+    # Called before the last byte is sent: the client's next request may follow at once.
+    on_done: Callable[[], None] = lambda: None
     first: float = 0.0  # time of the first token
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
     outcome: str = ""  # "gone" or "error", where it is not the choices' finish
-    pieces: list[list[Piece]] = field(default_factory=list)  # by choice
-
-    def __post_init__(self) -> None:
-        self.pieces = [[] for _ in self.choices]
 
     def usage(self) -> stream.Usage:
         return stream.usage(self.requests, self.choices)
@@ -104,8 +100,9 @@ async def _whole(model: Model, generation: Generation, outputs: Outputs) -> JSON
         async for each in found:
             if each is not None:
                 _read(model, generation, *each)
-    generation.on_done(generation.pieces)
-    body = generation.writer.body(generation.choices, generation.pieces, generation.usage())
+    generation.on_done()
+    pieces = [choice.pieces for choice in generation.choices]
+    body = generation.writer.body(generation.choices, pieces, generation.usage())
     return JSONResponse(body, headers=generation.headers)
 
 
@@ -128,7 +125,7 @@ async def _events(
                 if data:
                     written = time.monotonic()
                     yield data
-        generation.on_done(generation.pieces)
+        generation.on_done()
         yield writer.closing(generation.choices, generation.usage())
     except ApiError as error:
         generation.outcome = "error"
@@ -140,12 +137,10 @@ def _read(
 ) -> tuple[Choice, Piece] | None:
     """Add an output of request `k` to its choice; None if that choice has finished before."""
     front, request = model.front, generation.requests[k]
-    at = k * request.n + output.index
-    choice = generation.choices[at]
+    choice = generation.choices[k * request.n + output.index]
     if choice.finish is not None:
         return None
     now, piece = time.monotonic(), choice.take(output)
-    generation.pieces[at].append(piece)
     if output.tokens:
         before = generation.last.get(choice.index)
         generation.last[choice.index] = now

@@ -47,6 +47,7 @@ class Choice:
     rounds: int = 0
     drafted: int = 0
     accepted: dict[str, int] = field(default_factory=dict)  # by source, as the engine counts
+    pieces: list[Piece] = field(default_factory=list)  # all so far
     _logprobs: deque[Logprob] = field(default_factory=deque)  # until their text is released
 
     def take(self, output: Output) -> Piece:
@@ -66,7 +67,9 @@ class Choice:
         starts = tuple(self.reader.released)
         self.reader.released.clear()
         logprobs = tuple(self._logprobs.popleft() for _ in starts) if self._logprobs else ()
-        return Piece(text, tuple(parts), logprobs, starts, self.finish)
+        piece = Piece(text, tuple(parts), logprobs, starts, self.finish)
+        self.pieces.append(piece)
+        return piece
 
     def _parse(self, text: str) -> list[Part]:
         if self.parts is None:

@@ -1,4 +1,4 @@
-"""Outputs to pieces, and pieces to chunks, bodies and usage."""
+"""Outputs to pieces, pieces to chunks, bodies and usage: pure functions."""
 
 import json
 from typing import Any

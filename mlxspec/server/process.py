@@ -1,7 +1,7 @@
-"""The process: bind, load, serve, drain, exit.
+"""The server process: bind, load, serve, drain, exit.
 
-Rule: SIGTERM, SIGINT and SIGHUP let running answers end and exit 0; a dead engine exits 1, so that
-whoever watches the process starts it again. Nothing heavy is imported before BLAS is loaded.
+Rule: SIGTERM, SIGINT and SIGHUP let running answers finish and exit 0; a dead engine exits 1, so
+that launchd restarts it. Nothing heavy is imported before BLAS is loaded.
 """
 
 import asyncio
@@ -14,37 +14,35 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from mlxspec import blas
 from mlxspec.config import Config, ConfigError, as_flags, url_of
-from mlxspec.server import Engine, serial
-from mlxspec.server.protocol import bounded
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from mlxspec.engine.worker import Worker
 
 log = logging.getLogger("mlxspec")
 
-POLL_S = 0.5  # between looks at the engine's thread
-GRACE_S = 5  # for the last bytes of answers that have ended
-STOP_S = 10.0  # for the engine's thread to end its step
-BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
-ACCEPT_S = 0.9  # between two lines that no connection can be taken; asyncio tries once a second
+POLL_S = 0.5  # between checks of the engine's thread
+GRACE_S = 5  # for the last bytes of finished answers
+STOP_S = 10.0  # for the engine's thread to finish its step
 KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
+BACKLOG = 2048  # connections that wait to be accepted
+SPARE = 64  # connections beyond those that may have requests: idle ones, health checks
+ACCEPTS = 4  # at once; asyncio logs an error for each when file descriptors run out
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
 Announce = Callable[[str], None]
 Ended = Callable[[int], None]
 
 
-def say(text: str) -> None:
-    """Print; a full disk and a reader that has left are no reasons not to serve."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        log.warning("standard output: %s", error.strerror)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left would be the exit status's
+class Stopped(SystemExit):
+    """A signal arrived before the event loop ran."""
 
 
 def serve_model(
@@ -53,66 +51,60 @@ def serve_model(
     note: str = "",
     ended: Ended = lambda status: None,
 ) -> int:
-    """Load the configured model and serve it; the process's exit status. Raises ConfigError and
-    InvalidRequest.
+    """Load the configured models and serve them; returns the process's exit status. Raises
+    ConfigError and UserError.
 
-    With a `listener` that somebody listened on before, clients are there already: it serves at
-    once, and the first request loads the model. `note` is for /health; `ended` is told the status
-    where the process ends here.
+    A `listener` comes from launchd and is listening already, so clients may be waiting: it serves
+    at once, and the first request loads the model. `note` is for /health; `ended` gets the status
+    if the process exits here.
     """
     asleep = listener is not None
     if listener:
         host, port = listener.getsockname()[:2]
         config = replace(config, host=host, port=port)
-    for number in _ends():
-        signal.signal(number, _stop)  # until the event loop takes them over
-    with listener or bind(config) as listener:  # a taken port shows before minutes of loading
+    for number in _signals():
+        signal.signal(number, _stop)  # until the event loop takes over
+    with listener or bind(config) as listener:  # a used port is reported before the loading
         try:
             app, worker = _load(config, asleep, note)
         except Stopped:
             log.info("stopped while loading")
             ended(0)
-            _leave(0)  # the thread that loads would keep the process for minutes
-        _open(listener, config)
+            _exit(0)  # the loading thread could run for minutes
         return serve(app, worker, config, listener=listener, ended=ended)
 
 
-class Stopped(SystemExit):
-    """A signal came before the event loop was there to take it: exit status 0."""
-
-
-def _ends() -> list[int]:
-    """The signals that end a server; not SIGHUP where nohup has it ignored."""
-    hup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
-    return [signal.SIGTERM, signal.SIGINT, *hup]
+def _signals() -> list[int]:
+    """The signals that stop a server; without SIGHUP under nohup."""
+    numbers: list[int] = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return numbers
 
 
 def _stop(*_: object) -> None:
-    for number in _ends():
-        signal.signal(number, signal.SIG_IGN)  # a terminal that is closed sends two
+    for number in _signals():
+        signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
     raise Stopped(0)
 
 
-def _leave(status: int) -> NoReturn:
-    """End the process on the spot, whatever its threads do; a kernel that is being tried has not
-    crashed."""
+def _exit(status: int) -> NoReturn:
+    """End the process without waiting for its threads."""
     logging.shutdown()
-    if (prove := sys.modules.get("mlxspec.kernels.verify")) is not None:
-        prove.TRIAL.give_up()
+    if (verify := sys.modules.get("mlxspec.kernels.verify")) is not None:
+        verify.TRIAL.give_up()  # a kernel that is being tried has not crashed
     os._exit(status)
 
 
-def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp, Engine]:
-    """The application and its engine, warm, or `asleep`: no model is loaded before a request asks
-    for it. What was derived is printed as the flags that would set it."""
+def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starlette, Worker]":
+    """The application and its engine, with the default model loaded unless `asleep`."""
     blas.load()
     from mlxspec.engine.pressure import MemoryMonitor
     from mlxspec.engine.worker import Worker
     from mlxspec.kernels.proven import VERDICTS
-    from mlxspec.resolve import make_manager, resolve_models
+    from mlxspec.resolve import resolve_models, make_manager
 
     chosen, *others = resolve_models(config)
-    draft = chosen.draft
     worker = Worker(
         make_manager([chosen, *others], config, asleep),
         max_sequences=config.max_sequences,
@@ -121,36 +113,39 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     )
 
     def meanwhile() -> None:
-        """What takes Python half a second, while the engine's thread reads weights."""
-        chosen.tokenizer  # noqa: B018  kept there
+        """Half a second of Python's time, while the engine's thread reads weights."""
+        chosen.tokenizer  # noqa: B018  cached
         import mlxspec.server.app  # noqa: F401
 
     info = worker.launch(meanwhile)
     from mlxspec.server.app import create_app
 
-    derived = replace(config, model=config.model or chosen.name, name=info.name)
-    derived = replace(derived, draft=config.draft or (draft.name if draft else ""))
-    if not others and not asleep:  # whose own would differ, or is not known
+    draft = config.draft or (chosen.draft.name if chosen.draft else "")
+    derived = replace(config, model=config.model or chosen.name, name=info.name, draft=draft)
+    if not others and not asleep:  # other models have their own
         derived = replace(
             derived, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout
         )
-    # The prefill budget follows the clock: its flag would fix it, the gap that it aims at does not.
-    flags = as_flags(derived)
-    if not config.prefill_budget and "--decode-gap-ms" not in flags:
-        flags += f" --decode-gap-ms {config.decode_gap_ms}"
-    say(f"mlxspec serve {flags}")
-    if not asleep:
-        log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
-    paths = {one.name: one.path for one in others}
+    _print(f"mlxspec serve {as_flags(derived)}")
+    paths = {other.name: other.path for other in others}
     app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, VERDICTS)
     app.state.front.note = note
     return app, worker
 
 
+def _print(text: str) -> None:
+    """Print; a full disk or a closed pipe is no reason to stop serving."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("standard output: %s", error.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered would fail again at exit
+
+
 def bind(config: Config) -> socket.socket:
-    """The server's socket, not listening yet: while a model loads, clients are refused instead of
-    hanging. Raises ConfigError where it cannot be had."""
-    with _named(config):
+    """The server's socket, not listening yet: while a model loads, connections are refused instead
+    of hanging. Raises ConfigError."""
+    with _port_errors(config):
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -161,158 +156,123 @@ def bind(config: Config) -> socket.socket:
         except OSError:
             bound.close()
             raise
-        # Or Linux would give the port to a second server too, until one listens.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         return bound
 
 
-def _open(bound: socket.socket, config: Config) -> None:
-    """Listen. Raises ConfigError where somebody else does by now."""
-    with _named(config):
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.listen(BACKLOG)
-
-
 @contextlib.contextmanager
-def _named(config: Config) -> Iterator[None]:
+def _port_errors(config: Config) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"host = {config.host!r}, port = {config.port}: {error.strerror}; give another --port (0: any)"
-        ) from error
+        why = f"host = {config.host!r}, port = {config.port}: {error.strerror}"
+        raise ConfigError(f"{why}; give another --port (0: any)") from error
 
 
 def serve(
-    app: ASGIApp,
-    engine: Engine,
+    app: "Starlette",
+    engine: "Worker",
     config: Config,
-    announce: Announce = say,
+    announce: Announce = _print,
     listener: socket.socket | None = None,
     ended: Ended = lambda status: None,
 ) -> int:
-    """Serve until a signal or the engine's death; the process's exit status. Main thread only.
-
-    `announce` is told once, when requests are answered. A thread that does not end is left behind
-    by ending the process on the spot.
-    """
-    if not listener:
-        _open(listener := bind(config), config)
+    """Serve until a signal or the engine's death; returns the process's exit status. Main thread
+    only. `announce` gets the greeting once requests are accepted. Threads that do not end are left
+    behind by ending the process."""
+    listener = listener or bind(config)
+    with _port_errors(config):
+        listener.listen(BACKLOG)
     status = asyncio.run(_serve(app, engine, config, announce, listener))
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
     stopper.start()
-    stopper.join(0.0 if engine.loading() else STOP_S)  # nothing ends a load
-    held = stopper.is_alive() or serial.busy()
-    if stopper.is_alive():
-        if loading := engine.loading():
-            log.info("leaving the engine's thread, which loads %s", loading)
-        else:
-            log.critical("the engine's thread does not end; leaving it")
-        status = 0 if loading else 1
-    elif held:
-        log.info("leaving the thread for text, which is at a prompt")
-    if held:
+    loading = engine.loading()
+    stopper.join(0.0 if loading else STOP_S)  # loading cannot be interrupted
+    if stopper.is_alive() and not loading:
+        log.critical("the engine's thread does not end; leaving it")
+        status = 1
+    if stopper.is_alive() or app.state.front.text_jobs:
+        log.info("leaving threads that are still at work")
         ended(status)
-        _leave(status)
+        _exit(status)
     return status
 
 
 async def _serve(
-    app: ASGIApp, engine: Engine, config: Config, announce: Announce, listener: socket.socket
+    app: "Starlette", engine: "Worker", config: Config, announce: Announce, listener: socket.socket
 ) -> int:
-    server = _server(app, config.max_sequences + config.max_queue)
-    asked = asyncio.Event()
+    server = make_server(app, config)
+    signalled = asyncio.Event()
 
     def on_signal() -> None:
-        if asked.is_set():  # asked twice: at once, then
+        if signalled.is_set():  # the second signal: at once
             server.should_exit = server.force_exit = True
-        asked.set()
+        signalled.set()
 
-    for number in _ends():
+    for number in _signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    asyncio.get_running_loop().set_exception_handler(_once_a_second(lambda: server.should_exit))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
+    listener.listen(BACKLOG)
     announce(greeting(config, list(engine.models()), listener.getsockname()[1]))
-    dying, stopping = asyncio.ensure_future(_death(engine)), asyncio.ensure_future(asked.wait())
+    dying = asyncio.ensure_future(_death(engine))
+    stopping = asyncio.ensure_future(signalled.wait())
     await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
     if stopping.done() and not dying.done():
-        log.info("stopping; running answers have %.0f s to end", config.drain_s)
+        log.info("stopping; running answers have %.0f s to finish", config.drain_s)
         draining = asyncio.ensure_future(engine.drain(config.drain_s))
         await asyncio.wait((serving, dying, draining), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await serving
-    status = 0 if engine.alive() else 1
-    for task in (dying, stopping):
-        task.cancel()
-    return status
+    dying.cancel()
+    stopping.cancel()
+    return 0 if engine.alive() else 1
 
 
-def _server(app: ASGIApp, most: int) -> uvicorn.Server:
-    """uvicorn for `most` requests at once, without its own signals, log and access log."""
+def make_server(app: "Starlette", config: Config) -> uvicorn.Server:
+    """uvicorn without its own signals, log and access log."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=bounded(most),
+            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=ACCEPTS,
+            limit_concurrency=config.max_sequences + config.max_queue + SPARE,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )
     )
     logging.getLogger("uvicorn.error").addFilter(_wanted)
-    # Its own handlers would stop listening at the signal and end the process by it afterwards.
+    # Its own handlers would stop listening at the signal and kill the process by it afterwards.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     return server
 
 
 def _wanted(record: logging.LogRecord) -> bool:
-    """Not what was cut off by a second signal: that was asked for."""
+    """Not the requests that a second signal cancelled."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def _once_a_second(
-    closing: Callable[[], bool],
-) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """What asyncio tells of itself; that no connection can be taken it says for each place in the
-    backlog."""
-    told = 0.0
-
-    def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal told
-        if "_start_serving" in context["message"] and closing():
-            return  # tries again, as often, when the server has closed
-        if "socket.accept()" not in context["message"]:
-            loop.default_exception_handler(context)
-        elif loop.time() > told + ACCEPT_S:
-            told = loop.time()
-            log.error(
-                "no connection can be taken: %s; allow more file descriptors", context["exception"]
-            )
-
-    return tell
-
-
-async def _death(engine: Engine) -> None:
+async def _death(engine: "Worker") -> None:
     """Returns when the engine's thread has ended."""
     while engine.alive():
         await asyncio.sleep(POLL_S)
-    log.critical("the engine has stopped; the server ends")
+    log.critical("the engine has stopped; the server exits")
 
 
 def greeting(config: Config, models: Sequence[str], port: int) -> str:
-    """What to do now: a curl line that works as it is."""
+    """What to do next: a curl line that works as it is."""
     url = url_of(config.host, port)
     key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"' if config.api_key else ""
-    return (
-        f"{models[0]} is served at {url}/v1\n"
-        + (f"{', '.join(models[1:])}: loaded when first asked for\n" if models[1:] else "")
-        + "\n"
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'\n\n"
-        f"or open {url}/ in a browser\n"
-    )
+    others = f"{', '.join(models[1:])}: loaded when first asked for\n" if models[1:] else ""
+    return f"""{models[0]} is served at {url}/v1
+{others}
+  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'
+
+or open {url}/ in a browser
+"""

@@ -1,28 +1,29 @@
-"""What the endpoints share: the engine, tokenizers on their own thread, and how a client's leaving
-is seen.
+"""What the endpoints share: the engine, the tokenizers on the text thread, and the list of
+generations for the page.
 
-Rule: tokenizing never runs on the event loop, and no more of it waits than the queue may hold.
+Rule: text work never runs on the event loop, and as much of it may wait as the engine's queue may
+hold.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.types import Receive
 
 from mlxspec.config import Config
+from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server import Engine
-from mlxspec.server.errors import ApiError, busy, dead, unavailable, unfit
-from mlxspec.server.journal import Journal
-from mlxspec.server.serial import Serial
+from mlxspec.server.errors import ApiError, Gone, busy, dead, unavailable, unfit
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -33,29 +34,67 @@ log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 
-STALLED_S = 60.0  # without progress while there is work: longer than any step that is well
-LOADING_S = 600.0  # the same while a model is loaded, which is one step for all the others
-LOOK_S = 0.5  # between looks whether anybody could still use a text
-BODY_S = 60.0  # time that a client has to send its request
-KNOWN_NAMES = 1000  # unknown fields that are remembered as logged
+STALLED_S = 60.0  # without progress while there is work: longer than any healthy step
+LOADING_S = 600.0  # the same while a model is loading
+POLL_S = 0.5  # between checks that the engine still accepts requests
+BODY_S = 60.0  # to receive a request's body
+MAX_LOGGED_FIELDS = 1000  # unknown field names that are remembered as logged
+MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
-FAMILIES = ("claude-", "gpt-")  # names that agents have built in: the default model stands for them
+FAMILIES = ("claude-", "gpt-")  # names built into agents; they mean the default model
+
+State = Literal["writing", "reading", "waiting"]
+ORDER: tuple[State, ...] = ("writing", "reading", "waiting")
 
 
-class Gone(Exception):
-    """The client has left; there is nobody to answer."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Figures of one generation: counts are tokens, times are seconds since it arrived, `rate` is
+    tokens/s after the first token. `first` is 0 before the first token, `outcome` is "" until it
+    has finished. `state` says whether it is queued, in prefill or decoding. Holds no text."""
+
+    id: str
+    model: str
+    prompt: int
+    cached: int
+    generated: int
+    rounds: int
+    drafted: int
+    kept: int
+    first: float
+    seconds: float
+    rate: float
+    outcome: str = ""
+    state: State = "waiting"
+
+
+@dataclass(slots=True)
+class Journal:
+    """The generations that run and the last ones that finished. `live` makes a row by id."""
+
+    live: dict[str, Callable[[], Row]] = field(default_factory=dict)
+    finished: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
+
+    def end(self, row: Row) -> None:
+        self.live.pop(row.id, None)
+        self.finished.appendleft(row)
+
+    def rows(self) -> list[Row]:
+        """All rows by state, then the finished ones; newest first within each."""
+        live = [make() for make in reversed(self.live.values())]
+        return [*sorted(live, key=lambda row: ORDER.index(row.state)), *self.finished]
 
 
 @dataclass(slots=True)
 class Model:
-    """What speaks one model's tokens, whether or not its weights are loaded. `defaults` are its own
-    sampling settings."""
+    """The text side of one served model, whether or not its weights are loaded. `defaults` are its
+    sampling settings. Only the text thread uses `history` and `grammars`."""
 
     front: "ServerState"
     name: str
     tokenizer: Tokenizer
     defaults: Defaults
-    history: History = field(default_factory=History)  # the text thread's
+    history: History = field(default_factory=History)
     _grammars: Grammars | None = None
 
     @property
@@ -64,7 +103,7 @@ class Model:
 
     @property
     def grammars(self) -> Grammars:
-        """The text thread's; made anew where loading showed that the vocabulary is another."""
+        """Made again when loading the weights has corrected the size of the vocabulary."""
         if self._grammars is None or self._grammars.vocab != self.info.vocab:
             self._grammars = Grammars(self.tokenizer, self.info.vocab)
         return self._grammars
@@ -72,101 +111,99 @@ class Model:
 
 @dataclass(slots=True)
 class ServerState:
-    """One server's state. `paths` are the directories of the models by name, `verdicts` those of
-    `mlxspec.kernels.proven` by kernel and shape."""
+    """The state of one server. `paths` are the model directories by name, `verdicts` the kernels'
+    verdicts by kernel and shape, `note` a remark for /health, such as safe mode."""
 
-    engine: Engine
+    engine: Worker
     config: Config
     metrics: Metrics
     paths: Mapping[str, Path]
     verdicts: Mapping[str, Any] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
-    listeners: int = 0  # to the page's snapshots
-    note: str = ""  # set in safe mode
-    models: dict[str, Model] = field(default_factory=dict)  # those that somebody has asked for
-    text: Serial = field(default_factory=lambda: Serial("text"))
-    _opening: dict[str, asyncio.Future[None]] = field(default_factory=dict)
-    _named: set[str] = field(default_factory=set)
+    listeners: int = 0  # of the page's event stream
+    note: str = ""
+    models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded
+    text_jobs: set[Future[Any]] = field(default_factory=set)  # waiting or running
+    _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
+    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _logged: set[str] = field(default_factory=set)
 
     def unwell(self) -> str:
-        """Why the server does not get on with its work; empty where it does."""
+        """Why the server is unhealthy, "" if it is healthy."""
         if not self.engine.alive():
             return "the engine has stopped"
         if self.engine.draining():
             return "the server is stopping"
-        if (seconds := self.engine.stalled()) > (LOADING_S if self.engine.loading() else STALLED_S):
+        limit = LOADING_S if self.engine.loading() else STALLED_S
+        if (seconds := self.engine.stalled()) > limit:
             return f"the engine has made no progress for {seconds:.0f} s"
         return ""
 
     async def on_text_thread(self, work: Callable[..., T], /, *args: Any, **kw: Any) -> T:
-        """Run `work` on the one thread for text. Raises ApiError 429 when too many wait for it, 400
-        for a prompt that cannot be rendered, 503 as soon as the engine takes no more."""
-        if (
-            len(self.text.waiting) + self.text.at_work
-            >= self.config.max_queue + self.config.max_sequences
-        ):
+        """Run `work` on the text thread, after all that was submitted before. Raises ApiError: 429
+        when too much waits, 400 for Refused, 503 when the engine stops accepting requests."""
+        if len(self.text_jobs) >= self.config.max_queue + self.config.max_sequences:
             raise busy(Busy(1))
-        job = asyncio.wrap_future(self.text.submit(lambda: work(*args, **kw)))
+        calls = [partial(work, *args, **kw)]
+        job = self._submit(lambda: calls.pop()())
+        done = asyncio.wrap_future(job)
         try:
-            while not (await asyncio.wait((job,), timeout=LOOK_S))[0]:
+            while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
                 if self.engine.draining() or not self.engine.alive():
                     raise dead(self.engine)
-            return job.result()
+            return done.result()
         except Refused as error:
             raise unfit(error.field, str(error), error.code) from error
         finally:
             job.cancel()
-            del job  # or an error in it would hold it, by its traceback, and it the error
+            calls.clear()  # a cancelled job stays in the executor's queue; its body must not
+            del done  # break the cycle error -> traceback -> frame -> future -> error
 
     def later(self, work: Callable[[], None]) -> None:
-        """Run `work` on the text thread, after what waits there, before what comes. A failure is
-        logged."""
+        """Run `work` on the text thread; a failure is logged."""
 
-        def told() -> None:
+        def logged() -> None:
             try:
                 work()
             except Exception:
-                log.exception("an answer was given, but will not be remembered")
+                log.exception("an answer was sent, but could not be kept for the next turn")
 
-        self.text.submit(told)
+        self._submit(logged)
 
-    def named(self, name: str | None, *, exact: bool = False) -> str:
-        """The served model that `name` means; not `exact`: also by names that agents have built in.
-        Raises ApiError 404 for one that is not served here."""
+    def _submit(self, work: Callable[[], T]) -> "Future[T]":
+        job = self._text.submit(work)
+        self.text_jobs.add(job)
+        job.add_done_callback(self.text_jobs.discard)
+        return job
+
+    def resolve_name(self, name: str | None, *, exact: bool = False) -> str:
+        """The served model that `name` means. Names that agents have built in mean the default one,
+        unless `exact`. Raises ApiError 404."""
         served = self.engine.models()
         if name in served:
             return str(name)
-        known = self.config.strict_model_names == "off" and not exact
-        if name is None or name in ALIASES or (known and name.startswith(FAMILIES)):
+        lenient = self.config.strict_model_names == "off" and not exact
+        if name is None or name in ALIASES or (lenient and name.startswith(FAMILIES)):
             return self.engine.info.name
-        raise ApiError(
-            404,
-            f"model = {name[:200]!r} is not served here; send {', '.join(map(repr, served))} or 'default'",
-            param="model",
-            code="model_not_found",
-        )
+        names = ", ".join(map(repr, served))
+        why = f"model = {name[:200]!r} is not served here; send {names} or 'default'"
+        raise ApiError(404, why, param="model", code="model_not_found")
 
     async def model(self, name: str | None) -> Model:
-        """The model that `name` means. Raises ApiError 404 where none is, 503 for one without a
-        tokenizer."""
-        own = self.named(name)
-        if own not in self.models:
-            opening = self._opening.get(own) or asyncio.ensure_future(
-                asyncio.to_thread(self.open, own)
-            )
-            self._opening[own] = opening
+        """The model that `name` means. Raises ApiError: 404 for an unknown name, 503 when its
+        tokenizer cannot be loaded."""
+        name = self.resolve_name(name)
+        if name not in self.models:
             try:
-                await asyncio.shield(opening)
+                async with self._loading:
+                    await asyncio.to_thread(self.open, name)
             except UserError as error:
                 raise unavailable(str(error)) from error
-            finally:
-                if opening.done():
-                    self._opening.pop(own, None)
-        return self.models[own]
+        return self.models[name]
 
     def open(self, name: str, tokenizer: Tokenizer | None = None) -> None:
-        """On a thread of its own, which may take seconds: load the model's tokenizer, unless that
-        is there. Raises InvalidRequest."""
+        """Add the model, loading its tokenizer unless it is given; may take seconds. Raises
+        InvalidRequest."""
         if name not in self.models:
             path = self.paths[name]
             tokenizer = tokenizer or load_tokenizer(path)
@@ -176,48 +213,42 @@ class ServerState:
         """The response header that lists unknown fields, percent-encoded; each is logged once."""
         names = [quote(name[:64], safe="[]") or "%00" for name in ignored[:32]]
         for name in names:
-            if name not in self._named and len(self._named) < KNOWN_NAMES:
-                self._named.add(name)
+            if name not in self._logged and len(self._logged) < MAX_LOGGED_FIELDS:
+                self._logged.add(name)
                 log.warning("requests carry the unknown field %s; it is ignored", name)
         return {"x-mlxspec-ignored": ", ".join(names)} if names else {}
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """The request's body. Raises ApiError 408 when it does not arrive in time, Gone when nobody
-    sends it."""
+    """The request's body. Raises ApiError 408 when it takes longer than BODY_S, Gone when the
+    client disconnects."""
     try:
         async with asyncio.timeout(BODY_S):
             return await http.body()
     except TimeoutError as error:
-        raise ApiError(
-            408, f"the body did not arrive within {BODY_S:.0f} s; send it at once"
-        ) from error
+        why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
+        raise ApiError(408, why) from error
     except ClientDisconnect as error:
         raise Gone from error
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, and cancel it the moment the client leaves; then raises Gone. The body must be
+    """Run `work`; cancel it and raise Gone when the client disconnects. The body must have been
     read."""
     job = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_left(receive))
+    left = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((job, left), return_when=asyncio.FIRST_COMPLETED)
         if not job.done():
             raise Gone
         return job.result()
     finally:
-        for task in (job, left):
-            task.cancel()
+        job.cancel()
+        left.cancel()
         await asyncio.gather(job, left, return_exceptions=True)
-        del job, left, task  # as above
+        del job  # break the cycle error -> traceback -> frame -> task -> error
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def on_gone(http: HttpRequest, error: Exception) -> Response:
-    """For the log of whoever stands in front; the client is not there to read it."""
-    return Response(status_code=499)

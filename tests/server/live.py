@@ -3,6 +3,7 @@ own."""
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from mlxspec.config import Config
-from mlxspec.server.process import _server, bind
+from mlxspec.server.process import bind, make_server
 
 
 @contextmanager
@@ -27,10 +28,12 @@ def serving(app: Any, most: int = 80, buffer: int = 0) -> Iterator[tuple[uvicorn
     with bind(Config(port=0)) as listener:
         if buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = _server(app, most)
+        server = make_server(app, Config(max_sequences=most, max_queue=0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        listener.listen(128)  # connections wait from now on
         thread.start()
+        while not server.started:
+            time.sleep(0.005)
+        listener.listen(128)  # uvicorn has set its own backlog
         try:
             yield server, listener.getsockname()[1]
         finally:

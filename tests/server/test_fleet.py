@@ -238,7 +238,7 @@ async def test_loads_that_fail(make: Make) -> None:
 async def test_an_unload_of_a_busy_model_is_given_up(make: Make) -> None:
     s = make(Config(drain_s=0.01), holds=True, status="loaded")
     answer = await s.post("/v1/models/unload", {"model": "other"})
-    assert answer.status == 409 and "has not ended its answers in 1 s" in answer.error["message"]
+    assert answer.status == 409 and "still busy after 1 s" in answer.error["message"]
 
 
 async def test_a_client_that_leaves_cancels_its_load(make: Make) -> None:

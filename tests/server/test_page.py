@@ -13,7 +13,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.kernels.proven import Verdict
-from mlxspec.server import journal, page
+from mlxspec.server import page, state
 from mlxspec.server.app import create_app
 from mlxspec.types import PROCESS, Served, Stats
 from tests.server.live import live
@@ -190,7 +190,8 @@ async def test_a_snapshot(make: Make) -> None:
     assert (await s.chat()).status == 200
     assert (await s.post("/v1/chat/completions", {"messages": 3})).status == 400
     now = await snapshot(s)
-    names = "version time alive stopping stalled loading note unwell models process refused requests kernels"
+    names = "version pid idle_ttl time alive stopping stalled loading note unwell models process"
+    names += " refused requests kernels"
     assert set(now) == {*names.split()}
     assert (now["alive"], now["stopping"], now["refused"], now["kernels"]) == (
         True,
@@ -206,14 +207,14 @@ async def test_a_snapshot(make: Make) -> None:
         True,
         "it does not fit",
     )
-    assert set(tiny["stats"]) == {f.name for f in fields(Stats)} - PROCESS - {"progress", "seated"}
+    assert set(tiny["stats"]) == {f.name for f in fields(Stats)}
     assert {name: tiny["stats"][name] for name in ("running", "waiting", "blocks_free")} == {
         "running": 1,
         "waiting": 2,
         "blocks_free": 5,
     }
     [row] = now["requests"]
-    assert set(row) == {f.name for f in fields(journal.Row)}
+    assert set(row) == {f.name for f in fields(state.Row)}
     assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row[
         "prompt"
     ] > 0
@@ -318,27 +319,27 @@ async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
 
 async def test_what_has_ended_is_bounded(make: Make) -> None:
     s = make()
-    ids = [(await s.chat()).json["id"] for _ in range(journal.KEPT + 3)]
+    ids = [(await s.chat()).json["id"] for _ in range(state.MAX_FINISHED + 3)]
     rows = (await snapshot(s))["requests"]
-    assert [row["id"] for row in rows] == ids[: -journal.KEPT - 1 : -1]
+    assert [row["id"] for row in rows] == ids[: -state.MAX_FINISHED - 1 : -1]
 
 
 def test_what_runs_comes_first() -> None:
     """However many wait that came later."""
-    row = journal.Row("a", "m", 1, 0, 1, 1, 0, 0, 0.1, 0.2, 3.0)
-    states = ["writing", "reading", "writing"] + ["waiting"] * (journal.KEPT + 9)
-    book = journal.Journal(
+    row = state.Row("a", "m", 1, 0, 1, 1, 0, 0, 0.1, 0.2, 3.0)
+    states = ["writing", "reading", "writing"] + ["waiting"] * (state.MAX_FINISHED + 9)
+    book = state.Journal(
         {
             str(i): (lambda i=i, state=state: replace(row, id=str(i), state=state))
             for i, state in enumerate(states)
         }
     )
-    for i in range(journal.KEPT + 1):
+    for i in range(state.MAX_FINISHED + 1):
         book.end(replace(row, id=f"e{i}", outcome="stop"))
     ids = [r.id for r in book.rows()]
     assert ids[:5] == ["2", "0", "1", str(len(states) - 1), str(len(states) - 2)]
-    assert ids[len(states) :] == [f"e{i}" for i in range(journal.KEPT, 0, -1)]
-    book = journal.Journal({"b": lambda: replace(row, id="b")})
+    assert ids[len(states) :] == [f"e{i}" for i in range(state.MAX_FINISHED, 0, -1)]
+    book = state.Journal({"b": lambda: replace(row, id="b")})
     book.end(row)
     assert [r.id for r in book.rows()] == ["b", "a"]
     book.end(replace(row, id="b"))

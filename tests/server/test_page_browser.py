@@ -21,7 +21,6 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server import page as served_page
 from mlxspec.server.app import create_app
-from mlxspec.service import status
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.types import ModelInfo
 from tests import tiny
@@ -189,9 +188,8 @@ def load(base: str, clients: int = 2, tokens: int = 300) -> Iterator[None]:
 LINES = "[...document.querySelectorAll('.chart .line.s0')].map(line => line.getAttribute('d'))"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 375])
-def test_it_moves_under_load(
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
+def test_figures_move_under_load(
     chromium: Any, base: str, tmp_path: Path, width: int, scheme: str
 ) -> None:
     with opened(chromium, base, width, scheme) as page, load(base):
@@ -211,7 +209,7 @@ def test_it_moves_under_load(
             "getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0] < 80"
         )
         assert dark == (scheme == "dark")
-        assert page.locator("#kernels").inner_text().startswith("None proven on this machine")
+        assert page.locator("#kernels").inner_text().startswith("None verified on this machine")
         shot = tmp_path / f"{width}-{scheme}.png"
         page.screenshot(path=shot, full_page=True)
         assert shot.stat().st_size > 20_000
@@ -254,19 +252,7 @@ def test_the_chat_by_keyboard(chromium: Any, base: str, monkeypatch: pytest.Monk
         assert page.locator(".turn").count() == 0
 
 
-def test_an_answer_that_ends_tells_its_figures(chromium: Any, base: str) -> None:
-    with opened(chromium, base) as page:
-        until_live(page)
-        page.locator("#say").fill("hello")
-        page.locator("#say").press("Enter")
-        until(page, "!document.getElementById('send').hidden", 60)
-        last = page.locator(".turn").last.inner_text()
-        assert re.search(
-            r"\d+ tokens.*, first after \d+\.\d\d s; \d+ of \d+ prompt tokens cached", last
-        ), last
-
-
-def test_a_refusal_is_told_and_the_text_comes_back(chromium: Any, base: str) -> None:
+def test_a_refused_message_stays_in_the_field(chromium: Any, base: str) -> None:
     with opened(chromium, base, allowed=["status of 400"]) as page:
         until_live(page)
         page.locator("#say").fill("hello " * 900)  # the window is 512
@@ -298,7 +284,7 @@ def test_the_key_is_asked_for_once_per_tab(chromium: Any, tmp_path: Path) -> Non
         assert page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
 
 
-def test_a_server_that_goes_is_told(
+def test_a_lost_connection_is_shown(
     chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_page, "TICK_S", 0.05)
@@ -316,18 +302,7 @@ def test_a_server_that_goes_is_told(
         assert time.monotonic() - began < 15
 
 
-def test_no_motion_where_none_is_wanted(chromium: Any, base: str) -> None:
-    with opened(chromium, base, reduced_motion="reduce") as page:
-        until_live(page)
-        page.wait_for_selector(".part", state="attached")
-        of = "getComputedStyle(document.querySelector('.part')).transitionProperty"
-        assert (
-            page.evaluate(f"{of}") == "none"
-            or page.evaluate(of.replace("Property", "Duration")) == "0s"
-        )
-
-
-def test_the_gauges_say_what_metrics_say(chromium: Any, base: str) -> None:
+def test_gauges_agree_with_metrics(chromium: Any, base: str) -> None:
     with opened(chromium, base) as page:
         with load(base):
             until(page, "parseFloat(document.getElementById('g-rate').textContent) > 0")
@@ -359,38 +334,6 @@ def test_the_gauges_say_what_metrics_say(chromium: Any, base: str) -> None:
         assert sum(held) == 255
 
 
-def test_what_runs_is_seen_behind_a_long_queue(
-    chromium: Any, base: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SLOW, "pause", 0.05)
-    with opened(chromium, base, 375) as page, load(base, clients=40, tokens=60):
-        until(page, "document.getElementById('refused').textContent.includes('more wait')")
-        until(
-            page,
-            "[...document.querySelectorAll('.end-live')].filter(e => e.innerText === 'writing').length >= 3",
-        )
-        assert (
-            page.evaluate("document.querySelector('#requests tbody .end-live').innerText")
-            != "waiting"
-        )
-        now = status.get_status(base)
-        assert now.running == 8 and now.waiting > 24 and now.speed > 0
-        monkeypatch.setattr(SLOW, "pause", 0.0)
-
-
-def test_a_hidden_tab_keeps_one_picture(chromium: Any, base: str) -> None:
-    """A browser draws nothing for a tab that nobody sees, and keeps what waits to be drawn."""
-    with opened(chromium, base) as page:
-        page.add_init_script("window.kept = []; window.requestAnimationFrame = (f) => kept.push(f)")
-        page.reload()
-        until(page, "kept.length > 0")
-        page.wait_for_timeout(3500)
-        assert page.evaluate("kept.length") == 1
-        page.evaluate("kept.pop()()")
-        assert page.evaluate("document.body.dataset.link") == "live"
-        until(page, "kept.length === 1")
-
-
 class Foreign(BaseHTTPRequestHandler):
     """A page of somebody else's, with as many frames as the stream has places."""
 
@@ -410,7 +353,7 @@ class Foreign(BaseHTTPRequestHandler):
         pass
 
 
-def test_frames_of_another_site_take_no_place(chromium: Any, base: str) -> None:
+def test_frames_of_another_site_use_no_listeners(chromium: Any, base: str) -> None:
     Foreign.port = base.rpartition(":")[2]
     with ExitStack() as stack:
         foreign = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Foreign))
@@ -424,38 +367,6 @@ def test_frames_of_another_site_take_no_place(chromium: Any, base: str) -> None:
         assert len(page.frames) == 1 + served_page.LISTENERS
         other.goto(base)
         until_live(other)
-
-
-@pytest.mark.parametrize("key", ["sesame", "sesam€"])
-def test_any_key_can_be_tried_and_taken_back(chromium: Any, tmp_path: Path, key: str) -> None:
-    with ExitStack() as stack:
-        base = stack.enter_context(serving(tmp_path, Config(api_key=key)))
-        page = stack.enter_context(opened(chromium, base, allowed=["status of 401"]))
-        page.wait_for_selector("#key:not([hidden])")
-        page.locator("#say").fill("hello")
-        page.locator("#say").press("Enter")
-        page.wait_for_selector(".turn.error")
-        assert "enter it above" in page.locator(".turn.error").inner_text()
-        for wrong, said in (("a\u0001b", "control character"), ("\u4f60 \u20ac", "refused")):
-            page.locator("#key-field").fill(wrong)
-            page.locator("#key-field").press("Enter")
-            until(page, f"document.getElementById('key-note').textContent.includes('{said}')")
-        page.locator("#key-field").fill(key)
-        page.locator("#key-field").press("Enter")
-        until_live(page)
-        assert page.evaluate("document.activeElement.id") == "say"
-
-
-def test_a_selection_outlives_the_second(chromium: Any, base: str) -> None:
-    with opened(chromium, base) as page, load(base):
-        until(page, "document.querySelectorAll('#requests tbody .end-length').length > 1")
-        for what in ("#requests tr:has(.end-length) td", "#models li", "#memory p", "#accept td"):
-            page.evaluate(f"getSelection().selectAllChildren(document.querySelector('{what}'))")
-            before = page.evaluate("getSelection().toString()")
-            page.wait_for_timeout(2200)
-            after = page.evaluate("getSelection().toString()")
-            assert before and (after == before or what == "#memory p"), (what, before, after)
-            assert after
 
 
 # ---- snapshots of our making
@@ -491,31 +402,7 @@ def fed(chromium: Any, base: str, feeds: list[list[dict[str, Any]]], **kw: Any) 
         yield page
 
 
-def test_a_gap_is_as_wide_as_it_was_long(chromium: Any, base: str) -> None:
-    feeds = [[{"time": 100.0 + n} for n in range(10)], [{"time": 140.0 + n} for n in range(10)]]
-    with fed(chromium, base, feeds) as page:
-        line = "document.querySelectorAll('.chart .line.s0')[5].getAttribute('d')"  # memory
-        until(page, f"{line}?.split('M').length === 3")
-        one, other = page.evaluate(line).split("M")[1:]
-        ends, begins = (float(part.split("L")[n].split()[0]) for part, n in ((one, -1), (other, 0)))
-        wide = page.evaluate("document.querySelectorAll('.chart svg')[5].clientWidth")
-        assert (begins - ends) / (wide - 2) * 179 == pytest.approx(31, abs=0.5)
-
-
-def test_what_is_wrong_is_shown_and_said_once(chromium: Any, base: str) -> None:
-    why = "the engine has made no progress for {} s"
-    feeds = [[{"time": 100.0, "note": "safe mode: 3 crashes", "unwell": why.format(61)}]]
-    feeds += [[{"time": 103.0, "note": "safe mode: 3 crashes", "unwell": why.format(64)}]]
-    with fed(chromium, base, feeds) as page:
-        until(page, "document.getElementById('note').textContent === 'safe mode: 3 crashes'")
-        until(page, "document.getElementById('link-text').textContent.includes('61 s')")
-        said = page.locator("#said").inner_text()
-        assert "no progress for a while" in said
-        until(page, "document.getElementById('link-text').textContent.includes('64 s')")
-        assert page.locator("#said").inner_text() == said
-
-
-def test_no_cell_is_cut_where_it_is_narrow(chromium: Any, base: str) -> None:
+def test_no_cell_is_cut_on_a_narrow_screen(chromium: Any, base: str) -> None:
     row = {
         "model": "m",
         "prompt": 123_456,
@@ -551,34 +438,3 @@ def test_no_cell_is_cut_where_it_is_narrow(chromium: Any, base: str) -> None:
         assert page.evaluate(boxes) == [0, 0, 0]
         text = page.locator("#requests").inner_text()
         assert "reading" in text and "97 %" in text.split("tool_calls")[0]
-
-
-def test_the_chat_says_what_it_waits_for(chromium: Any, base: str) -> None:
-    with fed(chromium, base, [[{"loading": "other"}]]) as page:
-        page.route("**/v1/chat/completions", lambda route: None)
-        until(page, "document.getElementById('link-text').textContent === 'loading other'")
-        page.locator("#say").fill("hello")
-        page.locator("#say").press("Enter")
-        until(page, "document.querySelector('.turn .waits')?.textContent === 'loading other first'")
-        page.keyboard.press("Escape")
-        until(page, "!document.querySelector('.turn')")
-
-
-def test_an_unloaded_model_is_shown_and_comes_back(chromium: Any, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        base = stack.enter_context(serving(tmp_path, Config()))
-        page = stack.enter_context(opened(chromium, base))
-        until_live(page)
-        sent = urllib.request.Request(
-            f"{base}/v1/models/unload",
-            json.dumps({"model": NAME}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        urllib.request.urlopen(sent, timeout=30).close()
-        until(page, "document.getElementById('serving').textContent === 'no model loaded'")
-        assert page.locator("#blocks").inner_text() == "No model is loaded."
-        assert page.locator("#models .status").inner_text() == "unloaded"
-        page.locator("#say").fill("hello")
-        page.locator("#say").press("Enter")
-        until(page, "document.querySelector('.turn.assistant .body')?.textContent.length > 5")
-        until(page, "document.querySelector('#models .status').textContent === 'loaded'")

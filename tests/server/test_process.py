@@ -156,7 +156,7 @@ def test_a_second_signal_ends_it_at_once(
 def test_uvicorn_leaves_the_signals_alone(make: Callable[..., Server]) -> None:
     """Its own handlers would close the door before the drain, and end the process by the signal."""
     before = signal.getsignal(signal.SIGTERM)
-    with process._server(make().app, 1).capture_signals():
+    with process.make_server(make().app, Config()).capture_signals():
         assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -214,19 +214,10 @@ def test_a_taken_port_is_named() -> None:
         port = used.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), used.accept()[0] as accepted:
             accepted.close()
-    for way in (Config(port=0), Config(port=port)):
-        with bind(way) as first:
-            config = Config(port=first.getsockname()[1])
-            with pytest.raises(
-                ConfigError, match="Address already in use"
-            ):  # before the first one listens
-                bind(config)
-            process._open(first, config)
-            with (
-                socket.create_connection(first.getsockname()),
-                pytest.raises(ConfigError, match="in use; give"),
-            ):
-                bind(config)
+    with bind(Config(port=port)) as first:
+        first.listen()
+        with pytest.raises(ConfigError, match="in use; give"):
+            bind(Config(port=port))
     with pytest.raises(ConfigError, match=r"host = 'no\.such\.host\.invalid'"):
         bind(Config(host="no.such.host.invalid"))
 
@@ -306,7 +297,7 @@ def test_the_command_serves_a_model(tmp_path: Path, several: bool) -> None:
             flags, greeted = process.stdout.readline(), process.stdout.readline()
             derived = f" two={tmp_path} " if several else "--kv-blocks 32 --layout rows"
             assert derived in flags, flags + process.stderr.read()
-            assert "--decode-gap-ms 250" in flags and "--prefill-budget" not in flags
+            assert "--prefill-budget" not in flags
             url = greeted.split()[4].removesuffix("/v1")
             answer = post(url, max_tokens=5, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 5 and answer["model"] == tmp_path.name
@@ -323,7 +314,7 @@ def test_the_command_serves_a_model(tmp_path: Path, several: bool) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> None:
     code = (
-        "import logging, threading, mlxspec.server.run as run; from mlxspec.config import Config\n"
+        "import logging, threading, mlxspec.server.process as run; from mlxspec.config import Config\n"
         "logging.basicConfig(level='INFO')\n"
         "def load(config, *_):\n"
         "    threading.Thread(target=threading.Event().wait).start()  # never ends by itself\n"
@@ -345,7 +336,7 @@ def test_a_signal_while_loading_ends_it_with_0(number: int, tmp_path: Path) -> N
 
 
 TRYING = """
-import sys, threading, types, mlxspec.server.run as run
+import sys, threading, types, mlxspec.server.process as run
 from pathlib import Path
 from mlxspec.config import Config
 from mlxspec.kernels import verify as prove
@@ -358,7 +349,7 @@ def load(*_):
     threading.Event().wait(60)
 
 async def ended(*args):
-    pass
+    return 0
 
 run._load, run._serve = load, ended
 if sys.argv[2] == "start":
@@ -367,7 +358,8 @@ engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")
 threading.Thread(target=lambda: load(None), daemon=True).start()
 while prove.TRIAL.shelf is None or not list(Path(sys.argv[1]).glob("*.json")):
     pass
-run.serve(None, engine, Config(port=0), listener=object())
+app = types.SimpleNamespace(state=types.SimpleNamespace(front=types.SimpleNamespace(text_jobs=())))
+run.serve(app, engine, Config(port=0))
 """
 
 
@@ -412,25 +404,6 @@ def test_nothing_heavy_is_imported_before_blas() -> None:
     tree = ast.parse(Path(process.__file__).read_text("utf-8"))
     names = {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
     ours = {name for name in names if name and name.startswith("mlxspec")}
-    assert ours == {"mlxspec", "mlxspec.config", "mlxspec.server", "mlxspec.server.protocol"}
-    code = "import sys, mlxspec.server.run; sys.exit(bool({'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)))"
+    assert ours == {"mlxspec", "mlxspec.config"}
+    code = "import sys, mlxspec.server.process; sys.exit(bool({'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_asyncio_says_what_it_says_but_one_thing(caplog: pytest.LogCaptureFixture) -> None:
-    """That it cannot take connections again, when it is not to."""
-    loop, closing = asyncio.new_event_loop(), list[bool]()
-    tell = process._once_a_second(lambda: bool(closing))
-    retry = {"message": "Exception in callback BaseSelectorEventLoop._start_serving(...)"}
-    tell(loop, retry)
-    tell(loop, {"message": "a task was destroyed"})
-    assert [r.name for r in caplog.records] == ["asyncio", "asyncio"]
-    closing.append(True)
-    tell(loop, retry)
-    tell(loop, {"message": "a task was destroyed"})
-    assert len(caplog.records) == 3
-    full = {"message": "socket.accept() out of system resource", "exception": OSError(24, "full")}
-    for _ in range(5):
-        tell(loop, full)
-    assert len(caplog.records) == 4 and "no connection can be taken" in caplog.text
-    loop.close()

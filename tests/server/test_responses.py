@@ -12,7 +12,9 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.server import generate
 from mlxspec.server.errors import ApiError
-from mlxspec.server.responses.endpoints import NOT_ENCRYPTED, Store, _plain
+from mlxspec.server.responses.endpoints import NOT_ENCRYPTED
+from mlxspec.server.responses.store import Store
+from mlxspec.server.responses.writer import plain_input
 from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, Answer, Connection, Server, server
 
@@ -250,14 +252,14 @@ async def test_without_a_choice_of_tools_a_call_is_text(make: Callable[..., Serv
 
 def test_the_input_of_a_tool_that_takes_text() -> None:
     assert (
-        _plain('{"input": "a"}')
-        == _plain('{"input": "a", "why": "b"}')
-        == _plain('{"patch": "a"}')
+        plain_input('{"input": "a"}')
+        == plain_input('{"input": "a", "why": "b"}')
+        == plain_input('{"patch": "a"}')
         == "a"
     )
-    assert _plain('{"input": "a\\ud800"}') == "a?"
+    assert plain_input('{"input": "a\\ud800"}') == "a?"
     for other in ("{}", '{"input": 5}', '{"a": "b", "c": "d"}', '{"input": {"a": "b"}}'):
-        assert _plain(other) == other
+        assert plain_input(other) == other
 
 
 async def test_options_of_the_template(
@@ -268,7 +270,7 @@ async def test_options_of_the_template(
         s, reasoning={"effort": "low"}, chat_template_kwargs={"enable_thinking": False}
     )
     assert agent[0].decode(s.engine.submitted[0].prompt).endswith("</think>\n\n")
-    assert answer.headers["x-mlxspec-ignored"] == "reasoning.effort"
+    assert answer.headers["x-mlxspec-ignored"] == "reasoning_effort"
     assert answer.json["reasoning"] == {"effort": "low"}
 
 
@@ -319,11 +321,11 @@ async def test_a_client_that_left(make: Callable[..., Server]) -> None:
     connection.leave()
     await s.engine.until(lambda: s.engine.aborted)
     await connection.task
-    assert s.app.state.responses._kept == {}
+    assert s.app.state.responses._stored == {}
 
 
 async def test_silence_is_broken_by_an_event(make: Callable[..., Server], monkeypatch: Any) -> None:
-    monkeypatch.setattr(generate, "PROTOCOL_S", 0.05)
+    monkeypatch.setattr(generate, "EVENT_S", 0.05)
     s = make(config=Config(keepalive_s=60), holds=True)
     connection = Connection(s.app, "/v1/responses", {"input": "hello", "stream": True})
     await s.engine.until(lambda: s.engine.submitted)
@@ -343,11 +345,10 @@ async def test_silence_is_broken_by_an_event(make: Callable[..., Server], monkey
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             400,
             None,
-            "input[0].content[0]",
+            "input[0].content[0].type",
         ),
         ({"input": "word " * 9000}, 400, "context_length_exceeded", "input"),
         ({"tools": [{"type": "mcp"}]}, 400, None, "tools[0]"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, 400, None, "tools[1].function.name"),
         (
             {"previous_response_id": "resp_1"},
             400,
@@ -516,37 +517,37 @@ def response(id: str, previous: str | None = None, said: str = "hello") -> dict[
 
 
 def test_the_least_used_makes_room() -> None:
-    store = Store(most=2)
+    store = Store(max_responses=2)
     for id in "abc":
-        store.keep(response(id), [{"id": f"in_{id}"}])
+        store.add(response(id), [{"id": f"in_{id}"}])
         if id == "b":
             store.get("a")
     with pytest.raises(ApiError):
         store.get("b")
     assert store.get("a")[0]["id"] == "a" and store.get("c")[1] == [{"id": "in_c"}]
-    assert set(store._items.values()) == {"a", "c"}
+    assert set(store._owners.values()) == {"a", "c"}
 
 
 def test_what_is_kept_has_a_size() -> None:
-    store = Store(most_bytes=1000)
+    store = Store(max_bytes=1000)
     for id in map(str, range(50)):
-        store.keep(response(id, said="x" * 100), [])
-        assert store._bytes == sum(map(len, store._kept.values())) <= 1000
-    assert 3 < len(store._kept) == len(store._items) < 10
-    store.keep(
+        store.add(response(id, said="x" * 100), [])
+        assert store._bytes == sum(map(len, store._stored.values())) <= 1000
+    assert 3 < len(store._stored) == len(store._owners) < 10
+    store.add(
         response("large", said="x" * 1000), []
     )  # there is room for nothing else, nor for itself
-    assert store == Store(most_bytes=1000)
+    assert store == Store(max_bytes=1000)
 
 
 def test_a_conversation_without_its_beginning() -> None:
-    store = Store(most=2)
-    store.keep(response("a"), [{"id": "1"}])
-    store.keep(response("b", "a"), [{"id": "2"}])
-    assert [item["id"] for item in store.thread("b")] == ["1", "msg_a", "2", "msg_b"]
-    store.keep(response("c", "b"), [])  # one of the two makes room
+    store = Store(max_responses=2)
+    store.add(response("a"), [{"id": "1"}])
+    store.add(response("b", "a"), [{"id": "2"}])
+    assert [item["id"] for item in store.conversation("b")] == ["1", "msg_a", "2", "msg_b"]
+    store.add(response("c", "b"), [])  # one of the two makes room
     with pytest.raises(ApiError) as caught:
-        store.thread("c")
+        store.conversation("c")
     assert (
         caught.value.code == "previous_response_not_found"
         and "is not stored" in caught.value.message
@@ -555,10 +556,10 @@ def test_a_conversation_without_its_beginning() -> None:
 
 def test_an_item_that_was_sent_again_is_found_in_its_latest_response() -> None:
     store = Store()
-    store.keep(response("a"), [])
-    store.keep(response("b"), [{"id": "msg_a", "said": "again"}])
-    assert store.item({"type": "item_reference", "id": "msg_a"}, "input[0]")["said"] == "again"
-    store.drop("a")
-    assert store.item({"type": "item_reference", "id": "msg_a"}, "input[0]")["said"] == "again"
-    store.drop("b")
+    store.add(response("a"), [])
+    store.add(response("b"), [{"id": "msg_a", "said": "again"}])
+    assert store.resolve({"type": "item_reference", "id": "msg_a"}, "input[0]")["said"] == "again"
+    store.delete("a")
+    assert store.resolve({"type": "item_reference", "id": "msg_a"}, "input[0]")["said"] == "again"
+    store.delete("b")
     assert store == Store()

@@ -116,7 +116,7 @@ def test_a_stream_has_its_events_in_their_order(client: OpenAI, s: Server) -> No
 
 def test_what_the_client_adds_up_is_the_answer(client: OpenAI, s: Server, monkeypatch: Any) -> None:
     """Although events that say nothing are in between."""
-    monkeypatch.setattr(generate, "PROTOCOL_S", 0.02)
+    monkeypatch.setattr(generate, "EVENT_S", 0.02)
     s.engine.holds = True
     text = f"{THOUGHT}I look.\n{CALL}"
     with client.responses.stream(model="tiny", input="hello", tools=TOOLS[:1]) as stream:

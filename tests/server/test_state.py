@@ -1,5 +1,4 @@
-"""The text thread: off the event loop, one at a time, bounded. And how a client's leaving is
-seen."""
+"""The text thread: off the event loop, in order, bounded. And how disconnects are noticed."""
 
 import asyncio
 import threading
@@ -26,7 +25,7 @@ def front(tokenizer: Any, model_dir: Any) -> ServerState:
     return made
 
 
-async def test_work_runs_elsewhere_and_in_turn(front: ServerState) -> None:
+async def test_text_work_runs_off_the_loop_and_in_order(front: ServerState) -> None:
     gate, order = threading.Event(), []
 
     def work(name: str, wait: bool = False) -> str:
@@ -44,7 +43,7 @@ async def test_work_runs_elsewhere_and_in_turn(front: ServerState) -> None:
     assert order == [("a", False), ("b", False)]
 
 
-async def test_what_may_wait_is_bounded(front: ServerState) -> None:
+async def test_waiting_text_work_is_bounded(front: ServerState) -> None:
     gate = threading.Event()
     waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -56,7 +55,7 @@ async def test_what_may_wait_is_bounded(front: ServerState) -> None:
     assert await front.on_text_thread(len, "ab") == 2
 
 
-async def test_what_nobody_waits_for_any_more_makes_room(front: ServerState) -> None:
+async def test_cancelled_text_work_makes_room(front: ServerState) -> None:
     gate = threading.Event()
     waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -67,7 +66,7 @@ async def test_what_nobody_waits_for_any_more_makes_room(front: ServerState) -> 
     await asyncio.gather(*waiting[:2])
 
 
-async def test_nothing_is_kept_of_what_was_taken_back(front: ServerState) -> None:
+async def test_cancelled_text_work_is_freed(front: ServerState) -> None:
     """A body may have megabytes, and the thread may be at another for long."""
 
     class Body: ...
@@ -83,12 +82,12 @@ async def test_nothing_is_kept_of_what_was_taken_back(front: ServerState) -> Non
         await asyncio.wait((gone,))
         del body, gone
     await asyncio.sleep(0.05)
-    assert not front.text.waiting and not bodies
+    assert len(front.text_jobs) == 1 and not bodies
     gate.set()
     assert await held
 
 
-async def test_who_waits_is_told_when_the_engine_takes_no_more(
+async def test_text_work_fails_when_the_engine_stops(
     front: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: what is rendered then is refused."""
@@ -100,7 +99,7 @@ async def test_who_waits_is_told_when_the_engine_takes_no_more(
         with pytest.raises(ApiError, match="is stopping") as caught:
             await asyncio.wait_for(job, 2)
         assert caught.value.status == 503
-    assert not front.text.waiting and front.text.at_work
+    assert len(front.text_jobs) == 1
     gate.set()
 
 
@@ -166,3 +165,11 @@ async def test_while_connected_cancels_the_work_and_waits_for_its_end(how: str) 
         with pytest.raises(asyncio.CancelledError):
             await task
     assert log == ["ended"]
+
+
+async def test_failures_of_later_work_are_logged(
+    front: ServerState, caplog: pytest.LogCaptureFixture
+) -> None:
+    front.later(lambda: 1 // 0)
+    assert await front.on_text_thread(len, "ab") == 2
+    assert "ZeroDivisionError" in caplog.text

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from mlxspec import cli
 from mlxspec.client import ClientError
 from mlxspec.config import Config
-from mlxspec.server.journal import Row
+from mlxspec.server.state import Row
 from mlxspec.service import launchd, status
 from mlxspec.types import Served, Stats
 from tests.server.live import live

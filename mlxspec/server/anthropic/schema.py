@@ -1,109 +1,129 @@
-"""What Anthropic's Messages endpoints take, and the same conversation as OpenAI's chat messages and
-tools.
+"""The bodies of Anthropic's Messages API, and their conversation as OpenAI's chat messages.
 
-Rule: as for chat, nothing is silently ignored. One conversation has one form however it was
-spelled: texts are joined as they are, and what was left out once is left out in every later turn.
+Rule: one conversation has one form however it was spelled: texts are joined as they are, and what
+is left out of one turn is left out of all later ones.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from mlxspec.server import fields
-from mlxspec.server.errors import unfit
-from mlxspec.server.fields import MAX_ITEMS, MAX_STOPS, Refusals, stops
-from mlxspec.server.openai import schema
-from mlxspec.server.openai.schema import FIRST, Fraction, Items, Strict
+from mlxspec.server.body import (
+    FIRST,
+    MAX_ITEMS,
+    TEXT_PART,
+    Count,
+    Fraction,
+    Refused,
+    Stops,
+    Strict,
+)
+from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
-from mlxspec.types import shown
 
-Json = dict[str, Any]
+# Unsupported fields that would change the answer.
+REFUSED: Refused = {
+    "send stop_sequences": {"stop": None},
+    "send max_tokens": {"max_completion_tokens": None, "max_new_tokens": None},
+    "send output_config.format": {"response_format": None, "output_format": None},
+    "send thinking": {"reasoning_effort": None, "reasoning": None, "enable_thinking": None},
+    "send tools": {"functions": [], "mcp_servers": []},
+    "send tool_choice.disable_parallel_tool_use": {"parallel_tool_calls": True},
+    "nothing is executed here; leave it out": {"container": None},
+    "send the request to /v1/chat/completions": {
+        "n": 1,
+        "seed": None,
+        "grammar": None,
+        "logprobs": False,
+        "ignore_eos": False,
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "stop_token_ids": [],
+        "chat_template_kwargs": {},
+    },
+}
+# The types of blocks, with the fields that each must have. A tool_reference stands for the
+# definition of a deferred tool.
+BLOCKS = {
+    "text": {"text"},
+    "thinking": {"thinking"},
+    "redacted_thinking": set[str](),
+    "tool_use": {"id", "name", "input"},
+    "tool_result": {"tool_use_id"},
+    "tool_reference": {"tool_name"},
+}
+# The types of blocks that a message of each role may have.
+ROLES = {
+    "user": {"text", "tool_result"},
+    "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
+    "system": {"text"},
+}
 
-# Accepted without effect: by name where that means the same everywhere, else by path.
-HARMLESS = {
-    "cache_control": "the prefix cache finds shared prompts by itself",
-    "citations": "documents are not read, so nothing is cited",
-    "metadata": "who asks makes no difference here",
-    "service_tier": "there is one tier",
-    "context_management": "the client keeps the context; nothing of it is cleared here",
-    "thinking.budget_tokens": "the model ends its reasoning by itself; max_tokens is for all of an answer",
-    "thinking.display": "reasoning is always shown, because the next turn's prompt repeats it",
-    "output_config.effort": "how much a model thinks is its own",
-    "tools[].eager_input_streaming": "a call is sent when it is complete",
-    "tools[].strict": "the model's call is sent as it is; its input is always an object",
-    "messages[].content[].signature": "reasoning is not signed here",
-    "messages[].content[].data": "redacted reasoning cannot be read; its block is left out of the prompt",
-    "messages[].content[].caller": "all calls are the model's",
-}
-AT_CHAT = "send the request to /v1/chat/completions, which takes it"
-# Would change the answer, and this API has no such field: the values that ask for nothing, and the
-# mend.
-REFUSED: Refusals = {
-    **fields.REFUSED,
-    **dict.fromkeys(schema.Chat.model_fields, ((), AT_CHAT)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ((0, 0.0), AT_CHAT)),
-    **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), ((), "send max_tokens instead")),
-    "n": ((1,), AT_CHAT),
-    "logprobs": ((False,), AT_CHAT),
-    "stop": ((), "send stop_sequences instead"),
-    "parallel_tool_calls": ((True,), "send tool_choice.disable_parallel_tool_use instead"),
-    "functions": (([],), "send them as tools"),
-    "function_call": (("none", "auto"), "send tool_choice instead"),
-    **dict.fromkeys(
-        ("response_format", "output_format"), ((), "send output_config.format instead")
-    ),
-    **dict.fromkeys(
-        ("reasoning_effort", "reasoning", "enable_thinking"), ((), "send thinking instead")
-    ),
-    "mcp_servers": (([],), "connect the client to them and send their tools"),
-    "container": ((), "nothing is executed here; leave it out"),
-}
-BLOCKS: dict[str, Mapping[str, type]] = {  # the fields that each kind of block must have
-    "text": {"text": str},
-    "thinking": {"thinking": str},
-    "redacted_thinking": {},
-    "tool_use": {"id": str, "name": str, "input": dict},
-    "tool_result": {"tool_use_id": str},
-    "tool_reference": {"tool_name": str},  # stands for the definition of a deferred tool
-}
-IN_RESULT = ("text", "tool_reference")
-SAYS = {  # what each role may say
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
-}
-INDEX = re.compile(r"\[\d+\]")
+
+class Block(Strict):
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: Json = Field(default_factory=dict)
+    tool_use_id: str = ""
+    tool_name: str = ""
+    content: "Blocks" = Field(default_factory=list)  # of a tool result
+    is_error: bool = False
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Block":
+        if self.type not in BLOCKS:
+            raise ValueError("this type of block is not supported; the model reads text only")
+        missing = BLOCKS[self.type] - self.model_fields_set
+        if missing:
+            raise ValueError(f"{', '.join(sorted(missing))} is missing")
+        _check_types(self.content, {"text", "tool_reference"})
+        return self
+
+
+Blocks = Annotated[list[Block], FIRST, TEXT_PART]
+
+
+def _check_types(blocks: Sequence[Block], types: set[str]) -> None:
+    for block in blocks:
+        if block.type not in types:
+            raise ValueError(f"a block of type {block.type} cannot be here; send text")
+
+
+class Message(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> "Message":
+        _check_types(self.content, ROLES[self.role])
+        return self
 
 
 class Tool(Strict):
-    type: str | None = None
+    type: Literal["custom"] = "custom"
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: Json
-    defer_loading: bool | None = None
-
-    @field_validator("type")
-    @classmethod
-    def _custom(cls, value: str | None) -> str | None:
-        if value not in (None, "custom"):
-            raise ValueError(
-                "is a tool of Anthropic's, unknown here; send a custom tool with input_schema"
-            )
-        return value
+    defer_loading: bool = False
 
     @property
     def function(self) -> Json:
-        described = {} if self.description is None else {"description": self.description}
+        described = {"description": self.description} if self.description is not None else {}
         return {"name": self.name, **described, "parameters": self.input_schema}
 
 
 class ToolChoice(Strict):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
 
 
 class Thinking(Strict):
@@ -112,7 +132,7 @@ class Thinking(Strict):
 
 class Format(Strict):
     type: Literal["json_schema"]
-    schema_: Json = Field(alias="schema")
+    value: Json = Field(alias="schema")
 
 
 class OutputConfig(Strict):
@@ -120,216 +140,109 @@ class OutputConfig(Strict):
 
 
 class Prompt(Strict):
-    """What POST /v1/messages/count_tokens counts."""
-
-    refuses: ClassVar[Refusals] = REFUSED
+    """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    system: Any = None
-    messages: Annotated[Items, Field(min_length=1)]
+    system: Blocks = Field(default_factory=list)
+    messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS)]
     tools: Annotated[list[Tool], FIRST, Field(default_factory=list, max_length=MAX_ITEMS)]
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice = ToolChoice()
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig = OutputConfig()
 
-    @field_validator("tools")
-    @classmethod
-    def _once(cls, value: list[Tool]) -> list[Tool]:
-        names = [tool.name for tool in value]
-        if len(names) > len(set(names)):
-            raise ValueError("holds a name twice; send each tool once")
-        return value
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _there(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
-        names = {tool.name for tool in info.data.get("tools", ()) if not tool.defer_loading}
-        kind = value and value.type
-        if (kind == "any" and not names) or (kind == "tool" and value and value.name not in names):
-            raise ValueError(
-                "asks for a tool that is not in tools, or is deferred; send it, or leave this out"
-            )
-        return value
-
-    @property
-    def functions(self) -> list[Json]:
-        """OpenAI's tools. A deferred one is told where a result refers to it, so that all before it
-        stays."""
-        return [
-            {"type": "function", "function": t.function} for t in self.tools if not t.defer_loading
-        ]
-
-    @property
-    def deferred(self) -> list[Json]:
-        return [{"type": "function", "function": t.function} for t in self.tools if t.defer_loading]
+    def functions(self, deferred: bool) -> list[Json]:
+        """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result
+        refers to it."""
+        tools = [tool for tool in self.tools if tool.defer_loading == deferred]
+        return [{"type": "function", "function": tool.function} for tool in tools]
 
     @property
     def choice(self) -> Any:
-        """As an `Ask` has it."""
-        if self.tool_choice is None:
-            return "auto"
-        kind = self.tool_choice.type
-        return (
-            {"name": self.tool_choice.name}
-            if kind == "tool"
-            else "required"
-            if kind == "any"
-            else kind
-        )
-
-    @property
-    def single(self) -> bool:
-        return bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+        """The tool choice in OpenAI's form."""
+        named = {"name": self.tool_choice.name}
+        return {"tool": named, "any": "required"}.get(self.tool_choice.type, self.tool_choice.type)
 
 
 class Messages(Prompt):
     """The body of POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
-    stream: bool | None = None
-    stop_sequences: Annotated[
-        list[str], FIRST, Field(default_factory=list, max_length=MAX_STOPS), AfterValidator(stops)
-    ]
+    refused: ClassVar[Refused] = REFUSED
+
+    max_tokens: Count
+    stream: bool = False
+    stop_sequences: Annotated[Stops, Field(default_factory=list)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     top_p: Fraction | None = None
 
     @field_validator("messages")
     @classmethod
-    def _to_answer(cls, value: list[Any]) -> list[Any]:
-        if isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
-            raise ValueError(
-                "ends with the assistant's: an answer cannot be begun here; end with the user's"
-            )
+    def _last(cls, value: list[Message]) -> list[Message]:
+        if value[-1].role == "assistant":
+            raise ValueError("an answer cannot be continued; end with a user message")
         return value
 
 
-Body = TypeVar("Body", bound="Prompt")
-
-
-def parsed(kind: type[Body], data: bytes) -> tuple[Body, list[Json], list[str]]:
-    """The checked body, its conversation as OpenAI's chat messages, and the paths of the fields
-    that nobody knows. Raises ApiError 400."""
-    body, unknown = schema.parse(kind, data)
-    ignored = [
-        name for name in unknown if name in (body.model_extra or ())
-    ]  # inside, our names hold
-    messages = chat_messages(body, ignored)
-    inner = [(tool, "tools[]") for tool in body.tools]
-    inner += [(getattr(body, at), at) for at in ("tool_choice", "thinking", "output_config")]
-    ignored += [f"{at}.{name}" for some, at in inner if some for name in some.model_extra or ()]
-    known = {
-        name for name in ignored if not HARMLESS.keys().isdisjoint((name, name.rpartition(".")[2]))
-    }
-    return body, messages, [name for name in dict.fromkeys(ignored) if name not in known]
-
-
-# ---- messages
-# -------------------------------------------------------------------------------------------
-
-
-def chat_messages(body: Prompt, ignored: list[str]) -> list[Json]:
-    """Adds to `ignored` the paths of the fields that are not looked at. Raises ApiError."""
+def chat_messages(body: Prompt) -> list[Json]:
     tools = {tool.name: tool.function for tool in body.tools}
-    made = (
-        [] if body.system is None else _system(_blocks(body.system, "system", ("text",), ignored))
-    )
-    for i, message in enumerate(body.messages):
-        at = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in tuple(SAYS):
-            raise unfit(
-                f"{at}.role",
-                f"{at}.role = {shown(role)} is no role; send user, assistant or system",
-            )
-        _report(message, ("role", "content"), at, ignored)
-        said = _blocks(message.get("content"), f"{at}.content", SAYS[role], ignored)
-        if role == "user":
-            made += _user(said, f"{at}.content", tools, ignored)
+    made = _system(body.system)
+    for message in body.messages:
+        if message.role == "user":
+            made += _user(message.content, tools)
+        elif message.role == "assistant":
+            made.append(_assistant(message.content))
         else:
-            made += _assistant(said) if role == "assistant" else _system(said)
+            made += _system(message.content)
     return made
 
 
-def _blocks(value: Any, at: str, kinds: Sequence[str], ignored: list[str]) -> list[Json]:
-    """Blocks of these kinds; a string is one of text."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise unfit(
-            at, f"{at} = {shown(value)} is neither a string nor a list of blocks; send one of these"
-        )
-    for i, block in enumerate(value):
-        here = f"{at}[{i}]"
-        kind: Any = block.get("type") if isinstance(block, dict) else None
-        if kind not in kinds:
-            raise unfit(
-                f"{here}.type",
-                f"{here}.type = {shown(kind)} is not supported here: the model reads text only; send"
-                f" {' or '.join(kinds)}",
-            )
-        for name, wanted in BLOCKS[kind].items():
-            if not isinstance(block.get(name), wanted):
-                what = "an object" if wanted is dict else "a string"
-                raise unfit(
-                    f"{here}.{name}", f"{here}.{name} = {shown(block.get(name))}: send {what}"
-                )
-        more = ("content", "is_error") if kind == "tool_result" else ()
-        _report(block, ("type", *BLOCKS[kind], *more), here, ignored)
-    return value
+def _text(blocks: Sequence[Block]) -> str:
+    return "".join(block.text for block in blocks)
 
 
-def _report(given: Json, known: Sequence[str], at: str, ignored: list[str]) -> None:
-    ignored += [f"{INDEX.sub('[]', at)}.{name}" for name in given if name not in known]
-
-
-def _text(blocks: Sequence[Json], kind: str = "text") -> str:
-    return "".join(block[kind] for block in blocks if block["type"] == kind)
-
-
-def _system(blocks: list[Json]) -> list[Json]:
-    """Nothing where nothing is left of it, as of Claude Code's billing header."""
-    made = canonical(
-        [{"role": "system", "content": [{"type": "text", "text": b["text"]} for b in blocks]}]
-    )
+def _system(blocks: Sequence[Block]) -> list[Json]:
+    """Empty if nothing is left of the text, as of Claude Code's billing header."""
+    parts = [{"type": "text", "text": block.text} for block in blocks]
+    made = canonical([{"role": "system", "content": parts}])
     return made if made[0]["content"] else []
 
 
-def _user(blocks: list[Json], at: str, tools: Mapping[str, Json], ignored: list[str]) -> list[Json]:
-    """Results first: they belong to the calls before them."""
+def _user(blocks: Sequence[Block], tools: Mapping[str, Json]) -> list[Json]:
+    """Tool results come first: they belong to the calls of the message before."""
     made = []
-    for i, block in enumerate(blocks):
-        if block["type"] == "tool_result":
-            content = [] if block.get("content") is None else block["content"]
-            inner = _blocks(content, f"{at}[{i}].content", IN_RESULT, ignored)
-            text = "".join(
-                b["text"] if "text" in b else _defined(b["tool_name"], tools) for b in inner
-            )
-            text = f"Error: {text}" if block.get("is_error") else text
-            made.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
-    says = [block for block in blocks if block["type"] == "text"]
-    return [*made, {"role": "user", "content": _text(says)}] if says or not made else made
+    results = [block for block in blocks if block.type == "tool_result"]
+    for block in results:
+        text = "".join(_result(part, tools) for part in block.content)
+        if block.is_error:
+            text = f"Error: {text}"
+        made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+    if not made or len(results) < len(blocks):
+        made.append({"role": "user", "content": _text(blocks)})
+    return made
 
 
-def _defined(name: str, tools: Mapping[str, Json]) -> str:
-    """A deferred tool, for the text of a result."""
-    if name not in tools:
-        return f"The tool {name} is not available.\n"
-    return f"You can call this tool from now on:\n{json.dumps(tools[name], ensure_ascii=False)}\n"
+def _result(block: Block, tools: Mapping[str, Json]) -> str:
+    """A block of a tool result as text; for a tool_reference, the tool's definition."""
+    if block.type == "text":
+        return block.text
+    if block.tool_name not in tools:
+        return f"The tool {block.tool_name} is not available.\n"
+    definition = json.dumps(tools[block.tool_name], ensure_ascii=False)
+    return f"You can call this tool from now on:\n{definition}\n"
 
 
-def _assistant(blocks: list[Json]) -> list[Json]:
-    made: Json = {"role": "assistant", "content": _text(blocks)}
-    if thought := _text(blocks, "thinking"):
-        made["reasoning_content"] = thought
-    calls = [block for block in blocks if block["type"] == "tool_use"]
+def _assistant(blocks: Sequence[Block]) -> Json:
+    message: Json = {"role": "assistant", "content": _text(blocks)}
+    if thinking := "".join(block.thinking for block in blocks):
+        message["reasoning_content"] = thinking
+    calls = [block for block in blocks if block.type == "tool_use"]
     if calls:
-        made["tool_calls"] = [
+        message["tool_calls"] = [
             {
-                "id": call["id"],
+                "id": call.id,
                 "type": "function",
-                "function": {"name": call["name"], "arguments": call["input"]},
+                "function": {"name": call.name, "arguments": call.input},
             }
             for call in calls
         ]
-    return [made]
+    return message

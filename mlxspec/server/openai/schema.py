@@ -1,95 +1,120 @@
-"""What OpenAI's endpoints take, field by field: strict types, ranges, and the fate of every other
-field.
+"""The bodies of OpenAI's /v1/chat/completions and /v1/completions.
 
-Rule: a field is used, or it is in the tables of `fields`, or it is reported back.
+Rule: where the body says nothing, a sampling setting is None and the model's own default applies.
 """
 
-import json
-import re
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
+from pydantic import BeforeValidator, Field, field_validator
+
+from mlxspec.server.body import (
+    FIRST,
+    MAX_STOPS,
+    TEXT_PART,
+    Count,
+    Fraction,
+    Items,
+    Refused,
+    Stops,
+    Strict,
+    Token,
 )
+from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
 
-from mlxspec.server import fields
-from mlxspec.server.errors import ApiError, unfit
-from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, shown
+MAX_PROMPTS = 32
+MAX_BIASES = 1024
+MAX_PARTS = 1024
 
-OBJECT = TypeAdapter(dict[str, Any])
-MOST_FIELDS = 1000  # of a body: a million of them keep the event loop for seconds
-MOST_VALUES = (
-    1_000_000  # by its commas, those of texts too: a context has about as many tokens at most
-)
-INFINITE = re.compile(
-    rb"[eE]\+?\d\d|\d{300}|NaN|Infinity"
-)  # where a number may be none that JSON can tell
-Fraction = Annotated[float, Field(ge=0, le=1)]
+# Unsupported fields that would change the prompt of a conversation.
+RENDERING: Refused = {
+    "render the text yourself and send it to /v1/completions": {
+        "continue_final_message": False,
+        "add_generation_prompt": True,
+        "chat_template": None,
+    },
+    "send what the model's template reads as chat_template_kwargs": {
+        "thinking": None,
+        "enable_thinking": None,
+        "reasoning": None,
+    },
+    "put it into a message": {"system": None, "documents": []},
+    "send tools": {"functions": []},
+    "shorten the prompt yourself": {"truncate_prompt_tokens": None},
+}
+# These and the unsupported fields that would change the answer.
+REFUSED: Refused = {
+    **RENDERING,
+    "send tools, response_format or grammar to /v1/chat/completions": {
+        "tools": [],
+        "response_format": {"type": "text"},
+        "grammar": None,
+        "guided_json": None,
+        "guided_regex": None,
+        "guided_choice": None,
+        "guided_grammar": None,
+        "structured_outputs": None,
+    },
+    "use top_k, top_p, min_p or repetition_penalty": {
+        "typical_p": 1,
+        "mirostat": 0,
+        "xtc_probability": 0,
+        "dry_multiplier": 0,
+        "repeat_penalty": 1,
+        "use_beam_search": False,
+    },
+    "use logit_bias": {"min_tokens": 0, "bad_words": [], "allowed_token_ids": []},
+    "send max_tokens": {"max_new_tokens": None},
+    "send n; answers are not ranked": {"best_of": 1},
+    "answers are text behind the prompt; leave it out": {
+        "modalities": ["text"],
+        "suffix": "",
+        "echo": False,
+        "prompt_logprobs": 0,
+        "include_stop_str_in_output": False,
+    },
+    "this server cannot search; leave it out": {"web_search_options": None},
+    "serve the model with its adapter": {"adapters": None},
+}
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-FIRST = Field(fail_fast=True)  # or what is wrong with each of a million would be described
-Items = Annotated[list[Any], Field(max_length=fields.MAX_ITEMS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias]
+Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
 
 
-class Strict(BaseModel):
-    """A body or an object in one: its types are taken as they are, and `refuses` says which other
-    fields of a body are refused."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    refuses: ClassVar[fields.Refusals] = {}
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 class JsonSchema(Strict):
-    """The schema of an answer. `strict` makes no difference: an answer always keeps to it."""
+    """The schema of an answer. `strict` makes no difference: an answer always matches it."""
 
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None
-    body: Any = Field(alias="schema")
+    strict: bool = True
+    value: Any = Field(default=None, alias="schema")
 
 
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> "ResponseFormat":
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("has no json_schema; send {'name': ..., 'schema': {...}} in it")
-        return self
+    json_schema: JsonSchema = JsonSchema()
 
 
 class StreamOptions(Strict):
-    include_usage: bool | None = None
+    include_usage: bool = False
+    include_obfuscation: bool = False  # has no effect
 
 
-class Part(Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
 class Prediction(Strict):
-    """What the client expects the answer to be."""
+    """What the client expects the answer to be; its tokens are tried as drafts."""
 
     type: Literal["content"]
-    content: Annotated[list[Part], FIRST, Field(max_length=fields.MAX_PARTS)]
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _parts(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return [{"type": "text", "text": value}]
-        if not isinstance(value, list):
-            raise ValueError("is neither a string nor a list of text parts; send one of these")
-        return value
+    content: Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS), TEXT_PART]
 
     @property
     def text(self) -> str:
@@ -97,23 +122,20 @@ class Prediction(Strict):
 
 
 class Common(Strict):
-    """What both endpoints take. None, or no such field: the model's own setting, or the effect is
-    off.
+    """The fields that all of OpenAI's endpoints share."""
 
-    `source` is the field that the prompt comes from, `limit` the most tokens to generate,
-    `alternatives` the number of top log-probabilities per token, None for no log-probabilities.
-    """
-
-    refuses: ClassVar[fields.Refusals] = fields.REFUSED
+    refused: ClassVar[Refused] = REFUSED
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: list[str] | None = None
-    stop_token_ids: Annotated[list[Token], FIRST, Field(max_length=fields.MAX_STOPS)] | None = None
-    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    max_output_tokens: Count | None = None
+    stop: Annotated[Stops, BeforeValidator(_stop_list)] | None = None
+    stop_token_ids: Annotated[list[Token], FIRST, Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
@@ -121,83 +143,46 @@ class Common(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, Field(ge=-100, le=100)]],
-            Field(
-                max_length=fields.MAX_BIASES,
-                json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
-            ),
-        ]
-        | None
-    ) = None
-    seed: Annotated[int, Field(ge=-fields.INT64, lt=fields.INT64)] | None = None
+    logit_bias: Biases | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     prediction: Prediction | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stops(cls, value: Any) -> Any:
-        stops = [value] if isinstance(value, str) else value
-        if stops is None:
-            return None
-        if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
-            raise ValueError("is neither a string nor a list of strings; send one of these")
-        if len(stops) > fields.MAX_STOPS:
-            raise ValueError(f"holds {len(stops)} strings; send {fields.MAX_STOPS} at most")
-        return fields.stops(stops)
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _bias_keys(cls, value: Any) -> Any:
-        keys = value if isinstance(value, dict) else ()
-        if len(keys) > fields.MAX_BIASES:
-            raise ValueError(f"has {len(keys)} entries; send {fields.MAX_BIASES} at most")
-        for key in keys:
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise ValueError(
-                    f"has the key {key[:40]!r}; keys are token ids in digits, see POST /tokenize"
-                )
+    def _bounded(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise ValueError(f"send at most {MAX_BIASES} entries")
         return value
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens to generate."""
+        given = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
+        return min((limit for limit in given if limit is not None), default=None)
+
+
+class Function(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    function: Function
 
 
 class Chat(Common):
-    api: ClassVar[Literal["chat"]] = "chat"
-    prefix: ClassVar[str] = "chatcmpl"
-    source: ClassVar[str] = "messages"
+    """`alternatives`, here and below, is the number of top log-probabilities for each token; None
+    if none are wanted."""
 
     messages: Annotated[Items, Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Items | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
-    grammar: str | None = None  # Lark
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _choice(cls, value: Any) -> Any:
-        if value in (None, "auto", "none", "required"):
-            return value
-        function = value.get("function") if isinstance(value, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(
-                "is not a choice; send auto, none, required, or {'type': 'function', 'function': {'name':"
-                " ...}}"
-            )
-        return {"name": function["name"]}
-
-    @property
-    def choice(self) -> Any:
-        return self.tool_choice or "auto"
-
-    @property
-    def limit(self) -> int | None:
-        given = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
-        return min(given, default=None)
+    grammar: str | None = None  # in llguidance's Lark form
 
     @property
     def alternatives(self) -> int | None:
@@ -205,169 +190,19 @@ class Chat(Common):
 
 
 class Completion(Common):
-    api: ClassVar[Literal["completions"]] = "completions"
-    prefix: ClassVar[str] = "cmpl"
-    source: ClassVar[str] = "prompt"
-
-    prompt: Any
-    echo: bool | None = None
+    prompt: (
+        Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | str
+    )
+    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
-
-    @field_validator("prompt")
-    @classmethod
-    def _prompts(cls, value: Any) -> list[str | list[int]]:
-        """A string, token ids, or a list of either -> always a list of them."""
-        some = value if isinstance(value, list) and value and not is_ids(value) else [value]
-        if not all(isinstance(prompt, str) or is_ids(prompt) for prompt in some):
-            raise ValueError(
-                "must be a string, a list of token ids, or a list of either; send one of these"
-            )
-        if len(some) > fields.MAX_PROMPTS:
-            raise ValueError(
-                f"holds {len(some)} prompts; send {fields.MAX_PROMPTS} at most in one request"
-            )
-        return some
 
     @property
-    def limit(self) -> int | None:
-        return self.max_tokens
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts, each as text or as token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
-
-
-class Tokenize(Strict):
-    refuses: ClassVar[fields.Refusals] = fields.RENDERING
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[Items, Field(min_length=1)] | None = None
-    tools: Items | None = None
-    add_special_tokens: bool = True  # of a prompt
-    add_generation_prompt: bool = True  # of messages, as are those below
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class Detokenize(Strict):
-    model: str | None = None
-    tokens: Annotated[list[Token], FIRST]
-
-
-class Load(Strict):
-    model: str
-    pin: bool | None = None
-
-
-class Unload(Strict):
-    model: str
-    force: bool = False
-
-
-Body = TypeVar("Body", bound=Strict)
-
-
-def is_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(type(x) is int and 0 <= x < 2**31 for x in value)
-    )
-
-
-def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
-    """The checked body, and the names of the fields that nobody knows. Raises ApiError 400."""
-    if (values := data.count(b",")) > MOST_VALUES:
-        raise unfit("body", f"the body has {values} commas; send {MOST_VALUES} at most")
-    try:
-        raw = OBJECT.validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        why = first["ctx"]["error"] if first["type"] == "json_invalid" else "it is another value"
-        message = f"the body is no JSON object: {why}; send one"
-        raise ApiError(400, message, code="invalid_json") from error
-    if len(raw) > MOST_FIELDS:
-        raise unfit(
-            "body", f"the body has {len(raw)} fields; send {MOST_FIELDS} at most", "invalid_json"
-        )
-    given = {name: value for name, value in raw.items() if value is not None}
-    for name, value in given.items():
-        neutral, mend = kind.refuses.get(name, ((value,), ""))
-        if name not in kind.model_fields and not any(
-            type(v) is type(value) and v == value for v in neutral
-        ):
-            raise unfit(
-                name, f"{name} = {shown(value)} is not supported: {mend}", "unsupported_parameter"
-            )
-    try:
-        body = kind.model_validate(given)
-    except ValidationError as error:
-        raise _refusal(error) from error
-    for name, value in given.items() if INFINITE.search(data) else ():
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError as error:
-            raise unfit(
-                name, f"{name} = {shown(value)} has a number out of range; send finite ones"
-            ) from error
-    return body, list(dict.fromkeys(unknown(kind, given)))
-
-
-def unknown(kind: type[Body], given: Mapping[str, Any]) -> Iterator[str]:
-    """Names of fields that are neither used, nor harmless, nor refused; inner ones as
-    `messages[].name`."""
-    for name in given:
-        if (
-            name not in kind.model_fields
-            and name not in fields.HARMLESS
-            and name not in kind.refuses
-        ):
-            yield name
-    if isinstance(options := given.get("stream_options"), dict):
-        known = {*StreamOptions.model_fields, *fields.HARMLESS_INSIDE["stream_options"]}
-        yield from (f"stream_options.{name}" for name in options if name not in known)
-    if isinstance(predicted := given.get("prediction"), dict) and "prediction" in kind.model_fields:
-        yield from _inside("prediction", predicted)
-        yield from _inside_parts("prediction.content[]", predicted.get("content"))
-    if "tools" in kind.model_fields and isinstance(tools := given.get("tools"), list):
-        for tool in (each for each in tools if isinstance(each, dict)):
-            yield from _inside("tools[]", tool)
-            function = tool.get("function")
-            yield from _inside("tools[].function", function if isinstance(function, dict) else {})
-    if "response_format" in kind.model_fields and isinstance(
-        form := given.get("response_format"), dict
-    ):
-        yield from _inside("response_format", form)
-    for message in given["messages"] if isinstance(given.get("messages"), list) else ():
-        if isinstance(message, dict):
-            yield from _inside("messages[]", message)
-            yield from _inside_parts("messages[].content[]", message.get("content"))
-
-
-def _inside(where: str, given: Mapping[str, Any]) -> Iterator[str]:
-    return (f"{where}.{name}" for name in given if name not in fields.HARMLESS_INSIDE[where])
-
-
-def _inside_parts(where: str, parts: Any) -> Iterator[str]:
-    for part in parts if isinstance(parts, list) else ():
-        yield from _inside(where, part if isinstance(part, dict) else {})
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    """OpenAI's error for the first thing that is wrong."""
-    first = error.errors(include_url=False)[0]
-    where = ""
-    for part in first["loc"]:
-        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
-    if first["type"] == "missing":
-        return unfit(where, f"{where} is missing; send it")
-    said = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    # What a validator of ours said may hold the client's own braces.
-    why = (
-        fields.WRONG[first["type"]].format(**first.get("ctx", {}))
-        if first["type"] in fields.WRONG
-        else said
-    )
-    return unfit(where, f"{where} = {shown(first['input'])} {why}")

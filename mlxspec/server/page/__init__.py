@@ -1,26 +1,27 @@
-"""The page for a browser: its files, and one stream of snapshots that feeds it.
+"""The status page for a browser: its files, and the event stream of snapshots that feeds it.
 
-Rule: the files hold no data and load without a key; the snapshots hold no text of anybody and need
-it. They are made of what the engine has published, so watching costs it nothing.
+Rule: the files hold no data and load without a key; the snapshots need it and hold no text of
+prompts or answers. They read what the engine has published, so watching costs it nothing.
 """
 
 import asyncio
+import os
 import time
-from dataclasses import asdict, fields
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
 from mlxspec.server.errors import ApiError
-from mlxspec.server.state import Gone, ServerState, while_connected
+from mlxspec.server.state import ServerState
 from mlxspec.server.stream import event
-from mlxspec.types import PROCESS, Served, Stats
+from mlxspec.types import PROCESS, Served
 
 FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -35,35 +36,31 @@ POLICY = (
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
-HEADERS = {
-    "content-security-policy": POLICY,
+ALWAYS = {
     "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+}
+HEADERS = ALWAYS | {
+    "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
     "vary": "accept",
 }
-DATA = {
+DATA = ALWAYS | {
     "cache-control": "no-store",
-    "x-content-type-options": "nosniff",
-    "cross-origin-resource-policy": "same-origin",
     "content-security-policy": "frame-ancestors 'none'",
 }
 STREAM = DATA | {"content-type": "text/event-stream; charset=utf-8"}
 LISTENERS = 8  # pages that may be open at once
-TICKS, TICK_S = (
-    4,
-    0.25,
-)  # looks at whether the server stops between two snapshots, and the pause before each
-SHOWN = [row.name for row in fields(Stats) if row.name not in PROCESS | {"progress", "seated"}]
-OF_INFO = ("name", "layout", "context", "block_size", "kv_blocks", "kv_bytes", "weight_bytes")
+TICKS = 4  # checks whether the server is stopping between two snapshots
+TICK_S = 0.25  # from one to the next
 
 Json = dict[str, Any]
 
 
 async def file(http: HttpRequest) -> Response:
-    """A file of the page; at / its first one."""
+    """A file of the page; index.html at /."""
     name = http.path_params.get("name", "index.html")
     if name not in FILES:
         raise HTTPException(404)
@@ -75,52 +72,51 @@ def _read(name: str) -> bytes:
     return files(__name__).joinpath(name).read_bytes()
 
 
-async def events(http: HttpRequest) -> ASGIApp:
-    """A snapshot now and one a second, as server-sent events, until the client leaves or the server
-    stops. 429 where LISTENERS listen already."""
+async def now(http: HttpRequest) -> Response:
+    """One snapshot, for `mlxspec status` and the menu bar."""
+    return JSONResponse(snapshot(http.app.state.front), headers=DATA)
+
+
+async def events(http: HttpRequest) -> Response:
+    """One snapshot a second as server-sent events, until the client disconnects or the server
+    stops. 429 beyond LISTENERS."""
     front: ServerState = http.app.state.front
-
-    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        if front.listeners >= LISTENERS:
-            why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
-            raise ApiError(429, why, headers={"Retry-After": "5"})
-        front.listeners += 1
-        try:
-            await while_connected(receive, _feed(front, send, once=http.method == "HEAD"))
-        except Gone:
-            pass
-        finally:
-            front.listeners -= 1
-
-    return respond
+    if front.listeners >= LISTENERS:
+        why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
+        raise ApiError(429, why, headers={"Retry-After": "5"})
+    return StreamingResponse(_feed(front, once=http.method == "HEAD"), headers=STREAM)
 
 
-async def _feed(front: ServerState, send: Send, once: bool) -> None:
-    headers = [(name.encode(), value.encode()) for name, value in STREAM.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    while True:
-        last = once or _ending(front)
-        body = event(snapshot(front))
-        await send({"type": "http.response.body", "body": body, "more_body": not last})
-        if last:
-            return
-        for _ in range(TICKS):
-            await asyncio.sleep(TICK_S)
-            if _ending(front):
-                break
+async def _feed(front: ServerState, once: bool) -> AsyncIterator[bytes]:
+    front.listeners += 1
+    try:
+        last = once
+        while not last:
+            last = _stopping(front)  # the last snapshot says so
+            yield event(snapshot(front))
+            for _ in range(TICKS):
+                if not _stopping(front):
+                    await asyncio.sleep(TICK_S)
+    finally:
+        front.listeners -= 1
 
 
-def _ending(front: ServerState) -> bool:
+def _stopping(front: ServerState) -> bool:
     return front.engine.draining() or not front.engine.alive()
 
 
 def snapshot(front: ServerState) -> Json:
-    """All that the page shows, as plain data: counters since the start, bytes, seconds by our
-    clock."""
-    engine, served = front.engine, list(front.engine.models().values())
-    most = {name: max(getattr(one.stats, name) for one in served) for name in sorted(PROCESS)}
+    """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
+    engine, models = front.engine, list(front.engine.models().values())
+    process = {name: max(getattr(one.stats, name) for one in models) for name in sorted(PROCESS)}
+    kernels = []
+    for name, verdict in list(front.verdicts.items()):
+        gains = sorted(verdict.gains.items())
+        kernels.append({**asdict(verdict), "name": name, "gains": gains})
     return {
         "version": __version__,
+        "pid": os.getpid(),
+        "idle_ttl": front.config.idle_ttl,
         "time": round(time.monotonic(), 3),
         "alive": engine.alive(),
         "stopping": engine.draining(),
@@ -128,27 +124,24 @@ def snapshot(front: ServerState) -> Json:
         "loading": engine.loading(),
         "note": front.note,
         "unwell": front.unwell(),
-        "models": [_model(one) for one in served],
-        "process": most,
+        "models": [_model(one) for one in models],
+        "process": process,
         "refused": front.metrics.refusals(),
         "requests": [asdict(row) for row in front.journal.rows()],
-        "kernels": [_verdict(name, one) for name, one in list(front.verdicts.items())],
+        "kernels": kernels,
     }
 
 
 def _model(served: Served) -> Json:
+    idle = None
+    if served.used:
+        idle = round(max(0.0, time.monotonic() - served.used), 1)
     return {
-        **{name: getattr(served.info, name) for name in OF_INFO},
+        **asdict(served.info),
         "status": served.status,
         "pinned": served.pinned,
         "loads": served.loads,
-        "idle": round(max(0.0, time.monotonic() - served.used), 1) if served.used else None,
+        "idle": idle,
         "error": served.error,
-        "stats": {name: getattr(served.stats, name) for name in SHOWN},
+        "stats": asdict(served.stats),
     }
-
-
-def _verdict(name: str, verdict: Any) -> Json:
-    """A `mlxspec.kernels.proven.Verdict`, or whatever has its fields."""
-    told = {each: getattr(verdict, each) for each in ("way", "least", "most", "error", "why")}
-    return {"name": name, **told, "gains": sorted(verdict.gains.items())}

@@ -1,4 +1,4 @@
-// Small charts in plain SVG. Rule: one second is one step to the left; where nothing was measured there is a gap.
+// Small charts in plain SVG. Rule: one step to the left is one second; seconds without a value are a gap.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 72, TOP = 8, BOTTOM = 1;
@@ -17,8 +17,8 @@ export function element(parent, tag, name, text) {
   return parent.appendChild(made);
 }
 
-// Fill `node` with what `build` makes, and touch only what is other than it was: a selection, the focus and a
-// transition outlive the second. Children with a data-key are known again wherever they stand.
+// Fill `node` with what `build` makes, and change only what differs, so that selections, the focus and
+// transitions survive an update. Children with a data-key are matched by it.
 export function fill(node, build) {
   const made = node.cloneNode(false);
   build(made);
@@ -29,7 +29,7 @@ function morph(old, made) {
   for (const { name } of [...old.attributes]) if (!made.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of made.attributes) {
     if (old.getAttribute(name) === value) continue;
-    if (name === "style") old.style.cssText = value; // as an attribute the policy forbids it
+    if (name === "style") old.style.cssText = value; // the policy forbids the attribute
     else old.setAttribute(name, value);
   }
   const key = (node) => node?.dataset?.key;
@@ -59,13 +59,13 @@ export function put(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// The next of a few round numbers, so that the scale moves seldom.
+// The next of a few round numbers, so that the scale changes rarely.
 function above(most) {
   const ten = 10 ** Math.floor(Math.log10(most));
   return ten * [1, 1.5, 2, 3, 4, 5, 7.5, 10].find((step) => step * ten >= most);
 }
 
-// A figure with one or two lines; `draw(lines, now)` takes a list of SPAN values at most for each of `names`.
+// A figure with one or two lines; `draw(lines, now)` takes up to SPAN values for each of `names`.
 export function chart(parent, title, names, format) {
   const figure = element(parent, "figure", "panel chart");
   const caption = element(figure, "figcaption");
@@ -102,7 +102,7 @@ export function chart(parent, title, names, format) {
   };
 }
 
-// The line through the values and the area under it, each in as many pieces as there are gaps.
+// The line through the values and the area under it, each interrupted at gaps.
 function paths(values, x, y) {
   let line = "", area = "", from = null;
   values.forEach((value, i) => {
@@ -116,7 +116,7 @@ function paths(values, x, y) {
   return [line, area];
 }
 
-// A bar of several parts that make up a whole, with its legend. `parts`: [name, value, text].
+// A stacked bar with its legend. `parts`: [name, value, text].
 export function stack(parent, parts, whole, label) {
   const bar = element(parent, "div", "stack");
   bar.setAttribute("role", "img");
@@ -132,7 +132,7 @@ export function stack(parent, parts, whole, label) {
   });
 }
 
-// `head` are [text, class], each cell is text or a function of the cell; `keys` tell the rows apart.
+// `head` are [text, class], each cell is text or a function of the cell; `keys` identify the rows.
 export const table = (parent, head, rows, empty, keys = []) =>
   fill(parent, (made) => drawn(made, head, rows, empty, keys));
 
@@ -145,7 +145,7 @@ function drawn(parent, head, rows, empty, keys) {
     if (keys[at]) line.dataset.key = keys[at];
     row.forEach((cell, n) => {
       const made = element(line, "td", head[n][1]);
-      made.dataset.label = head[n][0]; // where there is no room for heads
+      made.dataset.label = head[n][0]; // shown instead of the head on narrow screens
       if (typeof cell === "function") cell(made);
       else made.textContent = cell;
     });

@@ -1,11 +1,11 @@
 // A chat with one of the served models, streamed from /v1/chat/completions.
-// Rule: what a model says becomes text, never markup. The conversation lives in this tab and nowhere else.
+// Rule: model output becomes text, never markup. The conversation is kept in this tab only.
 
 import { element, put } from "./charts.js";
 
 const $ = (id) => document.getElementById(id);
-const talk = []; // messages, as the API takes them
-let running = null; // the AbortController of the answer under way
+const talk = []; // messages in the API's format
+let running = null; // the AbortController of the running answer
 
 // Server-sent events of a response, each event's data as it comes.
 export async function* dataOf(response) {
@@ -24,7 +24,7 @@ export async function* dataOf(response) {
   }
 }
 
-// What a refusal says, in its own words.
+// The message of an error response.
 export async function complaint(response) {
   try {
     return (await response.json()).error.message;
@@ -41,7 +41,7 @@ function turn(role, text) {
   return { made, body };
 }
 
-// Keep to the end of the log, unless the reader has scrolled up.
+// Stay at the end of the log, unless the user has scrolled up.
 function follow(always) {
   const log = $("log");
   if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 60) log.scrollTop = log.scrollHeight;
@@ -53,8 +53,8 @@ function busy(on) {
   $("log").setAttribute("aria-busy", on);
 }
 
-// `headers()` are those of a request, `onLocked()` is told that the API key was refused, `loading()` names the
-// model that is being loaded.
+// `headers()` makes a request's headers, `onLocked()` is called when the API key was refused, `loading()` is the
+// name of the model that is loading.
 export function setUp(headers, onLocked, loading) {
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -100,13 +100,13 @@ async function ask(headers, onLocked, loading) {
       onLocked();
     }
   } catch (error) {
-    if (!control.signal.aborted) wrong = `the connection broke: ${error.message}`;
+    if (!control.signal.aborted) wrong = `the connection failed: ${error.message}`;
   }
   running = null;
   clearInterval(told);
   waits.remove();
   busy(false);
-  if (document.activeElement === document.body) $("say").focus(); // the button that had it is hidden
+  if (document.activeElement === document.body) $("say").focus(); // the button with the focus is hidden
   if (!answer.made.isConnected) return; // cleared meanwhile
   answer.made.classList.remove("coming");
   if (found.text) talk.push(messages.at(-1), { role: "assistant", content: found.text });
@@ -117,13 +117,13 @@ async function ask(headers, onLocked, loading) {
     if (wrong || control.signal.aborted) {
       mine.made.remove();
       if (!$("say").value) $("say").value = text;
-    } else wrong = "the model said nothing";
+    } else wrong = "the model returned an empty answer";
   }
   if (wrong) turn("error", wrong);
   follow();
 }
 
-// Reads an answer into `found` and the page; what went wrong, or "".
+// Reads an answer into `found` and the page. Returns the error, or "".
 async function read(response, answer, found) {
   for await (const data of dataOf(response)) {
     if (data === "[DONE]") break;

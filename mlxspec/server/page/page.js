@@ -1,22 +1,22 @@
 // The page: one stream of snapshots in, gauges, charts and tables out.
-// Rule: what the server sends becomes text, never markup. Counters only grow; the page shows their differences.
+// Rule: the server's data becomes text, never markup. Counters only grow; the page shows their differences.
 
 import { SPAN, chart, element, fill, put, stack, table } from "./charts.js";
 import { complaint, dataOf, setUp } from "./chat.js";
 
 const $ = (id) => document.getElementById(id);
 const KEY = "mlxspec-key"; // in sessionStorage: gone with the tab
-const RECENT = 10, ACCEPT = 60; // seconds that the gauges and the table of drafts look back
+const RECENT = 10, ACCEPT = 60; // seconds covered by the gauges and the table of drafts
 const BANDS = [[1, 1], [2, 2], [3, 3], [4, 4], [5, 6], [7, 8], [9, 12], [13, 16], [17, 99]];
 const PRESSURE = ["normal", "short", "very short"];
 
-const WAITING = 8; // rows of those that wait; the rest is a number
+const WAITING = 8; // rows of waiting requests; the rest is counted
 
-let history = []; // totals by snapshot, SPAN + 1 at most, none from before the stream was cut
-let points = []; // what the charts draw, by second, SPAN at most; null where nobody saw
-let seen = null; // when the newest came: the server's clock and ours
-let undrawn = null; // the newest, until the browser draws
-let loading = ""; // the model that is being loaded
+let history = []; // totals by snapshot, at most SPAN + 1, none from before a reconnect
+let points = []; // values of the charts by second, at most SPAN; null without a snapshot
+let seen = null; // time of the newest snapshot: the server's clock and ours
+let undrawn = null; // the newest snapshot, until the browser draws it
+let loading = ""; // the name of the model that is loading
 
 // ---- numbers ---------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ function bytes(n) {
 
 const sum = (list, of) => list.reduce((total, one) => total + of(one), 0);
 
-// What a snapshot counts, over all models.
+// The counters of a snapshot, summed over all models.
 function totals(now) {
   const all = (name) => sum(now.models, (m) => m.stats[name]);
   const drafts = new Map();
@@ -49,7 +49,7 @@ function totals(now) {
   return { time: now.time, drafts, depths, ...Object.fromEntries(names.map((name) => [name, all(name)])) };
 }
 
-// What was counted in the last `span` seconds, or as far back as the stream goes; null before there is any.
+// Differences over the last `span` seconds, or since the stream began; null before the second snapshot.
 function since(span) {
   const last = history.at(-1);
   let first = null;
@@ -106,14 +106,14 @@ function show(now) {
   points = points.slice(-SPAN);
   seen = { time: last.time, mine };
   loading = now.loading;
-  if (!undrawn) requestAnimationFrame(render); // not called while nobody looks
+  if (!undrawn) requestAnimationFrame(render); // not called in a hidden tab
   undrawn = [now, last];
 }
 
 function render() {
   const [now, last] = undrawn;
   undrawn = null;
-  if (last !== history.at(-1)) return; // the stream was cut
+  if (last !== history.at(-1)) return; // the stream was interrupted
   gauges(now, last);
   lines();
   accepted(last);
@@ -143,7 +143,7 @@ function gauges(now, last) {
   const [over, of] = recent?.rounds > 0 ? [recent, `last ${RECENT} s`] : [ever, "since the start"];
   const tried = sum(over.drafts, (d) => d.tried), kept = sum(over.drafts, (d) => d.kept);
   const used = over.rounds > 0;
-  gauge("rate", brief ? rate(brief.generated_tokens / brief.time) : "–", `${count(last.generated_tokens)} in all`);
+  gauge("rate", brief ? rate(brief.generated_tokens / brief.time) : "–", `${count(last.generated_tokens)} in total`);
   gauge("round", used ? fixed(over.generated_tokens / over.rounds) : "–", used ? of : "none yet");
   gauge("kept", percent(kept, tried), tried ? of : "nothing drafted");
   gauge("depth", used ? fixed(over.depths / over.rounds) : "–", used ? of : "none yet");
@@ -256,7 +256,7 @@ function requests(now) {
     (cell) => {
       const api = r.id.match(/^[a-z]*[-_]/)?.[0] ?? "";
       element(cell, "span", "far sub", api);
-      element(cell, "span", "tiny", r.id.slice(api.length, -6)); // to be found and copied with the rest
+      element(cell, "span", "tiny", r.id.slice(api.length, -6)); // so that search and copy find the whole id
       element(cell, "span", "", r.id.slice(api.length).slice(-6));
       cell.title = r.id;
     },
@@ -289,7 +289,7 @@ function kernels(now) {
     k.gains.map(([n, gain]) => `${n}: ${gain.toFixed(2)}×`).join("  "),
     k.why,
   ]);
-  table($("kernels"), head, rows, "None proven on this machine: what MLX brings runs.");
+  table($("kernels"), head, rows, "None verified on this machine: what MLX brings runs.");
 }
 
 // ---- the stream ------------------------------------------------------------------------------------------
@@ -297,11 +297,11 @@ function kernels(now) {
 function link(state, text) {
   document.body.dataset.link = state;
   put($("link-text"), text);
-  put($("said"), text.replace(/\d+ s\b/g, "a while")); // or it would be read out every second
+  put($("said"), text.replace(/\d+ s\b/g, "a while")); // a screen reader would read it out every second
 }
 
 function headers() {
-  // A header takes bytes: those of the key, not its characters.
+  // A header takes bytes: encode the key.
   const key = String.fromCharCode(...new TextEncoder().encode(sessionStorage.getItem(KEY) ?? ""));
   return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
@@ -332,7 +332,7 @@ $("key").addEventListener("submit", (event) => {
   unlocked();
 });
 
-// Why the stream ended, for the reader.
+// Why the stream ended, for the user.
 async function listen() {
   const response = await fetch("/page/events", { headers: headers(), cache: "no-store" });
   if (response.status === 401) {
@@ -342,7 +342,7 @@ async function listen() {
     return "connecting";
   }
   if (!response.ok) return complaint(response);
-  const at = document.activeElement; // a form that was hidden may still have it
+  const at = document.activeElement; // may be in a form that is now hidden
   if (entered && (at === document.body || $("key").contains(at))) $("say").focus();
   entered = false;
   let last = null;

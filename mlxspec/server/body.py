@@ -1,0 +1,123 @@
+"""Parses request bodies: JSON into a pydantic model, every problem as an ApiError 400.
+
+Rule: an unsupported field that would change the answer is refused by name; any other unknown field
+is ignored and reported in the response header `x-mlxspec-ignored`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from starlette.requests import Request as HttpRequest
+
+from mlxspec.server.errors import ApiError, unfit
+from mlxspec.server.state import Model, ServerState, read_body
+from mlxspec.types import shown
+
+MAX_FIELDS = 1000  # at the top level of a body
+MAX_VALUES = 1_000_000  # in a body, by its commas: no context has more tokens than that
+MAX_ITEMS = 10_000  # messages, input items or tools
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+
+
+def _text_part(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
+TEXT_PART = BeforeValidator(_text_part)  # a string becomes a list of one text part
+Items = Annotated[list[Any], Field(max_length=MAX_ITEMS)]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+OBJECT = TypeAdapter(dict[str, Any])
+Refused = Mapping[str, Mapping[str, Any]]
+
+
+class Strict(BaseModel):
+    """A body, or an object in one, without type conversion; a field that is null counts as missing.
+    `refused` holds the unsupported fields by what to do instead, each with the value that is
+    accepted because it has no effect."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    refused: ClassVar[Refused] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: one for name, one in value.items() if one is not None}
+        return value
+
+
+Body = TypeVar("Body", bound=Strict)
+
+
+async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
+    """The request's body, the names of its unknown fields, and the model that it asks for. Raises
+    ApiError."""
+    front: ServerState = http.app.state.front
+    body, ignored = parse(kind, await read_body(http))
+    return body, ignored, await front.model(getattr(body, "model", None))
+
+
+def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
+    """The validated body, and the names of its unknown fields. Raises ApiError 400."""
+    if data.count(b",") > MAX_VALUES:
+        raise unfit("body", f"the body holds more than {MAX_VALUES} values; send fewer")
+    try:
+        raw = OBJECT.validate_json(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]["msg"]
+        message = f"the body is not a JSON object: {problem}"
+        raise ApiError(400, message, code="invalid_json") from error
+    if len(raw) > MAX_FIELDS:
+        raise unfit("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
+    for hint, fields in kind.refused.items():
+        for name in fields.keys() & raw.keys() - kind.model_fields.keys():
+            if raw[name] not in (None, fields[name]):
+                message = f"{name} = {shown(raw[name])} is not supported: {hint}"
+                raise unfit(name, message, "unsupported_parameter")
+    body = validate(kind, raw)
+    return body, _unknown(body)
+
+
+def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
+    """A validated object of a body; `at` is where it stands. Raises ApiError 400."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        for part in first["loc"]:
+            if isinstance(part, int):
+                at += f"[{part}]"
+            elif part.isidentifier() and part.islower():  # not pydantic's name of a type
+                at += f".{part}"
+        where = at.removeprefix(".")
+        if first["type"] == "missing":
+            raise unfit(where, f"{where} is missing; send it") from error
+        raise wrong(where, first["input"], first["msg"].removeprefix("Value error, ")) from error
+
+
+def wrong(where: str, value: Any, problem: str) -> ApiError:
+    return unfit(where, f"{where} = {shown(value)}: {problem}")
+
+
+def _unknown(body: Strict, prefix: str = "") -> list[str]:
+    names = [prefix + name for name in body.model_extra or ()]
+    for name, value in body:
+        if isinstance(value, Strict):
+            names += _unknown(value, f"{prefix}{name}.")
+    return names

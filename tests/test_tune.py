@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mlxspec import cli
 from mlxspec.bench import curves, tune
 from mlxspec.config import Config, ConfigError
-from mlxspec.kernels.proven import VERDICTS, Verdict
+from mlxspec.kernels.verify import KERNELS, Verdict
 from mlxspec.speculate import calibrate
 from mlxspec.speculate.controller import Costs
 from tests.model.test_layout import save
@@ -138,11 +138,13 @@ def test_depth_is_the_controllers() -> None:
 def test_the_kernels_are_shown_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    VERDICTS["small_qmm 8x8"] = Verdict("matrix", 1, 8, 0.0, {1: 0.99, 8: 2.25}, "plain: slower")
+    KERNELS.verdicts["small_qmm 8x8"] = Verdict(
+        "matrix", 1, 8, 0.0, {1: 0.99, 8: 2.25}, "plain: slower"
+    )
     try:
         tune._kernels(tune.Console(width=150), "")
     finally:
-        VERDICTS.clear()
+        KERNELS.reset()
     said = capsys.readouterr().out
     assert "1 to 8" in said and "1: 0.99  8: 2.25" in said and "matrix; plain: slower" in said
     depths = {name: {64: {0.5: (1, 1.2), 0.9: (4, 2.0)}} for name in ("copies", "the draft model")}

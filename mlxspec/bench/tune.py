@@ -19,8 +19,7 @@ from rich.table import Table
 from mlxspec.bench import curves
 from mlxspec.config import Config, ConfigError, url_of
 from mlxspec.engine.loader import start
-from mlxspec.kernels.proven import VERDICTS
-from mlxspec.kernels.verify import missing
+from mlxspec.kernels.verify import KERNELS, missing
 from mlxspec.model.hub import cache_of
 from mlxspec.resolve import choose
 from mlxspec.speculate.controller import Controller, Costs, Option
@@ -65,7 +64,7 @@ def tune(config: Config, out: Path | None) -> int:
     chosen = choose(replace(config, speculate="on", others=()))
     options = replace(chosen.options, again=True, disk_bytes=0)
     engine, info = start(chosen.found.path, chosen.found.name, options)
-    gains = {name: verdict.gains for name, verdict in VERDICTS.items() if verdict.gains}
+    gains = {name: verdict.gains for name, verdict in KERNELS.verdicts.items() if verdict.gains}
     console.print(
         f"{info.name}, {info.layout} layout: what was measured is kept in {cache_of(config)}"
     )
@@ -151,11 +150,11 @@ def _kernels(console: Console, why: str) -> None:
     table = Table(box=None, pad_edge=False, title="Kernels", title_justify="left")
     for column in ("kernel and shape", "used for rows", "times as fast, by rows", "why"):
         table.add_column(column, overflow="fold")
-    for name, found in VERDICTS.items():
+    for name, found in KERNELS.verdicts.items():
         rows = f"{found.least} to {found.most}" if found.way else "none"
         gains = "  ".join(f"{count}: {gain:.2f}" for count, gain in found.gains.items())
         table.add_row(name, rows, gains, "; ".join(filter(None, (found.way, found.why))))
-    console.print(table if VERDICTS else "no kernel of ours fits this model")
+    console.print(table if KERNELS.verdicts else "no kernel of ours fits this model")
 
 
 def _costs(found: Found) -> Table:

@@ -73,7 +73,7 @@ def examine(config: Config) -> dict[str, Any]:
         broken.append(f"macOS {mac} is older than {MACOS}, which MLX needs; update macOS")
     try:
         from mlxspec.engine import memory
-        from mlxspec.kernels.kept import machine as facts
+        from mlxspec.kernels.verify import machine as facts
         from mlxspec.kernels.verify import missing
         from mlxspec.model.hub import cache_of
     except ImportError as error:
@@ -166,9 +166,7 @@ def _other(port: int) -> str:
 def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The models by their files, and the kernels for them, besides those that are known of
     others."""
-    from mlxspec.kernels.kept import Shelf
-    from mlxspec.kernels.proven import Verdict
-    from mlxspec.kernels.verify import missing
+    from mlxspec.kernels.verify import Verdict, VerdictFile, missing
     from mlxspec.model.hub import DEFAULT, cache_of
     from mlxspec.resolve import PROOFS, models_of, on_disk
 
@@ -185,9 +183,7 @@ def _model(config: Config, broken: list[str]) -> tuple[dict[str, str], list[dict
                 names += _cases(path, kv_bits, config, broken)
         except UserError as error:
             broken.append(str(error))
-    shelf = Shelf(cache_of(config) / PROOFS)
-    with shelf.alone() as alone:  # it only looks, and a server that starts now waits
-        known = shelf.all(alone)
+    known = VerdictFile(cache_of(config) / PROOFS).load()
     rows = []
     for name in dict.fromkeys([*names, *known]):
         verdict = known.get(name) or Verdict(
@@ -204,8 +200,8 @@ def _cases(path: Path, kv_bits: int, config: Config, broken: list[str]) -> list[
     """The names of what kernels could do for the model at `path`, if its files are whole. Raises
     UserError."""
     from mlxspec.engine import memory
-    from mlxspec.model.cases import cases_of
     from mlxspec.model.layout import load
+    from mlxspec.model.quantized import cases_of
 
     room, need = config.memory_bytes or memory.total(), weight(path) + memory.headroom()
     if need > room:

@@ -16,7 +16,7 @@ from mlxspec.cache.offload import Tier
 from mlxspec.engine import structured
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut
-from mlxspec.kernels.stall import HangDetector
+from mlxspec.kernels.verify import HangDetector
 from mlxspec.model import meter
 from mlxspec.model.runner import Runner, Step
 from mlxspec.speculate import Drafter, NoDrafter

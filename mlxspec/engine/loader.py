@@ -27,13 +27,18 @@ from mlxspec.engine import memory, warmup
 from mlxspec.engine.budget import CEILING, PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.kernels.kept import Shelf
-from mlxspec.kernels.proven import Case
-from mlxspec.kernels.stall import HangDetector
-from mlxspec.kernels.verify import AT_START, TUNING, Prover, missing
+from mlxspec.kernels.verify import (
+    AT_START_S,
+    TUNING_S,
+    Case,
+    HangDetector,
+    VerdictFile,
+    missing,
+    verify,
+)
 from mlxspec.model import meter, recurrent
-from mlxspec.model.cases import cases_of
 from mlxspec.model.layout import Kept, LayoutChoice, context_of, fit, geometry, load, read, weights
+from mlxspec.model.quantized import cases_of
 from mlxspec.model.runner import Runner, owed
 from mlxspec.model.transfer import Transfer
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
@@ -92,7 +97,7 @@ def start(path: Path, name: str, options: Options) -> tuple[Engine, ModelInfo]:
     now = warmup.recall(file, options.again) or warmup.Known(_fit(path, model, options))
     found = now.fit
     small = fit_small(options.draft, *models[1], found) if options.draft else None
-    stalls = _prove(cases, options, room)  # before the pool is there: it takes memory too
+    stalls = _prove(cases, options)  # before the pool is there: it takes memory too
     needs = _needs([found.kept, *([small.fit.kept] if small else [])], context)
     sizes = _sizes(needs, context, options, room)
     meter.bound(memory.headroom() // 2)  # the other half is for what a step has in use
@@ -170,13 +175,14 @@ def _cases(models: Sequence[Module], options: Options) -> list[Case]:
     ]
 
 
-def _prove(cases: Sequence[Case], options: Options, room: int) -> HangDetector | None:
-    """Decide which kernels are used; trials may take `room` bytes. What is to watch the steps, if
-    any."""
-    began, shelf = time.perf_counter(), Shelf(options.proofs)
+def _prove(cases: Sequence[Case], options: Options) -> HangDetector | None:
+    """Decide which kernels run. Returns what watches the steps, if any runs."""
+    if options.proofs is None:
+        return None
+    began, file = time.perf_counter(), VerdictFile(options.proofs)
     with _bar("Trying kernels") as tell:
-        seconds = TUNING if options.again else AT_START
-        found = Prover(shelf, seconds, options.again, tell=tell, room=room).prove(cases)
+        seconds = TUNING_S if options.again else AT_START_S
+        found = verify(cases, file, seconds, options.again, tell)
     used = [name for name, verdict in found.items() if verdict.way]
     if found and not missing():
         took = time.perf_counter() - began
@@ -186,7 +192,7 @@ def _prove(cases: Sequence[Case], options: Options, room: int) -> HangDetector |
             len(found),
             took,
         )
-    return HangDetector(shelf.stalled) if used else None
+    return HangDetector() if used else None
 
 
 @contextmanager

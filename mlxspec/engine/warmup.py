@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlxspec import __version__, blas, config
 from mlxspec.cache.runfile import fingerprint
 from mlxspec.files import write_atomic
-from mlxspec.kernels.proven import VERDICTS
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.model.runner import Layout
 from mlxspec.speculate.controller import GRID, Costs
@@ -71,7 +71,7 @@ def _code() -> str:
 
 def kernels() -> list[list[str | int]]:
     """That are in use, and for which rows."""
-    return sorted([name, v.way, v.least, v.most] for name, v in VERDICTS.items() if v.way)
+    return sorted([name, v.way, v.least, v.most] for name, v in KERNELS.verdicts.items() if v.way)
 
 
 def recall(file: Path | None, again: bool = False) -> Known | None:

@@ -98,7 +98,7 @@ def _leave(status: int) -> NoReturn:
     crashed."""
     logging.shutdown()
     if (prove := sys.modules.get("mlxspec.kernels.verify")) is not None:
-        prove.TRIAL.give_up()
+        prove.KERNELS.abandon_trial()
     os._exit(status)
 
 
@@ -108,7 +108,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     blas.load()
     from mlxspec.engine.pressure import MemoryMonitor
     from mlxspec.engine.worker import Worker
-    from mlxspec.kernels.proven import VERDICTS
+    from mlxspec.kernels.verify import KERNELS
     from mlxspec.resolve import choose_all, fleet_of
 
     chosen, *others = choose_all(config)
@@ -142,7 +142,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> tuple[ASGIApp
     if not asleep:
         log.info("prefill budget: %d rows beside running answers", info.prefill_budget)
     paths = {one.found.name: one.found.path for one in others}
-    app = create_app(worker, chosen.tokenizer, found.path, config, paths, VERDICTS)
+    app = create_app(worker, chosen.tokenizer, found.path, config, paths, KERNELS.verdicts)
     app.state.front.note = note
     return app, worker
 

@@ -73,7 +73,7 @@ class Model:
 @dataclass(slots=True)
 class ServerState:
     """One server's state. `paths` are the directories of the models by name, `verdicts` those of
-    `mlxspec.kernels.proven` by kernel and shape."""
+    `mlxspec.kernels.verify` by kernel and shape."""
 
     engine: Engine
     config: Config

@@ -20,8 +20,7 @@ import mlxspec.commands.doctor
 from mlxspec import cli
 from mlxspec.commands.doctor import show
 from mlxspec.kernels import verify
-from mlxspec.kernels.kept import CRASHED, Shelf
-from mlxspec.kernels.proven import Verdict
+from mlxspec.kernels.verify import CRASHED, Verdict, VerdictFile
 from mlxspec.resolve import PROOFS
 from mlxspec.service.status import Status
 from tests import tiny
@@ -103,10 +102,10 @@ def test_no_weight_is_read(model: Path) -> None:
 def test_what_was_proven_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with Metal."""
     monkeypatch.setattr(verify, "missing", lambda: "")
-    shelf = Shelf(tmp_path / "cache" / PROOFS)
-    shelf.save(NAMES[0], Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower"))
-    shelf.mark(NAMES[1])
-    shelf.save("sample 9", Verdict(why="plain: off by 3"))
+    file = VerdictFile(tmp_path / "cache" / PROOFS)
+    file.save({NAMES[0]: Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower")})
+    file.path("trying").write_text(NAMES[1])
+    file.save({"sample 9": Verdict(why="plain: off by 3")})
     words = (str(model), "--cache-dir", str(tmp_path / "cache"))
     code, found = report(*words)
     rows = {row["name"]: row for row in found["kernels"]}
@@ -137,9 +136,9 @@ def test_the_draft_model_and_the_others_are_models_too(
     other."""
     small = save_tokenizer(tmp_path / "small")
     save(small)
-    shelf = Shelf(tmp_path / "cache" / PROOFS)
+    file = VerdictFile(tmp_path / "cache" / PROOFS)
     drafts = f"paged_attention float32 4/2x16 block 32 {CONTEXTS[0]}"
-    shelf.save(drafts, Verdict("lanes", 1, 8))
+    file.save({drafts: Verdict("lanes", 1, 8)})
     words = (str(model), "--cache-dir", str(tmp_path / "cache"))
     monkeypatch.setenv("MLXSPEC_KV_BITS", "8")
     rows = {row["name"]: row["model"] for row in report(*words)[1]["kernels"]}
@@ -158,9 +157,9 @@ def test_the_draft_model_and_the_others_are_models_too(
 
 
 def test_no_word_is_cut_on_a_narrow_terminal(model: Path, tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "cache" / PROOFS)
-    shelf.save(NAMES[0], Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower"))
-    shelf.mark(NAMES[1])
+    file = VerdictFile(tmp_path / "cache" / PROOFS)
+    file.save({NAMES[0]: Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}, "plain: slower")})
+    file.path("trying").write_text(NAMES[1])
     found = report(str(model), "--cache-dir", str(tmp_path / "cache"))[1]
     tables = set()
     for columns in range(30, 161):

@@ -149,6 +149,6 @@ def _model(served: Served) -> Json:
 
 
 def _verdict(name: str, verdict: Any) -> Json:
-    """A `mlxspec.kernels.proven.Verdict`, or whatever has its fields."""
+    """A `mlxspec.kernels.verify.Verdict`, or whatever has its fields."""
     told = {each: getattr(verdict, each) for each in ("way", "least", "most", "error", "why")}
     return {"name": name, **told, "gains": sorted(verdict.gains.items())}

@@ -247,8 +247,8 @@ def gather_small_qmm_case(
 def _sorted_by_expert(
     run: Callable[..., mx.array], x: mx.array, experts: mx.array, *weights: mx.array
 ) -> mx.array:
-    """`run` with the tokens, rows, pairs and weights of x [tokens, 1 or top, K] and experts [tokens, top];
-    many pairs are sorted by expert, as mlx-lm does."""
+    """`run` with the rows and pairs of x [tokens, 1 or top, K] and experts [tokens, top]; many
+    pairs are sorted by expert, as mlx-lm does."""
     rows, pairs = x.reshape(-1, x.shape[-1]), experts.flatten()
     if pairs.size < SORTED:
         return run(len(x), rows, pairs, *weights)

@@ -44,8 +44,8 @@ FIRST_HANG_S = 60.0  # before MIN_STEPS steps are known; the first of a row coun
 MIN_STEPS, MAX_STEPS = 16, 64
 AT_START_S, TUNING_S = 20.0, 600.0  # for all cases
 SHARE = 0.2  # of this time, for one case
-LATE = "there was no time left to try it; the next start goes on"
-BUSY = "another process is verifying kernels; the next start reads its results"
+UNTRIED = "no time was left, or another process tries kernels; the next start goes on"
+OUT_OF_MEMORY = ("malloc", "Insufficient Memory")  # in what MLX and Metal raise
 CRASHED = "its trial ended the process or still runs; `mlxspec tune` tries it again"
 
 Call = Callable[..., mx.array]
@@ -207,14 +207,9 @@ def verify(
         hung = {name: verdict for name, verdict in KERNELS.verdicts.items() if verdict.parked}
         known = {} if again else file.load() | hung
         found = {name: known[name] for name in todo if name in known}
-        unknown = [todo[name] for name in todo if name not in known]
-        try:
-            found |= _try_all(unknown, file, seconds, tell) if unknown else {}
-        except OSError as error:  # a kernel is only tried with a crash marker
-            log.warning("%s: %s; no kernel is tried", file.folder, error.strerror)
-            found |= {
-                case.name: Verdict(why=f"{file.folder}: {error.strerror}") for case in unknown
-            }
+        unknown = [case for name, case in todo.items() if name not in known]
+        if unknown:
+            found |= _try_all(unknown, file, seconds, tell)
     KERNELS.verdicts.update(found)
     return found
 
@@ -222,28 +217,37 @@ def verify(
 def _try_all(
     cases: list[Case], file: VerdictFile, seconds: float, tell: Callable[[int, int], None]
 ) -> dict[str, Verdict]:
-    """Raises OSError where nothing can be written."""
-    found: dict[str, Verdict] = {}
-    marker = file.path("trying")
+    found = {case.name: Verdict(why=UNTRIED) for case in cases}
     end = perf_counter() + seconds
-    with lock(file.folder / "lock", wait=False) as held:
-        if held:
+    try:
+        with lock(file.folder / "lock", wait=False) as held:
+            if not held:
+                return found
             file.save({})  # with the crash that an old marker tells of
-        for done, case in enumerate(cases, 1):
-            until = perf_counter() + seconds * SHARE
-            found[case.name] = Verdict(why=LATE if held else BUSY)
-            if held and until <= end:
-                write_atomic(marker, case.name.encode(), durable=True)
-                KERNELS.marker, KERNELS.deadline = marker, until + 2 * CALL_LIMIT_S
-                try:
-                    found[case.name] = judge(case, until)
-                    file.save({case.name: found[case.name]})
-                finally:
-                    KERNELS.marker = None
-                    marker.unlink(missing_ok=True)
-                mx.clear_cache()
-            tell(done, len(cases))
+            for done, case in enumerate(cases, 1):
+                until = perf_counter() + seconds * SHARE
+                if until <= end:
+                    found[case.name] = _try(case, file, until)
+                tell(done, len(cases))
+    except OSError as error:
+        log.warning("%s: %s; no kernel is tried without a crash marker", file.folder, error)
     return found
+
+
+def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
+    """Judge a case while the marker is on the disk. Raises OSError if it cannot be written."""
+    marker = file.path("trying")
+    write_atomic(marker, case.name.encode(), durable=True)
+    KERNELS.marker, KERNELS.deadline = marker, until + 2 * CALL_LIMIT_S
+    try:
+        verdict = judge(case, until)
+        if not any(word in verdict.why for word in OUT_OF_MEMORY):  # may fit at the next start
+            file.save({case.name: verdict})
+        return verdict
+    finally:
+        KERNELS.marker = None
+        marker.unlink(missing_ok=True)
+        mx.clear_cache()
 
 
 def judge(case: Case, until: float = math.inf) -> Verdict:

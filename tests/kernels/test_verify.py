@@ -13,12 +13,12 @@ import pytest
 from mlxspec.files import lock
 from mlxspec.kernels import verify as module
 from mlxspec.kernels.verify import (
-    BUSY,
     CRASHED,
     FIRST_HANG_S,
     HANG_S,
     KERNELS,
     MIN_STEPS,
+    UNTRIED,
     Case,
     HangDetector,
     Rejected,
@@ -265,7 +265,7 @@ def test_a_process_that_exits_on_purpose_abandons_its_trial(tmp_path: Path, cloc
 def test_only_one_process_tries_kernels(tmp_path: Path, clock: Time) -> None:
     made = case(clock, plain=(5e-4, same))
     with lock(tmp_path / "lock"):
-        assert start(tmp_path, made)[made.name].why == BUSY and clock.calls == 0
+        assert start(tmp_path, made)[made.name].why == UNTRIED and clock.calls == 0
     assert start(tmp_path, made)[made.name].way == "plain"
 
 
@@ -280,6 +280,14 @@ def test_a_case_that_fails_itself_is_a_verdict(tmp_path: Path, clock: Time) -> N
     broken = Case("broken", "1", (1,), whole.inputs, refuse, refuse, whole.variants, 1.0)
     found = start(tmp_path, broken, whole)
     assert "cannot be tried" in found["broken 1"].why and found[whole.name].way == "plain"
+
+
+def test_a_lack_of_memory_is_not_kept(tmp_path: Path, clock: Time) -> None:
+    def short(y: mx.array) -> mx.array:
+        raise RuntimeError("[metal::malloc] Attempting to allocate 600 MB, which is too much now")
+
+    assert not start(tmp_path, case(clock, plain=(5e-4, short)))["fake 8x8"].way
+    assert start(tmp_path, case(clock, plain=(5e-4, same)))["fake 8x8"].way == "plain"
 
 
 def test_seconds_are_bounded(tmp_path: Path, clock: Time) -> None:

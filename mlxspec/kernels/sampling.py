@@ -123,7 +123,7 @@ def _masks(masks: Sequence[bytes], vocab: int) -> mx.array:
     short."""
     lengths = {len(mask) for mask in masks if mask}
     if not lengths:
-        return mx.zeros((1, SMALLEST), mx.uint8)  # not read
+        return mx.array(np.zeros((1, SMALLEST), np.uint8))  # not read
     if len(lengths) > 1 or 8 * min(lengths) < vocab:
         raise UnsupportedModel(f"masks need equal lengths and a bit for each of {vocab} tokens")
     rows = [mask.ljust(SMALLEST, b"\0") for mask in masks if mask]

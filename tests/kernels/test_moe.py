@@ -156,7 +156,7 @@ def test_a_pair_that_overflows_leaves_its_neighbours() -> None:
     assert mx.isnan(got[1]).all() and all(mx.array_equal(got[i], want[i]) for i in (0, 2, 3))
 
 
-@pytest.mark.parametrize("n", [1, 8, 33])
+@pytest.mark.parametrize("n", [3, 8, 33])
 def test_columns(n: int) -> None:
     of = drawn(9)
     x, weights = some(9, 96, 32, 4, mx.bfloat16, n)

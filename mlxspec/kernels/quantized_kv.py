@@ -29,8 +29,8 @@ class Packing:
             if self.dim % group == 0:
                 return group
         raise UnsupportedModel(
-            f"kv_bits = {self.bits} needs K and V whose size is a multiple of {GROUPS[-1]}, this"
-            f" model's is {self.dim}; set kv_bits = 0"
+            f"kv_bits = {self.bits} takes {GROUPS[-1]} values at a time, and a head of K or V has"
+            f" {self.dim}; give 0"
         )
 
     @property

@@ -33,9 +33,8 @@ LEVEL = 0.97  # fewer rows join a winning range at this speedup, so that drafts 
 SEEDS = 3  # inputs compared for each count of rows
 WARMUPS, TURNS = 2, 5  # of a race; the first compiles, the best counts
 RACE_S = 0.008  # a measurement takes at least this long, or MAX_CALLS calls
-MIN_CALLS, MAX_CALLS = 4, 32
 ROTATED_BYTES = 192 << 20  # of inputs in a race: twice the largest cache of an M1 to M5
-MAX_SETS = 32  # of inputs in a race
+MIN_CALLS, MAX_CALLS, MAX_SETS = 4, 32, 32  # calls and inputs of a measurement
 ROUNDING = {mx.float16: 2**-11, mx.bfloat16: 2**-8}  # relative error of rounding once
 CALL_LIMIT_S = 10.0
 HANG_FACTOR = 10  # times the median of steps with as many rows, and at least HANG_S:
@@ -204,7 +203,7 @@ def verify(
     found = dict.fromkeys(todo, Verdict(why=missing()))
     if not missing():
         # What hung in this process stays off.
-        hung = {name: verdict for name, verdict in KERNELS.verdicts.items() if verdict.parked}
+        hung = {name: v for name, v in KERNELS.verdicts.items() if v.parked}
         known = {} if again else file.load() | hung
         found = {name: known[name] for name in todo if name in known}
         unknown = [case for name, case in todo.items() if name not in known]

@@ -24,7 +24,7 @@ from mlxspec.client import ClientError
 from mlxspec.commands import chat, models
 from mlxspec.config import ConfigError, load
 from mlxspec.engine.warmup import WarmupCache
-from mlxspec.kernels import kept
+from mlxspec.kernels.verify import VerdictFile
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.server import admin
 from mlxspec.server.anthropic import schema as anthropic_schema
@@ -641,9 +641,15 @@ def settings_of(file: Path) -> None:
     load({}, {"MLXSPEC_CONFIG": str(file)})
 
 
+def verdicts_of(file: Path) -> None:
+    found = VerdictFile(file.parent, {})
+    for suffix in ("json", "trying"):
+        found.path(suffix).write_bytes(file.read_bytes())
+    found.load()
+
+
 READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], list[str]]] = {
-    "verdicts": (kept._read, (), holes(VERDICT, '{"facts": {"a": 1}, "verdict": %s}')),
-    "trials": (kept._read, (), ['{"facts": {"a": 1}, "trying": 1, "tries": %s}']),
+    "verdicts": (verdicts_of, (), holes(VERDICT, '{"a 1": %s}')),
     "known": (WarmupCache.load, (), holes(KNOWN)),
     "fit": (WarmupCache.load, (), holes(FIT, json.dumps({**KNOWN, "layout": "@"}).replace('"@"', "%s"))),
     "costs": (WarmupCache.load, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),

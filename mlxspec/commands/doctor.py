@@ -83,8 +83,7 @@ def _installation(config: Config) -> Iterator[Check]:
     """What needs mlx: versions, memory, Metal, the cache, models and kernels."""
     library = blas.load()
     from mlxspec.engine import memory
-    from mlxspec.kernels.kept import machine
-    from mlxspec.kernels.verify import missing
+    from mlxspec.kernels.verify import machine, missing
     from mlxspec.model.hub import cache_of
 
     packages = " ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
@@ -141,13 +140,11 @@ def _models(config: Config) -> Iterator[Check]:
 def _kernels(config: Config, cache: Path) -> Iterator[Check]:
     """What is known of our kernels on this machine."""
     from mlxspec.engine.loader import KERNELS_DIR
-    from mlxspec.kernels.kept import Shelf
+    from mlxspec.kernels.verify import VerdictFile
 
     if config.kernels == "off":
         yield Check("kernels", "off by your settings")
-    shelf = Shelf(cache / KERNELS_DIR)
-    with shelf.alone() as alone:
-        known = shelf.all(alone)
+    known = VerdictFile(cache / KERNELS_DIR).load()
     if not known:
         yield Check("kernels", "not tested on this machine yet; serve does that on a Mac")
     for name, verdict in known.items():

@@ -26,12 +26,16 @@ from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use
 from mlxspec.files import format_size
-from mlxspec.kernels.kept import Shelf
-from mlxspec.kernels.proven import Case
-from mlxspec.kernels.stall import HangDetector
-from mlxspec.kernels.verify import AT_START, TUNING, Prover, missing
+from mlxspec.kernels.verify import (
+    AT_START_S,
+    TUNING_S,
+    Case,
+    HangDetector,
+    VerdictFile,
+    missing,
+    verify,
+)
 from mlxspec.model import meter, recurrent
-from mlxspec.model.cases import cases_of
 from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import (
     LayoutChoice,
@@ -42,6 +46,7 @@ from mlxspec.model.layout import (
     load_weights,
     weights,
 )
+from mlxspec.model.quantized import cases_of
 from mlxspec.model.runner import Runner, owed
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
@@ -80,7 +85,7 @@ def load_engine(
     cases = _cases(models, config)  # likewise
     plan_for = partial(make_plan, config, context, size, free=_free_bytes(config), share=share)
     plan_for([(0, (), 0)])  # the weights alone: with some models, geometry() reads weights
-    estimate = plan_for([geometry(models[0], config.kv_bits), *map(geometry, models[1:])])
+    plan_for([geometry(models[0], config.kv_bits), *map(geometry, models[1:])])
     for each in models:
         load_weights(each)
 
@@ -90,7 +95,7 @@ def load_engine(
     cache = cache or WarmupCache(layout=find_layout(models[0], config.layout, config.kv_bits))
     layout = cache.layout
     small = fit_small(draft, *loaded[1], layout) if draft else None
-    stalls = _prove(cases, config, remeasure, estimate.left)  # before the pools take memory
+    stalls = _verify_kernels(cases, config, remeasure)  # before the pools take memory
 
     # Plan again with what the layout really keeps, build the engine, warm up, calibrate.
     plan = plan_for([layout.cache_bytes, *([small.fit.cache_bytes] if small else [])])
@@ -150,19 +155,16 @@ def _free_bytes(config: Config) -> int:
     return max(0, free - owed())
 
 
-def _prove(
-    cases: Sequence[Case], config: Config, remeasure: bool, room: int
-) -> HangDetector | None:
-    """Decide which kernels are used, in `room` bytes. None if none is used."""
-    began, shelf = time.perf_counter(), Shelf(cache_of(config) / KERNELS_DIR)
-    seconds = TUNING if remeasure else AT_START
+def _verify_kernels(cases: Sequence[Case], config: Config, remeasure: bool) -> HangDetector | None:
+    """Decide which kernels are used. None if none is used."""
+    began, file = time.perf_counter(), VerdictFile(cache_of(config) / KERNELS_DIR)
     with progress("Trying kernels") as report:
-        found = Prover(shelf, seconds, remeasure, tell=report, room=room).prove(cases)
-    used = [name for name, verdict in found.items() if verdict.way]
-    if found and not missing():
+        verdicts = verify(cases, file, TUNING_S if remeasure else AT_START_S, remeasure, report)
+    used = [name for name, verdict in verdicts.items() if verdict.way]
+    if verdicts and not missing():
         took = time.perf_counter() - began
-        log.info("%d of %d kernels in use, checked in %.1f s", len(used), len(found), took)
-    return HangDetector(shelf.stalled) if used else None
+        log.info("%d of %d kernels in use, checked in %.1f s", len(used), len(verdicts), took)
+    return HangDetector() if used else None
 
 
 def _identity(path: Path, layout: LayoutChoice, plan: MemoryPlan, config: Config) -> str:

@@ -20,7 +20,7 @@ from mlxspec import __version__, blas
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.files import write_atomic
-from mlxspec.kernels.proven import VERDICTS
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.speculate.controller import GRID, Costs
@@ -85,5 +85,5 @@ def cache_file(model: Path, config: Config) -> Path:
 
 
 def kernels_in_use() -> Kernels:
-    used = [(name, v.way, v.least, v.most) for name, v in VERDICTS.items() if v.way]
+    used = [(name, v.way, v.least, v.most) for name, v in KERNELS.verdicts.items() if v.way]
     return sorted(used)

@@ -1,7 +1,10 @@
-"""What a step calls. Rule: the reference is the specification; a Metal kernel is used only where it
-has matched the reference and won a race on that machine."""
+"""What a step calls: attention over pages and sampling, by Metal kernels where they are proven.
 
-from mlxspec.kernels.attention import proven_attention as paged_attention
+Rule: the reference is the specification; a kernel runs only after it matched the reference and was
+faster than MLX's own operation on this machine.
+"""
+
+from mlxspec.kernels.attention import paged_attention
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.reference import Draws, Group
 from mlxspec.kernels.sampling import sample_accept

@@ -1,8 +1,8 @@
-"""What the kernels do, in plain MLX ops: attention over pages, few rows times weights, tokens out
-of logits.
+"""The kernels' specification in plain MLX ops: attention over pages, quantized products of few
+rows, sampling.
 
-Rule: this is what every faster kernel must equal. Pools lie head first, [kv_heads, slots, dim], so
-that a gathered block is contiguous within its head.
+Rule: every Metal kernel must equal its function here. Pools are [kv_heads, slots, dim], so that a
+gathered block is contiguous within its head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +14,19 @@ import numpy as np
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.types import NULL_BLOCK
 
-# Blocks [B, n], or the slots of a lone sequence whose blocks lie in a row; mask; what to keep of
-# those slots.
+# Blocks to gather [B, n], or a slice of slots of a lone sequence with consecutive blocks; the mask;
+# the part of these slots that is used.
 Selection = tuple[mx.array | slice, mx.array | str | None, slice]
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Sequences of one step that carry the same number of rows: rows `lo .. hi` are `[B, L]`,
-    B-major.
+    """Sequences of a step with the same number of rows: rows `lo .. hi` are [B, length], B-major.
 
-    `starts` [B] are the positions of their first rows, `tables` their block ids: those of the
-    layers that see everything under None, those of windows that have blocks of their own under the
-    window. A table covers at least `start + length` slots. Attention is causal: row i of sequence b
-    sees up to position starts[b] + i. Where the host does not know how far a draft got, `late`
-    int32 [B] is to be added to the starts; it is `spread` at most, and the tables cover so many
-    slots more.
+    `starts` [B]: positions of their first rows. `tables`: their block ids by window; None: layers
+    that see everything. A table covers at least `start + spread + length` slots. Row i of sequence
+    b sees up to position starts[b] + i. Where the host does not know yet how many drafted tokens
+    were accepted, `late` int32 [B], at most `spread`, is added to the starts.
     """
 
     lo: int
@@ -40,48 +37,52 @@ class Group:
     block_size: int
     late: mx.array | None = None
     spread: int = 0
-    _selections: dict[int, Selection] = field(default_factory=dict)
+    _selections: dict[int | None, Selection] = field(default_factory=dict)
 
     def select(self, window: int | None) -> Selection:
-        """Blocks to gather, mask over them, and the slots to keep, for a sliding window or None.
+        """What attention with this sliding window reads; made once per step, shared by layers.
 
-        Blocks that lie in a row need no gathering, which would copy all K/V at every step and
-        layer. A lone sequence is cut to the exact slots and needs no mask for one row; several are
-        padded with null blocks to the longest and masked. Made once per step and window, shared by
-        the layers."""
-        found = self._selections.get(window or 0)
-        if found is None:
-            found = self._selections[window or 0] = self._select(window)
-        return found
+        Consecutive blocks need no gathering, which would copy all K/V in every layer. A lone
+        sequence is cut to its exact slots; several are padded with null blocks and masked.
+        """
+        if window not in self._selections:
+            self._selections[window] = self._select(window)
+        return self._selections[window]
 
     def _select(self, window: int | None) -> Selection:
         size, rows = self.block_size, self.length
-        ends = [-(-(s + self.spread + rows) // size) for s in self.starts]  # in blocks, like firsts
-        firsts = (
-            [max(0, s - window + 1) // size for s in self.starts] if window else [0] * len(ends)
-        )
-        width = max(e - f for e, f in zip(ends, firsts, strict=True))
+        reach = window or max(self.starts) + 1
+        lows = [max(0, start - reach + 1) for start in self.starts]
+        firsts = [low // size for low in lows]
         tables = self.tables.get(window) or self.tables[None]
-        held = [t[first:end] for t, first, end in zip(tables, firsts, ends, strict=True)]
+        held = [
+            table[first : -(-(start + self.spread + rows) // size)]
+            for table, first, start in zip(tables, firsts, self.starts, strict=True)
+        ]
+        width = max(map(len, held))
+        head = held[0][0]
         blocks: mx.array | slice
-        if len(held) == 1 and held[0] == list(range(held[0][0], held[0][0] + width)):
-            blocks = slice(held[0][0] * size, (held[0][0] + width) * size)
+        if held == [list(range(head, head + width))]:
+            blocks = slice(head * size, (head + width) * size)
         else:
             blocks = mx.array([h + [NULL_BLOCK] * (width - len(h)) for h in held], mx.int32)
         keep = slice(0, width * size)
-        if len(ends) == 1 and self.late is None:
-            start, base = self.starts[0], firsts[0] * size
-            low = max(0, start - window + 1) - base if window else 0
-            keep = slice(low, start + rows - base)
+        if len(held) == 1 and self.late is None:
+            base, end = firsts[0] * size, self.starts[0] + rows
+            keep = slice(lows[0] - base, end - base)
             if rows == 1:
                 return blocks, None, keep
-            if not window or start + rows <= window:
+            if not window or end <= window:
                 return blocks, "causal", keep
-        at = mx.array(firsts)[:, None, None] * size + mx.arange(keep.start, keep.stop)  # [B, 1, S]
-        starts = mx.array(self.starts) if self.late is None else mx.array(self.starts) + self.late
-        row = starts[:, None, None] + mx.arange(rows)[:, None]  # [B, L, 1]
-        seen = (at <= row) & (at > row - window) if window else at <= row
-        return blocks, seen[:, None], keep
+        slots = mx.array(firsts)[:, None, None] * size + mx.arange(keep.start, keep.stop)
+        starts = mx.array(self.starts)
+        if self.late is not None:
+            starts = starts + self.late
+        positions = starts[:, None, None] + mx.arange(rows)[:, None]  # [B, rows, 1]
+        visible = slots <= positions
+        if window:
+            visible &= slots > positions - window
+        return blocks, visible[:, None], keep
 
 
 def gather(
@@ -91,20 +92,16 @@ def gather(
     keep: slice,
     packing: Packing | None = None,
 ) -> mx.array:
-    """Slots of `blocks` out of `pool` [H, slots, D], see Selection, cut to `keep`: dense [B, H, S,
-    D]. The rows of a packed pool are unpacked once they are gathered."""
+    """Slots `keep` of `blocks`, see Selection, of `pool` [H, slots, D]: dense [B, H, S, D], with
+    packed rows unpacked."""
     heads, _, dim = pool.shape
     if isinstance(blocks, slice):
         rows = pool[None, :, blocks.start + keep.start : blocks.start + keep.stop]
         return packing.unpack(rows) if packing else rows
     batch, n = blocks.shape
-    dense = pool.reshape(heads, -1, block_size, dim)[:, blocks].reshape(
-        heads, batch, n * block_size, dim
-    )
-    if keep != slice(0, n * block_size):
-        dense = dense[:, :, keep]
-    dense = packing.unpack(dense) if packing else dense
-    return dense.transpose(1, 0, 2, 3)
+    dense = pool.reshape(heads, -1, block_size, dim)[:, blocks]
+    dense = dense.reshape(heads, batch, n * block_size, dim)[:, :, keep]
+    return (packing.unpack(dense) if packing else dense).transpose(1, 0, 2, 3)
 
 
 def paged_attention(
@@ -119,40 +116,33 @@ def paged_attention(
 ) -> mx.array:
     """softmax(scale * q k^T) v over the groups' pages.
 
-    q [T, heads, D]; keys [kv_heads, slots, D] and values [kv_heads, slots, Dv] are pools, whose
-    rows are as `packings` says where it does; `sinks` [heads] are extra logits of the softmax with
-    no value. Returns [T, heads, Dv] in q's dtype."""
+    q [T, heads, D]; pools keys [kv_heads, slots, D] and values [kv_heads, slots, Dv], packed by
+    `packings`; `sinks` [heads]: extra logits of the softmax without a value. Returns [T, heads, Dv]
+    in q's dtype.
+    """
     heads, dim = q.shape[1:]
     out = []
-    for g in groups:
-        blocks, mask, keep = g.select(window)
+    for group in groups:
+        blocks, mask, keep = group.select(window)
         k, v = (
-            gather(pool, blocks, g.block_size, keep, packing)
+            gather(pool, blocks, group.block_size, keep, packing)
             for pool, packing in zip((keys, values), packings, strict=True)
         )
-        rows = q[g.lo : g.hi] if len(groups) > 1 else q
-        one = (
-            g.length == 1
-        )  # nothing to transpose, which each layer of each step would build and run
-        rows = (
-            rows[:, :, None]
-            if one
-            else rows.reshape(-1, g.length, heads, dim).transpose(0, 2, 1, 3)
-        )
+        rows = q[group.lo : group.hi] if len(groups) > 1 else q
+        rows = rows.reshape(-1, group.length, heads, dim).swapaxes(1, 2)
         o = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=mask, sinks=sinks)
-        o = o if one else o.transpose(0, 2, 1, 3)
-        out.append(o.reshape(g.hi - g.lo, heads, -1))
+        out.append(o.swapaxes(1, 2).reshape(group.hi - group.lo, heads, -1))
     return mx.concatenate(out) if len(out) > 1 else out[0]
 
 
 def small_qmm(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
 ) -> mx.array:
-    """x dequant(w)^T, weights, products and sums in fp32, rounded once.
+    """x dequantized(w)^T: weights, products and sums in fp32, rounded once.
 
-    x [M, K] float; w uint32 [N, K * bits / 32], scales and biases [N, K / group_size]: affine, as
-    mx.quantize makes them. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the
-    bit."""
+    x [M, K] float; w uint32 [N, K * bits / 32], scales and biases [N, K / group_size] as from
+    mx.quantize. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit.
+    """
     s, b = scales.astype(mx.float32), biases.astype(mx.float32)
     y = mx.quantized_matmul(x.astype(mx.float32), w, s, b, group_size=group_size, bits=bits)
     return y.astype(x.dtype)
@@ -167,28 +157,29 @@ def gather_small_qmm(
     group_size: int,
     bits: int,
 ) -> mx.array:
-    """small_qmm with weights w [E, N, ...] of experts: `experts` int [P] are those of P pairs of a
-    token and an expert, and x [R, K] has a row for each P / R of them in turn, where R divides P.
-    Returns [P, N] in x's dtype. A kernel's row is that of small_qmm, to the bit, whatever the other
-    pairs."""
+    """small_qmm with the weights w [E, N, ...] of experts.
+
+    `experts` int [P] of P (token, expert) pairs; x [R, K] has a row for P / R pairs in turn.
+    Returns [P, N] in x's dtype. A kernel's row must be that of small_qmm, to the bit.
+    """
     s, b = scales.astype(mx.float32), biases.astype(mx.float32)
     rows = mx.repeat(x.astype(mx.float32), experts.size // x.shape[0], axis=0)[:, None]
-    of = experts.astype(mx.uint32)
-    y = mx.gather_qmm(rows, w, s, b, rhs_indices=of, group_size=group_size, bits=bits)
+    indices = experts.astype(mx.uint32)
+    y = mx.gather_qmm(rows, w, s, b, rhs_indices=indices, group_size=group_size, bits=bits)
     return y[:, 0].astype(x.dtype)
 
 
 @dataclass(slots=True)
 class Draws:
-    """How each of R rows is drawn. A temperature is 0 (the best token) or at least COLDEST; the
-    noise is keyed by (seed, position), uint32 each."""
+    """How each of R rows is sampled. A temperature is 0 (greedy) or at least COLDEST; the noise is
+    keyed by (seed, position), uint32 each."""
 
     temperatures: list[float]
     seeds: list[int]
     positions: list[int]
-    masks: list[bytes]  # the tokens that may be drawn, a bit each; empty: all
+    masks: list[bytes]  # a bit for each allowed token; empty: all
     late: mx.array | None = None  # int32 [R], added to the positions
-    floors: mx.array | None = None  # float32 [R]: logits / T below it do not count
+    floors: mx.array | None = None  # float32 [R]: tokens with logits / T below it are excluded
 
 
 def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
@@ -203,18 +194,14 @@ def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
 
 
 def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:
-    """x [R, vocab] with nothing but what the rows' masks allow."""
-    chosen = [r for r, mask in enumerate(masks) if mask]
-    if not chosen:
+    """x [R, vocab] with -inf for the tokens that the rows' masks exclude."""
+    width = max(map(len, masks), default=0)
+    if not width:
         return x
-    packed = mx.array(np.frombuffer(b"".join(masks), np.uint8).reshape(len(chosen), -1))
-    bits = (packed[:, :, None] >> mx.arange(8, dtype=mx.uint8)) & 1
-    allowed = bits.reshape(len(chosen), -1)[:, : x.shape[-1]].astype(mx.bool_)
-    if len(chosen) == len(masks):
-        return mx.where(allowed, x, -mx.inf)
-    at = mx.array(chosen)
-    x[at] = mx.where(allowed, x[at], -mx.inf)
-    return x
+    packed = b"".join(mask or b"\xff" * width for mask in masks)
+    bits = mx.array(np.frombuffer(packed, np.uint8).reshape(len(masks), width, 1))
+    allowed = ((bits >> mx.arange(8, dtype=mx.uint8)) & 1).reshape(len(masks), -1)
+    return mx.where(allowed[:, : x.shape[-1]].astype(mx.bool_), x, -mx.inf)
 
 
 def sample_accept(
@@ -223,50 +210,36 @@ def sample_accept(
     inputs: mx.array | None = None,
     drafts: Sequence[tuple[int, int]] = (),
 ) -> tuple[mx.array, mx.array | None]:
-    """Tokens int32 [R] of float logits [R, vocab]: the lowest of the best, or Gumbel-max. Of a row
-    with a NaN it is some token of the vocabulary: MLX's argmax takes or leaves it, as the device
-    has it.
+    """Sampled tokens int32 [R] of float logits [R, vocab]; the lowest of equal ones. A row with a
+    NaN samples any token of the vocabulary.
 
-    With `drafts`, those of each entry in the rows' order as (its first index in `inputs` int32 [T],
-    its length), an entry has a row more than drafted tokens: also how many of these stand, int32
-    [entries]."""
+    `drafts`, one for each entry in the rows' order: the first index of its draft in `inputs` int32
+    [T], and its length. An entry has a row more than drafted tokens. Then also how many of these
+    are accepted, int32 [entries].
+    """
     x = allow(logits.astype(mx.float32), draws.masks)
-    tokens = mx.argmax(x, axis=-1).astype(mx.int32)
-    hot = [r for r, t in enumerate(draws.temperatures) if t > 0]
-    if len(hot) == len(draws.temperatures):
-        tokens = _draw(x, draws, hot, None)
-    elif hot:
-        at = mx.array(hot)
-        tokens[at] = _draw(x[at], draws, hot, at)
+    tokens = mx.argmax(x, axis=-1)
+    if any(draws.temperatures):
+        temperatures = mx.array(draws.temperatures)[:, None]
+        x = x / mx.where(temperatures > 0, temperatures, 1)
+        if draws.floors is not None:
+            x = mx.where(x < draws.floors[:, None], -mx.inf, x)
+        positions = mx.array(draws.positions, mx.uint32)
+        if draws.late is not None:
+            positions = positions + draws.late.astype(mx.uint32)
+        noise = gumbel(mx.array(draws.seeds, mx.uint32), positions, x.shape[-1])
+        tokens = mx.where(temperatures[:, 0] > 0, mx.argmax(x + noise, axis=-1), tokens)
+    tokens = tokens.astype(mx.int32)
     return tokens, accept(tokens, inputs, drafts) if inputs is not None and drafts else None
 
 
-def _draw(x: mx.array, draws: Draws, hot: Sequence[int], at: mx.array | None) -> mx.array:
-    """Gumbel-max over the rows `hot`, which are x [hot, vocab]; `at` are the same, where they are
-    not all."""
-    x = x / mx.array([draws.temperatures[r] for r in hot])[:, None]
-    late, floors = (a if a is None or at is None else a[at] for a in (draws.late, draws.floors))
-    if floors is not None:
-        x = mx.where(x < floors[:, None], -mx.inf, x)
-    seeds = mx.array([draws.seeds[r] for r in hot], mx.uint32)
-    positions = mx.array([draws.positions[r] for r in hot], mx.uint32)
-    if late is not None:
-        positions = positions + late.astype(mx.uint32)
-    return mx.argmax(x + gumbel(seeds, positions, x.shape[-1]), axis=-1).astype(mx.int32)
-
-
 def accept(tokens: mx.array, inputs: mx.array, drafts: Sequence[tuple[int, int]]) -> mx.array:
-    """The second result of sample_accept, out of its first: a drafted token stands while it equals
-    the sample of the row before it.
-
-    Exact by construction at any temperature: only samples are ever emitted."""
-    deepest = max(1, *(count for _, count in drafts))
-    row, where, held = 0, [], []
-    for at, count in drafts:
-        inside = [i < count for i in range(deepest)]
-        where.append([(row + i, at + i) if ok else (0, 0) for i, ok in enumerate(inside)])
-        held.append(inside)
-        row += 1 + count
-    pairs = mx.array(where)  # [S, deepest, 2]
-    same = (tokens[pairs[..., 0]] == inputs[pairs[..., 1]]) & mx.array(held)
+    """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
+    is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
+    first, counts = np.array(drafts)[:, :, None].swapaxes(0, 1)
+    rows = np.cumsum(1 + counts, axis=0) - 1 - counts
+    steps = np.arange(max(1, counts.max()))
+    drafted = steps < counts
+    at, row = (mx.array(np.where(drafted, steps + start, 0)) for start in (first, rows))
+    same = (tokens[row] == inputs[at]) & mx.array(drafted)
     return mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1)

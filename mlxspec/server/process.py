@@ -92,7 +92,7 @@ def _exit(status: int) -> NoReturn:
     """End the process without waiting for its threads."""
     logging.shutdown()
     if (verify := sys.modules.get("mlxspec.kernels.verify")) is not None:
-        verify.TRIAL.give_up()  # a kernel that is being tried has not crashed
+        verify.KERNELS.abandon_trial()  # a kernel that is being tried has not crashed
     os._exit(status)
 
 
@@ -101,8 +101,8 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starle
     blas.load()
     from mlxspec.engine.pressure import MemoryMonitor
     from mlxspec.engine.worker import Worker
-    from mlxspec.kernels.proven import VERDICTS
-    from mlxspec.resolve import resolve_models, make_manager
+    from mlxspec.kernels.verify import KERNELS
+    from mlxspec.resolve import make_manager, resolve_models
 
     chosen, *others = resolve_models(config)
     worker = Worker(
@@ -128,7 +128,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starle
         )
     _print(f"mlxspec serve {as_flags(derived)}")
     paths = {other.name: other.path for other in others}
-    app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, VERDICTS)
+    app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, KERNELS.verdicts)
     app.state.front.note = note
     return app, worker
 

@@ -110,7 +110,7 @@ class Index:
         """What most occurrences go on with, token by token; each token keeps those that agree.
         `own`: the copy continues this very text, so it may run into itself, as a repetition
         does."""
-        t, alive = self.tokens, list(ends)
+        alive = list(ends)
         tokens: list[int] = []
         shares: list[float] = []
         while len(tokens) < most:

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from mlxspec import cli
 from mlxspec.engine.loader import KERNELS_DIR
-from mlxspec.kernels.kept import Shelf
-from mlxspec.kernels.proven import Verdict
+from mlxspec.kernels.verify import Verdict, VerdictFile
 from mlxspec.service.status import Status
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer
@@ -69,9 +68,9 @@ def test_no_weights_are_read(model: Path) -> None:
 
 
 def test_kernels(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf(tmp_path / "cache" / KERNELS_DIR)
-    shelf.save("qmm 8", Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5}))
-    shelf.save("sample 9", Verdict(why="plain: off by 3"))
+    file = VerdictFile(tmp_path / "cache" / KERNELS_DIR)
+    file.save({"qmm 8": Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5})})
+    file.save({"sample 9": Verdict(why="plain: off by 3")})
     words = (str(model), "--cache-dir", str(tmp_path / "cache"))
     code, texts, _ = report(*words)
     assert code == 0

@@ -15,7 +15,7 @@ from mlxspec.config import Config
 from mlxspec.engine import loader, memory
 from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
-from mlxspec.kernels.proven import VERDICTS, Case, Verdict
+from mlxspec.kernels.verify import KERNELS, Case, Verdict
 from mlxspec.model import layout as loading
 from mlxspec.model.layout import find_layout, geometry, load, load_weights
 from mlxspec.model.pages import Pages
@@ -243,7 +243,9 @@ def test_the_next_start_uses_the_warmup_cache(
     assert replace(second.drafter.costs, factors={}) == replace(first.drafter.costs, factors={})
     load_engine(path, "tiny", replace(options, speculate="off"))  # forgets nothing
     with monkeypatch.context() as other:
-        other.setitem(VERDICTS, "a 1", Verdict("plain", 1, 2))  # another kernel, other costs
+        other.setitem(
+            KERNELS.verdicts, "a 1", Verdict("plain", 1, 2)
+        )  # another kernel, other costs
         with pytest.raises(TypeError):
             load_engine(path, "tiny", options)
     load_engine(path, "tiny", options)
@@ -391,12 +393,12 @@ def test_verified_kernels_are_watched(
     )
     options = settings(block_size=16, speculate="off")
     e, _ = load_engine(path, "tiny", options)
-    assert e.stalls is None and not runs and VERDICTS["fake 1"].why == "no Metal here"
+    assert e.stalls is None and not runs and KERNELS.verdicts["fake 1"].why == "no Metal here"
     for module in (verify, loader):
         monkeypatch.setattr(module, "missing", lambda: "")
     try:
         e, _ = load_engine(path, "tiny", options)
-        assert e.stalls is not None and VERDICTS["fake 1"].takes(4) and runs
+        assert e.stalls is not None and KERNELS.variant("fake 1", 4) and runs
         assert "1 of 1 kernels in use" in caplog.text
         count = len(runs)
         load_engine(path, "tiny", options)
@@ -407,13 +409,13 @@ def test_verified_kernels_are_watched(
         held = sum(p.stat().st_size for p in path.glob("*.safetensors"))
         free = memory.headroom() + held + (4 << 20)
         monkeypatch.setattr(memory, "available", lambda: free)
-        VERDICTS.clear()
+        KERNELS.reset()
         less = replace(options, kv_blocks=9, cache_dir=str(path / "others"))
         load_engine(path, "tiny", less)
-        assert len(runs) == count and "are free" in VERDICTS["fake 1"].why
+        assert len(runs) == count and "are free" in KERNELS.verdicts["fake 1"].why
         off, _ = load_engine(path, "tiny", replace(options, kernels="off"))
         assert off.stalls is None and watched == [False, *[True] * 3, False, False], (
             "the warm-up too"
         )
     finally:
-        VERDICTS.clear()
+        KERNELS.reset()

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.usefixtures("device")
 both = pytest.mark.parametrize("matrix", [False, True], ids=["plain", "matrix"])
 
 
+def kernel(*args: object, matrix: bool = True) -> mx.array:
+    return attention.paged_attention(*args, variant="matrix" if matrix else "plain")
+
+
 @dataclass(frozen=True)
 class Step:
     """Groups of sequences (their rows, their starts) over scattered blocks. What no row may see is
@@ -101,7 +105,7 @@ class Step:
 
 def simulated(args: tuple, matrix: bool = True, order: int = 0) -> mx.array:
     with metalsim.patch(order=order):
-        return attention.paged_attention(*args, matrix=matrix)
+        return kernel(*args, matrix=matrix)
 
 
 @contextmanager
@@ -304,14 +308,14 @@ def test_starts_that_only_the_device_knows(window: int | None, matrix: bool) -> 
     step = Step(((3, (126, 40)), (5, (254,))), window=window)
     q, k, v, groups, *rest = step.make()
     with reports() as known:
-        want = attention.paged_attention(q, k, v, groups, *rest, matrix=matrix)
+        want = kernel(q, k, v, groups, *rest, matrix=matrix)
     for behind in ((2, 0), (0, 2), (3, 3)):
         a = replace(
             groups[0], starts=[126 - behind[0], 40 - behind[1]], spread=3, late=mx.array(behind)
         )
         b = replace(groups[1], starts=[250], spread=4, late=mx.array([4]))
         with reports() as late:
-            got = attention.paged_attention(q, k, v, [a, b], *rest, matrix=matrix)
+            got = kernel(q, k, v, [a, b], *rest, matrix=matrix)
         assert mx.array_equal(got, want)
         for name, one, other in (
             ("keys", known[0], late[0]),
@@ -333,7 +337,7 @@ def test_k_and_v_are_read_once_for_all_rows_and_heads(
     """Each byte that a row sees by one lane of the whole grid, no other byte: GQA 8, 5 rows."""
     step = Step(((1, (17,)), (5, (125, 260))), dtype, 16, 2, (dim, dim), window, False, bits)
     with reports() as found:
-        attention.paged_attention(*step.make(), matrix=matrix)
+        kernel(*step.make(), matrix=matrix)
     traffic = found[0].traffic
     assert len(found) == 2
     for name, needed in zip(("keys", "values"), step.needed(), strict=True):
@@ -345,7 +349,7 @@ def test_rows_that_fill_more_than_a_threadgroup_share_what_they_can() -> None:
     """128 rows and heads of 256 values are two threadgroups' work: each of them reads K and V."""
     step = Step(((16, (100,)),), mx.bfloat16, 8, 1, (256, 256))
     with reports() as found:
-        attention.paged_attention(*step.make())
+        kernel(*step.make())
     read = found[0].traffic["keys"].read / step.needed()[0]
     assert 1.9 < read <= 2
 
@@ -364,7 +368,7 @@ def test_a_part_costs_its_sums_once_and_its_rows_of_q_once(
     start = 300
     step = Step(((rows, (start,)),), dtype, 8, 1, (dim, dim))
     with reports() as found:
-        attention.paged_attention(*step.make())
+        kernel(*step.make())
     parts, pairs = attention._part(start, 0) + 1, rows * 8
     assert parts == 3 and found[0].traffic["sums"].size == parts * pairs * dim * 4
     for name, each in (("sums", dim * 4), ("stats", 8)):
@@ -398,7 +402,7 @@ def test_a_window_has_parts_of_one_length() -> None:
 def test_nothing_is_read_of_a_sum_that_nobody_wrote() -> None:
     step = Step(((1, (3,)), (5, (400,))), window=None)
     with reports() as found:
-        attention.paged_attention(*step.make())
+        kernel(*step.make())
     written, read = found[0].traffic["sums"], found[1].traffic["sums"]
     assert found[0].kinds == {"output-not-written"}, "the short sequence has no sums of later parts"
     assert read.read_unique == written.written == written.written_unique

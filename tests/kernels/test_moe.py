@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlxspec.kernels import matmul, reference
-from mlxspec.kernels.verify import ROUNDED, differ
-from mlxspec.types import UserError
+from mlxspec.kernels.verify import ROUNDING, relative_error
+from mlxspec.types import UnsupportedModel
 from tests import metalsim
 from tests.kernels import on_simulator
 
@@ -79,7 +79,7 @@ def test_each_row_is_that_of_small_qmm(
     y = simulated(x, weights, of, group, bits)
     assert y.dtype == dtype and mx.array_equal(y, alone(x, weights, of, group, bits))
     want = reference.gather_small_qmm(x.astype(mx.float32), *weights, of, group, bits)
-    off = mx.abs(y.astype(mx.float32) - want) - ROUNDED.get(dtype, 0) * mx.abs(want)
+    off = mx.abs(y.astype(mx.float32) - want) - ROUNDING.get(dtype, 0) * mx.abs(want)
     assert off.max() <= matmul.TOLERANCE * mx.abs(want).max()
 
 
@@ -156,7 +156,7 @@ def test_a_pair_that_overflows_leaves_its_neighbours() -> None:
     assert mx.isnan(got[1]).all() and all(mx.array_equal(got[i], want[i]) for i in (0, 2, 3))
 
 
-@pytest.mark.parametrize("n", [1, 8, 33])
+@pytest.mark.parametrize("n", [3, 8, 33])
 def test_columns(n: int) -> None:
     of = drawn(9)
     x, weights = some(9, 96, 32, 4, mx.bfloat16, n)
@@ -165,15 +165,11 @@ def test_columns(n: int) -> None:
 
 def test_what_it_does_not_do_is_refused() -> None:
     x, weights = some(129, 64, 64, 4, mx.float16)
-    for rows, pairs, bits, why in [
-        (129, 129, 4, "takes 1 to 128 rows"),
-        (4, 4, 2, "bits = 2"),
-        (3, 8, 4, "pairs that the rows of x divide; here are 78, 8 and 3"),
-    ]:
-        with pytest.raises(UserError, match=why):
+    for rows, pairs, bits in [(129, 129, 4), (4, 4, 2)]:
+        with pytest.raises(UnsupportedModel):
             simulated(x[:rows], weights, drawn(pairs), 64, bits)
     few = [a[:2, :3] for a in weights]
-    with pytest.raises(UserError, match="8 scales or more"):
+    with pytest.raises(UnsupportedModel):
         simulated(x[:2], (few[0], few[1], few[2]), experts(0, 1), 64, 4)
 
 
@@ -199,8 +195,8 @@ def test_a_case(rows: int, apart: bool) -> None:
     pairs = [dense[e] @ x[i] for i, e in enumerate(of_all(given[1]))]
     assert mx.allclose(want, mx.stack(pairs), 1e-4, 1e-4) and mx.abs(want).max() > 0.1
     with metalsim.patch(checked=False):
-        differ(case.ways["plain"](*given), want, case.tolerance, mx.bfloat16)
-    differ(
+        relative_error(case.variants["plain"](*given), want, case.tolerance, mx.bfloat16)
+    relative_error(
         case.stock(*given), want.astype(mx.bfloat16), 0.05, mx.bfloat16
     )  # a CPU's own sums in bfloat16
 
@@ -233,7 +229,7 @@ def test_what_a_proof_launches_is_what_a_layer_launches(
 
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda *a: launch)
     for count in case.rows:
-        case.ways["plain"](*case.inputs(count, 0))
+        case.variants["plain"](*case.inputs(count, 0))
     seats = {n: next(m for m in (1, 2, 4, 8, 16) if m >= n) for n in case.rows}
     shared = [1 if top == 8 or n * top >= matmul.SORTED else top for n in case.rows]
     assert launched == [

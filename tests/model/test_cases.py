@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxspec.model import quantized
-from mlxspec.model.cases import cases_of
+from mlxspec.model.quantized import cases_of
 from mlxspec.model.runner import Runner
 from tests import tiny
 

@@ -11,8 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from mlxspec.kernels import matmul
-from mlxspec.kernels.proven import VERDICTS, Case, Verdict
-from mlxspec.kernels.stall import ROUNDS, HangDetector
+from mlxspec.kernels.verify import KERNELS, MIN_STEPS, Case, HangDetector, Verdict
 from mlxspec.model import quantized
 from tests import metalsim, tiny
 from tests.liar import NoisyOracle
@@ -23,11 +22,9 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=4)  # 16 rows are 64 pairs: ml
 
 @pytest.fixture(autouse=True)
 def verdicts() -> Iterator[None]:
-    before = dict(VERDICTS)
-    VERDICTS.clear()
+    KERNELS.reset()
     yield
-    VERDICTS.clear()
-    VERDICTS.update(before)
+    KERNELS.reset()
 
 
 def quantized_model(kind: str, bits: int = 4, **change: Any) -> nn.Module:
@@ -41,7 +38,7 @@ def force(m: nn.Module, way: str = "plain") -> None:
     """Each kernel for all the rows that it can take."""
     for case in quantized.cases(m):
         experts = case.kernel == "gather_small_qmm"
-        VERDICTS[case.name] = Verdict("plain" if experts else way, 1, matmul.ROWS)
+        KERNELS.verdicts[case.name] = Verdict("plain" if experts else way, 1, matmul.ROWS)
 
 
 def layer(
@@ -56,7 +53,7 @@ def layer(
 def installed(x: Any) -> tuple[Any, Case]:
     quantized.install(x)
     (case,) = quantized.cases(x)
-    VERDICTS[case.name] = Verdict("plain", 2, 6)
+    KERNELS.verdicts[case.name] = Verdict("plain", 2, 6)
     return x, case
 
 
@@ -79,7 +76,7 @@ def launched(run: Any) -> tuple[mx.array, bool]:
 def test_a_layer_uses_what_its_verdict_takes(bias: bool, way: str) -> None:
     own, (ours, case) = layer(bias=bias), installed(layer(bias=bias))
     own.bias = ours.bias = mx.arange(24).astype(mx.float16) if bias else None
-    VERDICTS[case.name].way = way
+    KERNELS.verdicts[case.name].way = way
     for shape in [(2, 1), (1, 2), (2, 3), (6,), (1,), (7, 1), ()]:
         x = mx.random.normal((*shape, 96)).astype(mx.float16)
         y, used = launched(lambda x=x: ours(x))
@@ -93,7 +90,7 @@ def test_a_parked_kernel_is_not_asked_again() -> None:
     ours, case = installed(layer())
     x = mx.random.normal((3, 96)).astype(mx.float16)
     assert launched(lambda: ours(x))[1]
-    VERDICTS[case.name].way = ""
+    KERNELS.verdicts[case.name].way = ""
     y, used = launched(lambda: ours(x))
     assert not used and mx.array_equal(y, layer()(x))
 
@@ -183,9 +180,9 @@ def test_what_is_compiled_leaves_a_kernel_that_is_parked(monkeypatch: pytest.Mon
     monkeypatch.setattr(matmul, "small_qmm", kernel)
     f, x = mx.compile(lambda x: ours(x)), mx.random.normal((3, 96)).astype(mx.float16)
     assert not f(x).any() and not f(x).any() and used == [3]
-    stalls = HangDetector(lambda name, was, parked: False)
+    stalls = HangDetector()
     try:
-        for seconds in (*[0.02] * ROUNDS, 105.0):
+        for seconds in (*[0.02] * MIN_STEPS, 105.0):
             stalls.took(3, seconds, seconds)
         assert mx.array_equal(f(x), layer()(x)) and used == [3]
     finally:
@@ -225,7 +222,6 @@ def test_cases_of_a_model() -> None:
         found = quantized.cases(m)
         assert len(found) == 6 and {c.kernel: {x.shape.split()[0] for x in found if x.kernel == c.kernel}
                                     for c in found} == want  # fmt: skip
-        assert quantized.left_out(m) == {}
         tiny.engine(m)
     m = quantized_model("llama", tie_word_embeddings=False)
     assert sum(case.shape.startswith("320x64") for case in quantized.cases(m)) == 1
@@ -236,7 +232,7 @@ def test_cases_of_a_model() -> None:
     )
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_unsupported_layers_keep_mlxs_own_operation() -> None:
     """Each layer by its own bits."""
     m = tiny.model("llama")
     how = {"q_proj": {"bits": 8}, "k_proj": {"bits": 6}, "v_proj": {"mode": "mxfp4"}}
@@ -249,13 +245,9 @@ def test_what_is_left_out_is_said() -> None:
     nn.quantize(m, class_predicate=choose)
     m.layers[0].mlp.up_proj.__class__ = type("Other", (nn.QuantizedLinear,), {})
     quantized.install(m)
-    assert quantized.left_out(m) == {
-        "6 bits in groups of 32": 2,
-        "quantized as mxfp4": 2,
-        "not quantized": 2,
-        "a Other, not MLX's own class": 1,
-    }
-    assert {type(x.self_attn.q_proj) for x in m.layers} == {quantized.FewLinear}
+    assert {type(x.self_attn.q_proj) for x in m.layers} == {quantized.KernelLinear}
+    assert type(m.layers[1].self_attn.v_proj) is nn.QuantizedLinear, "mxfp4"
+    assert type(m.layers[0].mlp.up_proj).__name__ == "Other"
     assert type(m.layers[0].self_attn.k_proj) is nn.QuantizedLinear
     assert any("64x64 of 8 bits" in case.name for case in quantized.cases(m))
 
@@ -297,7 +289,7 @@ def test_tokens_are_those_of_plain_decoding(
             def park(turn: int, parked: bool = parked) -> None:
                 if parked and turn == 3:
                     assert not calls
-                    for verdict in VERDICTS.values():
+                    for verdict in KERNELS.verdicts.values():
                         verdict.way = ""
 
             outputs = tiny.run(e, park)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.kernels.proven import Verdict
+from mlxspec.kernels.verify import Verdict
 from mlxspec.server import page, state
 from mlxspec.server.app import create_app
 from mlxspec.types import PROCESS, Served, Stats

@@ -339,12 +339,11 @@ TRYING = """
 import sys, threading, types, mlxspec.server.process as run
 from pathlib import Path
 from mlxspec.config import Config
-from mlxspec.kernels import verify as prove
-from mlxspec.kernels.kept import Shelf
+from mlxspec.kernels.verify import KERNELS
 
 def load(*_):
-    prove.TRIAL.shelf, prove.TRIAL.name, prove.TRIAL.until = Shelf(Path(sys.argv[1]), {}), "a 1", 1e18
-    prove.TRIAL.shelf.mark("a 1")
+    KERNELS.deadline, KERNELS.marker = 1e18, Path(sys.argv[1], "a.trying")
+    KERNELS.marker.touch()
     print("trying", flush=True)
     threading.Event().wait(60)
 
@@ -356,7 +355,7 @@ if sys.argv[2] == "start":
     run.serve_model(Config(port=0))
 engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")  # on demand
 threading.Thread(target=lambda: load(None), daemon=True).start()
-while prove.TRIAL.shelf is None or not list(Path(sys.argv[1]).glob("*.json")):
+while not list(Path(sys.argv[1]).glob("*.trying")):
     pass
 app = types.SimpleNamespace(state=types.SimpleNamespace(front=types.SimpleNamespace(text_jobs=())))
 run.serve(app, engine, Config(port=0))
@@ -374,13 +373,13 @@ def test_a_kernel_that_is_being_tried_at_the_end_has_not_crashed(
         try:
             assert process.stdout is not None and process.stdout.readline() == "trying\n"
             if number:
-                assert len(list(tmp_path.glob("*.json"))) == 1
+                assert len(list(tmp_path.glob("*.trying"))) == 1
                 process.send_signal(number)
                 process.send_signal(number)
             assert process.wait(20) == 0
         finally:
             process.kill()
-    assert list(tmp_path.glob("*.json")) == []
+    assert list(tmp_path.glob("*.trying")) == []
 
 
 def test_an_exit_that_nobody_asked_for_is_not_0(monkeypatch: pytest.MonkeyPatch) -> None:

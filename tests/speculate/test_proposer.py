@@ -18,7 +18,7 @@ from mlxspec.speculate.ngram import FIRST_RATE, bucket
 from mlxspec.speculate.proposer import PARKED, Proposer
 from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Sequence
 from tests import tiny
-from tests.drafters import KINDS, attach, costs, like
+from tests.drafters import KINDS, attach, copies, costs, like, small_model
 
 PROMPT = [5, 6, 7, 8] * 5
 N = 40

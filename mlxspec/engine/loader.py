@@ -267,7 +267,7 @@ def _speculate(
     table = pool.allocate(min(len(pool.free_blocks), -(-MEASURED // pool.block_size))) or []
     try:
         with progress("Measuring steps") as report:
-            costs = calibrate(runner, engine.vocab, table, known, remeasure, report)
+            costs = calibrate(runner, engine.vocab, table, known, report)
         if costs is None:
             log.warning("no speculation: the KV pool is too small to measure what a draft costs")
             return

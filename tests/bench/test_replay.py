@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlxspec.bench.replay import Recording, Score, flat, read, replay, score
+from bench.replay import Recording, Score, flat, read, replay, score
 from mlxspec.config import ConfigError
 from mlxspec.speculate.proposer import Proposer
 

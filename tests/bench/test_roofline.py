@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bench.chips import CHIPS, CURVES, PUBLISHED, Curve
 from bench.roofline import CONFIGS, NOTE, Model, curve, main, sized, speed
-from mlxspec.bench.synthetic import expected
+from bench.synthetic import expected
 from tests import architectures
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/performance.md"

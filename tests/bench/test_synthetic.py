@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from mlxspec.bench.synthetic import expected, outcome, synthetic
+from bench.synthetic import expected, outcome, synthetic
 
 
 def test_expected_tokens() -> None:

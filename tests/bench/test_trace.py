@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxspec.bench import timeline, trace
-from mlxspec.bench.trace import Side, Submission, gaps
+from bench import timeline, trace
+from bench.trace import Side, Submission, gaps
 from mlxspec.engine.engine import Engine
 from mlxspec.types import ModelInfo, Request
 from tests import tiny

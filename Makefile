@@ -19,7 +19,7 @@ test: .venv/developed
 	scripts/test -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: .venv/developed
-	scripts/test -m slow -o faulthandler_timeout=1800
+	scripts/test -m "(slow or hypothesis) and not metal" --hypothesis-profile=random -o faulthandler_timeout=1800
 
 lint: .venv/developed
 	scripts/check

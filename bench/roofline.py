@@ -27,7 +27,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from bench.chips import CHIPS, CURVES, PUBLISHED, Curve  # noqa: E402
-from mlxspec.bench.synthetic import expected  # noqa: E402
+from bench.synthetic import expected  # noqa: E402
 from mlxspec.model.layout import geometry  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -136,11 +136,9 @@ def launch(
 @app.command(rich_help_panel=MEASURE)
 def bench(
     model: Model = None,
-    draft: Annotated[str, typer.Option(metavar="MODEL", help="A small draft model.")] = "",
-    workload: Annotated[
-        str, typer.Option(help="edits (needs no network), humaneval, chat, mixed, or all.")
-    ] = "all",
-    prompts: Annotated[int, typer.Option(min=1, max=1000, help="Prompts per workload.")] = 8,
+    draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A small draft model.")] = None,
+    workload: Annotated[str, typer.Option(help="edits, code, chat or all.")] = "all",
+    prompts: Annotated[int, typer.Option(min=1, max=16, help="Prompts of each workload.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     streams: Annotated[
@@ -148,33 +146,19 @@ def bench(
     ] = "1",
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Repetitions.")] = 1,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all measurements as JSON.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Instead, write a timeline of each step for Perfetto."),
+        typer.FileTextWrite | None,
+        typer.Option(metavar="FILE", lazy=False, help="Write all measurements as JSON."),
     ] = None,
 ) -> None:
     """Measure what speculation gains on this machine: the same prompts with it and without it.
 
     Exits with 1 if any answer differs.
     """
-    config = load({"model": model}, os.environ)
+    config = load({"model": model, "draft": draft}, os.environ)
     log_to_stderr(config.log_level)
-    from mlxspec.bench import run
+    from mlxspec.commands.bench import bench
 
-    options = run.Ask(
-        workloads=run.workloads_of(workload),
-        prompts=prompts,
-        max_tokens=max_tokens,
-        streams=run.streams_of(streams),
-        rounds=rounds,
-        draft=draft,
-        temperature=temperature,
-        json=json,
-        trace=trace,
-    )
-    sys.exit(run.bench(config, options))
+    sys.exit(bench(config, workload, prompts, max_tokens, temperature, streams, rounds, json))
 
 
 @app.command(rich_help_panel=LOOK)

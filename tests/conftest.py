@@ -16,10 +16,11 @@ blas.load()
 
 import mlx.core as mx  # noqa: E402  after BLAS
 
-settings.register_profile(
-    "mlxspec", deadline=None
-)  # how long an example takes is up to the machine
-settings.load_profile("mlxspec")
+# How long an example takes is up to the machine. The plain profile tries the same examples each
+# time; `make test-slow` tries others, and more, with --hypothesis-profile=random.
+settings.register_profile("plain", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None, derandomize=False, max_examples=1000)
+settings.load_profile("plain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlxspec.bench import replay
+from bench import replay
 from mlxspec.cache import disk
 from mlxspec.client import ClientError
 from mlxspec.commands import chat, models

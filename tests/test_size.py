@@ -1,10 +1,8 @@
-"""The budget of lines, and that the script which watches it does fail."""
+"""The package is within its budget, and the script that says so fails over it."""
 
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,32 +14,13 @@ def size(*folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_package_is_within_the_budget() -> None:
     done = size()
-    assert done.returncode == 0, done.stderr
-    assert "mlxspec/config.py" in done.stdout
+    assert done.returncode == 0 and "config.py" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"a.py": "x = 1\n" * 401}, "the file has 401 lines, more than 400"),
-        ({"a.py": "async def long():\n" + "    x = 1\n" * 60}, "long has 61 lines, more than 60"),
-        ({f"{i}.py": "x = 1\n" * 400 for i in range(51)}, "20400 lines, more than 20100"),
-    ],
-)
-def test_too_much_is_refused(files: dict[str, str], message: str, tmp_path: Path) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+def test_too_much_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text("def f():\n" + "    x = 1\n" * 500)
+    (tmp_path / "dense.py").write_text(f"x = [{'1, ' * 80_000}]\n")
     done = size(tmp_path)
     assert done.returncode == 1
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_a_full_budget_is_allowed(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("def long():\n" + "    x = 1\n" * 59 + "x = 1\n" * 340)
-    assert size(tmp_path).returncode == 0
-
-
-def test_scripts_are_short() -> None:
-    for path in (ROOT / "scripts").iterdir():
-        if path.suffix != ".md" and path.is_file():
-            assert len(path.read_text().splitlines()) <= 30, path
+    for reason in ("a function of 501", "501 lines", "tokens, more than", "tokens a code line"):
+        assert reason in done.stderr, reason

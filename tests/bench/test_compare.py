@@ -3,7 +3,6 @@ here."""
 
 import asyncio
 import dataclasses
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,13 +11,14 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import cells, draw, goals, http, measure, probes, report, run, tiny
-from bench.cells import WORKLOADS, Setting, arrivals, quantile
+from bench import cells, measure, probes, report, run, tiny
+from bench.cells import Setting
 from bench.rows import Rows, read
-from bench.servers import SERVERS, Ended, Server
-from mlxspec.bench.workloads import Task
+from bench.servers import SERVERS, Server
+from mlxspec.commands.bench import Task
 from mlxspec.text.chat import load_tokenizer
 
+pytestmark = pytest.mark.slow  # half a minute, for what measures the program
 ROOT = Path(__file__).parents[2]
 PEER = """
     import asyncio, json, os, sys
@@ -152,55 +152,6 @@ def test_right_and_wrong_answers_are_told_apart(measured: Rows) -> None:
         assert set(found.values()) == {3.0 if right else 0.0}, found
 
 
-def test_an_answer_that_does_not_come_is_not_right(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Unless it could not be asked for: then it counts neither way. Who has died is asked nothing
-    more."""
-    asked = [
-        probes.Cell(name, "alone", "other", (probes.Probe("", "p", "a"),) * 3) for name in "abcde"
-    ]
-    ends = {"a": http.Refused("no"), "b": http.Early("too soon"), "d": http.Refused("gone")}
-
-    async def matches(running: "Fake", cell: probes.Cell) -> int:
-        running.died = cell.prefix == "d"
-        if error := ends.get(cell.prefix):
-            raise error
-        return 2
-
-    class Fake:
-        died = False
-
-        def check(self) -> None:
-            if self.died:
-                raise Ended("it died")
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(probes, "matches", matches)
-    monkeypatch.setattr(measure, "start", lambda *_: Fake())
-    server = dataclasses.replace(SERVERS["mlxspec"], drafted=None)
-    with Progress(console=Console(quiet=True)) as bar:
-        setting = Setting(None, 1, tmp_path, 0)  # type: ignore[arg-type]
-        work = measure.Run(
-            {"mlxspec": (server, "python")}, tmp_path, tmp_path, setting, Rows(), bar, 1, []
-        )
-        asyncio.run(measure._probe(work, "mlxspec", asked))
-    counts = {name: work.rows.answered("mlxspec", "no draft", name) for name in "abcde"}
-    assert counts == {"a": (0, 3), "b": (0, 0), "c": (2, 3), "d": (0, 3), "e": (0, 0)}
-    assert {r.workload: r.note for r in work.rows.failures()} == {
-        "a/alone/other/no draft": "Refused: no",
-        "b/alone/other/no draft": "Early: too soon",
-        "d/alone/other/no draft": "Refused: gone",
-        "probes, no draft": "it died",
-    }
-    found = {
-        v.goal.metric: v for v in goals.verdicts(work.rows) if v.goal.workload == goals.ANSWERS
-    }
-    assert found["no draft"].found is not None and found["no draft"].found.median == 2 / 9
-    assert found["no draft"].met is False and found["draft"].met is None
-
-
 def test_the_report_has_it_all(measured: Rows, tmp_path: Path) -> None:
     text = report.markdown(measured)
     assert "| one chat, tokens/s | ≥ 1 | " in text and "**0/12**" in text and "| 12/12 |" in text
@@ -215,78 +166,3 @@ def test_the_report_has_it_all(measured: Rows, tmp_path: Path) -> None:
     assert (tmp_path / "m.md").read_text("utf-8").startswith("# ") and read(
         tmp_path / "m.csv"
     ) == measured
-
-
-def test_a_run_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the flags to what is measured: how often, and what the table tells of it."""
-    model, seen = tiny.save(tmp_path / "model", tiny.model()), []
-
-    async def watched(work: measure.Run, keep: Path) -> None:
-        seen.append((work, keep))
-
-    monkeypatch.setattr(run, "measure", watched)
-    monkeypatch.setattr(
-        run, "installed", lambda servers, *_: {s.name: (s, "python") for s in servers}
-    )
-    words = ["--model", str(model), "--servers", "mlxspec", "--rounds", "2"]
-    for quick in (False, True):
-        out = tmp_path / f"quick-{quick}"
-        run.main([*words, "--out", str(out), *(["--quick"] if quick else [])])
-        ((work, keep),), seen = seen, []
-        assert (work.rounds, work.probes, work.starts) == ((1, 1, 2) if quick else (2, 2, 4))
-        assert list(work.servers) == ["mlxspec"] and work.workloads == list(WORKLOADS)
-        about = read(keep).about()
-        assert keep == out / f"{run.machine()}.csv" and about["model"] == "model"
-        assert about["probes"] == f"{work.probes} of a length and cell"
-        assert ("quick" in about["rounds"]) == quick
-        assert about["commit"] and about["package mlxspec"] == "this checkout"
-
-
-def test_the_commit_is_named_where_git_knows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "HERE", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert run.commit() == "unknown"
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    subprocess.run([*git, "init", "-q"], check=True)
-    (tmp_path / "a").write_text("a")
-    subprocess.run([*git, "add", "a"], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
-    named = run.commit()
-    assert named != "unknown" and set(named) <= set("0123456789abcdef")
-    (tmp_path / "a").write_text("b")
-    assert run.commit() == f"{named}-dirty"
-
-
-def test_nothing_measured_is_reported_too(tmp_path: Path) -> None:
-    assert not draw.all_of(Rows(), tmp_path / "x") and "not measured" in report.markdown(Rows())
-    assert all(v.said == "not measured" for v in goals.verdicts(Rows()))
-
-
-def test_arrivals_are_a_seeded_poisson_process() -> None:
-    some = arrivals(2000, 0.25, 1)
-    assert some == arrivals(2000, 0.25, 1) != arrivals(2000, 0.25, 2)
-    assert some[0] == 0 and some == sorted(some) and 0.23 < some[-1] / 1999 < 0.27
-    assert len(arrivals(1, 1.0, 1)) == 1
-
-
-def test_quantiles() -> None:
-    assert (
-        quantile([], 0.5) == 0
-        and quantile([3, 1, 2], 0.5) == 2
-        and quantile(range(100), 0.99) == 99
-    )
-
-
-def test_names_are_checked() -> None:
-    assert run.arguments(["--servers", "mlxspec,vllm-mlx"]).servers == ["mlxspec", "vllm-mlx"]
-    with pytest.raises(SystemExit):
-        run.arguments(["--workloads", "chat,nothing"])
-    assert {g.workload for g in goals.GOALS} <= {
-        *WORKLOADS,
-        "memory",
-        "start",
-        "install",
-        goals.ANSWERS,
-    }

@@ -64,19 +64,3 @@ def test_pages_are_filled_between_their_marks(root: Path) -> None:
     for link in re.findall(r"\]\((\.\./[^)]+)\)", page[0]):
         assert (root / "docs" / link).is_file(), link
     assert "(../bench/results/m-streams.png)" in page[0]
-
-
-def test_what_has_no_place_in_a_page_is_refused(
-    root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    with pytest.raises(SystemExit, match="no figure counts"):
-        run.main(["--report", str(table(root, "1, quick: no figure counts")), "--docs"])
-    away = tmp_path_factory.mktemp("away")
-    (away / "bench/results").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="copy it to bench/results"):
-        run.main(["--report", str(table(away)), "--docs"])
-    (root / "README.md").write_text("# no marks")
-    with pytest.raises(SystemExit, match=r"README\.md has no <!-- begin"):
-        run.main(["--report", str(table(root)), "--docs"])
-    with pytest.raises(SystemExit):
-        run.arguments(["--docs"])

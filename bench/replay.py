@@ -1,9 +1,11 @@
-"""Scores the copying drafters on recorded token streams: no model is loaded.
+"""Scores the copying drafters on recorded token streams; no model is loaded. `python -m bench.replay
+FILE`.
 
 Rule: the drafters and the controller are the server's own; only the target's samples come from the
 recording.
 """
 
+import argparse
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,12 +17,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
+from mlxspec import blas
 from mlxspec.config import ConfigError
-from mlxspec.speculate.controller import GRID, Costs
-from mlxspec.speculate.ngram import NgramDrafter
-from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Accepted, Entry, Request
-from mlxspec.types import Sequence as Seq
+
+blas.load()
+
+from mlxspec.speculate.controller import GRID, Costs  # noqa: E402  after BLAS
+from mlxspec.speculate.ngram import NgramDrafter  # noqa: E402
+from mlxspec.speculate.proposer import Proposer  # noqa: E402
+from mlxspec.types import Accepted, Entry, Request  # noqa: E402
+from mlxspec.types import Sequence as Seq  # noqa: E402
 
 MOST = 1 << 28  # bytes of a recording
 
@@ -48,11 +54,11 @@ def read(file: Path) -> list[Recording]:
     """JSON lines, each {"prompt": [ids], "output": [ids]}. Raises ConfigError, naming the line."""
     try:
         if file.stat().st_size > MOST:
-            raise ConfigError(f"--replay = {str(file)!r} is larger than {MOST >> 20} MB; split it")
+            raise ConfigError(f"recording {str(file)!r} is larger than {MOST >> 20} MB; split it")
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--replay = {str(file)!r} cannot be read: {error}; name another file"
+            f"recording {str(file)!r} cannot be read: {error}; name another file"
         ) from error
     found = []
     for n, line in enumerate(lines, 1):
@@ -73,7 +79,7 @@ def read(file: Path) -> list[Recording]:
             ) from error
         found.append(Recording(prompt, output))
     if not found:
-        raise ConfigError(f"--replay = {str(file)!r} holds no recording")
+        raise ConfigError(f"recording {str(file)!r} holds no recording")
     return found
 
 
@@ -144,3 +150,15 @@ def replay(file: Path, row_cost: float, console: Console) -> None:
         f"{decoded / max(1, total.rounds):.2f} tokens per round,"
         f" {decoded / max(total.cost, 1e-9):.2f} times as fast as plain decoding at this cost"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.replay", description=__doc__)
+    parser.add_argument("file", type=Path, help="JSON lines with token ids: prompt, output")
+    parser.add_argument("--row-cost", type=float, default=0.05, help="of a row, in plain steps")
+    args = parser.parse_args()
+    replay(args.file, args.row_cost, Console())
+
+
+if __name__ == "__main__":
+    main()

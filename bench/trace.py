@@ -1,157 +1,49 @@
-"""A step on a timeline: what the engine's thread does, what the device does, and when it has
-nothing to do.
+"""Records each step on a timeline: what the engine's thread does, what the device runs, and when
+nothing is submitted. `python -m bench.trace MODEL --trace FILE` prints what our Python takes a step.
 
-Rule: only what was seen is told. A thread beside it waits for every submission, so "ready" comes
-late: by SWITCH_S, a call of MLX and what a busy machine adds. A gap is a lower bound by that much;
-the submission that ends it takes CPU time, in which MLX walks over the graph before the first
-operation runs. See `gaps`.
+A watcher thread waits for every submission, so `ready` comes late by SWITCH_S and a call of MLX: a
+gap is a lower bound. Our Python is CPU time of the engine's thread without waiting, submitting and
+mlx-lm's own Python.
 """
 
+import argparse
 import asyncio
 import functools
-import statistics
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
-import mlx.core as mx
+from mlxspec import blas
 
-from mlxspec import kernels
-from mlxspec.engine.engine import Engine
-from mlxspec.engine.models import Start
-from mlxspec.engine.worker import Worker
-from mlxspec.model import attention
-from mlxspec.model.batch import Step
-from mlxspec.model.pages import Pages
-from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import Entry, ModelInfo, Request
+blas.load()
+
+import mlx.core as mx  # noqa: E402  after BLAS
+from rich.console import Console  # noqa: E402
+
+from bench import timeline  # noqa: E402
+from bench.timeline import Side, Submission, Turn  # noqa: E402
+from mlxspec import kernels  # noqa: E402
+from mlxspec.commands.bench import WORKLOADS, prompt_of, tasks_of  # noqa: E402
+from mlxspec.config import Config  # noqa: E402
+from mlxspec.engine.engine import Engine  # noqa: E402
+from mlxspec.engine.models import Start  # noqa: E402
+from mlxspec.engine.worker import Worker  # noqa: E402
+from mlxspec.model import attention  # noqa: E402
+from mlxspec.model.batch import Step  # noqa: E402
+from mlxspec.model.pages import Pages  # noqa: E402
+from mlxspec.model.runner import Forward  # noqa: E402
+from mlxspec.resolve import resolve_model  # noqa: E402
+from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
+from mlxspec.types import Entry, ModelInfo, Request, Sampling  # noqa: E402
 
 SWITCH_S = 5e-5  # a thread that has seen something waits so long at most for the interpreter
-FEW = 8  # steps below which no figure is worth saying
-LEFT_OUT = 2  # steps at both ends, where sequences come and go
-
-Span = tuple[str, int, float, float]  # track, step, seconds
-Gap = tuple[int, float, float]  # the step that ended it, seconds
-Bound = Literal["least", "likely", "most"]
-
-
-@dataclass(slots=True)
-class Submission:
-    """One mx.async_eval: its step, when it was called and came back, when its results were there,
-    and what it took of the CPU. Seconds."""
-
-    step: int
-    began: float
-    ended: float = 0.0
-    ready: float = 0.0
-    walk: float = 0.0
-
-
-@dataclass(slots=True)
-class Turn:
-    """One turn of the engine's thread. `seconds` by what was done: whole, waits (submitting and
-    reading), graph (mlx-lm's own Python), seam (our page writes and attention inside it); CPU time
-    of the thread."""
-
-    step: int
-    rows: int
-    drafted: int
-    fresh: bool  # whether a prompt was read in it
-    seconds: dict[str, float]
-
-    @property
-    def ours(self) -> float:
-        return self.seconds["whole"] - self.seconds["waits"] - self.seconds["graph"]
-
-
-def gaps(submissions: Sequence[Submission], bound: Bound = "least") -> list[Gap]:
-    """When nothing was submitted: from the moment that all before was ready to the next submission
-    (least), to the end of what this takes of the CPU if nothing else holds it up (likely), or if
-    all of that comes after that moment (most); where a submission waits, the device has work."""
-    found, done = [], submissions[0].ready if submissions else 0.0
-    for s in submissions[1:]:
-        walks = max(s.began, done) if bound == "most" else s.began
-        if (end := s.began if bound == "least" else min(s.ended, walks + s.walk)) > done:
-            found.append((s.step, done, end))
-        done = max(done, s.ready)
-    return found
-
-
-@dataclass(slots=True)
-class Figures:
-    """Of the steps that only decoded, more than half of the streams in each. `idle`, `likely`,
-    `most`: the share of their time in which nothing was submitted, see `gaps`; the rest in
-    milliseconds: a step, then CPU time of the thread in one."""
-
-    steps: int
-    drafted: int
-    idle: float
-    likely: float
-    most: float
-    step: float
-    ours: float
-    ours_p99: float
-    seam: float
-    graph: float
-
-
-@dataclass
-class Side:
-    """What was recorded of one run: its title, its streams, and what came of it."""
-
-    title: str
-    streams: int
-    drafter: Speculator
-    spans: list[Span] = field(default_factory=list)
-    submissions: list[Submission] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-
-    def decoding(self) -> list[Turn]:
-        full = [t for t in self.turns if 2 * t.rows > self.streams and not t.fresh]
-        return full[LEFT_OUT:-LEFT_OUT]
-
-    def idle(self, bound: Bound = "least") -> float:
-        """Seconds of the gaps before steps that only decoded."""
-        steps = {t.step for t in self.decoding()}
-        return sum(
-            end - began for step, began, end in gaps(self.submissions, bound) if step in steps
-        )
-
-    def figures(self) -> Figures | None:
-        """None where there were too few steps."""
-        turns = self.decoding()
-        if len(turns) < FEW:
-            return None
-        steps = {t.step for t in turns}
-        # A step's time goes from the end of the one before it to its own.
-        ready: dict[int, float] = {}
-        for s in self.submissions:
-            ready[s.step] = max(s.ready, ready.get(s.step, 0.0))
-        took = [ready[n] - ready[n - 1] for n in sorted(steps) if n in ready and n - 1 in ready]
-        ours = sorted(t.ours - t.seconds["seam"] for t in turns)
-
-        def ms(values: Sequence[float]) -> float:
-            return 1000 * statistics.median(values)
-
-        return Figures(
-            len(turns),
-            sum(t.drafted for t in turns),
-            self.idle() / sum(took),
-            self.idle("likely") / sum(took),
-            self.idle("most") / sum(took),
-            ms(took),
-            ms(ours),
-            1000 * ours[min(len(ours) - 1, int(0.99 * len(ours)))],
-            ms([t.seconds["seam"] for t in turns]),
-            ms([t.seconds["graph"] for t in turns]),
-        )
 
 
 class Timed:
@@ -168,8 +60,7 @@ class Timed:
 
 
 class Recorder:
-    """Stands round one engine and its worker while they run. All verbs but `watch` on the engine's
-    thread."""
+    """Wraps one engine and its worker while they run. `watch` runs on a thread of its own."""
 
     def __init__(self) -> None:
         self.side: Side | None = None
@@ -179,29 +70,28 @@ class Recorder:
         self._cpu: dict[str, float] = defaultdict(float)  # of this turn
         self._plan: Sequence[Entry] = ()
         self._read = (0.0, 0.0)
-        self._booked = 0
-
-    # ---- what is wrapped
-    # --------------------------------------------------------------------------------
+        self._build_began = 0.0
+        self._last_read = 0
 
     def adopt(self, engine: Engine) -> None:
-        """Wrap what is this engine's alone."""
+        """Wrap the parts of this engine."""
         self.engine, engine.trace = engine, self._event
         engine.scheduler.plan = self._span("plan", engine.scheduler.plan)  # type: ignore[method-assign]
-        engine.runner.forward = self._run(engine.runner.forward)  # type: ignore
+        engine.runner.forward = self._forward(engine.runner.forward)  # type: ignore[method-assign]
+        engine.runner.submit = self._built(engine.runner.submit)  # type: ignore[method-assign]
         drafters = getattr(engine.proposer, "drafters", ())
         for runner in (engine.runner, *(d.runner for d in drafters if hasattr(d, "runner"))):
             runner.model = Timed(runner.model, {"__call__": self._clock("model", runner.model)})
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
-        """Wrap what is everybody's, and watch what is submitted."""
+        """Patch functions and classes, and start the watcher."""
         watcher = threading.Thread(target=self.watch, name="watch", daemon=True)
         every, submit = sys.getswitchinterval(), mx.async_eval
         patches: list[tuple[Any, str, Any]] = [
             (mx, "async_eval", self._submit(submit)),
             (Engine, "add", self._add(Engine.add)),
-            (Engine, "_count", self._span("commit", Engine._count)),
+            (Engine, "_finish", self._commit(Engine._finish)),
             (Step, "read", self._reading(Step.read)),
             (Worker, "_publish", self._span("publish", Worker._publish)),
             (Worker, "_turn", self._turn(Worker._turn)),
@@ -228,9 +118,6 @@ class Recorder:
             submission.ready = time.perf_counter()
             del found, probe
 
-    # ---- how
-    # ------------------------------------------------------------------------------------------
-
     @property
     def _number(self) -> int:
         """Of the step that is being made."""
@@ -245,7 +132,7 @@ class Recorder:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             made = verb(*args, **kwargs)
-            step = self._booked if track in ("commit", "publish") else self._number
+            step = self._last_read if track == "publish" else self._number
             if step and (track != "publish" or args[-1]):
                 self._note(track, step, began, time.perf_counter())
             return made
@@ -268,7 +155,7 @@ class Recorder:
                 self.side, self.upcoming = self.upcoming, None
                 engine.reset()
                 engine.proposer = self._drafter(self.side.drafter)
-                self._booked, self._plan = 0, ()
+                self._last_read, self._plan = 0, ()
             add(engine, request)
 
         return first
@@ -301,15 +188,35 @@ class Recorder:
 
         return watched
 
-    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def built(plan: Sequence[Entry], before: Step | None) -> Any:
-            self._plan, began = plan, time.perf_counter()
-            step = run(plan, before)
+    def _forward(self, forward: Callable[..., Forward]) -> Callable[..., Forward]:
+        def timed(plan: Sequence[Entry], previous: Step | None) -> Forward:
+            if self._plan is not plan:
+                self._plan, self._build_began = plan, time.perf_counter()
+            return forward(plan, previous)
+
+        return timed
+
+    def _built(self, submit: Callable[..., Step]) -> Callable[..., Step]:
+        """From the call of `forward` to the submission of the samples."""
+
+        def timed(*args: Any) -> Step:
+            step = submit(*args)
             if self.side:
-                self._note("build", self._number, began, self.side.submissions[-1].began)
+                ended = self.side.submissions[-1].began
+                self._note("build", self._number, self._build_began, ended)
             return step
 
-        return built
+        return timed
+
+    def _commit(self, finish: Callable[..., Any]) -> Callable[..., Any]:
+        """All of `finish` after the read."""
+
+        def timed(engine: Engine, step: Step) -> Any:
+            outputs = finish(engine, step)
+            self._note("commit", step.number, self._read[1], time.perf_counter())
+            return outputs
+
+        return timed
 
     def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def timed(step: Step) -> Any:
@@ -323,7 +230,7 @@ class Recorder:
 
     def _event(self, event: str, step: int) -> None:
         if event == "read":
-            self._booked = step
+            self._last_read = step
             self._note("read", step, *self._read)
 
     def _turn(self, turn: Callable[..., bool]) -> Callable[..., bool]:
@@ -386,3 +293,33 @@ async def _serve(worker: Worker, requests: Sequence[Request]) -> None:
                 raise RuntimeError(f"{output.request} ended by {output.finish}: {output.error}")
 
     await asyncio.gather(*map(take, requests))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.trace", description=__doc__)
+    parser.add_argument("model", nargs="?", default="", help="as for serve; default: built in")
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="the timeline")
+    parser.add_argument("--draft", default="", metavar="MODEL", help="a small draft model")
+    parser.add_argument("--workload", choices=WORKLOADS, default="chat")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    most = max(args.streams)
+    config = Config(model=args.model, draft=args.draft, max_sequences=most, cache_gb=0.0)
+    model = resolve_model(config)
+    stop, sampling = frozenset(model.tokenizer.eos_token_ids), Sampling(args.temperature)
+    requests = [
+        Request(task.name, prompt_of(task, model.tokenizer), args.max_tokens, sampling, stop)
+        for task in tasks_of(args.workload)
+    ]
+    groups = [(f"{args.workload}, streams: {n}", requests[:n]) for n in args.streams]
+    sides = record(model.load, lambda engine, info: groups)
+    timeline.write(args.trace, sides)
+    console = Console(width=max(Console().width, 150))
+    console.print(timeline.table(sides))
+    console.print(f"the timeline is in {args.trace}: open it in ui.perfetto.dev", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

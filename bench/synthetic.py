@@ -1,10 +1,11 @@
-"""Measures the controller alone: a drafter that is right with a given chance, steps that cost what
-is said.
+"""Measures the controller alone, with a given acceptance rate and given costs. `python -m
+bench.synthetic ACCEPTANCE`.
 
 Rule: the tokens are counted by their expectation under the depth that was chosen, so that the table
 shows decisions, not luck.
 """
 
+import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Column, Table
 
-from mlxspec.speculate.controller import GRID, Controller, Costs, Key, Proposal
-from mlxspec.speculate.draft_model import MAX_DEPTH as MODEL_DEPTH
-from mlxspec.speculate.proposer import FIRST_RATE as FIRST_MODEL
+from mlxspec import blas
+
+blas.load()
+
+from mlxspec.speculate.controller import GRID, Controller, Costs, Key, Proposal  # noqa: E402
+from mlxspec.speculate.draft_model import MAX_DEPTH as MODEL_DEPTH  # noqa: E402
+from mlxspec.speculate.proposer import FIRST_RATE as FIRST_MODEL  # noqa: E402
 
 SOURCE = "model"
 ROUNDS = 2000
@@ -99,3 +104,16 @@ def synthetic(p: float, row_cost: float, draft_cost: float, console: Console) ->
     ):
         made.add_row(name, depth, f"{rate:.3f}", f"{rate / found.best:.1%}")
     console.print(made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.synthetic", description=__doc__)
+    parser.add_argument("acceptance", type=float, help="of a drafted token, 0 to 1")
+    parser.add_argument("--row-cost", type=float, default=0.05, help="of a row, in plain steps")
+    parser.add_argument("--draft-cost", type=float, default=0.0, help="of a drafted token")
+    args = parser.parse_args()
+    synthetic(args.acceptance, args.row_cost, args.draft_cost, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""`mlxspec bench` on a tiny model: its workloads, the comparison of both sides and its figures."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlxspec import cli
+from mlxspec.commands import bench
+from mlxspec.commands.bench import Answer, Result, Task
+from mlxspec.config import ConfigError
+from mlxspec.engine.engine import Engine
+from mlxspec.text.chat import encode, load_tokenizer, render_chat
+from mlxspec.types import ModelInfo, Output
+from tests import tiny
+from tests.liar import NoisyOracle
+from tests.tiny_tokenizer import save_tokenizer
+
+TOKENS = 24
+PROMPTS = {f"p{i}": tuple((7 * i + 3 * at) % tiny.VOCAB for at in range(20 + i)) for i in range(4)}
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["mlxspec", "bench", *words])
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None
+) -> SimpleNamespace:
+    """A tiny model in place of the one that the settings name, with short tasks."""
+    seen = SimpleNamespace(config=None)
+    info = ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 64, 1, 1, 0)
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "model"))
+
+    def resolve(config: object) -> SimpleNamespace:
+        seen.config = config
+        engine = tiny.engine(tiny.model("llama"), vocab=tiny.VOCAB)
+        return SimpleNamespace(tokenizer=tokenizer, load=lambda: (engine, info))
+
+    tasks = [Task(f"t{i}", "hello world " * (i + 1)) for i in range(4)]
+    monkeypatch.setattr(bench, "resolve_model", resolve)
+    monkeypatch.setattr(bench, "tasks_of", lambda workload: tasks)
+    monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
+    return seen
+
+
+def test_from_flags_to_table_and_json(
+    loaded: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "b.json"
+    words = "some/model --draft small --workload edits --prompts 3 --max-tokens 6 --streams 1,2"
+    assert command(*words.split(), "--rounds", "2", "--json", str(file)) == 0
+    said = capsys.readouterr().out
+    lines = [x.split() for x in said.splitlines() if x.startswith("edits")]
+    assert [x[:3] for x in lines] == [["edits", "1", "36"], ["edits", "2", "48"]]
+    assert "Every answer is the same" in said
+    config = loaded.config
+    assert (config.model, config.draft, config.max_sequences) == ("some/model", "small", 2)
+    results = json.loads(file.read_text())["results"]
+    assert [(r["streams"], len(r["trials"])) for r in results] == [(1, 6), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--workload", "poems"),
+        ("--streams", "1,x"),
+        ("--streams", "0"),
+        ("--streams", "5"),
+        ("--prompts", "0"),
+        ("--json", "/gone/b.json"),
+    ],
+)
+def test_mistakes_are_named_before_the_model_is_loaded(
+    loaded: SimpleNamespace, capsys: pytest.CaptureFixture[str], words: tuple[str, str]
+) -> None:
+    assert command(*words) == 2
+    assert words[0] in capsys.readouterr().err and loaded.config is None
+
+
+def test_groups_are_full(loaded: SimpleNamespace) -> None:
+    def sizes(streams: str, prompts: int) -> list[int]:
+        return [len(tasks) for _, tasks in bench.groups_of("chat", streams, prompts)]
+
+    assert sizes("1", 3) == [1, 1, 1] and sizes("2", 3) == [2, 2] and sizes("3", 4) == [3]
+    assert sizes("1,4", 1) == [1, 4] and len(bench.groups_of("all", "1", 1)) == 3
+    with pytest.raises(ConfigError, match="--streams"):
+        sizes("5", 1)
+
+
+def lying_engine() -> tuple[Engine, dict[str, list[int]]]:
+    """An engine whose drafter knows the answers and lies now and then, and the answers."""
+    plain = tiny.Plain(tiny.model("llama"))
+    truth = {name: plain(prompt, TOKENS) for name, prompt in PROMPTS.items()}
+    known = {(PROMPTS[name], 0): answer for name, answer in truth.items()}
+    return tiny.engine(tiny.model("llama"), proposer=NoisyOracle(known), vocab=tiny.VOCAB), truth
+
+
+def measured(engine: Engine, streams: int = 2) -> Result:
+    requests = [tiny.request(name, list(prompt), TOKENS) for name, prompt in PROMPTS.items()]
+    groups = [("edits", requests[i : i + streams]) for i in range(0, len(requests), streams)]
+    (result,) = bench.measure(engine, groups, rounds=1)
+    return result
+
+
+def test_both_sides_are_plain_decoding_and_nothing_is_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, truth = lying_engine()
+    order, run = [], bench.run_group
+
+    def watched(engine: Engine, speculator: object, requests: list) -> object:
+        answers = run(engine, speculator, requests)
+        order.append((isinstance(speculator, NoisyOracle), engine.counters["cached"]))
+        return answers
+
+    monkeypatch.setattr(bench, "run_group", watched)
+    result = measured(engine)
+    assert [drafts for drafts, _ in order[2:]] == [False, True, True, False]
+    assert {cached for _, cached in order} == {0} and result.differing() == set()
+    for plain, drafted in result.trials:
+        for name in plain:
+            assert plain[name].tokens == drafted[name].tokens == truth[name]
+            assert plain[name].drafted == 0 < drafted[name].accepted < drafted[name].drafted
+    assert result.figures()["tokens_per_round"] > 1.3
+
+
+def test_an_answer_that_differs_is_seen(
+    loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = bench.measure
+
+    def differ(*args: object) -> list[Result]:
+        results = measure(*args)
+        results[0].trials[0][1]["t0"].tokens[0] += 1
+        return results
+
+    monkeypatch.setattr(bench, "measure", differ)
+    assert command("--workload", "edits", "--prompts", "2", "--max-tokens", "3") == 1
+    assert "t0" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_figures_of_a_scripted_run() -> None:
+    def answer(outputs: list[tuple[float, int]], drafted: int = 0, accepted: int = 0) -> Answer:
+        made = Answer()
+        for n, (now, count) in enumerate(outputs, 1):
+            kept = (("copy", accepted),)
+            made.add(Output("a", 0, (1,) * count, rounds=n, drafted=drafted, accepted=kept), now)
+        return made
+
+    plain = answer([(2.0 + i, 1) for i in range(9)])
+    fast = answer([(2.0, 1), (3.0, 4), (4.0, 4)], drafted=8, accepted=6)
+    fast.add(Output("a", 0, (), finish="stop", rounds=3, drafted=8, accepted=(("copy", 6),)), 9.0)
+    assert Result("edits", 1, [({"a": plain}, {"a": fast})]).figures() == {
+        "tokens": 9,
+        "tokens_per_s_plain": 1.0,
+        "tokens_per_s": 4.0,
+        "speedup": 4.0,
+        "tokens_per_round": 3.0,
+        "accepted": 0.75,
+    }
+
+
+def test_every_workload_has_prompts_with_names_of_their_own() -> None:
+    for name in bench.WORKLOADS:
+        tasks = bench.tasks_of(name)
+        assert tasks == bench.tasks_of(name) and len({t.name for t in tasks}) == len(tasks) >= 12
+
+
+def test_every_edit_is_code_with_the_old_name_and_without_the_new_one() -> None:
+    for task in bench.edits():
+        old, new = re.findall(r"`(\w+)`", task.text.rpartition("\n\n")[2])
+        code = re.fullmatch(r"```python\n(.*)```\n\nRename .*", task.text, re.S)
+        assert code and ast.parse(code[1])
+        assert len(re.findall(rf"\b{old}\b", code[1])) >= 2, task.name
+        assert not re.search(rf"\b{new}\b", code[1]), task.name
+
+
+def test_a_task_is_rendered_by_the_models_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "chat"))
+    rendered = render_chat(tokenizer, [{"role": "user", "content": "hello"}])
+    opening = encode(tokenizer, "```python\n", special=False)
+    task = Task("a", "hello", "```python\n")
+    assert bench.prompt_of(task, tokenizer) == (*rendered, *opening)
+    base = load_tokenizer(save_tokenizer(tmp_path / "base", template=None))
+    assert base.decode(list(bench.prompt_of(Task("a", "hello", "you"), base))) == "hello\n\nyou"

@@ -110,7 +110,7 @@ def at_rest(s: Served) -> None:
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert not s.worker._inbox and not s.worker._calls
+    assert s.worker._inbox.empty() and not s.worker._commands
 
 
 def descriptors() -> int:

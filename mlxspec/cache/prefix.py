@@ -146,9 +146,7 @@ class KVCacheManager:
     def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
         """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
         assert self.states is not None
-        inside = upto != seq.prompt_len and seq.finish is None
-        inside = inside and upto // self.pool.block_size not in seq.marks
-        self.states.put(self._name(seq, upto), state, inside)
+        self.states.put(self._name(seq, upto), state)
 
     def _name(self, seq: Seq, upto: int) -> tuple[bytes, tuple[int, ...]]:
         """The key of the last full block before `upto`, and the tokens after it."""
@@ -171,10 +169,8 @@ class KVCacheManager:
         for pool, table in zip(self.pools, tables, strict=True):
             pool.share(_owned(table))
         if match.sources and not self.num_free:  # no block to copy to
-            if match.state is not None:  # it belongs after the slots that are not copied
-                self._free(tables)
-                return self.allocate_prefix(seq, PrefixMatch(known=match.known))
-            match = replace(match, length=len(match.keys) * size, sources=())
+            self._free(tables)
+            return self.allocate_prefix(seq, PrefixMatch(known=match.known))
         copies: Copies = []
         for group, source in enumerate(match.sources):
             tables[group] += self.pools[group].allocate(1) or ()

@@ -36,7 +36,6 @@ LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
 HEADROOM = 512 << 20
 HEADROOM_PART = 16  # of the machine's memory, where that is more
 DISK_BUFFERS = MAX_QUEUED + MAX_READS * RUN_BYTES  # bytes on their way to and from the disk
-BYTES_4BIT = 4.5 / 8  # per parameter: 4 bits, and a 16-bit scale and bias for each 64
 
 DARWIN = sys.platform == "darwin"
 LIBC: Any = ctypes.CDLL(None)  # on macOS libSystem, which includes libproc
@@ -166,7 +165,6 @@ class MemoryPlan:
     """The memory of one model and its draft model. Block counts include the null block."""
 
     weights: int  # bytes
-    left: int  # free bytes beside weights, headroom and disk buffers
     cache_bytes: int  # of all pools, running states and snapshots
     blocks: int  # of the pool for full attention
     windows: dict[int, int]  # blocks of the pool of each sliding window, by its tokens
@@ -199,27 +197,25 @@ def make_plan(
     token_bytes -= sum(windows.values())
     pools = _pools(config, context, token_bytes, windows, state_bytes)
     held = weights + (DISK_BUFFERS if config.disk_bytes else 0)
-    left = free - held - headroom()
-    counts, budget = [pool.least for pool in pools], int(left * CACHE_SHARE)
-    if config.kv_blocks:
-        counts, budget = [pool.most for pool in pools], left
+    budget = free - held - headroom()
+    counts = [pool.most for pool in pools]
+    if not config.kv_blocks:
+        budget = int(budget * CACHE_SHARE)
+        counts = [pool.least for pool in pools]
     needed = _size(pools, counts)
     if needed > budget:
         raise _too_large(config, held, pools, needed, free, budget)
     if not config.kv_blocks:
-        if budget * share >= needed:
-            budget = int(budget * share)
-        counts = _divide(pools, budget)
-        for window, found in zip(windows, counts[1:], strict=False):
+        counts = _divide(pools, max(needed, int(budget * share)))
+        for window, blocks in zip(windows, counts[1:], strict=False):
             one, two = (_window_blocks(window, config, n) for n in (1, 2))
-            counts[-2] = min(counts[-2], max(1, 1 + (found - one) // (two - one)))
+            counts[-2] = min(counts[-2], max(1, 1 + (blocks - one) // (two - one)))
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
     by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
     return MemoryPlan(
         weights,
-        left,
         _size(pools, counts),
         blocks,
         dict(zip(windows, window_blocks, strict=True)),
@@ -268,25 +264,21 @@ def _too_large(
     config: Config, weights: int, pools: Sequence[Pool], size: int, free: int, budget: int
 ) -> OutOfMemory:
     """That caches of `size` bytes exceed `budget`; with size 0 the weights alone are too large."""
-    room, needed, unit = headroom(), size, pools[0].unit
-    what = f"{format_size(weights)} for weights and {format_size(room)} of headroom"
-    where, fixes = f"free of {format_size(total())}", ["close programs, or set --memory-gb"]
+    needed, unit = size, pools[0].unit
+    what = f"{format_size(weights)} for weights and {format_size(headroom())} of headroom"
+    where, fix = f"free of {format_size(total())}", "close programs, or set --memory-gb"
     if config.memory_gb:
-        where, fixes = "left of --memory-gb", ["raise --memory-gb"]
+        where, fix = "left of --memory-gb", "raise --memory-gb"
     if size and config.kv_blocks:
         what += f", and {format_size(size)} for --kv-blocks {config.kv_blocks}"
-        fixes.append("leave out --kv-blocks")
+        fix += "; leave out --kv-blocks"
     elif size:
         needed = int(size / CACHE_SHARE)
         what += f", and twice {format_size(size)} for the cache of one sequence"
-        fixes.append("set --kv-bits or a lower --context")
+        fix += "; set --kv-bits or a lower --context"
         if unit and (blocks := (budget - size) // unit + pools[0].least - 1) > 0:
-            fixes.append(f"--context {blocks * config.block_size} fits")
-    billions = (free - room - needed) / BYTES_4BIT / 1e9
-    if billions > 0.1:
-        fixes.append(f"a 4-bit model of less than {billions:.1f} billion parameters fits")
+            fix += f"; --context {blocks * config.block_size} fits"
     return OutOfMemory(
-        f"the model does not fit: it needs {what}, but {format_size(free)} are {where};"
-        f" {'; '.join(fixes)}",
-        need=weights + room + needed,
+        f"the model does not fit: it needs {what}, but {format_size(free)} are {where}; {fix}",
+        need=weights + headroom() + needed,
     )

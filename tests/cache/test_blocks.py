@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlxspec.cache.blocks import MAX_PARTIALS, MAX_SCANNED, MIN_IDLE_S, BlockPool
+from mlxspec.cache.blocks import MAX_PARTIALS, BlockPool
 
 SIZE = 4
 
@@ -113,53 +113,6 @@ def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
     pool.check()
 
 
-def test_what_nobody_used_for_long_gives_way_before_memory_is_taken() -> None:
-    now = 0.0
-    pool = BlockPool(20, SIZE)
-    pool.clock, pool.on_disk = lambda: now, lambda key: True
-    old, young = hold(pool, [1, 2, 3, 4, 5]), hold(pool, [7] * 8)
-    pool.free(old)
-    pool.free(young)
-    now = MIN_IDLE_S
-    assert pool.allocate(1) == [5], "not yet"
-    hit = match(pool, [7] * 9)
-    pool.share(hit)
-    pool.free(hit)  # used once more
-    now = 1.5 * MIN_IDLE_S
-    assert pool.allocate(3) == [2, 1, 6], "the old one's, tail first, then what was never given out"
-    assert match(pool, [7] * 9) == young
-    pool.check()
-
-
-def test_what_cannot_be_had_again_does_not_give_way_before_memory_is_taken() -> None:
-    """The blocks that the disk lacks hold up no others, unless they are many; less than a block is
-    no loss, nor is what is hardly of use."""
-    now, lost = 0.0, set[bytes]()
-    pool = BlockPool(20 + MAX_SCANNED, SIZE)
-    pool.clock, pool.on_disk = lambda: now, lambda key: key not in lost
-
-    def chain(blocks: int, token: int, low_priority: bool = False) -> list[bytes]:
-        table, tokens = pool.allocate(blocks) or [], [token] * (SIZE * blocks - 1)
-        keys = publish(pool, tokens, table, len(tokens))
-        pool.free(table, low_priority)
-        return keys
-
-    keys = chain(4, 1)
-    lost |= {keys[0], keys[2]}
-    now = 2 * MIN_IDLE_S
-    assert pool.allocate(4) == [4, 2, 5, 6], "the tail, what the disk has, and then memory"
-    lost.clear()
-    assert pool.allocate(2) == [3, 1]
-    lost.update(chain(2, 2, low_priority=True))
-    now = 4 * MIN_IDLE_S
-    assert pool.allocate(3) == [8, 7, 9]
-    lost.update(chain(MAX_SCANNED + 2, 3)[1:])
-    now = 6 * MIN_IDLE_S
-    first = pool.highest
-    assert pool.allocate(3) == [first, first + 1, first + 2], "so many it does not look at"
-    pool.check()
-
-
 def test_unknown_blocks_are_reused_before_known_ones() -> None:
     pool = BlockPool(4, SIZE)
     known = hold(pool, [1, 2, 3, 4])
@@ -185,9 +138,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
         self.pool = BlockPool(12, SIZE)
-        self.pool.clock, self.pool.on_disk = lambda: self.now, lambda key: key[0] < 128
         self.live: list[list[int]] = []
         self.content: dict[
             int, dict[int, tuple[int, ...]]
@@ -218,14 +169,13 @@ class Machine(RuleBasedStateMachine):
         self.live.append(table)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), low_priority=st.booleans())
+    def leave(self, data: st.DataObject, low_priority: bool) -> None:
         table = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.pool.free(table)
+        self.pool.free(table, low_priority)
 
     @rule(save_memory=st.booleans())
-    def time_passes(self, save_memory: bool) -> None:
-        self.now += MIN_IDLE_S
+    def memory_changes(self, save_memory: bool) -> None:
         self.pool.save_memory = save_memory
 
     @rule()

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from mlxspec.cache import offload
-from mlxspec.cache.blocks import MIN_IDLE_S
 from mlxspec.cache.disk import DiskCache, read_label
 from mlxspec.cache.offload import MAX_CHAINS, MAX_READS, MIN_GAIN
-from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
-from mlxspec.engine.loader import _outlive
 from mlxspec.model.transfer import Transfer
 from tests import tiny
 from tests.tiers import attach, finish
@@ -69,7 +66,7 @@ def test_a_restart_goes_on(tmp_path: Path, kind: str) -> None:
         96 if e.runner.states.layers else (len(PROMPT) + 29) // BLOCK * BLOCK
     )  # every third block a state
     assert outputs[-1].cached == saved and e.counters["prompt"] == len(turn) - saved
-    assert not e.tier._restores and not e.tier._planned
+    assert not e.tier._restores
     disk.close(5)
 
 
@@ -227,29 +224,6 @@ def test_what_another_model_wrote_does_not_fit(tmp_path: Path) -> None:
         disk.close(5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
-@pytest.mark.parametrize("broken", [False, True])
-def test_what_is_old_gives_way_only_where_the_disk_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, broken: bool
-) -> None:
-    """While there are blocks that were never used: a prompt that a full disk lost is found in
-    memory."""
-    now, (e, disk) = 0.0, start(tmp_path, kind, blocks=100)
-    _outlive(e, disk, Config(cache_gb=1))
-    for pool in e.scheduler.groups.pools:
-        pool.clock = lambda: now
-    if broken:
-        monkeypatch.setattr(DiskCache, "save", lambda self, run: False)
-    for name, prompt in (("old", PROMPT), ("new", [3, *PROMPT[1:]]), ("old again", PROMPT)):
-        e.add(tiny.request(name, prompt, 4))
-        outputs = finish(e, disk)
-        now += 2 * MIN_IDLE_S
-    one = -(-len(PROMPT) // BLOCK)
-    assert (e.scheduler.pool.highest >= 2 * one - 1) == broken, "the part of a block is no loss"
-    assert outputs[-1].cached >= READ, "in memory, or on the disk"
-    assert disk.close(5)
-
-
 def test_a_window_is_saved_where_a_chain_ends(tmp_path: Path) -> None:
     """Not for every token that it passed: two chain ends of a window of 12 tokens, 3 or 4 blocks
     each."""
@@ -294,7 +268,9 @@ def test_reads_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
         e.add(tiny.request(f"r{i}", PROMPT, 12))
     for _ in range(3):
         e.step()
-        assert sum(len(restore.reads) for restore in e.tier._restores.values()) == MAX_READS
+        assert (
+            sum(len(restore.reads) for restore in e.tier._restores.values() if restore) == MAX_READS
+        )
     stuck.set()
     outputs = finish(e, disk)
     for i in range(2):

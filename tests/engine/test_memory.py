@@ -284,30 +284,28 @@ def test_a_plan_keeps_its_share_and_serves_one_sequence(
 def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     on_mac(monkeypatch, Libc(MAC))
 
-    def left(weights: float, token_bytes: int, free: float, **settings: Any) -> int:
+    def cache_bytes(weights: float, token_bytes: int, free: float, **settings: Any) -> int:
         config, caches = Config(cache_gb=0, **settings), [(token_bytes, (), 0)]
-        return make_plan(config, 32768, int(weights * GIB), caches, int(free * GIB)).left
+        return make_plan(config, 32768, int(weights * GIB), caches, int(free * GIB)).cache_bytes
 
-    assert left(4, 65536, 8) == 3 * GIB
+    assert 0.99 * 1.5 * GIB < cache_bytes(4, 65536, 8) <= 1.5 * GIB
     with pytest.raises(OutOfMemory) as large:
-        left(40, 65536, 8)
+        cache_bytes(40, 65536, 8)
     for figure in (
         "40.0 GB for weights",
         "1.0 GB of headroom",
         "8.0 GB are free of 16.0 GB",
-        "11.4 billion",
     ):
         assert figure in str(large.value)
     with pytest.raises(OutOfMemory, match="--context 4064 fits"):
-        left(6.5, 65536, 8)
-    with pytest.raises(OutOfMemory, match="raise --memory-gb") as none:
-        left(1, 65536, 0.5, memory_gb=0.5)
-    assert "fits" not in str(none.value)
+        cache_bytes(6.5, 65536, 8)
+    with pytest.raises(OutOfMemory, match="raise --memory-gb"):
+        cache_bytes(1, 65536, 0.5, memory_gb=0.5)
     with pytest.raises(OutOfMemory, match="leave out --kv-blocks") as fixed:
-        left(1, 65536, 4, kv_blocks=2000)
+        cache_bytes(1, 65536, 4, kv_blocks=2000)
     assert fixed.value.need == 2 * GIB + 2000 * 32 * 65536
     with pytest.raises(UserError, match="kv_blocks"):
-        left(1, 65536, 8, kv_blocks=1)
+        cache_bytes(1, 65536, 8, kv_blocks=1)
 
 
 def resident() -> int:

@@ -173,7 +173,7 @@ def test_a_dead_engine_tells_everyone() -> None:
         stream = worker.submit(tiny.request("r", [1, 2], 400))
         await anext(stream)
         worker.abort(object())  # type: ignore[arg-type]  harmless: an unknown id
-        worker._inbox.append(42)  # what no caller can send
+        worker._inbox.put(42)  # what no caller can send
         outputs = await collect(stream)
         with pytest.raises(Dead):
             worker.submit(tiny.request("s", [1], 3))

@@ -39,8 +39,7 @@ DISK_BUFFERS = MAX_QUEUED + MAX_READS * RUN_BYTES  # bytes on their way to and f
 
 DARWIN = sys.platform == "darwin"
 LIBC: Any = ctypes.CDLL(None)  # on macOS libSystem, which includes libproc
-PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-NO_LIMIT = 1 << 62
+PROC = Path("/proc")
 RUSAGE_INFO_V4 = 4
 FOOTPRINT = 9  # index of ri_phys_footprint in rusage_info, in words of 8 bytes
 FREE_PAGES = ("vm.page_free_count", "vm.page_pageable_external_count", "vm.page_purgeable_count")
@@ -65,23 +64,22 @@ def sysctl(name: str) -> int | None:
 
 
 def total() -> int:
-    """Bytes of memory of this machine, or the limit of this container (cgroup v2) if lower."""
-    found = sysctl("hw.memsize") if DARWIN else _proc_table("meminfo").get("MemTotal")
-    return min(found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container()[0])
+    """Bytes of memory of this machine."""
+    found = sysctl("hw.memsize") if DARWIN else None
+    return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free() -> int | None:
-    """Bytes that are available without swapping, within the container's limit; None if unknown.
+    """Bytes that are available without swapping; None if unknown.
 
     On macOS free, file-backed and purgeable pages; on Linux MemAvailable.
     """
-    if DARWIN:
-        counts = [sysctl(name) for name in ("vm.pagesize", *FREE_PAGES)]
-        known = [count for count in counts if count is not None]
-        found = known[0] * sum(known[1:]) if len(known) == len(counts) else None
-    else:
-        found = _proc_table("meminfo").get("MemAvailable")
-    return None if found is None else min(found, _container()[1])
+    if not DARWIN:
+        return _proc_table("meminfo").get("MemAvailable")
+    page_size, *counts = (sysctl(name) for name in ("vm.pagesize", *FREE_PAGES))
+    if page_size is None or None in counts:
+        return None
+    return page_size * sum(count or 0 for count in counts)
 
 
 def available() -> int:
@@ -121,7 +119,7 @@ def headroom() -> int:
 
 
 def read_text(path: Path) -> str:
-    """A procfs or cgroup file; "" if missing."""
+    """A procfs file; "" if missing."""
     try:
         return path.read_text()
     except OSError:
@@ -132,16 +130,6 @@ def _proc_table(name: str) -> dict[str, int]:
     """The sizes in a file of /proc, in bytes."""
     rows = re.findall(r"^(\w+):\s+(\d+) kB", read_text(PROC / name), re.M)
     return {key: int(size) << 10 for key, size in rows}
-
-
-def _container() -> tuple[int, int]:
-    """This container's limit (cgroup v2) and what is left of it. Idle file pages count as free:
-    they are dropped when memory is requested."""
-    limit, used = (read_text(CGROUP / f"memory.{name}").strip() for name in ("max", "current"))
-    if not (limit.isdigit() and used.isdigit()):
-        return NO_LIMIT, NO_LIMIT
-    idle = re.search(r"^inactive_file (\d+)$", read_text(CGROUP / "memory.stat"), re.M)
-    return int(limit), int(limit) - int(used) + (int(idle[1]) if idle else 0)
 
 
 @cache

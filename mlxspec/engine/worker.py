@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import itertools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from mlxspec.types import (
 log = logging.getLogger("mlxspec")
 
 DISK_WAIT_S = 0.01  # between steps that only wait for the disk
+RETRY_S = 5  # after which a client may try again when the queue is full
 STOP_S = 30.0  # for the step in progress to end
 UNREAD_BYTES = 1 << 23  # of outputs that a client may leave unread, per choice
 OUTPUT_BYTES, LOGPROB_BYTES = 512, 128  # estimates: of an output, of one of its top logprobs
@@ -102,7 +102,7 @@ class Worker:
             models = ModelManager([ModelSlot(models)])
         self._manager = models
         self._manager.guard = self._guard = guard
-        self._max_sequences, self._limit = max_sequences, max_sequences + max_queue
+        self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._inbox: SimpleQueue[Order] = SimpleQueue()
         self._stopping = self._draining = False
@@ -110,7 +110,6 @@ class Worker:
         self._streams: dict[str, Stream] = {}  # on the loop's thread, like the next three
         self._commands: dict[str, asyncio.Future[str]] = {}
         self._idle: asyncio.Event = asyncio.Event()
-        self._seconds = 1.0  # moving average of a request's duration
         self._numbers = itertools.count()
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -190,8 +189,7 @@ class Worker:
             raise ValueError(f"a request with the id {request.id} is running")
         waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
         if waiting > self._limit:
-            seconds = self._seconds * waiting / max(1, self._max_sequences)
-            raise Busy(min(60, max(1, math.ceil(seconds))))
+            raise Busy(RETRY_S)
         if self._guard and self._guard.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
         self._loop = asyncio.get_running_loop()
@@ -264,8 +262,6 @@ class Worker:
                 stream.finish("error", fault="client")
             if not stream.unfinished:
                 del self._streams[output.request]
-                seconds = time.monotonic() - (stream.request.created or time.monotonic())
-                self._seconds += 0.1 * (seconds - self._seconds)
         if not self._streams:
             self._idle.set()
 

@@ -38,6 +38,7 @@ log = logging.getLogger("mlxspec")
 
 DISK_WAIT_S = 0.01  # between steps that only wait for the disk
 RETRY_S = 5  # after which a client may try again when the queue is full
+DRAIN_POLL_S = 0.02
 STOP_S = 30.0  # for the step in progress to end
 UNREAD_BYTES = 1 << 23  # of outputs that a client may leave unread, per choice
 OUTPUT_BYTES, LOGPROB_BYTES = 512, 128  # estimates: of an output, of one of its top logprobs
@@ -107,9 +108,8 @@ class Worker:
         self._inbox: SimpleQueue[Order] = SimpleQueue()
         self._stopping = self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, Stream] = {}  # on the loop's thread, like the next three
+        self._streams: dict[str, Stream] = {}  # on the loop's thread, like `_commands`
         self._commands: dict[str, asyncio.Future[str]] = {}
-        self._idle: asyncio.Event = asyncio.Event()
         self._numbers = itertools.count()
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -219,7 +219,6 @@ class Worker:
                 raise Dead(error) if self._draining else UnsupportedModel(error)
         finally:
             del self._commands[command.id]
-            self._idle.set()
             self.abort(command.id)  # if it was cancelled
 
     def _require(self, model: str) -> None:
@@ -235,8 +234,7 @@ class Worker:
         try:
             async with asyncio.timeout(timeout):
                 while (self._streams or self._commands) and self.alive():
-                    self._idle.clear()
-                    await self._idle.wait()
+                    await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             left = len(self._streams)
             log.warning("aborting %d requests that did not finish in %.0f s", left, timeout)
@@ -262,8 +260,6 @@ class Worker:
                 stream.finish("error", fault="client")
             if not stream.unfinished:
                 del self._streams[output.request]
-        if not self._streams:
-            self._idle.set()
 
     def _deliver_or_die(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
         try:
@@ -280,7 +276,6 @@ class Worker:
         for future in self._commands.values():
             if not future.done():
                 future.set_result(f"the engine has ended: {reason}")
-        self._idle.set()
 
     # ---- engine thread
 

@@ -50,7 +50,7 @@ def test_a_prefix_is_found_by_content_and_position() -> None:
     assert match(pool, [*range(4, 8), *range(4, 8)]) == []
 
 
-def test_the_partial_block_is_offered_for_copying_and_one_token_is_left() -> None:
+def test_a_partial_block_is_a_copy_source() -> None:
     pool = BlockPool(16, SIZE)
     table = hold(pool, list(range(10)))
     assert partial(pool, list(range(10))) == (table[2], 1)
@@ -60,19 +60,19 @@ def test_the_partial_block_is_offered_for_copying_and_one_token_is_left() -> Non
     assert partial(pool, [0, 1, 99]) == (table[0], 2)  # a full block serves as a source as well
 
 
-def test_what_is_not_published_is_not_found() -> None:
+def test_only_cached_tokens_match() -> None:
     pool = BlockPool(16, SIZE)
     hold(pool, list(range(12)), upto=6)
     assert len(match(pool, list(range(12)))) == 1 and partial(pool, list(range(12)))[1] == 2
 
 
-def test_salt_separates() -> None:
+def test_pools_with_different_salts_share_nothing() -> None:
     a, b = BlockPool(8, SIZE, b"a"), BlockPool(8, SIZE, b"b")
     hold(a, [1, 2, 3, 4])
     assert a.root != b.root and not b.match([1, 2, 3, 4, 5])
 
 
-def test_dropped_content_lives_until_its_block_is_needed_tails_first() -> None:
+def test_freed_blocks_match_until_evicted_tail_first() -> None:
     pool = BlockPool(5, SIZE)
     tokens = list(range(16))
     table = hold(pool, tokens)
@@ -85,7 +85,7 @@ def test_dropped_content_lives_until_its_block_is_needed_tails_first() -> None:
     pool.check([table[:3], [table[3]]])
 
 
-def test_forgetting_spares_what_is_held() -> None:
+def test_evict_idle_spares_blocks_with_references() -> None:
     pool = BlockPool(8, SIZE)
     held = hold(pool, [1, 2, 3, 4, 5])
     pool.free(hold(pool, [6, 7, 8, 9, 1, 2]))
@@ -95,7 +95,7 @@ def test_forgetting_spares_what_is_held() -> None:
     pool.check([held])
 
 
-def test_what_was_forgotten_comes_before_what_would_take_new_memory() -> None:
+def test_evicted_blocks_are_allocated_before_new_ones() -> None:
     pool = BlockPool(20, 4)
     for first in (0, 100):
         pool.free(hold(pool, list(range(first, first + 12))))
@@ -104,7 +104,7 @@ def test_what_was_forgotten_comes_before_what_would_take_new_memory() -> None:
     pool.check()
 
 
-def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
+def test_save_memory_evicts_before_taking_new_blocks() -> None:
     pool = BlockPool(20, 4)
     pool.free(hold(pool, list(range(12))))
     pool.save_memory = True
@@ -113,7 +113,7 @@ def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
     pool.check()
 
 
-def test_unknown_blocks_are_reused_before_known_ones() -> None:
+def test_blank_blocks_are_allocated_before_cached_ones() -> None:
     pool = BlockPool(4, SIZE)
     known = hold(pool, [1, 2, 3, 4])
     blank = pool.allocate(2)

@@ -54,7 +54,7 @@ def plain(kind: str) -> tiny.Plain:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_conversation_continues_after_a_restart(tmp_path: Path, kind: str) -> None:
     answer = first(tmp_path, kind)
     assert answer == plain(kind)(PROMPT, 30, 0.8, 3)
     turn = [*PROMPT, *answer, 5, 6, 7]
@@ -84,7 +84,7 @@ def test_the_same_prompt_again(tmp_path: Path, kind: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_next"])
-def test_what_was_damaged_is_computed(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_file_is_a_miss(tmp_path: Path, kind: str) -> None:
     """Each file in turn is lost: whatever is left of the chain is used as far as that is whole."""
     first(tmp_path, kind)
     files = sorted(tmp_path.rglob("*.safetensors"))
@@ -104,7 +104,7 @@ def test_what_was_damaged_is_computed(tmp_path: Path, kind: str) -> None:
     assert any(damaged)  # some hold what the prompt does not need
 
 
-def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
+def test_only_a_prompt_that_gains_waits_for_the_disk(tmp_path: Path) -> None:
     """A neighbour decodes while a prompt waits for the disk; a short prompt does not ask at all."""
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3")
@@ -123,7 +123,7 @@ def test_nobody_waits_but_who_gains(tmp_path: Path) -> None:
     disk.close(5)
 
 
-def test_a_landing_spares_what_is_still_to_be_copied(tmp_path: Path) -> None:
+def test_a_restore_does_not_evict_a_copy_source(tmp_path: Path) -> None:
     """A second choice copies its partial block from a free one, while a prompt lands where blocks
     are few."""
     first(tmp_path, "qwen3")
@@ -157,7 +157,7 @@ def test_a_disk_that_hangs_is_not_waited_for(
 
 
 @pytest.mark.parametrize("verb", ["export", "host", "place"])
-def test_what_fails_in_the_tier_ends_the_tier_alone(
+def test_a_failure_switches_the_disk_off_only(
     tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first(tmp_path, "qwen3")
@@ -171,7 +171,7 @@ def test_what_fails_in_the_tier_ends_the_tier_alone(
     disk.close(5)
 
 
-def test_who_comes_while_the_pool_is_full_looks_when_there_is_room(tmp_path: Path) -> None:
+def test_a_prompt_that_waits_for_blocks_is_restored_later(tmp_path: Path) -> None:
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3", blocks=20)
     e.add(tiny.request("full", range(100, 200), 40))
@@ -184,7 +184,7 @@ def test_who_comes_while_the_pool_is_full_looks_when_there_is_room(tmp_path: Pat
     disk.close(5)
 
 
-def test_who_leaves_while_waiting_leaves_nothing(tmp_path: Path) -> None:
+def test_an_abort_cancels_the_restore(tmp_path: Path) -> None:
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3")
     stuck = threading.Event()
@@ -200,7 +200,7 @@ def test_who_leaves_while_waiting_leaves_nothing(tmp_path: Path) -> None:
     disk.close(5)
 
 
-def test_no_room_is_no_gain(tmp_path: Path) -> None:
+def test_a_restore_without_free_blocks_is_computed(tmp_path: Path) -> None:
     """A pool that others fill: what cannot be entered is computed when its turn comes."""
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3", blocks=20)
@@ -213,7 +213,7 @@ def test_no_room_is_no_gain(tmp_path: Path) -> None:
     disk.close(5)
 
 
-def test_what_another_model_wrote_does_not_fit(tmp_path: Path) -> None:
+def test_files_of_another_model_are_misses(tmp_path: Path) -> None:
     """The fingerprint keeps them apart; if it failed to, shapes would."""
     first(tmp_path, "qwen3")
     for kind in ("gemma3_text", "deepseek_v3"):
@@ -234,7 +234,7 @@ def test_a_window_is_saved_where_a_chain_ends(tmp_path: Path) -> None:
     assert whole < len(keys) <= whole + 8
 
 
-def test_what_is_left_is_saved_at_the_end(tmp_path: Path) -> None:
+def test_close_saves_what_waits(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
     e.add(tiny.request("r", PROMPT, 12))
     while e.scheduler.waiting or e.scheduler.running:
@@ -246,7 +246,7 @@ def test_what_is_left_is_saved_at_the_end(tmp_path: Path) -> None:
     disk.close(5)
 
 
-def test_chains_that_wait_are_bounded(tmp_path: Path) -> None:
+def test_waiting_chains_are_bounded(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
     full = [tiny.request(f"r{i}", [i, *range(20)], 2) for i in range(MAX_CHAINS + 9)]
     e.tier = None
@@ -258,7 +258,7 @@ def test_chains_that_wait_are_bounded(tmp_path: Path) -> None:
     disk.close(5)
 
 
-def test_reads_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "RUN_BLOCKS", 1)
     first(tmp_path, "qwen3")
     e, disk = start(tmp_path, "qwen3")

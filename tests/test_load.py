@@ -374,7 +374,7 @@ def test_a_slow_reader_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 reply = await client.reply()
                 assert reply and reply.status == 200
                 held.append(its.transport.get_write_buffer_size())
-                queues.extend(each._queue.qsize() for each, _ in list(s.worker._streams.values()))
+                queues.extend(each._queue.qsize() for each in list(s.worker._streams.values()))
             client.leave()
 
         asyncio.run(others())

@@ -30,7 +30,6 @@ def option(
     default: T,
     help: str,
     *,
-    unit: str = "",
     low: float = 0,
     high: float = math.inf,
     choices: tuple[T, ...] = (),
@@ -41,7 +40,7 @@ def option(
     return field(
         default=default,
         repr=not secret,
-        metadata=dict(help=help, unit=unit, low=low, high=high, choices=choices, secret=secret),
+        metadata=dict(help=help, low=low, high=high, choices=choices, secret=secret),
     )
 
 
@@ -66,8 +65,7 @@ class Config:
     pin: tuple[str, ...] = option((), "Models that are never evicted.")
     idle_ttl: float = option(
         1800.0,
-        "Idle time after which a model that is not pinned is unloaded; 0: never.",
-        unit="s",
+        "Idle seconds after which a model that is not pinned is unloaded; 0: never.",
         high=10**7,
     )
     max_sequences: int = option(16, "Most sequences in one step.", low=1, high=256)
@@ -75,16 +73,13 @@ class Config:
         64, "Most requests that wait; further ones get status 429.", low=1, high=4096
     )
     context: int = option(
-        0, "Context length (prompt and output); 0: the model's.", unit="tokens", high=2**24
+        0, "Context length (prompt and output) in tokens; 0: the model's.", high=2**24
     )
-    block_size: int = option(32, "Size of a KV block.", unit="tokens", low=1, high=512)
-    kv_blocks: int = option(
-        0, "Number of KV blocks; 0: chosen by free memory.", unit="blocks", high=2**24
-    )
+    block_size: int = option(32, "Tokens in a KV block.", low=1, high=512)
+    kv_blocks: int = option(0, "Number of KV blocks; 0: chosen by free memory.", high=2**24)
     memory_gb: float = option(
         0.0,
-        "Memory limit for weights, caches and headroom; 0: what is free.",
-        unit="GiB",
+        "Memory limit in GiB for weights, caches and headroom; 0: what is free.",
         high=2**16,
     )
     kv_bits: int = option(
@@ -96,12 +91,11 @@ class Config:
         choices=("auto", "rows", "rect", "gather", "solo"),
     )
     prefill_budget: int = option(
-        0, "Prompt tokens computed in one step; 0: set by time.", unit="rows", high=2**16
+        0, "Prompt tokens computed in one step; 0: set by time.", high=2**16
     )
     decode_gap_ms: int = option(
         250,
-        "Target limit on how long a prefill may delay running requests.",
-        unit="ms",
+        "Target limit in ms on how long a prefill may delay running requests.",
         low=1,
         high=60_000,
     )
@@ -119,19 +113,17 @@ class Config:
     draft: str = option(
         "", "Draft model for the (first) model; empty: the one that its card names, if any."
     )
-    max_body_mb: int = option(32, "Largest request body.", unit="MB", low=1, high=1024)
+    max_body_mb: int = option(32, "Largest request body, in MB.", low=1, high=1024)
     keepalive_s: float = option(
-        5.0, "Silence after which a stream sends a keep-alive.", unit="s", low=0.1, high=60
+        5.0, "Seconds of silence after which a stream sends a keep-alive.", low=0.1, high=60
     )
-    drain_s: float = option(
-        30.0, "Time for running requests to finish at shutdown.", unit="s", high=3600
-    )
+    drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", high=3600)
     cache_dir: str = option(
         "",
         "Directory for converted models, measurements and the prompt cache; empty: the platform's.",
     )
     cache_gb: float = option(
-        10.0, "Disk space for the prompt cache; 0: no prompt cache.", unit="GB", high=2**20
+        10.0, "Disk space for the prompt cache in GiB; 0: no prompt cache.", high=2**20
     )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
@@ -201,13 +193,13 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
 
 
 def limits(row: Field[Any]) -> str:
-    """The choices or the range of a setting, with its unit; empty where anything is allowed."""
+    """The choices or the range of a setting; empty where anything is allowed."""
     meta = row.metadata
     if meta["choices"]:
         return "one of " + ", ".join(map(str, meta["choices"]))
     if meta["high"] == math.inf:
         return ""
-    return f"{meta['low']} to {meta['high']} {meta['unit']}".strip()
+    return f"{meta['low']} to {meta['high']}"
 
 
 def data_dir(name: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 log = logging.getLogger("mlxspec")
 
@@ -19,15 +19,8 @@ Report = Callable[[float, float], None]  # (done, total), in any unit
 def progress(text: str) -> Iterator[Report]:
     """Yields what is called with (done, total). Shows nothing before the first call."""
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     logged = time.monotonic()
-    with Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bar:
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(text, total=None, visible=False)
 
         def report(done: float, total: float) -> None:

@@ -146,14 +146,9 @@ def make_manager(
             free = config.memory_bytes - held
         if need <= free + freed:
             return ""
-        pinned = [each.info.name for each in slots if each.engine and each.pinned]
-        fixes = ["close other programs"]
-        if pinned:
-            fixes.append(f"unpin {', '.join(pinned)}")
-        if config.memory_gb:
-            fixes.append("raise --memory-gb")
         there = format_size(max(0, free + freed))
-        return f"it needs {format_size(need)} and {there} are available; {' or '.join(fixes)}"
+        fixes = "close other programs, unpin models or raise --memory-gb"
+        return f"it needs {format_size(need)} and {there} are available; {fixes}"
 
     return ModelManager(slots, memory_check, config.idle_ttl, lazy=asleep)
 

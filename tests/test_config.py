@@ -76,7 +76,7 @@ def test_whole_number_serves_as_number(tmp_path: Path) -> None:
         ("port = 99999\n", "port = 99999 is not allowed; give a whole number, 0 to 65535"),
         ('port = "80"\n', "port = '80' is not allowed; give a whole number, 0 to 65535"),
         ("port = true\n", "port = True is not allowed; give a whole number, 0 to 65535"),
-        ("drain_s = nan\n", "drain_s = nan is not allowed; give a number, 0 to 3600 s"),
+        ("drain_s = nan\n", "drain_s = nan is not allowed; give a number, 0 to 3600"),
         ("host = 1\n", "host = 1 is not allowed; give text"),
         ("allowed_hosts = [1]\n", "allowed_hosts = [1] is not allowed; give a list of texts"),
         ('layout = "box"\n', "layout = 'box' is not allowed; give text, one of auto, rows,"),

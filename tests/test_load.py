@@ -110,7 +110,7 @@ def at_rest(s: Served) -> None:
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert not s.worker._inbox and not s.worker._calls
+    assert s.worker._inbox.empty() and not s.worker._commands
 
 
 def descriptors() -> int:
@@ -361,7 +361,8 @@ def slow_reader(s: Served) -> socket.socket:
 def test_a_slow_reader_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not read an answer of 2 MB: what is held for it is bounded, its blocks are
     freed while it is still connected, and others are answered."""
-    monkeypatch.setattr(door, "UNREAD", 50 * (door.BYTES + 20 * door.EACH))
+    limit = 50 * (door.OUTPUT_BYTES + 20 * door.LOGPROB_BYTES)
+    monkeypatch.setattr(door, "UNREAD_BYTES", limit)
     with served(tmp_path, buffer=4096) as s:
         [its] = (slow := slow_reader(s)) and s.server.server_state.connections
         queues, held = [0], [0]
@@ -373,7 +374,7 @@ def test_a_slow_reader_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 reply = await client.reply()
                 assert reply and reply.status == 200
                 held.append(its.transport.get_write_buffer_size())
-                queues.extend(each._queue.qsize() for each, _ in list(s.worker._streams.values()))
+                queues.extend(each._queue.qsize() for each in list(s.worker._streams.values()))
             client.leave()
 
         asyncio.run(others())

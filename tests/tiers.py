@@ -29,7 +29,9 @@ def finish(e: Engine, disk: DiskCache) -> list[Output]:
         e.check()
         if e.rests:
             assert e.tier is not None
-            reads = [read for restore in e.tier._restores.values() for read in restore.reads]
+            reads = [
+                read for restore in e.tier._restores.values() if restore for read in restore.reads
+            ]
             assert not wait(reads, 5).not_done
             assert disk.flush(5)
     assert disk.flush(5)

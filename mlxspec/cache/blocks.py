@@ -4,18 +4,15 @@ Rule: a block's content is reused only under its key, a hash chained over all to
 full, committed blocks have one. Block 0 is the null block: padding points there, nobody owns it.
 """
 
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import numpy as np
 
 from mlxspec.types import NULL_BLOCK
 
-MIN_IDLE_S = 300.0  # a block idle for less is not evicted to save memory: Anthropic's cache TTL
-MAX_SCANNED = 64  # idle blocks that are looked at for one whose eviction costs nothing
 MAX_PARTIALS = 8  # copy sources kept under one parent; the oldest is dropped first
 
 
@@ -31,16 +28,14 @@ class BlockPool:
         self.root = blake2b(salt, digest_size=16).digest()  # the key before the first block
         self.refs = [0] * size
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, size))
-        self.idle: OrderedDict[int, float] = OrderedDict()  # block -> when it was freed
+        self.idle: OrderedDict[int, None] = OrderedDict()  # free blocks in the index
         self.low_priority: OrderedDict[int, None] = OrderedDict()  # idle blocks to evict first
         self.highest = NULL_BLOCK  # the highest block ever allocated: memory is taken up to it
         self.save_memory = False  # evict idle blocks before going above `highest`
-        self.on_disk: Callable[[bytes], bool] | None = None  # None: nothing is kept on disk
         self.by_key: dict[bytes, int] = {}
         self.keys: dict[int, bytes] = {}  # block -> its key
         self.partials: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent -> block -> tokens
         self.parents: dict[int, bytes] = {}  # block -> the key that it stands under in `partials`
-        self.clock = time.monotonic
 
     @property
     def capacity(self) -> int:
@@ -120,7 +115,7 @@ class BlockPool:
                 continue
             self.free_blocks[block] = None
             if self._cached(block):
-                self.idle[block] = self.clock()
+                self.idle[block] = None
                 if low_priority:
                     self.low_priority[block] = None
             else:
@@ -131,35 +126,27 @@ class BlockPool:
         blocks = list(self.idle)
         for block in reversed(blocks):
             self._evict(block)
-            self.free_blocks.move_to_end(block, last=False)
-        self.idle.clear()
-        self.low_priority.clear()
+            self._make_blank(block)
         return len(blocks)
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant; `tables`, if given, are all the block tables with references."""
-        free = {block for block in range(1, self.size) if not self.refs[block]}
-        assert not self.refs[NULL_BLOCK], "the null block is owned"
-        assert free == self.free_blocks.keys(), "free blocks and references differ"
+        assert self.free_blocks.keys() == {b for b in range(1, self.size) if not self.refs[b]}
         if tables is not None:
             held = Counter(block for table in tables for block in table)
             assert held == Counter(dict(enumerate(self.refs))), "tables and references differ"
-        assert self.low_priority.keys() <= self.idle.keys(), "a low-priority block is not idle"
-        cached = [block for block in self.free_blocks if self._cached(block)]
-        assert list(self.idle) == cached, "idle blocks are not the cached free ones"
-        assert self.keys == {block: key for key, block in self.by_key.items()}, "keys differ"
+        assert self.low_priority.keys() <= self.idle.keys()
+        assert list(self.idle) == [block for block in self.free_blocks if self._cached(block)]
+        assert self.keys == {block: key for key, block in self.by_key.items()}
         listed = {block: parent for parent, blocks in self.partials.items() for block in blocks}
-        assert listed == self.parents, "copy sources differ from their parents"
-        sizes = map(len, self.partials.values())
-        assert all(0 < size <= MAX_PARTIALS for size in sizes), "a parent lists too many"
+        assert listed == self.parents
+        assert all(0 < len(blocks) <= MAX_PARTIALS for blocks in self.partials.values())
 
     def _allocate_one(self) -> int:
-        """Take a free block without content, else a low-priority one, else the longest idle one.
-
-        Before a block above `highest`, which takes memory, idle content goes if that is cheap."""
+        """Take a free block without content, else a low-priority one, else the longest idle one."""
         block = next(iter(self.free_blocks))
-        if block > self.highest and self.idle:
-            block = next(iter(self.idle)) if self.save_memory else self._cheap_eviction() or block
+        if block > self.highest and self.save_memory and self.idle:
+            block = next(iter(self.idle))
         if block in self.idle and self.low_priority:
             block = next(iter(self.low_priority))
         self._take(block)
@@ -167,19 +154,6 @@ class BlockPool:
         self.refs[block] = 1
         self.highest = max(self.highest, block)
         return block
-
-    def _cheap_eviction(self) -> int | None:
-        """A long-idle block that is on disk too, or low-priority, or only a partial one."""
-        if self.on_disk is None:
-            return None
-        until = self.clock() - MIN_IDLE_S
-        for block, since in islice(self.idle.items(), MAX_SCANNED):
-            if since >= until:
-                break
-            key = self.keys.get(block)
-            if key is None or block in self.low_priority or self.on_disk(key):
-                return block
-        return None
 
     def _take(self, block: int) -> None:
         """Remove a block from the free ones."""
@@ -199,9 +173,13 @@ class BlockPool:
             oldest = next(iter(blocks))
             self._drop_partial(oldest)
             if oldest in self.idle and oldest not in self.keys:  # nothing of it is cached now
-                del self.idle[oldest]
-                self.low_priority.pop(oldest, None)
-                self.free_blocks.move_to_end(oldest, last=False)
+                self._make_blank(oldest)
+
+    def _make_blank(self, block: int) -> None:
+        """An idle block lost its content: it is allocated first."""
+        del self.idle[block]
+        self.low_priority.pop(block, None)
+        self.free_blocks.move_to_end(block, last=False)
 
     def _drop_partial(self, block: int) -> None:
         if block in self.parents:

@@ -1,8 +1,8 @@
 """The prompt cache on disk: runs of KV blocks and recurrent states, each a safetensors file.
 
 Rule: it may cost a recomputation, never an answer: what is read was checked against its digest, and
-a damaged file is a miss. Callers never wait: one thread writes, another reads. Writers hold the
-directory's lock, so that models and processes that share it keep one limit.
+a damaged file is a miss. Callers never wait: one thread writes, another reads. The directory's
+lock is held for each write, as models and processes share the directory and its limit.
 """
 
 import json

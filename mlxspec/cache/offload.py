@@ -57,8 +57,8 @@ class KVOffloader:
     broken: bool = False
     _chains: deque[Iterator[Any]] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
     _exported: Any = None  # (keys, arrays on their way to the host)
-    _restores: dict[Seq, Restore] = field(default_factory=dict)
-    _planned: set[Seq] = field(default_factory=set)  # waiting sequences that were looked up
+    # Waiting sequences that were looked up; None: nothing (more) comes from the disk.
+    _restores: dict[Seq, Restore | None] = field(default_factory=dict)
 
     def poll(self) -> bool:
         """Place a run that was read, hand another to the writer and export the next; False where
@@ -93,9 +93,6 @@ class KVOffloader:
     @property
     def saving(self) -> bool:
         return bool(self._chains or self._exported)
-
-    def on_disk(self, group: int, key: bytes) -> bool:
-        return not self.broken and _disk_key(key, group) in self.disk
 
     def _save_next(self) -> bool:
         if self._exported:
@@ -143,28 +140,25 @@ class KVOffloader:
 
     def restoring(self, seq: Seq) -> bool:
         """Whether the disk is still bringing what a waiting sequence can reuse."""
-        return seq in self._restores
+        return self._restores.get(seq) is not None
 
     def start_restore(self, seq: Seq, match: PrefixMatch) -> bool:
         """Whether a sequence that could start with `match` should wait, as the disk has more that
         it can reuse. Looks once for each."""
-        if self.broken or seq in self._planned:
+        if self.broken or seq in self._restores:
             return False
-        self._planned.add(seq)
-        restore = self._plan(seq, match)
-        if restore is not None:
-            self._restores[seq] = restore
-        return restore is not None
+        self._restores[seq] = self._plan(seq, match)
+        return self.restoring(seq)
 
     def cancel(self, seq: Seq) -> None:
         """The sequence starts or has ended."""
-        self._planned.discard(seq)
-        self._stop(seq)
-
-    def _stop(self, seq: Seq) -> None:
         restore = self._restores.pop(seq, None)
         for read in restore.reads if restore else ():
             read.cancel()
+
+    def _give_up(self, seq: Seq) -> None:
+        self.cancel(seq)
+        self._restores[seq] = None
 
     def _has(self, group: int, key: bytes) -> bool:
         return self._in_memory(group, key) or _disk_key(key, group) in self.disk
@@ -206,8 +200,9 @@ class KVOffloader:
 
     def _restore_next(self) -> bool:
         """Place the next run that was read, the prompts taking turns."""
-        reading = sum(len(restore.reads) for restore in self._restores.values())
-        for seq, restore in list(self._restores.items()):
+        waiting = [(seq, restore) for seq, restore in self._restores.items() if restore]
+        reading = sum(len(restore.reads) for _, restore in waiting)
+        for seq, restore in waiting:
             while restore.files and reading < MAX_READS:
                 restore.reads.append(self.disk.read(restore.files.popleft()))
                 reading += 1
@@ -217,10 +212,10 @@ class KVOffloader:
                 self._restores[seq] = self._restores.pop(seq)
                 placed = run is not None and self._place(seq, restore, run)
                 if not placed or not (restore.files or restore.reads):
-                    self._stop(seq)
+                    self._give_up(seq)
                 return True
             if time.monotonic() - restore.since > MAX_WAIT_S:
-                self._stop(seq)
+                self._give_up(seq)
                 return True
         return False
 

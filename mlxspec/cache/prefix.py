@@ -6,7 +6,7 @@ continue; blocks that left the window are freed and replaced by the null block.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.cache.blocks import BlockPool
@@ -95,8 +95,8 @@ class KVCacheManager:
             for tail in tails:
                 sources, extra = self._match_partial(parent, tail)
                 if extra == len(tail) and rest[:extra] == tail:
-                    found = self._matched(keys[:n], start, sources, extra, known)
-                    return replace(found, state=self.states.use((parent, tail)))
+                    state = self.states.use((parent, tail))
+                    return self._matched(keys[:n], start, sources, extra, known, state)
         return PrefixMatch(known=known)
 
     def _match_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[list[int], int]:
@@ -105,14 +105,20 @@ class KVCacheManager:
         return [block for block, _ in found], min(n for _, n in found)
 
     def _matched(
-        self, keys: Sequence[bytes], start: int, sources: Sequence[int], extra: int, known: int
+        self,
+        keys: Sequence[bytes],
+        start: int,
+        sources: Sequence[int],
+        extra: int,
+        known: int,
+        state: Any = None,
     ) -> PrefixMatch:
         tables = []
         for group in self.groups:
             first = group.first(start)
             blocks = [group.pool.by_key[key] for key in keys[first:]]
             tables.append([NULL_BLOCK] * (len(keys) - len(blocks)) + blocks)
-        return PrefixMatch(start + extra, keys, tables, sources if extra else (), known=known)
+        return PrefixMatch(start + extra, keys, tables, sources if extra else (), state, known)
 
     def _resumable(self, keys: Sequence[bytes], last: int) -> list[int]:
         """The numbers of leading blocks after which every window can continue, highest first."""
@@ -138,17 +144,15 @@ class KVCacheManager:
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
         """Offer the partly filled block that ends at `upto` as a copy source."""
-        name = self._name(seq, upto)
-        for pool, table in zip(self.pools, seq.tables, strict=True):
-            if name[1]:
-                pool.cache_partial(table[upto // pool.block_size], *name)
+        parent, tail = self._name(seq, upto)
+        if tail:
+            for pool, table in zip(self.pools, seq.tables, strict=True):
+                pool.cache_partial(table[upto // pool.block_size], parent, tail)
 
     def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
         """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
         assert self.states is not None
-        inside = upto != seq.prompt_len and seq.finish is None
-        inside = inside and upto // self.pool.block_size not in seq.marks
-        self.states.put(self._name(seq, upto), state, inside)
+        self.states.put(self._name(seq, upto), state)
 
     def _name(self, seq: Seq, upto: int) -> tuple[bytes, tuple[int, ...]]:
         """The key of the last full block before `upto`, and the tokens after it."""
@@ -171,10 +175,8 @@ class KVCacheManager:
         for pool, table in zip(self.pools, tables, strict=True):
             pool.share(_owned(table))
         if match.sources and not self.num_free:  # no block to copy to
-            if match.state is not None:  # it belongs after the slots that are not copied
-                self._free(tables)
-                return self.allocate_prefix(seq, PrefixMatch(known=match.known))
-            match = replace(match, length=len(match.keys) * size, sources=())
+            self._free(tables)
+            return self.allocate_prefix(seq, PrefixMatch(known=match.known))
         copies: Copies = []
         for group, source in enumerate(match.sources):
             tables[group] += self.pools[group].allocate(1) or ()

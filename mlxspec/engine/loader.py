@@ -297,8 +297,6 @@ def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftMo
 def _outlive(engine: Engine, disk: DiskCache, config: Config) -> None:
     """Keep blocks on disk, where they outlive the process."""
     groups = engine.scheduler.groups
-    tier = engine.tier = engine.scheduler.tier = KVOffloader(disk, groups, Transfer(engine.runner))
-    for group, pool in enumerate(groups.pools):
-        pool.on_disk = partial(tier.on_disk, group)
+    engine.tier = engine.scheduler.tier = KVOffloader(disk, groups, Transfer(engine.runner))
     held, most = format_size(disk.stats().bytes), format_size(config.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, prompts_of(config))

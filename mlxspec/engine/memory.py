@@ -36,12 +36,10 @@ LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
 HEADROOM = 512 << 20
 HEADROOM_PART = 16  # of the machine's memory, where that is more
 DISK_BUFFERS = MAX_QUEUED + MAX_READS * RUN_BYTES  # bytes on their way to and from the disk
-BYTES_4BIT = 4.5 / 8  # per parameter: 4 bits, and a 16-bit scale and bias for each 64
 
 DARWIN = sys.platform == "darwin"
 LIBC: Any = ctypes.CDLL(None)  # on macOS libSystem, which includes libproc
-PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-NO_LIMIT = 1 << 62
+PROC = Path("/proc")
 RUSAGE_INFO_V4 = 4
 FOOTPRINT = 9  # index of ri_phys_footprint in rusage_info, in words of 8 bytes
 FREE_PAGES = ("vm.page_free_count", "vm.page_pageable_external_count", "vm.page_purgeable_count")
@@ -66,23 +64,22 @@ def sysctl(name: str) -> int | None:
 
 
 def total() -> int:
-    """Bytes of memory of this machine, or the limit of this container (cgroup v2) if lower."""
-    found = sysctl("hw.memsize") if DARWIN else _proc_table("meminfo").get("MemTotal")
-    return min(found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container()[0])
+    """Bytes of memory of this machine."""
+    found = sysctl("hw.memsize") if DARWIN else None
+    return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free() -> int | None:
-    """Bytes that are available without swapping, within the container's limit; None if unknown.
+    """Bytes that are available without swapping; None if unknown.
 
     On macOS free, file-backed and purgeable pages; on Linux MemAvailable.
     """
-    if DARWIN:
-        counts = [sysctl(name) for name in ("vm.pagesize", *FREE_PAGES)]
-        known = [count for count in counts if count is not None]
-        found = known[0] * sum(known[1:]) if len(known) == len(counts) else None
-    else:
-        found = _proc_table("meminfo").get("MemAvailable")
-    return None if found is None else min(found, _container()[1])
+    if not DARWIN:
+        return _proc_table("meminfo").get("MemAvailable")
+    page_size, *counts = (sysctl(name) for name in ("vm.pagesize", *FREE_PAGES))
+    if page_size is None or None in counts:
+        return None
+    return page_size * sum(count or 0 for count in counts)
 
 
 def available() -> int:
@@ -122,7 +119,7 @@ def headroom() -> int:
 
 
 def read_text(path: Path) -> str:
-    """A procfs or cgroup file; "" if missing."""
+    """A procfs file; "" if missing."""
     try:
         return path.read_text()
     except OSError:
@@ -133,16 +130,6 @@ def _proc_table(name: str) -> dict[str, int]:
     """The sizes in a file of /proc, in bytes."""
     rows = re.findall(r"^(\w+):\s+(\d+) kB", read_text(PROC / name), re.M)
     return {key: int(size) << 10 for key, size in rows}
-
-
-def _container() -> tuple[int, int]:
-    """This container's limit (cgroup v2) and what is left of it. Idle file pages count as free:
-    they are dropped when memory is requested."""
-    limit, used = (read_text(CGROUP / f"memory.{name}").strip() for name in ("max", "current"))
-    if not (limit.isdigit() and used.isdigit()):
-        return NO_LIMIT, NO_LIMIT
-    idle = re.search(r"^inactive_file (\d+)$", read_text(CGROUP / "memory.stat"), re.M)
-    return int(limit), int(limit) - int(used) + (int(idle[1]) if idle else 0)
 
 
 @cache
@@ -166,7 +153,6 @@ class MemoryPlan:
     """The memory of one model and its draft model. Block counts include the null block."""
 
     weights: int  # bytes
-    left: int  # free bytes beside weights, headroom and disk buffers
     cache_bytes: int  # of all pools, running states and snapshots
     blocks: int  # of the pool for full attention
     windows: dict[int, int]  # blocks of the pool of each sliding window, by its tokens
@@ -199,27 +185,25 @@ def make_plan(
     token_bytes -= sum(windows.values())
     pools = _pools(config, context, token_bytes, windows, state_bytes)
     held = weights + (DISK_BUFFERS if config.disk_bytes else 0)
-    left = free - held - headroom()
-    counts, budget = [pool.least for pool in pools], int(left * CACHE_SHARE)
-    if config.kv_blocks:
-        counts, budget = [pool.most for pool in pools], left
+    budget = free - held - headroom()
+    counts = [pool.most for pool in pools]
+    if not config.kv_blocks:
+        budget = int(budget * CACHE_SHARE)
+        counts = [pool.least for pool in pools]
     needed = _size(pools, counts)
     if needed > budget:
         raise _too_large(config, held, pools, needed, free, budget)
     if not config.kv_blocks:
-        if budget * share >= needed:
-            budget = int(budget * share)
-        counts = _divide(pools, budget)
-        for window, found in zip(windows, counts[1:], strict=False):
+        counts = _divide(pools, max(needed, int(budget * share)))
+        for window, blocks in zip(windows, counts[1:], strict=False):
             one, two = (_window_blocks(window, config, n) for n in (1, 2))
-            counts[-2] = min(counts[-2], max(1, 1 + (found - one) // (two - one)))
+            counts[-2] = min(counts[-2], max(1, 1 + (blocks - one) // (two - one)))
     blocks, *window_blocks, sequences, snapshots = counts
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
     by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
     return MemoryPlan(
         weights,
-        left,
         _size(pools, counts),
         blocks,
         dict(zip(windows, window_blocks, strict=True)),
@@ -268,25 +252,21 @@ def _too_large(
     config: Config, weights: int, pools: Sequence[Pool], size: int, free: int, budget: int
 ) -> OutOfMemory:
     """That caches of `size` bytes exceed `budget`; with size 0 the weights alone are too large."""
-    room, needed, unit = headroom(), size, pools[0].unit
-    what = f"{format_size(weights)} for weights and {format_size(room)} of headroom"
-    where, fixes = f"free of {format_size(total())}", ["close programs, or set --memory-gb"]
+    needed, unit = size, pools[0].unit
+    what = f"{format_size(weights)} for weights and {format_size(headroom())} of headroom"
+    where, fix = f"free of {format_size(total())}", "close programs, or set --memory-gb"
     if config.memory_gb:
-        where, fixes = "left of --memory-gb", ["raise --memory-gb"]
+        where, fix = "left of --memory-gb", "raise --memory-gb"
     if size and config.kv_blocks:
         what += f", and {format_size(size)} for --kv-blocks {config.kv_blocks}"
-        fixes.append("leave out --kv-blocks")
+        fix += "; leave out --kv-blocks"
     elif size:
         needed = int(size / CACHE_SHARE)
         what += f", and twice {format_size(size)} for the cache of one sequence"
-        fixes.append("set --kv-bits or a lower --context")
+        fix += "; set --kv-bits or a lower --context"
         if unit and (blocks := (budget - size) // unit + pools[0].least - 1) > 0:
-            fixes.append(f"--context {blocks * config.block_size} fits")
-    billions = (free - room - needed) / BYTES_4BIT / 1e9
-    if billions > 0.1:
-        fixes.append(f"a 4-bit model of less than {billions:.1f} billion parameters fits")
+            fix += f"; --context {blocks * config.block_size} fits"
     return OutOfMemory(
-        f"the model does not fit: it needs {what}, but {format_size(free)} are {where};"
-        f" {'; '.join(fixes)}",
-        need=weights + room + needed,
+        f"the model does not fit: it needs {what}, but {format_size(free)} are {where}; {fix}",
+        need=weights + headroom() + needed,
     )

@@ -77,9 +77,7 @@ class ModelSlot:
     pinned: bool = False
     engine: Engine | None = None
     last_stats: Stats = field(default_factory=Stats)  # before the last unload
-    counters: tuple[dict[str, int], SpecDecodeMetrics] | None = (
-        None  # which the next load continues
-    )
+    counters: tuple[dict[str, int], SpecDecodeMetrics] | None = None  # the next load continues them
     used: float = 0.0  # time of its last work
     loads: int = 0
     need: int = 0  # bytes that the last load lacked
@@ -90,11 +88,6 @@ class ModelSlot:
     def busy(self) -> bool:
         """Whether a request waits for its steps."""
         return self.engine is not None and self.engine.busy
-
-    @property
-    def active(self) -> bool:
-        """Whether it has steps to do, if only for the disk."""
-        return self.engine is not None and self.engine.active
 
     @property
     def nbytes(self) -> int:
@@ -121,10 +114,9 @@ class ModelManager:
     models: dict[str, ModelSlot] = field(default_factory=dict)
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     answered: list[tuple[str, str]] = field(default_factory=list)  # command ids, each with an error
-    _waiting: deque[Order] = field(default_factory=deque)  # for models not loaded, or leaving
-    _goal: Request | LoadCommand | None = None  # the first of them
-    _leaving: list[ModelSlot] = field(default_factory=list)  # to be unloaded for the goal
-    _announced: bool = False  # a snapshot has shown the goal's model as loading
+    _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
+    _leaving: list[ModelSlot] = field(default_factory=list)  # to be unloaded for the first
+    _announced: bool = False  # a snapshot has shown that model as loading
     _disk_bytes: int = 0
     _turns: deque[ModelSlot] = field(default_factory=deque)
 
@@ -135,18 +127,18 @@ class ModelManager:
         self.models = {slot.info.name: slot for slot in self.slots}
         self._turns = deque(self.slots)
 
+    def _engines(self) -> list[Engine]:
+        return [slot.engine for slot in self.slots if slot.engine is not None]
+
     @property
     def busy(self) -> bool:
-        return bool(self._waiting) or any(slot.active for slot in self.slots)
+        return bool(self._waiting) or any(engine.active for engine in self._engines())
 
     @property
     def waits_for_disk(self) -> bool:
         """Whether a step would do nothing until the disk has answered."""
         active = [engine for engine in self._engines() if engine.active]
-        return bool(active) and self._goal is None and all(engine.rests for engine in active)
-
-    def _engines(self) -> list[Engine]:
-        return [slot.engine for slot in self.slots if slot.engine is not None]
+        return bool(active) and not self._waiting and all(engine.rests for engine in active)
 
     def close(self) -> None:
         """Drop all models; the thread ends."""
@@ -155,20 +147,20 @@ class ModelManager:
                 slot.engine.close(CLOSE_S / len(self.slots))
                 slot.engine = None
 
-    def poll(self, check: bool = False) -> None:
-        """While idle: evict caches if memory is short, and `check` the engines' invariants."""
+    def poll(self) -> None:
+        """While idle: check the engines' invariants, and evict caches if memory is short."""
         for engine in self._engines():
-            if check:
-                engine.check()
+            engine.check()
             engine.poll_memory()
 
     def snapshot(self, progress: float) -> dict[str, Served]:
         """All models by name, the default first."""
-        tiers = [engine.tier for engine in self._engines() if engine.tier is not None]
-        if tiers:  # all share one directory
-            self._disk_bytes = tiers[0].disk.stats().bytes
-        served, goal = {}, self._goal
-        coming = self._slot(goal) if goal and _needs_load(goal) else None
+        for engine in self._engines():
+            if engine.tier is not None:  # all share one directory
+                self._disk_bytes = engine.tier.disk.stats().bytes
+                break
+        served = {}
+        coming = self._slot(self._waiting[0]) if self._waiting else None
         for name, slot in self.models.items():
             stats = replace(slot.stats(), progress=progress, disk_bytes=self._disk_bytes)
             status: Literal["loaded", "loading", "unloaded"] = "loaded"
@@ -183,21 +175,22 @@ class ModelManager:
 
     def submit(self, order: Order) -> list[Output]:
         """Start an order, or queue it until its model is loaded."""
-        outputs = self._dispatch(order)
-        if self._goal is None:
-            outputs += self._choose_goal()
-        return outputs
-
-    def _dispatch(self, order: Order) -> list[Output]:
         if isinstance(order, Abort):
             return self._abort(order)
+        first = not self._waiting
+        outputs = self._dispatch(order)
+        if first:
+            outputs += self._plan()
+        return outputs
+
+    def _dispatch(self, order: Request | LoadCommand) -> list[Output]:
         slot = self._slot(order)
         ready = slot.engine is not None and slot not in self._leaving
         if isinstance(order, Request):
             if ready:
                 return self._add(slot, order)
             if self.clock() - slot.failed < RETRY_S:
-                return _ends(order, "error", error=slot.error, fault="model")
+                return _finish(order, "error", error=slot.error, fault="model")
         elif ready if order.load else slot.engine is None:
             self._answer(order)
             return []
@@ -214,14 +207,14 @@ class ModelManager:
         room = slot.info.context - len(request.prompt)
         if request.grammar and request.masks not in (0, slot.info.vocab):
             why = f"the vocabulary of {slot.info.name} was unknown; send the request again"
-            return _ends(request, "error", error=why, fault="model")
+            return _finish(request, "error", error=why, fault="model")
         if room <= 0:
             why = too_long(len(request.prompt), slot.info.context)
-            return _ends(request, "error", error=why, fault="prompt")
+            return _finish(request, "error", error=why, fault="prompt")
         try:
             slot.engine.add(replace(request, max_tokens=min(request.max_tokens, room)))
         except UserError as error:
-            return _ends(request, "error", error=str(error))
+            return _finish(request, "error", error=str(error))
         return []
 
     def _answer(self, command: LoadCommand, error: str = "") -> None:
@@ -232,37 +225,33 @@ class ModelManager:
         self.answered.append((command.id, error))
 
     def _abort(self, abort: Abort) -> list[Output]:
-        order = next((order for order in self._waiting if order.id == abort.id), None)
-        if order is None:
+        found = next((order for order in self._waiting if order.id == abort.id), None)
+        if found is None:
             return [o for engine in self._engines() for o in engine.abort(abort.id, abort.index)]
-        if abort.index is not None:  # only an engine knows choices, so the abort waits too
-            if abort not in self._waiting:
-                self._waiting.append(abort)
-            return []
-        self._waiting = deque(order for order in self._waiting if order.id != abort.id)
-        outputs = _ends(order, "abort") if isinstance(order, Request) else []
-        return outputs + self._resume() if order is self._goal else outputs
-
-    def _resume(self) -> list[Output]:
-        """Dispatch all that waits, in its order; the goal was reached or given up."""
-        self._goal, self._leaving = None, []
-        waiting, self._waiting = self._waiting, deque()
-        outputs = [output for order in waiting for output in self._dispatch(order)]
-        return outputs + self._choose_goal()
+        first = found is self._waiting[0]
+        self._waiting.remove(found)
+        outputs = _finish(found, "abort") if isinstance(found, Request) else []
+        return outputs + self._resume() if first else outputs
 
     # ---- loads and unloads
 
-    def _choose_goal(self) -> list[Output]:
-        """Make the oldest waiting order the goal, and choose the models that leave for it."""
+    def _resume(self) -> list[Output]:
+        """Dispatch all waiting orders again, as the first was served or given up."""
+        waiting, self._waiting, self._leaving = self._waiting, deque(), []
+        outputs = [output for order in waiting for output in self._dispatch(order)]
+        return outputs + self._plan()
+
+    def _plan(self) -> list[Output]:
+        """Choose the models that leave for the first waiting order."""
+        self._leaving, self._announced = [], False
         if not self._waiting:
             return []
-        goal = self._waiting[0]
-        assert not isinstance(goal, Abort)  # it waits behind its request
-        self._goal, self._announced, slot = goal, False, self._slot(goal)
-        if not _needs_load(goal):
+        order = self._waiting[0]
+        slot = self._slot(order)
+        if not _needs_load(order):
             self._leaving = [slot]
             return []
-        self._leaving, candidates = [], self._by_last_use()
+        candidates = self._by_last_use()
         while reason := self._lacks_memory(slot):
             if not candidates:
                 return self._fail(slot, reason)
@@ -270,7 +259,7 @@ class ModelManager:
         return []
 
     def _lacks_memory(self, slot: ModelSlot) -> str:
-        held, freed = _nbytes(self.slots), _nbytes(self._leaving)
+        held, freed = (sum(s.nbytes for s in slots) for slots in (self.slots, self._leaving))
         return self.memory_check(slot.info.name, held, freed)
 
     def _by_last_use(self) -> list[ModelSlot]:
@@ -279,49 +268,53 @@ class ModelManager:
         return sorted(loaded, key=lambda slot: (slot.busy, slot.used))
 
     def step(self) -> list[Output]:
-        """Do a step of the next active model; or what the goal needs, once that is announced."""
-        if self._goal and self._announced and not any(slot.busy for slot in self._leaving):
-            return self._reach(self._goal)
+        """Do a step of the next active model; or, once announced, what the first waiting order
+        needs."""
+        if self._waiting and self._announced and not any(slot.busy for slot in self._leaving):
+            return self._serve_first()
         self._announced = True
         for _ in self.slots:
             slot = self._turns[0]
             self._turns.rotate(-1)
-            if slot.engine is not None and slot.active:
+            if slot.engine is not None and slot.engine.active:
                 if slot.busy:
                     slot.used = self.clock()
                 return slot.engine.step()
         return []
 
-    def _reach(self, goal: Request | LoadCommand) -> list[Output]:
+    def _serve_first(self) -> list[Output]:
         leaving, self._leaving = self._leaving, []
         for slot in leaving:
             self._unload(slot)
-        if not _needs_load(goal):
+        if not _needs_load(self._waiting[0]):
             return self._resume()
         if leaving:
-            return self._choose_goal()  # measure again what is free now
-        return self._load(self._slot(goal))
-
-    def _load(self, slot: ModelSlot) -> list[Output]:
-        self.loading, reason = slot.info.name, ""
-        log.info("%s: loading", self.loading)
-        try:
-            self._start(slot)
-        except OutOfMemory as error:
-            slot.need, reason = error.need, str(error)
-        except UserError as error:
-            reason = str(error)
-        except Exception as error:  # the model's own code, or MLX without memory
-            log.exception("%s failed to load", self.loading)
-            reason = line_of(error)
-        finally:
-            self.loading = ""
+            return []  # a snapshot shows them as unloaded
+        slot = self._slot(self._waiting[0])
+        reason = self._load(slot)
         if not reason:
             return self._resume()
         _release_memory()  # only now, because the traceback held arrays
         if slot.need and self._lacks_memory(slot):
-            return self._choose_goal()  # now that the need is known, others may leave
+            return self._plan()  # now that the need is known, others may leave
         return self._fail(slot, reason)
+
+    def _load(self, slot: ModelSlot) -> str:
+        """Load a model; why it failed, or ""."""
+        self.loading = slot.info.name
+        log.info("%s: loading", self.loading)
+        try:
+            self._start(slot)
+        except UserError as error:
+            if isinstance(error, OutOfMemory):
+                slot.need = error.need
+            return str(error)
+        except Exception as error:  # the model's own code, or MLX without memory
+            log.exception("%s failed to load", self.loading)
+            return line_of(error)
+        finally:
+            self.loading = ""
+        return ""
 
     def _start(self, slot: ModelSlot) -> None:
         self._expect(LOADING_BYTES)
@@ -342,13 +335,13 @@ class ModelManager:
             self.guard.reserve(size)
 
     def _fail(self, slot: ModelSlot, reason: str) -> list[Output]:
-        """Answer all commands that wait for this load; requests are refused for RETRY_S."""
+        """Answer the command that waits first; requests are refused for RETRY_S."""
         slot.error, slot.failed = f"{slot.info.name} cannot be loaded: {reason}", self.clock()
         log.error("%s", slot.error)
-        for order in list(self._waiting):
-            if isinstance(order, LoadCommand) and order.load and self._slot(order) is slot:
-                self._waiting.remove(order)
-                self._answer(order, slot.error)
+        first = self._waiting[0]
+        if isinstance(first, LoadCommand):
+            self._waiting.popleft()
+            self._answer(first, slot.error)
         return self._resume()
 
     def _unload(self, slot: ModelSlot) -> None:
@@ -363,12 +356,12 @@ class ModelManager:
         _release_memory()
         log.info("%s: unloaded", slot.info.name)
 
-    def seconds_to_unload(self) -> float | None:
-        """Seconds until an idle model has reached its `ttl`; None if none will."""
-        idle = [slot for slot in self._by_last_use() if not slot.busy]
+    def seconds_to_unload(self) -> float:
+        """Seconds until an idle model has reached its `ttl`; infinite if none will."""
+        idle = [slot.used for slot in self._by_last_use() if not slot.busy]
         if not self.ttl or not idle:
-            return None
-        return max(0.0, self.ttl + idle[0].used - self.clock())
+            return math.inf
+        return max(0.0, self.ttl + idle[0] - self.clock())
 
     def unload_idle(self) -> None:
         """Unload all models that have reached their `ttl`."""
@@ -376,15 +369,11 @@ class ModelManager:
             self._unload(self._by_last_use()[0])
 
 
-def _nbytes(slots: Sequence[ModelSlot]) -> int:
-    return sum(slot.nbytes for slot in slots)
-
-
 def _needs_load(order: Request | LoadCommand) -> bool:
     return isinstance(order, Request) or order.load
 
 
-def _ends(request: Request, finish: Finish, **reason: Any) -> list[Output]:
+def _finish(request: Request, finish: Finish, **reason: Any) -> list[Output]:
     """The final output of each choice."""
     return [Output(request.id, i, (), finish=finish, **reason) for i in range(request.n)]
 

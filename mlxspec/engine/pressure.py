@@ -54,7 +54,6 @@ class MemoryMonitor:
     footprint: int = 0  # bytes
     read: float = -math.inf  # time of the last reading
     _since: float = -math.inf  # time at which the level was last reached
-    _worst: int = NORMAL  # level seen since then
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reserve(self, size: int) -> None:
@@ -77,12 +76,8 @@ class MemoryMonitor:
         found = max(system_level(), WARN if self.footprint > self.planned else NORMAL)
         if spare is not None and spare < short:
             found = max(found, CRITICAL if spare < short // 2 else WARN)
-        if found >= self.level:
-            self.level, self._since, self._worst = found, now, NORMAL
-        else:
-            self._worst = max(self._worst, found)
-            if now - self._since >= HOLD_S:
-                self.level, self._since, self._worst = self._worst, now, NORMAL
+        if found >= self.level or now - self._since >= HOLD_S:
+            self.level, self._since = found, now
         if self.level != before:
             log.warning(
                 "memory is %s (%s free, this process holds %s of %s planned)",

@@ -9,26 +9,16 @@ import asyncio
 import atexit
 import itertools
 import logging
-import math
-import operator
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import reduce
+from dataclasses import asdict
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.engine.models import (
-    Abort,
-    LoadCommand,
-    ModelManager,
-    ModelSlot,
-    Order,
-    Start,
-)
+from mlxspec.engine.models import Abort, LoadCommand, ModelManager, ModelSlot, Order, Start
 from mlxspec.engine.pressure import CRITICAL, HOLD_S, MemoryMonitor
 from mlxspec.types import (
     PROCESS,
@@ -47,6 +37,8 @@ from mlxspec.types import (
 log = logging.getLogger("mlxspec")
 
 DISK_WAIT_S = 0.01  # between steps that only wait for the disk
+RETRY_S = 5  # after which a client may try again when the queue is full
+DRAIN_POLL_S = 0.02
 STOP_S = 30.0  # for the step in progress to end
 UNREAD_BYTES = 1 << 23  # of outputs that a client may leave unread, per choice
 OUTPUT_BYTES, LOGPROB_BYTES = 512, 128  # estimates: of an output, of one of its top logprobs
@@ -65,18 +57,15 @@ class Stream:
         size = OUTPUT_BYTES + LOGPROB_BYTES * (request.sampling.logprobs or 0)
         self.limit = request.n * UNREAD_BYTES // size
         self.unfinished = set(range(request.n))  # choices whose last output was not delivered
-        self._unread = request.n  # choices whose last output was not read
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
     def __aiter__(self) -> "Stream":
         return self
 
     async def __anext__(self) -> Output:
-        if self._unread == 0:
+        if not self.unfinished and self._queue.empty():
             raise StopAsyncIteration
-        output = await self._queue.get()
-        self._unread -= output.finish is not None
-        return output
+        return await self._queue.get()
 
     def put(self, output: Output) -> None:
         """Deliver an output, unless its choice has finished."""
@@ -114,16 +103,13 @@ class Worker:
             models = ModelManager([ModelSlot(models)])
         self._manager = models
         self._manager.guard = self._guard = guard
-        self._max_sequences, self._limit = max_sequences, max_sequences + max_queue
+        self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._wake = threading.Condition()
-        self._inbox: deque[Order] = deque()
+        self._inbox: SimpleQueue[Order] = SimpleQueue()
         self._stopping = self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, Stream] = {}  # on the loop's thread, like the next three
+        self._streams: dict[str, Stream] = {}  # on the loop's thread, like `_commands`
         self._commands: dict[str, asyncio.Future[str]] = {}
-        self._idle: asyncio.Event = asyncio.Event()
-        self._seconds = 1.0  # moving average of a request's duration
         self._numbers = itertools.count()
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -153,9 +139,7 @@ class Worker:
     @property
     def info(self) -> ModelInfo:
         """The default model's."""
-        for served in self._models.values():
-            return served.info
-        raise Dead("the model is not loaded")
+        return next(iter(self._models.values())).info
 
     def models(self) -> Mapping[str, Served]:
         """All models by name, the default first."""
@@ -177,11 +161,11 @@ class Worker:
 
     def stats(self) -> Stats:
         """Of all models together."""
-        return total([served.stats for served in self._models.values()] or [Stats()])
+        return total([Stats(), *(served.stats for served in self._models.values())])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice, before the next step; unknown ids do nothing."""
-        self._send(Abort(request_id, index))
+        self._inbox.put(Abort(request_id, index))
 
     def stop(self) -> None:
         """End the thread after its current step, waiting at most STOP_S; may be called twice."""
@@ -190,16 +174,8 @@ class Worker:
             self._thread.join(STOP_S)
 
     def _stop_soon(self) -> None:
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-
-    def _send(self, order: Order) -> None:
-        with self._wake:
-            self._inbox.append(order)
-            if not self._busy:
-                self._busy, self._progress = True, time.monotonic()
-            self._wake.notify()
+        self._stopping = True
+        self._inbox.put(Abort(""))  # wakes the thread
 
     # ---- event loop
 
@@ -213,13 +189,12 @@ class Worker:
             raise ValueError(f"a request with the id {request.id} is running")
         waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
         if waiting > self._limit:
-            seconds = self._seconds * waiting / max(1, self._max_sequences)
-            raise Busy(min(60, max(1, math.ceil(seconds))))
+            raise Busy(RETRY_S)
         if self._guard and self._guard.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
         self._loop = asyncio.get_running_loop()
         stream = self._streams[request.id] = Stream(request)
-        self._send(request)
+        self._inbox.put(request)
         return stream
 
     async def load(self, name: str, pin: bool | None = None) -> None:
@@ -238,13 +213,12 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         command = LoadCommand(f"command {next(self._numbers)}", name, load, pin)
         self._commands[command.id] = future = self._loop.create_future()
-        self._send(command)
+        self._inbox.put(command)
         try:
             if error := await future:
                 raise Dead(error) if self._draining else UnsupportedModel(error)
         finally:
             del self._commands[command.id]
-            self._idle.set()
             self.abort(command.id)  # if it was cancelled
 
     def _require(self, model: str) -> None:
@@ -260,8 +234,7 @@ class Worker:
         try:
             async with asyncio.timeout(timeout):
                 while (self._streams or self._commands) and self.alive():
-                    self._idle.clear()
-                    await self._idle.wait()
+                    await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             left = len(self._streams)
             log.warning("aborting %d requests that did not finish in %.0f s", left, timeout)
@@ -287,10 +260,6 @@ class Worker:
                 stream.finish("error", fault="client")
             if not stream.unfinished:
                 del self._streams[output.request]
-                seconds = time.monotonic() - (stream.request.created or time.monotonic())
-                self._seconds += 0.1 * (seconds - self._seconds)
-        if not self._streams:
-            self._idle.set()
 
     def _deliver_or_die(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
         try:
@@ -307,7 +276,6 @@ class Worker:
         for future in self._commands.values():
             if not future.done():
                 future.set_result(f"the engine has ended: {reason}")
-        self._idle.set()
 
     # ---- engine thread
 
@@ -332,31 +300,33 @@ class Worker:
 
     def _turn(self, manager: ModelManager) -> bool:
         """Wait for work and do one step; False when stopping."""
+        timeout = 0.0
         if not manager.busy:
-            manager.poll(check=True)
-        with self._wake:
-            while not (self._inbox or manager.busy or self._stopping):
-                idle_seconds = manager.seconds_to_unload()
-                if idle_seconds == 0:
-                    break
-                self._busy = False
-                if not self._wake.wait(min(IDLE_POLL_S, idle_seconds or IDLE_POLL_S)):
-                    manager.poll()
-                    self._publish(manager, [])
-            if self._stopping:
-                return False
-            orders = list(self._inbox)
-            self._inbox.clear()
+            manager.poll()
+            self._busy, timeout = False, min(IDLE_POLL_S, manager.seconds_to_unload())
+        elif manager.waits_for_disk:
+            timeout = DISK_WAIT_S
+        orders = self._receive(timeout)
+        if self._stopping:
+            return False
+        if not self._busy:
+            self._busy, self._progress = True, time.monotonic()
         outputs = [output for order in orders for output in manager.submit(order)]
         if manager.busy:
             outputs += manager.step()
         manager.unload_idle()
         self._publish(manager, outputs)
-        if manager.waits_for_disk:
-            with self._wake:
-                if not (self._inbox or self._stopping):
-                    self._wake.wait(DISK_WAIT_S)
         return True
+
+    def _receive(self, timeout: float) -> list[Order]:
+        """All orders that came, after a wait for the first."""
+        orders: list[Order] = []
+        try:
+            orders.append(self._inbox.get(timeout=timeout))
+            while True:
+                orders.append(self._inbox.get_nowait())
+        except Empty:
+            return orders
 
     def _publish(self, manager: ModelManager, outputs: list[Output]) -> None:
         self._progress = time.monotonic()
@@ -377,7 +347,7 @@ class Worker:
 def total(parts: Sequence[Stats]) -> Stats:
     """Stats of several models as one: sums, but the largest of MAXIMA."""
     merged: dict[str, Any] = {}
-    for name in (row.name for row in fields(Stats)):
+    for name, zero in asdict(Stats()).items():
         values = [getattr(part, name) for part in parts]
-        merged[name] = max(values) if name in MAXIMA else reduce(operator.add, values)
+        merged[name] = max(values) if name in MAXIMA else sum(values, start=zero)
     return Stats(**merged)

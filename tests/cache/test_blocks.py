@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlxspec.cache.blocks import MAX_PARTIALS, MAX_SCANNED, MIN_IDLE_S, BlockPool
+from mlxspec.cache.blocks import MAX_PARTIALS, BlockPool
 
 SIZE = 4
 
@@ -50,7 +50,7 @@ def test_a_prefix_is_found_by_content_and_position() -> None:
     assert match(pool, [*range(4, 8), *range(4, 8)]) == []
 
 
-def test_the_partial_block_is_offered_for_copying_and_one_token_is_left() -> None:
+def test_a_partial_block_is_a_copy_source() -> None:
     pool = BlockPool(16, SIZE)
     table = hold(pool, list(range(10)))
     assert partial(pool, list(range(10))) == (table[2], 1)
@@ -60,19 +60,19 @@ def test_the_partial_block_is_offered_for_copying_and_one_token_is_left() -> Non
     assert partial(pool, [0, 1, 99]) == (table[0], 2)  # a full block serves as a source as well
 
 
-def test_what_is_not_published_is_not_found() -> None:
+def test_only_cached_tokens_match() -> None:
     pool = BlockPool(16, SIZE)
     hold(pool, list(range(12)), upto=6)
     assert len(match(pool, list(range(12)))) == 1 and partial(pool, list(range(12)))[1] == 2
 
 
-def test_salt_separates() -> None:
+def test_pools_with_different_salts_share_nothing() -> None:
     a, b = BlockPool(8, SIZE, b"a"), BlockPool(8, SIZE, b"b")
     hold(a, [1, 2, 3, 4])
     assert a.root != b.root and not b.match([1, 2, 3, 4, 5])
 
 
-def test_dropped_content_lives_until_its_block_is_needed_tails_first() -> None:
+def test_freed_blocks_match_until_evicted_tail_first() -> None:
     pool = BlockPool(5, SIZE)
     tokens = list(range(16))
     table = hold(pool, tokens)
@@ -85,7 +85,7 @@ def test_dropped_content_lives_until_its_block_is_needed_tails_first() -> None:
     pool.check([table[:3], [table[3]]])
 
 
-def test_forgetting_spares_what_is_held() -> None:
+def test_evict_idle_spares_blocks_with_references() -> None:
     pool = BlockPool(8, SIZE)
     held = hold(pool, [1, 2, 3, 4, 5])
     pool.free(hold(pool, [6, 7, 8, 9, 1, 2]))
@@ -95,7 +95,7 @@ def test_forgetting_spares_what_is_held() -> None:
     pool.check([held])
 
 
-def test_what_was_forgotten_comes_before_what_would_take_new_memory() -> None:
+def test_evicted_blocks_are_allocated_before_new_ones() -> None:
     pool = BlockPool(20, 4)
     for first in (0, 100):
         pool.free(hold(pool, list(range(first, first + 12))))
@@ -104,7 +104,7 @@ def test_what_was_forgotten_comes_before_what_would_take_new_memory() -> None:
     pool.check()
 
 
-def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
+def test_save_memory_evicts_before_taking_new_blocks() -> None:
     pool = BlockPool(20, 4)
     pool.free(hold(pool, list(range(12))))
     pool.save_memory = True
@@ -113,54 +113,7 @@ def test_a_thrifty_pool_rather_forgets_than_takes_new_memory() -> None:
     pool.check()
 
 
-def test_what_nobody_used_for_long_gives_way_before_memory_is_taken() -> None:
-    now = 0.0
-    pool = BlockPool(20, SIZE)
-    pool.clock, pool.on_disk = lambda: now, lambda key: True
-    old, young = hold(pool, [1, 2, 3, 4, 5]), hold(pool, [7] * 8)
-    pool.free(old)
-    pool.free(young)
-    now = MIN_IDLE_S
-    assert pool.allocate(1) == [5], "not yet"
-    hit = match(pool, [7] * 9)
-    pool.share(hit)
-    pool.free(hit)  # used once more
-    now = 1.5 * MIN_IDLE_S
-    assert pool.allocate(3) == [2, 1, 6], "the old one's, tail first, then what was never given out"
-    assert match(pool, [7] * 9) == young
-    pool.check()
-
-
-def test_what_cannot_be_had_again_does_not_give_way_before_memory_is_taken() -> None:
-    """The blocks that the disk lacks hold up no others, unless they are many; less than a block is
-    no loss, nor is what is hardly of use."""
-    now, lost = 0.0, set[bytes]()
-    pool = BlockPool(20 + MAX_SCANNED, SIZE)
-    pool.clock, pool.on_disk = lambda: now, lambda key: key not in lost
-
-    def chain(blocks: int, token: int, low_priority: bool = False) -> list[bytes]:
-        table, tokens = pool.allocate(blocks) or [], [token] * (SIZE * blocks - 1)
-        keys = publish(pool, tokens, table, len(tokens))
-        pool.free(table, low_priority)
-        return keys
-
-    keys = chain(4, 1)
-    lost |= {keys[0], keys[2]}
-    now = 2 * MIN_IDLE_S
-    assert pool.allocate(4) == [4, 2, 5, 6], "the tail, what the disk has, and then memory"
-    lost.clear()
-    assert pool.allocate(2) == [3, 1]
-    lost.update(chain(2, 2, low_priority=True))
-    now = 4 * MIN_IDLE_S
-    assert pool.allocate(3) == [8, 7, 9]
-    lost.update(chain(MAX_SCANNED + 2, 3)[1:])
-    now = 6 * MIN_IDLE_S
-    first = pool.highest
-    assert pool.allocate(3) == [first, first + 1, first + 2], "so many it does not look at"
-    pool.check()
-
-
-def test_unknown_blocks_are_reused_before_known_ones() -> None:
+def test_blank_blocks_are_allocated_before_cached_ones() -> None:
     pool = BlockPool(4, SIZE)
     known = hold(pool, [1, 2, 3, 4])
     blank = pool.allocate(2)
@@ -185,9 +138,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
         self.pool = BlockPool(12, SIZE)
-        self.pool.clock, self.pool.on_disk = lambda: self.now, lambda key: key[0] < 128
         self.live: list[list[int]] = []
         self.content: dict[
             int, dict[int, tuple[int, ...]]
@@ -218,14 +169,13 @@ class Machine(RuleBasedStateMachine):
         self.live.append(table)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), low_priority=st.booleans())
+    def leave(self, data: st.DataObject, low_priority: bool) -> None:
         table = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.pool.free(table)
+        self.pool.free(table, low_priority)
 
     @rule(save_memory=st.booleans())
-    def time_passes(self, save_memory: bool) -> None:
-        self.now += MIN_IDLE_S
+    def memory_changes(self, save_memory: bool) -> None:
         self.pool.save_memory = save_memory
 
     @rule()

@@ -36,7 +36,7 @@ def read(g: KVCacheManager, prompt: list[int], step: int = SIZE) -> Sequence:
     return seq
 
 
-def test_what_left_the_window_is_given_back_while_the_rest_keeps_growing() -> None:
+def test_blocks_outside_the_window_are_freed() -> None:
     g = groups(64, (10, 64))
     seq = read(g, list(range(50)))
     assert len(seq.table) == 13 and NULL_BLOCK not in seq.table
@@ -52,9 +52,7 @@ def test_what_left_the_window_is_given_back_while_the_rest_keeps_growing() -> No
 @pytest.mark.parametrize(
     "window, depth, chunk, sequences", [(10, 3, 8, 1), (1, 0, 1, 4), (33, 7, 30, 2)]
 )
-def test_the_least_of_a_window_is_enough(
-    window: int, depth: int, chunk: int, sequences: int
-) -> None:
+def test_min_blocks_suffice(window: int, depth: int, chunk: int, sequences: int) -> None:
     """All of them at once, each with a step in flight whose rows are not committed yet."""
     n = Window.min_blocks(window, SIZE, sequences, chunk, depth)
     g = groups(10_000, (window, n))
@@ -70,7 +68,7 @@ def test_the_least_of_a_window_is_enough(
     g.check(seqs)
 
 
-def test_a_hit_needs_the_window_before_it() -> None:
+def test_a_match_needs_the_window_before_it() -> None:
     g = groups(64, (10, 64))
     prompt = list(range(48))
     g.free(read(g, prompt))
@@ -89,7 +87,7 @@ def test_a_hit_needs_the_window_before_it() -> None:
     w.pool.free([lost])
 
 
-def test_where_prompts_part_the_window_is_kept() -> None:
+def test_the_window_is_kept_where_prompts_branch() -> None:
     """What has passed goes first; but what lies in sight of a mark stays as long as anything."""
     g = groups(200, (8, 10))
     shared = list(range(40))
@@ -123,7 +121,7 @@ def test_a_partial_block_is_copied_in_every_group() -> None:
     g.check([held, seq])
 
 
-def test_a_state_says_where_a_hit_may_go_on() -> None:
+def test_a_match_ends_at_a_state() -> None:
     g = groups(64, states=4)
     seq = read(g, list(range(30)))
     assert g.match([*range(30), 1]).length == 0 and g.match([*range(30), 1]).known == 28
@@ -136,7 +134,7 @@ def test_a_state_says_where_a_hit_may_go_on() -> None:
     assert g.match([*range(12), 9]).length == 12 and g.match(list(range(12))).length == 0
 
 
-def test_a_state_without_room_for_its_slots_is_not_used() -> None:
+def test_a_state_without_a_block_to_copy_to_is_not_used() -> None:
     g = groups(9, states=4)
     seq = read(g, list(range(30)))
     g.cache_state(seq, 30, "at 30")
@@ -151,7 +149,7 @@ def test_a_state_without_room_for_its_slots_is_not_used() -> None:
     g.check([seq, late])
 
 
-def test_steps_end_where_a_state_is_to_be_kept() -> None:
+def test_steps_end_where_a_state_is_kept() -> None:
     g = groups(99, states=4)
     seq = sequence(g, list(range(90)))
     g.allocate_prefix(seq, g.match(seq.tokens))

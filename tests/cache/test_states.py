@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mlxspec.cache.states import StateCache
 
 
-def test_the_tails_behind_a_block_come_longest_first() -> None:
+def test_tails_come_longest_first() -> None:
     s = StateCache(8, 4)
     for tail in ((1,), (1, 2, 3), (), (7, 8)):
         s.put((b"a", tail), tail)
@@ -16,7 +16,7 @@ def test_the_tails_behind_a_block_come_longest_first() -> None:
     assert s.use((b"a", (7, 8))) == (7, 8)
 
 
-def test_what_was_used_stays_and_what_was_not_goes() -> None:
+def test_the_least_recently_used_state_is_evicted() -> None:
     s = StateCache(2, 4)
     s.put((b"a", ()), 1)
     s.put((b"b", ()), 2)

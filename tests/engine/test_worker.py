@@ -47,7 +47,7 @@ def test_streams_carry_the_tokens(worker: Worker) -> None:
         assert [o.finish for o in outputs][-1] == "length"
 
 
-def test_nothing_is_kept_of_what_has_ended(worker: Worker) -> None:
+def test_finished_requests_are_dropped(worker: Worker) -> None:
     async def main():
         before = worker.stats().progress
         with pytest.raises(ValueError, match="is running"):
@@ -84,7 +84,7 @@ def test_an_idle_engine_is_checked() -> None:
 
 
 @pytest.mark.parametrize("how, status", [("raise SystemExit(3)", 3), ("", 0), ("worker.stop()", 0)])
-def test_a_program_ends_cleanly_whatever_it_forgets(how: str, status: int) -> None:
+def test_a_program_ends_cleanly_without_stop(how: str, status: int) -> None:
     """A thread that holds MLX while the interpreter ends would abort the process."""
     program = (
         "from mlxspec import blas; blas.load()\n"
@@ -153,7 +153,7 @@ def test_a_full_queue_is_refused_with_a_time(worker: Worker) -> None:
     assert all(d[-1].finish == "length" for d in done) and again[-1].finish == "length"
 
 
-def test_a_request_that_cannot_run_hurts_nobody(worker: Worker) -> None:
+def test_an_invalid_request_ends_alone(worker: Worker) -> None:
     async def main():
         good = worker.submit(tiny.request("good", [1, 2], 20))
         bad = worker.submit(tiny.request("bad", [1, 999], 20, choices=2))
@@ -165,7 +165,7 @@ def test_a_request_that_cannot_run_hurts_nobody(worker: Worker) -> None:
     assert worker.alive()
 
 
-def test_a_dead_engine_tells_everyone() -> None:
+def test_a_dead_engine_fails_all_requests() -> None:
     worker = make()
     worker.launch()
 
@@ -173,7 +173,7 @@ def test_a_dead_engine_tells_everyone() -> None:
         stream = worker.submit(tiny.request("r", [1, 2], 400))
         await anext(stream)
         worker.abort(object())  # type: ignore[arg-type]  harmless: an unknown id
-        worker._inbox.append(42)  # what no caller can send
+        worker._inbox.put(42)  # what no caller can send
         outputs = await collect(stream)
         with pytest.raises(Dead):
             worker.submit(tiny.request("s", [1], 3))
@@ -185,7 +185,7 @@ def test_a_dead_engine_tells_everyone() -> None:
     assert not worker.alive()
 
 
-def test_a_stop_tells_everyone(worker: Worker) -> None:
+def test_a_stop_fails_all_requests(worker: Worker) -> None:
     async def main():
         stream = worker.submit(tiny.request("r", [1, 2], 400))
         await anext(stream)
@@ -198,7 +198,7 @@ def test_a_stop_tells_everyone(worker: Worker) -> None:
     assert "stopping" in asyncio.run(main())[-1].error
 
 
-def test_an_abort_of_nothing_is_no_stall(worker: Worker) -> None:
+def test_an_unknown_abort_is_not_a_stall(worker: Worker) -> None:
     worker._progress -= 100
     worker.abort("nobody")
     assert worker.stalled() < 50
@@ -251,7 +251,7 @@ def test_drain_waits_then_aborts(worker: Worker) -> None:
     assert not second.alive()
 
 
-def test_what_nobody_reads_is_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_outputs_are_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """In outputs, fewer where each carries more; the choices that run are ended."""
     monkeypatch.setattr("mlxspec.engine.worker.UNREAD_BYTES", 30 * OUTPUT_BYTES)
 

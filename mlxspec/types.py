@@ -211,7 +211,8 @@ class Stats:
 
 # What of Stats is the whole process's, whichever model says it.
 PROCESS = frozenset(
-    "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays disk_bytes".split()
+    "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays disk_bytes"
+    .split()
 )
 # What says how it is now; the rest counts what was.
 NOW = PROCESS | frozenset(
@@ -272,10 +273,10 @@ def blame(error: Exception) -> str:
 
 
 def too_long(tokens: int, context: int) -> str:
-    """That a prompt is too long, in the words by which agents know to compact."""
+    """The error for a prompt that is too long, in the words that make coding agents compact."""
     return (
-        f"prompt is too long: {tokens} tokens > {context} maximum. This model's maximum context length is"
-        f" {context} tokens, and an answer needs room in it"
+        f"prompt is too long: {tokens} tokens > {context} maximum. This model's maximum context"
+        f" length is {context} tokens, and an answer needs room in it"
     )
 
 

@@ -92,7 +92,7 @@ class Scheduler:
             self.waiting.append(seq)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:
-        """End the choices of `request` (all, or one) and free their blocks. Unknown ids: nothing."""
+        """End the choices of `request` (all, or one) and free their blocks."""
         found = [
             s
             for s in (*self.running, *self.waiting)

@@ -86,7 +86,8 @@ class Verdict:
     """The result of a case: variant `way` runs for `least` to `most` rows ("": MLX's own op runs).
 
     `error`: relative to the largest value. `gains`: speedup over MLX's own op by rows. `why`: why
-    variants were rejected. `parked`: it crashed or hung, only delete the cache directory to try it again.
+    variants were rejected. `parked`: it crashed or hung; delete the cache directory to
+    try it again.
     """
 
     way: str = ""

@@ -38,7 +38,7 @@ RECURRENCES: dict[str, tuple[int, tuple[str, ...], str]] = {
 
 @dataclass(slots=True, eq=False)
 class StateRecorder:
-    """What the recurrences of one forward [B, L] read, by layer; `replays` has one per state array."""
+    """What the recurrences of one forward [B, L] read; `replays` has one per state array."""
 
     layer: "LayerState | None" = (
         None  # the layer at work: the last one that was asked for its state
@@ -48,7 +48,7 @@ class StateRecorder:
     replays: list[Replay] = field(default_factory=list)
 
     def finish(self, layers: Iterable["LayerState"]) -> None:
-        """Match every state array with what made it. Raises UnsupportedModel where that is unknown."""
+        """Match every state array with what made it. Raises UnsupportedModel."""
         made_by = {id(new): replay for new, replay in self.recurrences}
         for layer in layers:
             windows = [x for owner, x in self.convolutions if owner is layer]

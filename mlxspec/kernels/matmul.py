@@ -171,7 +171,7 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         x = mx.random.normal((ROWS, k), key=of_x).astype(dtype)
         return x[:rows], *_weights((n,), k, bits, group, dtype, key)
 
-    def row_by_row(x: mx.array, *weights: mx.array) -> mx.array:
+    def row_by_row(x: mx.array, *weights: Any) -> mx.array:
         """In fp32; on an M5 MLX may compute several rows of that by TF32."""
         rows = x.astype(mx.float32)[:, None]
         return mx.concatenate([reference.small_qmm(row, *weights, **how) for row in rows])
@@ -202,6 +202,7 @@ def gather_small_qmm_case(
     Experts without a token are not made because nothing reads them.
     """
     how: dict[str, Any] = {"group_size": group, "bits": bits}
+    gather: Any = partial(mx.gather_qmm, **how)
     most = max(1, min(ROWS, MAX_PAIRS // top))
 
     def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
@@ -213,20 +214,20 @@ def gather_small_qmm_case(
         experts = mx.array(at.reshape(most, top).astype(np.uint32))
         return x[:rows], experts[:rows], *_weights((len(used), n), k, bits, group, dtype, key)
 
-    def stock(tokens: int, x: mx.array, weights: Any, experts: mx.array) -> mx.array:
+    def stock(tokens: int, x: Any, experts: Any, w: Any, scales: Any, biases: Any) -> mx.array:
         """As mlx-lm calls MLX's own operation."""
         ordered = experts.size >= SORTED
         if len(x) < experts.size:
             x, experts = x[:, None], experts.reshape(tokens, -1)
         rows = x[..., None, :]
-        y = mx.gather_qmm(rows, *weights, rhs_indices=experts, sorted_indices=ordered, **how)
-        return y.reshape(-1, n)
+        y = gather(rows, w, scales, biases, rhs_indices=experts, sorted_indices=ordered)
+        return y.reshape(-1, n)  # type: ignore[no-any-return]
 
-    def exact(tokens: int, x: mx.array, weights: Any, experts: mx.array) -> mx.array:
-        return reference.gather_small_qmm(x.astype(mx.float32), *weights, experts, **how)
+    def exact(tokens: int, x: Any, experts: Any, w: Any, scales: Any, biases: Any) -> mx.array:
+        return reference.gather_small_qmm(x.astype(mx.float32), w, scales, biases, experts, **how)
 
-    def kernel(tokens: int, x: mx.array, weights: Any, experts: mx.array) -> mx.array:
-        return gather_small_qmm(x, *weights, experts, **how, tokens=tokens)
+    def kernel(tokens: int, x: Any, experts: Any, w: Any, scales: Any, biases: Any) -> mx.array:
+        return gather_small_qmm(x, w, scales, biases, experts, **how, tokens=tokens)
 
     shape = f"{e}x{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}, top {top}"
     if apart:
@@ -251,7 +252,7 @@ def _sorted_by_expert(
     pairs are sorted by expert, as mlx-lm does."""
     rows, pairs = x.reshape(-1, x.shape[-1]), experts.flatten()
     if pairs.size < SORTED:
-        return run(len(x), rows, weights, pairs)
+        return run(len(x), rows, pairs, *weights)
     order = mx.argsort(pairs)
     rows = rows[order // (pairs.size // len(rows))]
-    return run(len(x), rows, weights, pairs[order])[mx.argsort(order)]
+    return run(len(x), rows, pairs[order], *weights)[mx.argsort(order)]

@@ -80,7 +80,7 @@ def test_a_quantized_pool_that_gives_other_answers_is_refused(
 ) -> None:
     right = getattr(Packing, broken)
     monkeypatch.setattr(Packing, broken, lambda packing, x: right(packing, x[..., ::-1]))
-    with pytest.raises(UserError, match="kv_bits = 8: .* not read back"):
+    with pytest.raises(UserError, match=r"kv_bits = 8: .* not read back"):
         find_layout(tiny.model("qwen3:8"), kv_bits=8)
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import groupby
-from math import ceil, log
+from math import ceil, e, log, log2
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.matmul import SMALLEST, dtype_name, source
+from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.reference import Group
 from mlxspec.kernels.verify import KERNELS, Case
@@ -31,7 +31,28 @@ RACED = (1, 2, 4, 8, 16)  # with 8 heads to each of K and V, one for each instan
 VARIANTS = ("matrix", "plain")  # by simdgroup_matrix or not
 TOLERANCE = 1e-4  # fp32's own in scores of 256 products and exponentials, with room for a GPU's
 PackingPair = tuple[Packing | None, Packing | None]
-Pool = tuple[mx.Dtype, int, int]  # dtype, heads, width
+
+PART = MetalKernel(
+    "paged_attention",
+    "paged_attention",
+    "q keys values places tables",
+    "sums stats",
+    "threadgroup vec<T, 4> stage[PAGED_KEYS * paged_stride<T>() / 4];"
+    " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float shrink[8 * TILES];"
+    " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW, MATRIX>("
+    "q, keys, values, places, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
+    " size_t(keys_shape[1]) * keys_shape[2], size_t(values_shape[1]) * values_shape[2],"
+    " tables_shape[1], threadgroups_per_grid.x, (threadgroup T*)stage, scores, shrink,"
+    " threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);",
+)
+MERGE = MetalKernel(
+    "paged_merge",
+    "paged_attention",
+    "sums stats places sinks",
+    "out",
+    "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, places, sinks, out, stats_shape[1],"
+    " stats_shape[2], thread_position_in_grid);",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +93,26 @@ class Shape:
         return rest == 0 and gqa <= 64 and dims and self.bits in (0, 4, 8)
 
 
-@cache
 def _shape(
-    dtype: mx.Dtype,
-    heads: int,
-    dim: int,
-    k: Pool,
-    v: Pool,
-    packings: PackingPair,
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
     block_size: int,
     window: int,
     sinks: bool,
+    packings: PackingPair,
 ) -> Shape | None:
     """The shape of a call; None if the kernel does not support it."""
     of_k, of_v = packings
-    dim_v = of_v.dim if of_v else v[2]
     bits = of_k.bits if of_k else 0
-    shape = Shape(dtype, heads, k[1], dim, dim_v, block_size, bits, window, sinks)
-    alike = k[1] == v[1] and packings == shape.packings()
-    if not bits:
-        alike = alike and (k[0], k[2], v[0]) == (dtype, dim, dtype)
-    return shape if alike and shape.supported() else None
+    _, heads, dim = q.shape
+    dim_v = of_v.dim if of_v else values.shape[2]
+    shape = Shape(q.dtype, heads, len(keys), dim, dim_v, block_size, bits, window, sinks)
+    if len(keys) != len(values) or packings != shape.packings() or not shape.supported():
+        return None
+    if bits or (keys.shape[2] == dim and keys.dtype == values.dtype == q.dtype):
+        return shape
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,37 +163,6 @@ def _placement(groups: tuple[Group, ...], window: int) -> Placement:
 
 
 @cache
-def _kernels(
-    make: Callable[..., Any],
-) -> tuple[Callable[..., list[mx.array]], Callable[..., list[mx.array]]]:
-    """Cached by `make`, so that a simulator's kernel is not used on the device."""
-    body = (
-        "threadgroup vec<T, 4> stage[PAGED_KEYS * paged_stride<T>() / 4];"
-        " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float shrink[8 * TILES];"
-        " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW, MATRIX>("
-        "q, keys, values, places, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
-        " size_t(keys_shape[1]) * keys_shape[2], size_t(values_shape[1]) * values_shape[2],"
-        " tables_shape[1], threadgroups_per_grid.x, (threadgroup T*)stage, scores, shrink,"
-        " threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
-    )
-    merge = (
-        "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, places, sinks, out, stats_shape[1],"
-        " stats_shape[2], thread_position_in_grid);"
-    )
-    text = source("paged_attention")
-    return (
-        make(
-            "paged_attention",
-            ["q", "keys", "values", "places", "tables"],
-            ["sums", "stats"],
-            body,
-            text,
-        ),
-        make("paged_merge", ["sums", "stats", "places", "sinks"], ["out"], merge, text),
-    )
-
-
-@cache
 def _plan(shape: Shape, rows: int) -> tuple[int, int, int]:
     """Tiles and SIMD-groups of a threadgroup, and how many threadgroups share a sequence's rows:
     more than one if their sums need more registers than there are."""
@@ -197,38 +186,35 @@ def _launch(
     """q [T, heads, D]: the rows of `groups` alone, up to ROWS for each sequence."""
     placed = _placement(tuple(groups), shape.window)
     tiles, simds, splits = _plan(shape, placed.length)
-    attention, merge = _kernels(mx.fast.metal_kernel)
-    common = [("T", q.dtype), ("DV", shape.dim_v), ("WINDOW", shape.window)]
+    common = {"T": q.dtype, "DV": shape.dim_v, "WINDOW": shape.window}
     # A template takes no floats: the scale's fp32 bits, for powers of 2 instead of e.
-    scale_bits = struct.unpack("i", struct.pack("f", scale * 1.4426950408889634))[0]
-    template = [
-        *common,
-        ("D", shape.dim),
-        ("BITS", shape.bits),
-        ("BLOCK", shape.block_size),
-        ("MATRIX", matrix),
-        ("GQA", shape.heads // shape.kv_heads),
-        ("TILES", tiles),
-        ("SIMDS", simds),
-        ("SCALE", scale_bits),
-    ]
+    scale_bits = struct.unpack("i", struct.pack("f", scale * log2(e)))[0]
     count = len(placed.at)
-    partial_shape = (len(q), shape.heads, placed.parts)
-    sums, stats = attention(
-        inputs=[q, keys, values, placed.at, placed.tables],
-        template=template,
-        grid=(32 * simds * placed.parts, shape.kv_heads * splits, count),
-        threadgroup=(32 * simds, 1, 1),
-        output_shapes=[(*partial_shape, shape.dim_v), (*partial_shape, 2)],
-        output_dtypes=[mx.float32, mx.float32],
+    parts = (len(q), shape.heads, placed.parts)
+    sums, stats = PART(
+        [q, keys, values, placed.at, placed.tables],
+        (32 * simds * placed.parts, shape.kv_heads * splits, count),
+        (32 * simds, 1, 1),
+        [(*parts, shape.dim_v), (*parts, 2)],
+        [mx.float32, mx.float32],
+        **common,
+        D=shape.dim,
+        BITS=shape.bits,
+        BLOCK=shape.block_size,
+        MATRIX=matrix,
+        GQA=shape.heads // shape.kv_heads,
+        TILES=tiles,
+        SIMDS=simds,
+        SCALE=scale_bits,
     )
-    return merge(
-        inputs=[sums, stats, placed.at, placed.at if sinks is None else sinks],
-        template=[*common, ("SINKS", sinks is not None)],
-        grid=(32, shape.heads * placed.length, count),
-        threadgroup=(32, 4, 1),
-        output_shapes=[(len(q), shape.heads, shape.dim_v)],
-        output_dtypes=[q.dtype],
+    return MERGE(
+        [sums, stats, placed.at, placed.at if sinks is None else sinks],
+        (32, shape.heads * placed.length, count),
+        (32, 4, 1),
+        [(len(q), shape.heads, shape.dim_v)],
+        [q.dtype],
+        **common,
+        SINKS=sinks is not None,
     )[0]
 
 
@@ -246,16 +232,15 @@ def paged_attention(
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
     the kernel together, the others through the reference. `variant`: use this one without proof
     up to ROWS rows; then raises UnsupportedModel for what the kernel does not support."""
-    of_k, of_v = ((pool.dtype, pool.shape[0], pool.shape[2]) for pool in (keys, values))
-    size, limit = groups[0].block_size, window or 0
-    shape = _shape(q.dtype, *q.shape[1:], of_k, of_v, packings, size, limit, sinks is not None)
-    if KERNELS.shapes is not None and shape:
-        KERNELS.shapes.append(shape)
+    limit = window or 0
+    shape = _shape(q, keys, values, groups[0].block_size, limit, sinks is not None, packings)
     if variant and not shape:
         raise UnsupportedModel(
             "paged_attention takes K and V of q's dtype, packed alike, 16 to 256 values in eights"
             " and up to 64 heads of q for each of K and V; use reference.paged_attention"
         )
+    if shape and KERNELS.recorded is not None:
+        KERNELS.recorded += paged_attention_cases(shape)
 
     def choose(group: Group) -> str:
         if not shape or group.length > ROWS:
@@ -267,11 +252,11 @@ def paged_attention(
         some = list(run)
         rows = q[some[0].lo : some[-1].hi] if len(some) < len(groups) else q
         if shape and chosen:
-            matrix = chosen == "matrix"
-            out.append(_launch(rows, keys, values, some, shape, scale, sinks, matrix))
+            result = _launch(rows, keys, values, some, shape, scale, sinks, chosen == "matrix")
         else:
-            rest = (keys, values, some, scale, window, sinks, packings)
-            out.append(reference.paged_attention(rows, *rest))
+            rest = (scale, window, sinks, packings)
+            result = reference.paged_attention(rows, keys, values, some, *rest)
+        out.append(result)
     return mx.concatenate(out) if len(out) > 1 else out[0]
 
 
@@ -348,10 +333,8 @@ def _case(shape: Shape, name: str, sequences: Sequence[tuple[int, int, int]]) ->
         each = [mx.repeat(out[g.lo : g.hi], rows // g.length, axis=0) for g in own]
         return mx.stack(each, axis=1)
 
-    kernel, _, about = name.partition(" ")
     return Case(
-        kernel=kernel,
-        shape=about,
+        name=name,
         rows=tuple(range(1, ROWS + 1)),
         raced=RACED,
         inputs=inputs,

@@ -5,14 +5,14 @@ Rule: a function has the signature of its reference; `verify` decides whether it
 
 from collections.abc import Callable
 from functools import cache, partial
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlxspec.config import data_dir
 from mlxspec.kernels import reference
+from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.verify import Case
 from mlxspec.types import UnsupportedModel
 
@@ -20,50 +20,49 @@ ROWS = 16  # small_qmm takes at most
 MAX_PAIRS = 128  # (token, expert) pairs that gather_small_qmm takes at most
 RACED = (1, 2, 3, 5, 8, 9, 16)  # the fewest and the most rows of each instance
 SORTED = 64  # pairs from which on mlx-lm sorts them by expert
-SMALLEST = 8  # elements; MLX passes smaller arrays in another address space
 COLUMNS, SPAN = 4, 256  # columns, and values at once, of a SIMD-group; as in small_qmm.metal
 MAX_SPLIT = 8  # SIMD-groups that share K
 FILL = 2048  # SIMD-groups that keep a GPU busy: 25 for each core of the largest, not measured
 MATRIX_SIMDS, MATRIX_COLUMNS = 4, 16  # of a threadgroup with simdgroup_matrix
-
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 TOLERANCE = 1e-5  # for another order of summing
 
 _PLACE = (
     "threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"
 )
 _PARTIAL = "threadgroup float partial[SPLIT * M * QMM_COLUMNS]; "
-_MATRIX = "threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; small_qmm_matrix<M, BITS, GROUP>"
 _OPERANDS = "(x, x_shape[0], w, scales, biases, y, w_shape[0], x_shape[1], partial, "
-BODIES = {
-    "small_qmm": _PARTIAL + "small_qmm<M, BITS, GROUP, SPLIT>" + _OPERANDS + _PLACE,
-    "small_qmm_matrix": _MATRIX + _OPERANDS + _PLACE,
-    "gather_small_qmm": _PARTIAL
-    + "gather_small_qmm<M, BITS, GROUP, SPLIT>(x, experts, w, scales, biases, y,"
+
+SMALL_QMM = MetalKernel(
+    "small_qmm",
+    "small_qmm",
+    "x w scales biases",
+    "y",
+    _PARTIAL + "small_qmm<M, BITS, GROUP, SPLIT>" + _OPERANDS + _PLACE,
+)
+SMALL_QMM_MATRIX = MetalKernel(
+    "small_qmm_matrix",
+    "small_qmm",
+    "x w scales biases",
+    "y",
+    "threadgroup float partial[QMM_SPLIT * M * QMM_WIDTH]; small_qmm_matrix<M, BITS, GROUP>"
+    + _OPERANDS
+    + _PLACE,
+)
+GATHER_SMALL_QMM = MetalKernel(
+    "gather_small_qmm",
+    "small_qmm",
+    "x experts w scales biases",
+    "y",
+    _PARTIAL + "gather_small_qmm<M, BITS, GROUP, SPLIT>(x, experts, w, scales, biases, y,"
     " experts_shape[0], experts_shape[0] / x_shape[0], w_shape[1], x_shape[1], partial,"
     " threadgroup_position_in_grid.y, " + _PLACE,
-}
-
-
-@cache
-def source(name: str) -> str:
-    """The text of metal/<name>.metal."""
-    return (data_dir("metal") / f"{name}.metal").read_text("utf-8")
-
-
-@cache
-def _kernel(make: Callable[..., Any], name: str) -> Callable[..., list[mx.array]]:
-    """Cached by `make` too, so that a simulator's kernel is not used on the device."""
-    experts = ["experts"] if name == "gather_small_qmm" else []
-    names = ["x", *experts, "w", "scales", "biases"]
-    kernel: Callable[..., Any] = make(name, names, ["y"], BODIES[name], source("small_qmm"))
-    return kernel
+)
 
 
 def _split(n: int, k: int) -> int:
     """How many SIMD-groups share K: by the shape alone, because it is an order of summing."""
     split = 1
-    while split < MAX_SPLIT and 2 * split * SPAN <= k and split * -(-n // COLUMNS) < FILL:
+    while split < MAX_SPLIT and 2 * split * SPAN <= k and split * ceil(n / COLUMNS) < FILL:
         split *= 2
     return split
 
@@ -100,23 +99,25 @@ def small_qmm(
     matrix: bool = False,
 ) -> mx.array:
     """As reference.small_qmm, with `matrix` by simdgroup_matrix. Raises UnsupportedModel."""
-    rows, columns, k = x.shape[0], w.shape[0], x.shape[1]
+    rows, k = x.shape
+    columns = len(w)
     _check(rows, ROWS, k, scales, group_size, bits)
-    template = [("M", _capacity(rows)), ("BITS", bits), ("GROUP", group_size)]
     if matrix:
-        template[0] = ("M", _capacity(max(8, rows)))
         threads = 32 * MATRIX_SIMDS
-        grid = threads * -(-columns // MATRIX_COLUMNS)
+        grid = threads * ceil(columns / MATRIX_COLUMNS)
+        kernel, template = SMALL_QMM_MATRIX, {"M": _capacity(max(8, rows))}
     else:
         split, threads, grid = _plain(columns, k)
-        template.append(("SPLIT", split))
-    return _kernel(mx.fast.metal_kernel, "small_qmm_matrix" if matrix else "small_qmm")(
-        inputs=[x, w, scales, biases],
-        template=template,
-        grid=(grid, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(rows, columns)],
-        output_dtypes=[x.dtype],
+        kernel, template = SMALL_QMM, {"M": _capacity(rows), "SPLIT": split}
+    return kernel(
+        [x, w, scales, biases],
+        (grid, 1, 1),
+        (threads, 1, 1),
+        [(rows, columns)],
+        [x.dtype],
+        BITS=bits,
+        GROUP=group_size,
+        **template,
     )[0]
 
 
@@ -135,14 +136,16 @@ def gather_small_qmm(
     pairs, columns, k = experts.size, w.shape[1], x.shape[1]
     _check(pairs, MAX_PAIRS, k, scales, group_size, bits)
     split, threads, grid = _plain(columns, k)
-    rows = _capacity(min(tokens, ROWS, pairs))
-    return _kernel(mx.fast.metal_kernel, "gather_small_qmm")(
-        inputs=[x, experts.astype(mx.uint32), w, scales, biases],
-        template=[("M", rows), ("BITS", bits), ("GROUP", group_size), ("SPLIT", split)],
-        grid=(grid, pairs, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(pairs, columns)],
-        output_dtypes=[x.dtype],
+    return GATHER_SMALL_QMM(
+        [x, experts.astype(mx.uint32), w, scales, biases],
+        (grid, pairs, 1),
+        (threads, 1, 1),
+        [(pairs, columns)],
+        [x.dtype],
+        M=_capacity(min(tokens, ROWS, pairs)),
+        BITS=bits,
+        GROUP=group_size,
+        SPLIT=split,
     )[0]
 
 
@@ -168,17 +171,13 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         x = mx.random.normal((ROWS, k), key=of_x).astype(dtype)
         return x[:rows], *_weights((n,), k, bits, group, dtype, key)
 
-    def row_by_row(*arrays: mx.array) -> mx.array:
+    def row_by_row(x: mx.array, *weights: Any) -> mx.array:
         """In fp32; on an M5 MLX may compute several rows of that by TF32."""
-        x, w, scales, biases = arrays
-        exact = x.astype(mx.float32)
-        return mx.concatenate(
-            [reference.small_qmm(x, w, scales, biases, **how) for x in exact[:, None]]
-        )
+        rows = x.astype(mx.float32)[:, None]
+        return mx.concatenate([reference.small_qmm(row, *weights, **how) for row in rows])
 
     return Case(
-        kernel="small_qmm",
-        shape=f"{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}",
+        name=f"small_qmm {n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}",
         rows=tuple(range(1, 1 + ROWS)),
         raced=RACED,
         inputs=inputs,
@@ -193,6 +192,7 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
     )
 
 
+@cache
 def gather_small_qmm_case(
     e: int, n: int, k: int, bits: int, group: int, dtype: mx.Dtype, top: int, apart: bool
 ) -> Case:
@@ -214,31 +214,32 @@ def gather_small_qmm_case(
         experts = mx.array(at.reshape(most, top).astype(np.uint32))
         return x[:rows], experts[:rows], *_weights((len(used), n), k, bits, group, dtype, key)
 
-    def stock(tokens: int, x: Any, experts: Any, *weights: Any) -> Any:
+    def stock(tokens: int, x: Any, experts: Any, w: Any, scales: Any, biases: Any) -> mx.array:
         """As mlx-lm calls MLX's own operation."""
         ordered = experts.size >= SORTED
         if len(x) < experts.size:
             x, experts = x[:, None], experts.reshape(tokens, -1)
-        x = x[..., None, :]
-        return gather(x, *weights, rhs_indices=experts, sorted_indices=ordered).reshape(-1, n)
+        rows = x[..., None, :]
+        y = gather(rows, w, scales, biases, rhs_indices=experts, sorted_indices=ordered)
+        return y.reshape(-1, n)  # type: ignore[no-any-return]
 
     def exact(tokens: int, x: Any, experts: Any, w: Any, scales: Any, biases: Any) -> mx.array:
-        x = x.astype(mx.float32)
-        return reference.gather_small_qmm(x, w, scales, biases, experts, group, bits)
+        return reference.gather_small_qmm(x.astype(mx.float32), w, scales, biases, experts, **how)
 
-    def plain(tokens: int, x: Any, experts: Any, w: Any, scales: Any, biases: Any) -> mx.array:
-        return gather_small_qmm(x, w, scales, biases, experts, group, bits, tokens)
+    def kernel(tokens: int, x: Any, experts: Any, w: Any, scales: Any, biases: Any) -> mx.array:
+        return gather_small_qmm(x, w, scales, biases, experts, **how, tokens=tokens)
 
-    about = f"{e}x{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}, top {top}"
+    shape = f"{e}x{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}, top {top}"
+    if apart:
+        shape += " apart"
     return Case(
-        kernel="gather_small_qmm",
-        shape=about + (" apart" if apart else ""),
+        name=f"gather_small_qmm {shape}",
         rows=tuple(range(1, 1 + most)),
         raced=(*(rows for rows in RACED if rows < most), most),
         inputs=inputs,
         stock=partial(_sorted_by_expert, stock),
         reference=partial(_sorted_by_expert, exact),
-        variants={"plain": partial(_sorted_by_expert, plain)},
+        variants={"plain": partial(_sorted_by_expert, kernel)},
         tolerance=TOLERANCE,
         nested=True,
     )
@@ -255,7 +256,3 @@ def _sorted_by_expert(
     order = mx.argsort(pairs)
     rows = rows[order // (pairs.size // len(rows))]
     return run(len(x), rows, pairs[order], *weights)[mx.argsort(order)]
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]

@@ -4,14 +4,14 @@ Rule: the kernel draws MLX's own noise, so both sample the same tokens.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from math import ceil
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.matmul import FLOATS, SMALLEST, dtype_name, source
+from mlxspec.kernels.metal import FLOATS, SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS, Case
 from mlxspec.types import UnsupportedModel
@@ -20,6 +20,24 @@ VARIANT = "two passes"
 PAIRS, SIMDS = 512, 4  # pairs of tokens of a SIMD-group; SIMD-groups of a threadgroup
 Drafts = Sequence[tuple[int, int]]
 Results = tuple[mx.array, mx.array | None]
+PART = MetalKernel(
+    "sample_accept_part",
+    "sample_accept",
+    "logits hows masks floors late",
+    "best token",
+    "sample_accept_part<PAIRS, T>(logits, hows, masks, floors, late, best, token, logits_shape[1],"
+    " masks_shape[1], threadgroup_position_in_grid.y,"
+    f" {SIMDS} * threadgroup_position_in_grid.x + simdgroup_index_in_threadgroup, PARTS,"
+    " thread_index_in_simdgroup);",
+)
+MERGE = MetalKernel(
+    "sample_accept_merge",
+    "sample_accept",
+    "best token entries inputs",
+    "tokens kept",
+    "sample_accept_merge(best, token, entries, inputs, tokens, kept, best_shape[1],"
+    " threadgroup_position_in_grid.x, thread_index_in_simdgroup);",
+)
 
 
 def sample_accept(
@@ -42,69 +60,36 @@ def by_kernel(
             f"sample_accept takes {SMALLEST} or more logits in float32, float16 or bfloat16, not"
             f" {logits.size} in {logits.dtype}; use reference.sample_accept"
         )
-    parts = max(SMALLEST, -(-vocab // (2 * PAIRS)))
-    part, merge = _kernels(mx.fast.metal_kernel)
+    parts = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
     params = _params(draws)
-    best, token = part(
-        inputs=[
-            logits,
-            params,
-            _masks(draws.masks, vocab),
-            params.view(mx.float32) if draws.floors is None else _padded(draws.floors),  # not read
-            params if draws.late is None else _padded(draws.late.astype(mx.uint32)),
-        ],
-        template=[("T", logits.dtype), ("PAIRS", PAIRS), ("PARTS", parts)],
-        grid=(32 * SIMDS * -(-parts // SIMDS), rows, 1),
-        threadgroup=(32 * SIMDS, 1, 1),
-        output_shapes=[(rows, parts)] * 2,
-        output_dtypes=[mx.uint32] * 2,
+    # An array that the kernel is told not to read may be any.
+    floors = params.view(mx.float32) if draws.floors is None else _padded(draws.floors)
+    late = params if draws.late is None else _padded(draws.late.astype(mx.uint32))
+    best, token = PART(
+        [logits, params, _masks(draws.masks, vocab), floors, late],
+        (32 * SIMDS * ceil(parts / SIMDS), rows, 1),
+        (32 * SIMDS, 1, 1),
+        [(rows, parts)] * 2,
+        [mx.uint32] * 2,
+        T=logits.dtype,
+        PAIRS=PAIRS,
+        PARTS=parts,
     )
     entries, first = [], 0
     for at, count in drafts or [(0, 0)] * rows:
         entries.append((first, 1 + count, at, 0))
         first += 1 + count
-    tokens, accepted = merge(
-        inputs=[
-            best,
-            token,
-            _padded(mx.array(entries, mx.int32).flatten()),
-            params.view(mx.int32)
-            if inputs is None or not drafts
-            else _padded(inputs.astype(mx.int32)),
-        ],
-        grid=(32 * len(entries), 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(rows,), (len(entries),)],
-        output_dtypes=[mx.int32] * 2,
+    drafted = params.view(mx.int32)
+    if inputs is not None and drafts:
+        drafted = _padded(inputs.astype(mx.int32))
+    tokens, accepted = MERGE(
+        [best, token, _padded(mx.array(entries, mx.int32).flatten()), drafted],
+        (32 * len(entries), 1, 1),
+        (32, 1, 1),
+        [(rows,), (len(entries),)],
+        [mx.int32] * 2,
     )
     return tokens, accepted if drafts else None
-
-
-@cache
-def _kernels(
-    make: Callable[..., Any],
-) -> tuple[Callable[..., list[mx.array]], Callable[..., list[mx.array]]]:
-    """Cached by `make`, so that a simulator's kernel is not used on the device."""
-    group, lane = "threadgroup_position_in_grid", "thread_index_in_simdgroup"
-    return (
-        make(
-            "sample_accept_part",
-            ["logits", "hows", "masks", "floors", "late"],
-            ["best", "token"],
-            "sample_accept_part<PAIRS, T>(logits, hows, masks, floors, late, best, token,"
-            f" logits_shape[1], masks_shape[1], {group}.y,"
-            f" {SIMDS} * {group}.x + simdgroup_index_in_threadgroup, PARTS, {lane});",
-            source("sample_accept"),
-        ),
-        make(
-            "sample_accept_merge",
-            ["best", "token", "entries", "inputs"],
-            ["tokens", "kept"],
-            "sample_accept_merge(best, token, entries, inputs, tokens, kept, best_shape[1],"
-            f" {group}.x, {lane});",
-            source("sample_accept"),
-        ),
-    )
 
 
 def _params(draws: Draws) -> mx.array:
@@ -164,8 +149,7 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
 
     plain = partial(run, reference.sample_accept)
     return Case(
-        kernel="sample_accept",
-        shape=_case_name(vocab, dtype).partition(" ")[2],
+        name=_case_name(vocab, dtype),
         rows=(1, 2, 5, 16, 64),
         inputs=inputs,
         stock=plain,

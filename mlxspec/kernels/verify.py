@@ -18,7 +18,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import mlx.core as mx
 from pydantic import TypeAdapter
@@ -56,7 +55,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel at one shape.
+    """One kernel at one shape; `name` says which.
 
     `inputs(rows, seed)` makes the arguments of `stock` (MLX's own op), `reference` and each of
     `variants`. `rows`, rising, are compared; `raced` (empty: all) are timed. `tolerance` bounds the
@@ -65,8 +64,7 @@ class Case:
     on the number of rows, to the bit.
     """
 
-    kernel: str
-    shape: str
+    name: str
     rows: tuple[int, ...]
     inputs: Callable[[int, int], tuple[mx.array, ...]]
     stock: Call
@@ -75,10 +73,6 @@ class Case:
     tolerance: float
     nested: bool = False
     raced: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel} {self.shape}"
 
 
 @dataclass(slots=True)
@@ -104,11 +98,12 @@ class KernelRegistry:
     """The verdicts that the kernels' wrappers look up at each call, by `Case.name`.
 
     mlx-lm's layers call the wrappers without a context, so there is one registry per process,
-    `KERNELS`. `shapes`, if not None, collects the shapes of attention calls.
+    `KERNELS`. `recorded`, if not None, collects the cases of the calls, for kernels that are used
+    or not.
     """
 
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    shapes: list[Any] | None = None
+    recorded: list[Case] | None = None
     marker: Path | None = None  # of the trial that runs now
     deadline: float = 0.0  # of that trial
 
@@ -134,7 +129,7 @@ class KernelRegistry:
 
     def reset(self) -> None:
         self.verdicts.clear()
-        self.shapes = self.marker = None
+        self.recorded = self.marker = None
 
 
 KERNELS = KernelRegistry()
@@ -201,37 +196,42 @@ def verify(
     `tell(done, of)`: progress.
     """
     todo = {case.name: case for case in cases}
-    found = dict.fromkeys(todo, Verdict(why=missing()))
-    if not missing():
-        # What hung in this process stays off.
-        hung = {name: v for name, v in KERNELS.verdicts.items() if v.parked}
-        known = {} if again else file.load() | hung
-        found = {name: known[name] for name in todo if name in known}
+    reason = missing()
+    found = dict.fromkeys(todo, Verdict(why=reason or UNTRIED))
+    if not reason:
+        known = {}
+        if not again:
+            hung = {name: v for name, v in KERNELS.verdicts.items() if v.parked}
+            known = file.load() | hung  # what hung in this process stays off
+        found |= {name: known[name] for name in todo if name in known}
         unknown = [case for name, case in todo.items() if name not in known]
-        if unknown:
-            found |= _try_all(unknown, file, seconds, tell)
+        try:
+            if unknown:
+                _try_all(unknown, found, file, seconds, tell)
+        except OSError as error:
+            log.warning("%s: %s; no kernel is tried without a crash marker", file.folder, error)
     KERNELS.verdicts.update(found)
     return found
 
 
 def _try_all(
-    cases: list[Case], file: VerdictFile, seconds: float, tell: Callable[[int, int], None]
-) -> dict[str, Verdict]:
-    found = {case.name: Verdict(why=UNTRIED) for case in cases}
+    cases: list[Case],
+    found: dict[str, Verdict],
+    file: VerdictFile,
+    seconds: float,
+    tell: Callable[[int, int], None],
+) -> None:
+    """Judge the cases into `found`, if no other process does. Raises OSError."""
     end = perf_counter() + seconds
-    try:
-        with lock(file.folder / "lock", wait=False) as held:
-            if not held:
-                return found
-            file.save({})  # with the crash that an old marker tells of
-            for done, case in enumerate(cases, 1):
-                until = perf_counter() + seconds * SHARE
-                if until <= end:
-                    found[case.name] = _try(case, file, until)
-                tell(done, len(cases))
-    except OSError as error:
-        log.warning("%s: %s; no kernel is tried without a crash marker", file.folder, error)
-    return found
+    with lock(file.folder / "lock", wait=False) as held:
+        if not held:
+            return
+        file.save({})  # with the crash that an old marker tells of
+        for done, case in enumerate(cases, 1):
+            until = perf_counter() + seconds * SHARE
+            if until <= end:
+                found[case.name] = _try(case, file, until)
+            tell(done, len(cases))
 
 
 def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
@@ -259,19 +259,17 @@ def judge(case: Case, until: float = math.inf) -> Verdict:
     except Exception as error:  # out of time, or raised by the case's inputs or MLX's own op
         log.debug("%s cannot be tried", case.name, exc_info=True)
         return Verdict(why=f"it cannot be tried: {_text(error)}")
-    ranked = []
+    best = Verdict()
     for variant, gains in speedups.items():
-        most = winning_rows(gains)[1]
-        ranked.append((most > 0, sum(gains.values()), variant))
+        least, most = winning_rows(gains)
+        verdict = Verdict(variant, least, most, errors[variant], gains)
         if not most:
             top = max(gains.values())
             rejected[variant] = f"right, but at most {top:.2f} times as fast; {WIN} is required"
-    why = "; ".join(f"{variant}: {reason}" for variant, reason in rejected.items())
-    if not ranked:
-        return Verdict(why=why)
-    won, _, best = max(ranked)
-    gains = speedups[best]
-    return Verdict(best if won else "", *winning_rows(gains), errors[best], gains, why)
+            verdict.way = ""
+        best = max(best, verdict, key=lambda v: (v.most > 0, sum(v.gains.values())))
+    best.why = "; ".join(f"{variant}: {reason}" for variant, reason in rejected.items())
+    return best
 
 
 def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
@@ -291,7 +289,7 @@ def compare(case: Case, rejected: dict[str, str], until: float) -> dict[str, flo
     errors = dict.fromkeys(case.variants, 0.0)
     most = case.rows[-1]
     for seed in range(SEEDS):
-        full: dict[str, mx.array] = {}
+        full: dict[str, mx.array] = {}  # results with the most rows
         for rows in reversed(case.rows):
             inputs = case.inputs(rows, seed)
             if rows == most or not case.nested:

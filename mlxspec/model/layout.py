@@ -1,38 +1,32 @@
 """Loads an mlx-lm model and finds the layout it runs in, by trying.
 
 Rule: fail loudly at load, never run silently slow. The first layout that reproduces mlx-lm's own
-logits is used; why the faster ones were refused is logged.
+logits is used; why the faster ones were refused is logged. What is tried is what serving does:
+ragged batches, prompts cut anywhere, drafts of which a part is accepted.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.kernels import Packing
-from mlxspec.model import quantized
-from mlxspec.model.probe import (
-    BLOCK,
-    BLOCKS,
-    PROMPTS,
-    bytes_of,
-    logits_error,
-    probe_logits,
-    quantized_runner,
-    reference_logits,
-)
+from mlxspec.model import quantized, recurrent
+from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Layout, Runner
-from mlxspec.types import UnsupportedModel, blame, line_of
+from mlxspec.types import Draft, Entry, Request, UnsupportedModel, blame, line_of
+from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
 
@@ -50,6 +44,15 @@ LOG_EVERY_S = 2.0
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DEFAULT_CONTEXT = 8192
+
+PROMPTS = ((3, 1, 4, 1, 5), (9, 2, 6), (5, 3, 5, 8, 9, 7, 9))
+CONTINUATION = (2, 7, 1, 8)  # follows each prompt, partly as accepted drafts
+REJECTED = 5  # a token that is not in CONTINUATION
+DRAFTS = ((7, REJECTED), (7, 1), (REJECTED,))  # one for each prompt, after its first token
+ACCEPTED = (1, 2, 0)
+BLOCK, BLOCKS = 4, 16  # size and number of the blocks in the pools
+TOLERANCE_FP32 = 1e-3  # root mean square error over the standard deviation of the logits
+TOLERANCE_HALF = 0.1
 
 
 class CacheBytes(NamedTuple):
@@ -113,10 +116,8 @@ class LayoutChoice:
 
 
 def load(path: Path) -> tuple[Module, dict[str, Any]]:
-    """The model and its config; the weights stay on disk until `load_weights`.
-
-    Raises UnsupportedModel.
-    """
+    """The model and its config; the weights stay on disk until `load_weights`. Raises
+    UnsupportedModel."""
     try:
         model, config = load_model(path, lazy=True)
     except Exception as error:  # foreign code reads foreign files
@@ -148,26 +149,32 @@ def context_of(config: dict[str, Any]) -> int:
 
 def weights(model: Module) -> int:
     """Bytes of the model's parameters."""
-    return bytes_of(model.parameters())
+    return _bytes_of(model.parameters())
+
+
+def _bytes_of(tree: Any) -> int:
+    """Bytes of all arrays in a tree."""
+    return sum(array.nbytes for array in _arrays(tree))
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    leaves: Any = tree_flatten(tree)
+    return [array for _, array in leaves if isinstance(array, mx.array)]
 
 
 def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
-    """What the model's caches take, quantized to `kv_bits` if not 0, before any weight is read.
-
-    Found by a forward pass that is never evaluated; all 0 where the model's code cannot run so.
-    """
+    """What the model's caches take, quantized to `kv_bits` if not 0, before any weight is read:
+    found by a forward pass that is never evaluated. All 0 where the model's code cannot run so."""
     token, state, windows = 0, 0, Counter[int]()
     try:
         caches = make_prompt_cache(model)
         model(mx.array([PROMPTS[0]]), cache=caches)
-        for cache in (part for c in caches for part in getattr(c, "caches", (c,))):
-            leaves: Any = tree_flatten(cache.state)
-            arrays = [array for _, array in leaves if isinstance(array, mx.array)]
-            if isinstance(cache, ArraysCache):
-                state += sum(array.nbytes for array in arrays)
-                continue
+        for cache in _parts(caches):
+            arrays = _arrays(cache.state)
             size = sum(_token_bytes(array, kv_bits) for array in arrays if array.ndim == 4)
-            if isinstance(cache, RotatingKVCache):
+            if isinstance(cache, ArraysCache):
+                state += _bytes_of(arrays)
+            elif isinstance(cache, RotatingKVCache):
                 windows[cache.max_size] += size
             else:
                 token += size
@@ -175,6 +182,12 @@ def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
         log.info("the size of the model's caches is unknown before it is loaded: %s", failure)
         return CacheBytes(0, (), 0)
     return CacheBytes(token, tuple(sorted(windows.items())), state)
+
+
+def _parts(caches: Iterable[Any]) -> Iterator[Any]:
+    """The layers' caches, those inside a CacheList one by one."""
+    for cache in caches:
+        yield from getattr(cache, "caches", (cache,))
 
 
 def _token_bytes(kv: mx.array, kv_bits: int) -> int:
@@ -186,13 +199,12 @@ def _token_bytes(kv: mx.array, kv_bits: int) -> int:
 
 def load_weights(model: Module) -> None:
     """Read the weights into memory, logging progress. Raises UnsupportedModel."""
-    leaves: Any = tree_flatten(model.parameters())
     total, done, logged = weights(model), 0, time.monotonic()
     batch: list[mx.array] = []
-    for _, array in leaves:
+    for array in _arrays(model.parameters()):
         batch.append(array)
         done += array.nbytes
-        if done < total and bytes_of(batch) < BATCH_BYTES:
+        if done < total and _bytes_of(batch) < BATCH_BYTES:
             continue
         try:
             mx.eval(batch)
@@ -209,7 +221,7 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
 
     Raises UnsupportedModel, naming why each layout was refused.
     """
-    reference, solo_bytes = _reference(model)
+    reference, solo_bytes = reference_logits(model)
     refused: list[str] = []
     sure = True
     for (layout, lone), trunk, rollback in product(LAYOUTS, (True, False), (True, False)):
@@ -256,18 +268,6 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
     )
 
 
-def _reference(model: Module) -> tuple[list[mx.array], int]:
-    try:
-        reference, cache_bytes = reference_logits(model)
-    except Exception as failure:  # the model's own code decides what it raises
-        raise UnsupportedModel(
-            f"mlx-lm itself cannot run this model here: {line_of(failure)}"
-        ) from failure
-    if any(mx.isnan(rows).any().item() for rows in reference):
-        raise UnsupportedModel("its logits are NaN: the weights are damaged; download them again")
-    return reference, cache_bytes
-
-
 def _describe(layout: Layout, lone: bool, trunk: bool) -> str:
     parts: list[str] = [layout]
     if lone and layout != "solo":
@@ -275,3 +275,126 @@ def _describe(layout: Layout, lone: bool, trunk: bool) -> str:
     if not trunk:
         parts.append("whole lm_head")
     return ", ".join(parts)
+
+
+def reference_logits(model: Module) -> tuple[list[mx.array], int]:
+    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on.
+
+    Also the bytes that mlx-lm's own caches hold for one of them. Raises UnsupportedModel.
+    """
+    logits = []
+    try:
+        for prompt in PROMPTS:
+            cache = make_prompt_cache(model)
+            inputs = [list(prompt), *([token] for token in CONTINUATION)]
+            logits.append(mx.stack([model(mx.array([x]), cache=cache)[0, -1] for x in inputs]))
+        mx.eval(logits)
+    except Exception as failure:  # the model's own code decides what it raises
+        raise UnsupportedModel(
+            f"mlx-lm itself cannot run this model here: {line_of(failure)}"
+        ) from failure
+    if mx.isnan(mx.stack(logits)).any().item():
+        raise UnsupportedModel("its logits are NaN: the weights are damaged; download them again")
+    return logits, _bytes_of([layer.state for layer in cache])
+
+
+def probe_logits(runner: Runner) -> tuple[list[mx.array], int]:
+    """The runner's logits for what `reference_logits` computes, all prompts in one batch.
+
+    Also the bytes of one sequence's recurrent state.
+    """
+    seqs = [Seq(Request("probe", prompt, 1), tokens=list(prompt)) for prompt in PROMPTS]
+    logits: dict[Seq, list[mx.array]] = {seq: [] for seq in seqs}
+    first_block = 1
+    for seq in seqs:
+        end = first_block - (len(seq.tokens) + len(CONTINUATION)) // -BLOCK
+        seq.table = list(range(first_block, end))
+        first_block = end
+
+    def step(plan: list[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
+        rows = runner.logits(plan)
+        mx.eval(rows)
+        runner.rollback(plan, [e.count + n for e, n in zip(plan, accepted, strict=False)])
+        row = 0
+        for entry, n in zip(plan, accepted, strict=False):
+            if entry.samples:
+                logits[entry.seq].append(rows[row : row + n + 1])
+            row += entry.sampled
+            entry.seq.tokens += entry.draft.tokens[:n]
+            entry.seq.computed = entry.start + entry.count + n
+
+    step([Entry(seq, 0, 2, False) for seq in seqs])
+    step([Entry(seq, 2, len(seq.tokens) - 2, True) for seq in seqs])
+    if runner.layout != "solo" and runner.states.rollback_supported:
+        plan = []
+        for seq, draft in zip(seqs, DRAFTS, strict=True):
+            seq.tokens.append(CONTINUATION[0])
+            plan.append(Entry(seq, seq.computed, 1, True, draft=Draft(draft, "probe")))
+        step(plan, ACCEPTED)
+    while True:
+        plan = []
+        for seq in seqs:
+            generated = len(seq.tokens) - len(seq.request.prompt)
+            if generated < len(CONTINUATION):
+                seq.tokens.append(CONTINUATION[generated])
+                plan.append(Entry(seq, seq.computed, 1, True))
+        if not plan:
+            break
+        step(plan)
+    state_bytes = recurrent.nbytes(seqs[0].state) if runner.states.layers else 0
+    return [mx.concatenate(logits[seq]) for seq in seqs], state_bytes
+
+
+def logits_error(logits: Sequence[mx.array], reference: Sequence[mx.array]) -> str:
+    """How the logits differ by more than rounding explains, or ""."""
+    for rows, expected in zip(logits, reference, strict=True):
+        a, b = (np.array(x.astype(mx.float32)) for x in (rows, expected))
+        allowed = ~np.isneginf(b)  # some models mask tokens with -inf
+        if (allowed == np.isneginf(a)).any():
+            return "other tokens are masked"
+        rmse = np.sqrt(np.mean(np.square(a[allowed] - b[allowed])))
+        error = float(rmse / max(b[allowed].std(), 1e-6))
+        if not error <= (TOLERANCE_FP32 if expected.dtype == mx.float32 else TOLERANCE_HALF):
+            return f"logits are off by {error:.2g} standard deviations"
+    return ""
+
+
+def _round_kv(pages: Any, bits: int) -> None:
+    """Let a layer's pages store K/V that were quantized and dequantized."""
+
+    class Rounding(type(pages)):  # type: ignore[misc]
+        __slots__ = ()
+
+        def update_and_fetch(self, k: mx.array, v: mx.array) -> Any:
+            rounded = [Packing(x.shape[-1], x.dtype, bits).round(x) for x in (k, v)]
+            return super().update_and_fetch(*rounded)
+
+    pages.__class__ = Rounding
+
+
+def quantized_runner(plain: Runner, bits: int) -> Runner:
+    """The runner `plain` with K/V pools quantized to `bits`. Raises UnsupportedModel.
+
+    Its logits must equal those of unquantized pools that store rounded K/V. Comparing with
+    unrounded K/V would tell nothing: on meaningless prompts, rounding alone moves a good model's
+    logits by more than their standard deviation.
+    """
+    if not plain.pages() and plain.layout != "solo":
+        raise UnsupportedModel(f"kv_bits = {bits}: the model keeps no K/V; give 0")
+    options: dict[str, Any] = {
+        "trunk": plain.trunk,
+        "lone": plain.lone,
+        "rollback": plain.states.rollback_supported,
+    }
+    packed = Runner(plain.model, plain.layout, BLOCK, BLOCKS, kv_bits=bits, **options)
+    logits, _ = probe_logits(packed)  # before another runner takes over the model's layers
+    rounding = Runner(plain.model, plain.layout, BLOCK, BLOCKS, **options)
+    for cache in _parts(rounding.caches):
+        if isinstance(cache, Pages):
+            _round_kv(cache, bits)
+    error = logits_error(logits, probe_logits(rounding)[0])
+    if error:
+        raise UnsupportedModel(
+            f"kv_bits = {bits}: quantized K/V are not read back as stored: {error}; give 0"
+        )
+    return packed

@@ -381,7 +381,7 @@ def test_verified_kernels_are_watched(
     def inputs(rows: int, seed: int) -> tuple[mx.array]:
         return (mx.arange(1.0, 1.0 + 64 * rows).reshape(rows, 64),)
 
-    case = Case("fake", "1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
+    case = Case("fake 1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
     monkeypatch.setattr(loader, "cases_of", lambda *of: [case])
     caplog.set_level(logging.INFO, "mlxspec")
     warm, watched = loader._warm_up, []

@@ -5,8 +5,10 @@ pytest.mark.usefixtures("device")`.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +16,23 @@ import pytest
 
 from tests import metalsim
 from tests.kernels.battery import STRICT
+
+SAMPLED = 2  # of a test's parameters; all of them take minutes and are slow tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but SAMPLED of a test's simulated parameters as slow: the first and one of the
+    middle, so that a run of every day takes each code path once."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("metal"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for found in tests.values():
+        kept = found[:: max(1, -(-len(found) // SAMPLED))]
+        for item in found:
+            if item not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture(params=["simulator", pytest.param("gpu", marks=pytest.mark.metal)])

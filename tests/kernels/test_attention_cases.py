@@ -25,15 +25,13 @@ def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, *rest = step.make()
     args = (q, mx.nan_to_num(k), mx.nan_to_num(v), *rest)
     want = reference.paged_attention(*args)
-    shapes: list[attention.Shape] = []
-    monkeypatch.setattr(KERNELS, "shapes", shapes)
+    recorded: list[Case] = []
+    monkeypatch.setattr(KERNELS, "recorded", recorded)
     with reports() as found:
         assert mx.array_equal(attention.paged_attention(*args), want) and not found
-        (shape,) = shapes
-        name = shape.name
-        assert name == "paged_attention float32 8/2x32 block 32"
+        name = "paged_attention float32 8/2x32 block 32"
         contexts = [f"{name} context 512", f"{name} ragged", f"{name} context 32768"]
-        assert [case.name for case in attention.paged_attention_cases(shape)] == contexts
+        assert [case.name for case in recorded] == contexts
         verdicts = [Verdict("matrix", 1, 4), Verdict("matrix", 2, 16)]
         for context, verdict in zip(contexts, verdicts, strict=False):
             monkeypatch.setitem(KERNELS.verdicts, context, verdict)
@@ -51,7 +49,7 @@ def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         for way in ("plain", ""):  # another than for the others; parked
             verdicts[0].way = way
             assert mx.array_equal(attention.paged_attention(*args), want) and len(found) == 2
-        assert {shape} == set(shapes)
+        assert {case.name for case in recorded} == set(contexts)
 
 
 def small(shape: attention.Shape, monkeypatch: pytest.MonkeyPatch) -> list[Case]:

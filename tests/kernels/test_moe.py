@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import matmul, reference
+from mlxspec.kernels import matmul, metal, reference
 from mlxspec.kernels.verify import ROUNDING, relative_error
 from mlxspec.types import UnsupportedModel
 from tests import metalsim
@@ -84,7 +84,7 @@ def test_each_row_is_that_of_small_qmm(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", matmul.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", metal.FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_for_every_count_of_pairs(group: int, bits: int, dtype: mx.Dtype) -> None:

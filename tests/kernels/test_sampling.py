@@ -12,7 +12,7 @@ import pytest
 
 from mlxspec import kernels
 from mlxspec.kernels import reference, sampling
-from mlxspec.kernels.matmul import source
+from mlxspec.kernels.metal import source
 from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS, Verdict
 from mlxspec.types import COLDEST, UserError

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import matmul, reference
+from mlxspec.kernels import matmul, metal, reference
 from mlxspec.kernels.verify import Rejected, relative_error
 from mlxspec.types import UnsupportedModel
 from tests import metalsim
@@ -127,7 +127,7 @@ def test_k_is_shared_where_columns_alone_do_not_fill_a_gpu() -> None:
 def test_few_columns(k: int, group: int, bits: int, columns: int, matrix: bool) -> None:
     """Scales of fewer than 8 elements would lie in constant memory: they are refused."""
     x, weights = some(2, columns, k, group, bits, mx.float16)
-    if weights[1].size < matmul.SMALLEST:
+    if weights[1].size < metal.SMALLEST:
         with pytest.raises(UnsupportedModel):
             simulated(x, weights, group, bits, matrix)
         return
@@ -211,7 +211,7 @@ def test_a_case(bits: int, dtype: mx.Dtype) -> None:
     assert stock.dtype == dtype and mx.abs(stock - want).max() < 0.05 * mx.abs(want).max()
 
 
-@pytest.mark.parametrize("dtype", matmul.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", metal.FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_case_sees_small_mistakes(bits: int, dtype: mx.Dtype) -> None:
     """As a kernel would make them that is right but for this: all of it is below what bfloat16

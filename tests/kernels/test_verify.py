@@ -93,7 +93,7 @@ def case(clock: Time, name: str = "fake", **variants: object) -> Case:
 
     made = {variant: clock.takes(*how) for variant, how in variants.items()}  # type: ignore[misc]
     stock = clock.takes(1e-3, same)
-    return Case(name, "8x8", ROWS, inputs, stock, product, made, 1e-3, nested=True)
+    return Case(f"{name} 8x8", ROWS, inputs, stock, product, made, 1e-3, nested=True)
 
 
 def gains(*values: float) -> dict[int, float]:
@@ -218,7 +218,7 @@ from mlxspec.kernels import verify
 verify.missing = lambda: ""
 inputs = lambda rows, seed: (mx.ones((rows, 8)), mx.ones((8, 8)))
 dies = {"plain": lambda *a: os._exit(3)}
-case = verify.Case("fake", "8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
+case = verify.Case("fake 8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
 verify.verify([case], verify.VerdictFile(Path(sys.argv[1]), eval(sys.argv[2])))
 """
 
@@ -277,7 +277,7 @@ def test_without_a_crash_marker_nothing_is_tried(tmp_path: Path, clock: Time) ->
 
 def test_a_case_that_fails_itself_is_a_verdict(tmp_path: Path, clock: Time) -> None:
     whole = case(clock, plain=(1e-4, same))
-    broken = Case("broken", "1", (1,), whole.inputs, refuse, refuse, whole.variants, 1.0)
+    broken = Case("broken 1", (1,), whole.inputs, refuse, refuse, whole.variants, 1.0)
     found = start(tmp_path, broken, whole)
     assert "cannot be tried" in found["broken 1"].why and found[whole.name].way == "plain"
 
@@ -328,7 +328,8 @@ def test_small_qmm_in_the_simulator(factor: float, monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(nn.Linear(64, 32, bias=False))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, 32, 4)
-    (found,) = quantized.cases(model)
+    quantized.install(model)
+    found = model.layers[0].case
     assert found.name == "small_qmm 32x64 of 4 bits, group 32, bfloat16"
     variants = {
         name: lambda x, w, scales, biases, run=run: run(x, w, scales, biases * factor)

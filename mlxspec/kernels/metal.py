@@ -1,0 +1,66 @@
+"""Builds and launches the kernels of metal/*.metal.
+
+Rule: a kernel is compiled by the `mx.fast.metal_kernel` of the moment, so that a simulator's kernel
+is not used on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxspec.config import data_dir
+
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+SMALLEST = 8  # elements; MLX passes smaller arrays in another address space
+
+
+@dataclass(frozen=True, slots=True)
+class MetalKernel:
+    """A function of metal/<file>.metal, called by `body` with the arrays that `inputs` and
+    `outputs` name."""
+
+    name: str
+    file: str
+    inputs: str
+    outputs: str
+    body: str
+
+    def __call__(
+        self,
+        inputs: list[mx.array],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+        **template: Any,
+    ) -> list[mx.array]:
+        """Launch it with a grid in threads; `template` are the constants of its instance."""
+        return _compiled(mx.fast.metal_kernel, self)(
+            inputs=inputs,
+            template=list(template.items()),
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+        )
+
+
+@cache
+def _compiled(make: Callable[..., Any], kernel: MetalKernel) -> Callable[..., list[mx.array]]:
+    names = kernel.inputs.split(), kernel.outputs.split()
+    compiled: Callable[..., list[mx.array]]
+    compiled = make(kernel.name, *names, kernel.body, source(kernel.file))
+    return compiled
+
+
+@cache
+def source(file: str) -> str:
+    """The text of metal/<file>.metal."""
+    return (data_dir("metal") / f"{file}.metal").read_text("utf-8")
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

@@ -7,14 +7,15 @@ string). It is rewritten only where the model's template refuses it, always in t
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer as load_wrapper
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
@@ -47,13 +48,13 @@ RESERVED = frozenset(  # variables of a template that the server sets, not a req
 )
 
 
-class Defaults(BaseModel):
+@pydantic_dataclass(frozen=True, slots=True, config=ConfigDict(strict=True))
+class Defaults:
     """How the model is sampled where a request is silent, from generation_config.json.
 
     What the file does not say: temperature 1.0, as in OpenAI's API, and filters and penalties off.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True)
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -107,7 +108,8 @@ def generation_defaults(path: Path) -> Defaults:
     """What generation_config.json of a model directory says. A value that is no number or out of
     range is left out, with a warning."""
     found = _json(path / "generation_config.json")
-    values = {name: found[name] for name in Defaults.model_fields if found.get(name) is not None}
+    names = [each.name for each in fields(Defaults)]
+    values = {name: found[name] for name in names if found.get(name) is not None}
     if found.get("do_sample") is False:
         values["temperature"] = 0.0
     try:

@@ -279,7 +279,7 @@ def parse_xml(text: str, tools: Tools) -> list[dict[str, Any]]:
         at, arguments = head.end(), {}
         types = _parameter_types(head[1], tools)
         while value := XML_VALUE.match(text, at):
-            arguments[value[1]] = _typed(value[2], types.get(value[1], set()))
+            arguments[value[1]] = typed_value(value[2], types.get(value[1], set()))
             at = value.end()
         if not (end := XML_TAIL.match(text, at)):
             raise ValueError("a parameter or a call has no end")
@@ -299,7 +299,7 @@ def _parameter_types(function: str, tools: Tools) -> dict[str, set[str]]:
     return {}
 
 
-def _typed(text: str, types: set[str]) -> Any:
+def typed_value(text: str, types: set[str]) -> Any:
     """The value of bare text; the text itself where it has none of the types."""
     if types == {"string"} or (not types and not text.lstrip().startswith(("{", "["))):
         return text

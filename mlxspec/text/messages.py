@@ -32,14 +32,7 @@ HOW_TO_CALL = (
     '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 )
 
-TYPE_NAMES = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    type(None): "null",
-    list: "array",
-}
+VALUE_TYPES = {str: "string", type(None): "null"}  # those that text can be mistaken for
 
 
 class Refused(InvalidRequest):
@@ -205,11 +198,9 @@ def types_of(schema: Any) -> set[str]:
     for key in ("anyOf", "oneOf"):
         for each in listed(schema.get(key)):
             types |= types_of(each)
-    values = schema.get("enum")
-    if "const" in schema:
-        values = [schema["const"]]
-    if isinstance(values, list):
-        types |= {TYPE_NAMES.get(type(value), "object") for value in values}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    for value in values if isinstance(values, list) else ():
+        types.add(VALUE_TYPES.get(type(value), "other"))
     return types
 
 

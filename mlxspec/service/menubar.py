@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,7 +70,10 @@ def menu_of(now: Status) -> Menu:
         verb = "stop" if one.state == "loaded" else "load"
         title = f"{verb.capitalize()} {one.name}"
         items.append(Item(_short(title), mlxspec(verb, one.name, *at), one.state == "loaded"))
-    items += [SEPARATOR, *_service_actions(now), SEPARATOR]
+    items += [SEPARATOR, *(item for item, states in ACTIONS if now.service in states)]
+    if now.state == "unwell":
+        items.append(DOCTOR)
+    items.append(SEPARATOR)
     if now.locked or now.state not in DOWN:
         items.append(Item("Open the page", ("open", f"{now.url}/")))
     copy = f'set the clipboard to "{now.url}/v1"'
@@ -78,19 +81,17 @@ def menu_of(now: Status) -> Menu:
     return Menu(icon, tuple(items))
 
 
-def _service_actions(now: Status) -> Iterator[Item]:
-    if now.service == "not installed":
-        yield Item("Install the service", in_terminal("service", "install"))
-    if now.service in ("stopped", "waiting"):
-        yield Item("Start", mlxspec("service", "start"))
-    if now.service in ("waiting", "running"):
-        yield Item("Stop", mlxspec("service", "stop"))
-    if now.service == "running":
-        yield Item("Restart", mlxspec("service", "restart"))
-    if now.service not in ("none", "not installed"):
-        yield Item("Show the log", in_terminal("service", "logs", "-f"))
-    if now.state == "unwell":
-        yield DOCTOR
+# What can be done with the service, and in which of its states.
+ACTIONS = (
+    (Item("Install the service", in_terminal("service", "install")), ("not installed",)),
+    (Item("Start", mlxspec("service", "start")), ("stopped", "waiting")),
+    (Item("Stop", mlxspec("service", "stop")), ("waiting", "running")),
+    (Item("Restart", mlxspec("service", "restart")), ("running",)),
+    (
+        Item("Show the log", in_terminal("service", "logs", "-f")),
+        ("stopped", "waiting", "running"),
+    ),
+)
 
 
 def error_menu(text: str) -> Menu:
@@ -104,11 +105,9 @@ def _short(text: str) -> str:
 
 def show(poll: Callable[[], Menu]) -> None:
     """Show the menu until the user quits. `poll` runs in a thread of its own. Raises UserError."""
-    try:
-        rumps: Any = importlib.import_module("rumps")
-        kit: Any = importlib.import_module("AppKit")
-    except ImportError as error:
-        raise UserError(f"the menu bar needs rumps: {INSTALL}") from error
+    _require_rumps()
+    rumps: Any = importlib.import_module("rumps")
+    kit: Any = importlib.import_module("AppKit")
     # An accessory: no icon in the Dock.
     kit.NSApplication.sharedApplication().setActivationPolicy_(1)
     app = rumps.App("mlxspec", title="◌", quit_button=None)
@@ -148,10 +147,14 @@ def run(command: Sequence[str], sender: object) -> None:
     subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 
-def install() -> str:
-    """Show the menu bar now and after each login. Raises UserError."""
+def _require_rumps() -> None:
     if not importlib.util.find_spec("rumps"):
         raise UserError(f"the menu bar needs rumps: {INSTALL}")
+
+
+def install() -> str:
+    """Show the menu bar now and after each login. Raises UserError."""
+    _require_rumps()
     agent = {
         "Label": launchd.MENUBAR,
         "ProgramArguments": [*launchd.PROGRAM, "menubar"],

@@ -17,6 +17,12 @@ TIMEOUT_S = 5.0
 
 Service = Literal["none", "not installed", "stopped", "waiting", "running"]
 State = Literal["stopped", "unwell", "loading", "short", "asleep", "busy", "idle"]
+HEADLINES: dict[State, str] = {
+    "stopped": "Stopped",
+    "loading": "Loading a model",
+    "asleep": "Asleep: the next request loads a model",
+    "short": "Serving, but memory is short",
+}
 DOWN: frozenset[State] = frozenset({"stopped", "unwell"})
 
 
@@ -134,15 +140,10 @@ def _state(page: Mapping[str, Any]) -> State:
 
 def headline(now: Status) -> str:
     """The state in a few words."""
-    fixed = {
-        "stopped": "Stopped",
-        "unwell": f"Unwell: {now.why}",
-        "loading": "Loading a model",
-        "asleep": "Asleep: the next request loads a model",
-        "short": "Serving, but memory is short",
-    }
+    if now.state == "unwell":
+        return f"Unwell: {now.why}"
     loaded = ", ".join(one.name for one in now.models if one.state == "loaded")
-    return fixed.get(now.state, f"Serving {loaded}")
+    return HEADLINES.get(now.state, f"Serving {loaded}")
 
 
 def facts(now: Status) -> dict[str, str]:

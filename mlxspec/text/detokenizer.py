@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
     SPMStreamingDetokenizer,
     TokenizerWrapper,
+    _byte_decoder,
 )
 
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -162,7 +163,10 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
     if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
         if token in _added(tokenizer):
             return piece.encode()
-        return b"".join(_byte_of().get(char, char.encode()) for char in piece)
+        bytes_of = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte
+        return b"".join(
+            bytes([bytes_of[char]]) if char in bytes_of else char.encode() for char in piece
+        )
     return bytes(tokenizer.decode([token]), "utf-8")
 
 
@@ -170,14 +174,3 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
 def _added(tokenizer: TokenizerWrapper) -> frozenset[int]:
     """Ids of tokens that are spelled out, not in the byte alphabet."""
     return frozenset(tokenizer.added_tokens_decoder)
-
-
-@lru_cache(maxsize=1)
-def _byte_of() -> dict[str, bytes]:
-    """GPT-2's byte alphabet: a visible Latin-1 byte is its own character, the others count from
-    U+0100."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    chars = {chr(byte): byte for byte in visible}
-    chars |= {chr(256 + i): byte for i, byte in enumerate(hidden)}
-    return {char: bytes([byte]) for char, byte in chars.items()}

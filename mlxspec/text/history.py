@@ -12,8 +12,8 @@ from hashlib import blake2b
 from mlxspec.text.output_parser import Call
 
 MAX_TOKENS = 1 << 20  # remembered, of all answers together
-MAX_TURNS = MAX_CALLS = 1 << 12
-MAX_CHARS = 1 << 24  # of all calls together
+MAX_TURNS = 1 << 12
+MAX_CALLS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class History:
     _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)
     _calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
     _tokens: int = 0
-    _chars: int = 0
 
     def call(self, id: str) -> Call | None:
         """The call as the model made it: clients rewrite arguments, some add defaults."""
@@ -46,10 +45,8 @@ class History:
 
     def keep_call(self, call: Call) -> None:
         self._calls[call.id] = call
-        self._chars += len(call.arguments)
-        while len(self._calls) > MAX_CALLS or self._chars > MAX_CHARS:
-            _, old = self._calls.popitem(last=False)
-            self._chars -= len(old.arguments)
+        if len(self._calls) > MAX_CALLS:
+            self._calls.popitem(last=False)
 
     def keep_turn(self, before: str, after: str, ids: Sequence[int], end: str) -> None:
         """`before` is the prompt's text, `after` the conversation's with the answer, `ids` the

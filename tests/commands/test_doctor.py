@@ -90,7 +90,7 @@ def test_every_model_is_checked(
 
 
 def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.model.hub.embedded", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setattr("mlxspec.model.hub.resolve", lambda *_: pytest.fail("downloaded"))
     for words in ((), ("some/model",)):
         code, texts, _ = report(*words, "--cache-dir", str(tmp_path))
         assert code == 0 and "mlxspec pull" in texts["model"][0]

@@ -137,6 +137,7 @@ def rumps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     policy = SimpleNamespace(setActivationPolicy_=lambda policy: None)
     kit = SimpleNamespace(NSApplication=SimpleNamespace(sharedApplication=lambda: policy))
     monkeypatch.setitem(sys.modules, "rumps", made)
+    monkeypatch.setattr(menubar.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "AppKit", kit)
     monkeypatch.setattr(menubar, "POLL_S", 0.001)
     return made

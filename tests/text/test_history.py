@@ -164,14 +164,12 @@ def test_a_fork_has_both_ways(tokenizer: Any) -> None:
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TOKENS", 100)
-    monkeypatch.setattr(module, "MAX_CHARS", 50)
     monkeypatch.setattr(module, "MAX_CALLS", 3)
     kept = History()
     for i in range(40):
         kept.keep_turn(f"{i}", f"{i}yes!", list(range(9)), "!")
         kept.keep_call(Call(f"c{i}", "f", "x" * (i % 7)))
         assert kept._tokens == sum(len(t.ids) for t in kept._turns.values()) <= 100
-        assert kept._chars == sum(len(c.arguments) for c in kept._calls.values()) <= 50
         assert len(kept._calls) <= 3
     assert kept.call("c39") and kept.call("c0") is None
     kept.keep_turn("a", "ayes!", list(range(500)), "!")

@@ -209,15 +209,29 @@ class Stats:
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
-# What of Stats is the whole process's, whichever model says it.
+# The fields of Stats that are the whole process's.
 PROCESS = frozenset(
-    "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays disk_bytes"
-    .split()
+    {
+        "memory_pressure",
+        "footprint_bytes",
+        "mlx_active_bytes",
+        "mlx_cache_bytes",
+        "live_arrays",
+        "disk_bytes",
+    }
 )
-# What says how it is now; the rest counts what was.
-NOW = PROCESS | frozenset(
-    "running waiting blocks_used blocks_cached blocks_free prompt_left states step_seconds progress".split()
-)
+# Those that say how it is now; the rest are counters.
+NOW = PROCESS | {
+    "running",
+    "waiting",
+    "blocks_used",
+    "blocks_cached",
+    "blocks_free",
+    "prompt_left",
+    "states",
+    "step_seconds",
+    "progress",
+}
 
 
 @dataclass(frozen=True, slots=True)

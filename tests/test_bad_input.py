@@ -2,6 +2,7 @@
 what its reader does not promise, or takes time that grows faster than it. The wire is in
 server/test_wire.py."""
 
+import contextlib
 import json
 import re
 import subprocess

@@ -410,22 +410,22 @@ def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None
     }
     truth, cached = "", 0
     for life in range(2):
-        process = subprocess.Popen(
+        child = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=bare
         )
-        assert process.stdout is not None and process.stderr is not None
-        with process, process.stdout, process.stderr:
+        assert child.stdout is not None and child.stderr is not None
+        with child, child.stdout, child.stderr:
             try:
-                process.stdout.readline()
-                url = process.stdout.readline().split()[4].removesuffix("/v1")
+                child.stdout.readline()
+                url = child.stdout.readline().split()[4].removesuffix("/v1")
                 found = httpx.post(url + PLAIN, json=body, timeout=30).json()
                 said = found["choices"][0]["text"]
                 cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
                 assert said == (truth or said)
                 truth = said
                 if life == 1:
-                    process.send_signal(signal.SIGTERM)
-                    assert process.wait(30) == 0
+                    child.send_signal(signal.SIGTERM)
+                    assert child.wait(30) == 0
                     break
                 until_there(tmp_path / "prompts")
                 with httpx.stream(
@@ -437,14 +437,14 @@ def test_the_next_process_serves(path: Path, tmp_path: Path, point: str) -> None
                     assert "[malloc] injected" in list(lines)[-2]
                 began = time.monotonic()
                 assert (
-                    process.wait(30) == 1
+                    child.wait(30) == 1
                     and time.monotonic() - began < process.GRACE_S + process.STOP_S
                 )
-                errors = process.stderr.read()
+                errors = child.stderr.read()
                 assert "the engine thread die" in errors and "the engine has stopped" in errors
                 trigger.unlink()
             finally:
-                process.kill()
+                child.kill()
     assert cached > 0
 
 

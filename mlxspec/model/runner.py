@@ -100,7 +100,7 @@ class Runner:
         attention.tap(self.model, self.view, taps)
 
     def _cache(self, cache: Any) -> Any:
-        """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel where there is none."""
+        """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""
         if type(cache) is CacheList:
             return CacheList(*(self._cache(c) for c in cache.caches))  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":

@@ -17,7 +17,7 @@ from mlxspec.text.chat import encode, load_tokenizer
 from mlxspec.text.messages import Refused
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
-from mlxspec.text.structured.grammar import MAX_COMPILED, Grammars
+from mlxspec.text.structured.grammar import MAX_COMPILED, MAX_DIGITS, Grammars
 from mlxspec.text.structured.json_schema import MAX_BYTES
 from tests.schemas import schemas
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
@@ -138,6 +138,22 @@ def test_what_is_forced_is_allowed(agent: Grammars, schema: Any, seed: int) -> N
 def test_the_names_of_an_object_are_forced(agent: Grammars) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     assert agent.tokenizer.decode(by(agent, schema)().forced(99)).startswith('{"city": ')
+
+
+def test_a_number_ends(agent: Grammars) -> None:
+    """A model may be lost in zeros; digits in a string, or where nothing else may come, are its
+    own."""
+    zeros = encode(agent.tokenizer, "0" * 90, special=False)
+    for schema, head, most in (
+        ({"type": "number"}, "0.", MAX_DIGITS),
+        ({"type": "string"}, '"', 90),
+        ({"type": "string", "pattern": "^[0-9]{50}$"}, '"', 50),
+    ):
+        matcher = by(agent, schema)()
+        matcher.take(encode(agent.tokenizer, head, special=False))
+        assert len(matcher.masks(zeros)) == most + 1
+        matcher.take(zeros[:most])
+        assert len(matcher.masks([])[0]) == -(-VOCAB // 8)
 
 
 def test_any_object(agent: Grammars) -> None:

@@ -86,6 +86,7 @@ HERMES = {
         [CALL_READ, ("call", "run", {})],
     ),
     "bare": ('{"name": "read", "arguments": {"path": "a.py", "lines": 3}}', [CALL_READ]),
+    "fenced": ('```json\n{"name": "run", "arguments": {}}\n```', [("call", "run", {})]),
     "bare, unknown": ('{"name": "rm", "arguments": {}}', [("content", '{"name": "rm", "arguments": {}}')]),
     "json": ('{"name": 5} \n', [("content", '{"name": 5} \n')]),
     "broken": ('<tool_call>\n{"name": "read", "arg', [("content", '<tool_call>\n{"name": "read", "arg')]),
@@ -223,9 +224,14 @@ def test_a_model_without_a_format_of_its_own(smollm2: Path) -> None:
             f"<think>I <tool_call> so</tool_call> on</think>{READ}",
             [("reasoning", "I <tool_call> so</tool_call> on"), CALL_READ],
         ),
+        (f"<think>so {READ}", [("reasoning", "so"), CALL_READ]),
+        (
+            '<think>so <tool_call>{"name": "run"}</think>x',
+            [("reasoning", "so"), ("call", "run", {}), ("content", "x")],
+        ),
         (
             f"<think>I say {READ} but no.</think>Fine",
-            [("reasoning", f"I say {READ} but no."), ("content", "Fine")],
+            [("reasoning", "I say"), CALL_READ, ("reasoning", "but no."), ("content", "Fine")],
         ),
         (
             '<think>a <tool_call> b</think>\n{"name": "run", "arguments": {}}',

@@ -6,7 +6,7 @@ reasoning ends, and an answer that reasons must end its reasoning before it ends
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from mlxspec.types import Matcher, shown
 MAX_COMPILED = 32  # grammars that are kept
 MAX_BYTES = 1 << 19  # of a grammar
 MAX_BLANKS = 2  # tokens of white space between reasoning and answer
+MAX_DIGITS = 32  # in a row where no letter may come: a number that is longer would never end
 MAX_RESTARTS = 2  # of one answer
 SLOW_S = 0.05  # a mask takes a hundredth of that
 MAX_SLOW = 16  # slow masks of one answer
@@ -131,7 +132,8 @@ class Vocabulary:
     """What matchers know of a tokenizer. Sets of tokens are ints, with bit t for token t.
 
     `thought` is the mask inside the reasoning: all but `ends`, because an answer that ended there
-    would not conform. `opener` and `closer` are the reasoning's markers.
+    would not conform. `opener` and `closer` are the reasoning's markers. `digits` has the length of
+    each token of digits alone. `letter` is a token that may come wherever any text may.
     """
 
     inner: LLTokenizer
@@ -142,6 +144,9 @@ class Vocabulary:
     blanks: int
     closer: tuple[int, ...]
     opener: int | None
+    digits: Mapping[int, int]
+    numeral: int  # the tokens in `digits`
+    letter: int
 
 
 def vocabulary_of(tokenizer: TokenizerWrapper, vocab: int) -> Vocabulary:
@@ -152,6 +157,10 @@ def vocabulary_of(tokenizer: TokenizerWrapper, vocab: int) -> Vocabulary:
         raise ValueError("no token ends an answer")
     inner = from_tokenizer(tokenizer._tokenizer, eos_token=ends)
     blanks = [inner.greedy_tokenize(blank) for blank in BLANKS]
+    digits = {}
+    for piece, token in tokenizer.get_vocab().items():
+        if piece.isascii() and piece.isdigit() and token < vocab:
+            digits[token] = len(piece)  # a digit is itself in every alphabet of tokens
     every = (1 << min(inner.vocab_size, vocab)) - 1
     start = tuple(tokenizer.think_start_tokens or ())
     opener = None
@@ -166,6 +175,9 @@ def vocabulary_of(tokenizer: TokenizerWrapper, vocab: int) -> Vocabulary:
         blanks=_bits(tokens[0] for tokens in blanks if len(tokens) == 1),
         closer=tuple(tokenizer.think_end_tokens or ()),
         opener=opener,
+        digits=digits,
+        numeral=_bits(digits),
+        letter=inner.greedy_tokenize("a")[0],
     )
 
 
@@ -185,6 +197,7 @@ class GrammarMatcher:
         self._tail: tuple[int, ...] | None = () if reasoning else None  # of the reasoning
         self._opener = opener
         self._gap = 0  # blanks that may still come between reasoning and answer
+        self._digits = 0  # in a row
         self._ended = False
         self._consumed: list[int] = []  # by the grammar
         self._restarts = 0
@@ -269,6 +282,10 @@ class GrammarMatcher:
         self._gap = 0
         if not self._inner.consume_token(token):
             raise self._failure()
+        if token in known.digits:
+            self._digits += known.digits[token]
+        else:
+            self._digits = 0
         return True
 
     def _mask(self) -> int:
@@ -285,10 +302,15 @@ class GrammarMatcher:
         return mask
 
     def _grammar_mask(self) -> int:
+        known = self._vocabulary
         raw = self._inner.compute_bitmask()
         if self._inner.is_error():
             raise self._failure()
-        return int.from_bytes(raw, "little") & self._vocabulary.every
+        mask = int.from_bytes(raw, "little") & known.every
+        if self._digits >= MAX_DIGITS and not mask >> known.letter & 1:
+            if ended := mask & ~known.numeral:
+                return ended
+        return mask
 
 
 def _bits(tokens: Iterable[int]) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Refused, types_of
-from mlxspec.text.output_parser import typed_value
 from mlxspec.text.structured.json_schema import MAX_INT, STYLE, checked_schema, json_rule, validate
 
 Function = Mapping[str, Any]
@@ -80,7 +79,7 @@ def xml_calls(
         for j, name in enumerate(dict.fromkeys([*schema.get("properties", {}), *required])):
             rule = f"p{i}x{j}"
             parameters.append(rule if name in required else f"{rule}?")
-            value, more = _value(name, schema, where, f"V{i}X{j}")
+            value, more = _value(tokenizer, function, name, schema, where, f"V{i}X{j}")
             head = quoted(f"<parameter={_named(name, TAG, where)}>\n")
             lines += [f"{rule}: {head} {value}", *more]
         head = quoted(f"<function={_named(function['name'], TAG, where)}>\n")
@@ -134,18 +133,22 @@ def _arguments(function: Function, where: str) -> str:
     return f"%json {json.dumps({**_known(function, where), 'x-guidance': STYLE})}"
 
 
-def _value(name: str, root: Mapping[str, Any], where: str, rule: str) -> tuple[str, list[str]]:
+def _value(
+    tokenizer: TokenizerWrapper,
+    function: Function,
+    name: str,
+    root: Mapping[str, Any],
+    where: str,
+    rule: str,
+) -> tuple[str, list[str]]:
     """What a parameter's value may be, with its closing tag, and the rules that this needs."""
     own, close = root.get("properties", {}).get(name), quoted(CLOSE)
     schema: dict[str, Any] = own if isinstance(own, dict) else {}
     kind, types = schema.get("type"), types_of(schema)
     if values := [schema["const"]] if "const" in schema else schema.get("enum"):
-        texts = []
-        for value in values:
-            text = value if isinstance(value, str) else json.dumps(value)
-            read = typed_value(text, types)
-            if json.dumps(read) == json.dumps(value) and "</" not in text:
-                texts.append(text)
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        pairs = zip(texts, values, strict=True)
+        texts = [text for text, value in pairs if _reads(tokenizer, function, name, text, value)]
         if not texts:
             raise Refused(
                 where,
@@ -157,8 +160,26 @@ def _value(name: str, root: Mapping[str, Any], where: str, rule: str) -> tuple[s
             schema = {"minimum": -MAX_INT, "maximum": MAX_INT, **schema}
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"{json_rule({**shared, **schema}, where)} {close}", []
-    size = ""
-    if kind == "string" and not schema.keys().isdisjoint({"minLength", "maxLength"}):
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        size = f" & /(?s:.{{{least},{most}}})/"
-    return rule, [f"{rule}: {rule}T {close}", f"{rule}T: TEXT{size}"]
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if kind != "string" or (not least and most == ""):
+        return rule, [f"{rule}: TEXT {close}"]
+    size = f"/(?s:.{{{least},{most}}})/"
+    return rule, [f"{rule}: {rule}T {close}", f"{rule}T: TEXT & {size}"]
+
+
+def _reads(
+    tokenizer: TokenizerWrapper, function: Function, name: str, text: str, value: Any
+) -> bool:
+    """Whether mlx-lm's parser reads the text of a parameter as this value."""
+    call = f"<function={function['name']}>\n<parameter={name}>\n{text}{CLOSE}</function>"
+    try:
+        found = tokenizer.tool_parser(call, [{"type": "function", "function": function}])[
+            "arguments"
+        ]
+    except Exception:  # a parser raises whatever its author chose
+        return False
+    return (
+        list(found) == [name]
+        and json.dumps(found[name]) == json.dumps(value)
+        and "</tool_call>" not in text
+    )

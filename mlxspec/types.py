@@ -1,6 +1,6 @@
 """The vocabulary: plain data that every layer shares. Imports the standard library only.
 
-Lengths nest: `cached <= computed <= len(tokens)`. A request is frozen; a `Sequence` is the one
+A request is frozen; a `Sequence` is the one
 mutable object, owned by the engine thread; an `Output` is what crosses back to the server.
 """
 
@@ -32,8 +32,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request draws its tokens. The defaults change nothing: plain sampling at temperature
-    1.
+    """How one request draws its tokens; by default from the plain distribution.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties' neutral values
     switch a filter off. Order: bias, penalties, temperature, top_k, top_p, min_p (vLLM's).
@@ -55,9 +54,8 @@ class Sampling:
 
     @property
     def penalized(self) -> bool:
-        return bool(
-            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
-        )
+        counted = self.presence_penalty or self.frequency_penalty
+        return self.repetition_penalty != 1.0 or bool(counted)
 
     @property
     def filtered(self) -> bool:
@@ -65,30 +63,25 @@ class Sampling:
 
     @property
     def kind(self) -> str:
-        """What drawing a token costs depends on this: greedy, drawn, narrow or sorted, maybe
-        penalized."""
+        """The cost class of drawing a token."""
+        kind = "drawn" if self.temperature > 0 else "greedy"
         if self.filtered:
-            drawn = "narrow" if 0 < self.top_k <= NARROW else "sorted"
-        else:
-            drawn = "drawn" if self.temperature > 0 else "greedy"
-        return drawn + "+penalized" * self.penalized
+            kind = "narrow" if 0 < self.top_k <= NARROW else "sorted"
+        return f"{kind}+penalized" if self.penalized else kind
 
 
 class Matcher(Protocol):
-    """What a grammar lets one choice say, told token by token. Engine thread only. Whatever it
-    raises ends the choice with that error."""
+    """The state of a grammar in one choice. Engine thread only; an error ends the choice."""
 
     def masks(self, draft: Seq[int]) -> list[bytes]:
-        """What may come next, and behind each of those drafted tokens that may stand: `len(masks) -
-        1` may. Bit i % 8 of byte i // 8 allows token i; an empty mask allows all. Changes
-        nothing."""
+        """The masks of the next token and of those behind each drafted token that is allowed:
+        `len(masks) - 1` are. Bit i % 8 of byte i // 8 allows token i; an empty mask allows all."""
 
     def take(self, tokens: Seq[int]) -> None:
-        """These were sampled."""
+        """Advance over sampled tokens."""
 
     def forced(self, most: int) -> list[int]:
-        """The tokens, `most` at most, that spell all that can follow. A guess: the same text may be
-        spelled otherwise."""
+        """Up to `most` tokens of the only text that can follow; it may be spelled otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +99,15 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     created: float = 0.0
-    prediction: tuple[
-        int, ...
-    ] = ()  # what the client expects the answer to be: a source to copy from
+    prediction: tuple[int, ...] = ()  # the answer that the client expects, to copy from
     grammar: Callable[[], Matcher] | None = None  # makes the matcher of each choice
-    model: str = ""  # by its served name; empty: the default
-    masks: int = 0  # the vocabulary that the grammar was made for; 0: not told
+    model: str = ""  # its served name; empty: the default
+    masks: int = 0  # the vocabulary size that the grammar was made for; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability and the best alternatives, best first: `(token, logprob)`
-    pairs."""
+    """A token's log-probability, and the best `(token, logprob)` alternatives, best first."""
 
     token: int
     logprob: float
@@ -126,16 +116,13 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step brought for one choice of one request. `tokens` may hold several (accepted
-    drafts).
+    """What one step brought for one choice of a request; several tokens if drafts were accepted.
 
-    `finish` is None until the last output of the choice. With `finish == "stop"` the last token is
-    the stop token itself. `cached` counts prompt tokens that were not computed for this choice;
-    `rounds` counts the steps that sampled for it so far, `drafted` the draft tokens that were
-    verified in them, and `accepted` those of them that were kept, by source. `error` is set with
-    `finish == "error"`; `fault` says what was wrong: the engine, the model that could not be had,
-    the prompt, which is longer than the window of a model that had to be loaded to know, or the
-    client, which did not read.
+    `finish` is set in the last output of the choice; with "stop", the last token is the stop token.
+    `cached` counts prompt tokens from the cache, `rounds` the steps that sampled for the choice so
+    far, `drafted` the verified draft tokens, `accepted` the accepted ones by source. `error` comes
+    with `finish == "error"`; `fault` says whose it is: the engine's, the model's (not loaded), the
+    prompt's (longer than the window), the client's (did not read).
     """
 
     request: str
@@ -153,8 +140,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the server needs to know of a model; before it was loaded, as its files promise.
-    `context` bounds prompt + output, in tokens."""
+    """What the server knows of a model: from its files, or once it is loaded, derived. `context`
+    bounds prompt + output, in tokens."""
 
     name: str
     context: int
@@ -165,9 +152,7 @@ class ModelInfo:
     kv_bytes: int
     weight_bytes: int
     created: int  # unix seconds
-    prefill_budget: int = (
-        0  # prompt rows beside decodes, as warm-up found; follows the clock from there
-    )
+    prefill_budget: int = 0  # prompt rows beside decodes, as found at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +170,8 @@ class Stats:
     prompt_left: int = 0  # prompt tokens of accepted requests that are not computed yet
     cached_tokens: int = 0
     generated_tokens: int = 0
-    drafts: tuple[
-        tuple[str, int, int, int], ...
-    ] = ()  # (source, position from 1, drafted, accepted)
+    # (source, position from 1, drafted, accepted)
+    drafts: tuple[tuple[str, int, int, int], ...] = ()
     depths: tuple[tuple[int, int], ...] = ()  # (draft length, rounds that verified so many)
     parked_seconds: float = 0.0  # in which something was decoded and nothing was drafted
     preemptions: int = 0
@@ -203,42 +187,26 @@ class Stats:
     disk_written_bytes: int = 0
     disk_runs_found: int = 0  # files of blocks or states that were brought back
     disk_runs_damaged: int = 0
-    seated: tuple[
-        tuple[str, int], ...
-    ] = ()  # what runs: the request, and prompt tokens that were cached
+    seated: tuple[tuple[str, int], ...] = ()  # running requests and their cached prompt tokens
     progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
 # The fields of Stats that are the whole process's.
 PROCESS = frozenset(
-    {
-        "memory_pressure",
-        "footprint_bytes",
-        "mlx_active_bytes",
-        "mlx_cache_bytes",
-        "live_arrays",
-        "disk_bytes",
-    }
+    "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays".split()
+) | {"disk_bytes"}
+# The fields of Stats that are gauges; the others count.
+NOW = (
+    PROCESS
+    | frozenset("running waiting blocks_used blocks_cached blocks_free prompt_left states".split())
+    | {"step_seconds", "progress"}
 )
-# Those that say how it is now; the rest are counters.
-NOW = PROCESS | {
-    "running",
-    "waiting",
-    "blocks_used",
-    "blocks_cached",
-    "blocks_free",
-    "prompt_left",
-    "states",
-    "step_seconds",
-    "progress",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that can be asked for, as the engine's thread last saw it. `error` is why it could
-    not be loaded the last time; empty where it could. `used` is time.monotonic() of its last work,
-    0: never."""
+    """A model that can be requested. `error` says why its last load failed; `used` is
+    time.monotonic() of its last work, 0: never."""
 
     info: ModelInfo
     status: Literal["loaded", "loading", "unloaded"] = "loaded"
@@ -250,7 +218,7 @@ class Served:
 
 
 class Busy(Exception):
-    """Nothing more is taken now. `retry_after` is in seconds, at least 1."""
+    """No request is accepted now. `retry_after` is in seconds, at least 1."""
 
     def __init__(self, retry_after: int, why: str = "the server's queue is full") -> None:
         super().__init__(f"{why}; try again in {retry_after} s")
@@ -274,13 +242,12 @@ class UnsupportedModel(UserError):
 
 
 def line_of(error: BaseException) -> str:
-    """A foreign error in one line."""
+    """An error of other code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error)[:2000].split())[:400]}"
 
 
 def blame(error: Exception) -> str:
-    """Why a model directory cannot be used, in a line. No library is ever told to run what lies in
-    one."""
+    """Why a model directory cannot be used, in a line. Code in it is never run."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own to run, which mlxspec never does"
     return line_of(error)
@@ -295,8 +262,7 @@ def too_long(tokens: int, context: int) -> str:
 
 
 class OutOfMemory(UnsupportedModel):
-    """A model that does not fit into what memory is free now; it takes `need` bytes at least,
-    headroom included."""
+    """A model that does not fit into the free memory: it needs `need` bytes, with headroom."""
 
     def __init__(self, message: str, need: int = 0) -> None:
         super().__init__(message)
@@ -431,6 +397,3 @@ class Accepted:
     def drafts(self) -> int:
         """Accepted draft tokens."""
         return max(0, len(self.tokens) - 1)
-
-
-Plan = Seq[Entry]

@@ -105,9 +105,9 @@ OWN = {
         ],
         ("config.json", {"hidden_size": -1}, "hidden size"),
         ("config.json", {"rope_scaling": {"type": "evil"}}, "Unsupported RoPE type"),
-        (INDEX, {"weight_map": {"a": "../../../etc/passwd"}}, r"\.\./etc/passwd is missing"),
-        (INDEX, {"weight_map": {"a": "/etc/passwd", "b": 3}}, r"/etc/passwd, 3 is missing"),
-        (INDEX, {"weight_map": {"a": "x" * 9000, "b": "\0"}}, r"x{99} is missing"),
+        (INDEX, {"weight_map": {"a": "../../../etc/passwd"}}, r"missing \(.*\.\./etc/passwd"),
+        (INDEX, {"weight_map": {"a": "/etc/passwd", "b": 3}}, r"missing \(/etc/passwd, 3"),
+        (INDEX, {"weight_map": {"a": "x" * 9000, "b": "\0"}}, r"missing \(.*x{99}"),
     ],
 )  # fmt: skip
 def test_a_directory_with_code_or_tricks_is_refused(
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_refused_in_a_line(foreign: Path, file: str, data: byt
 
 def test_only_safetensors_are_weights(foreign: Path) -> None:
     (foreign / "model.safetensors").rename(foreign / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"model\*\.safetensors is missing"):
+    with pytest.raises(UserError, match="not a complete mlx-lm model"):
         use(foreign)
 
 

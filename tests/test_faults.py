@@ -34,7 +34,7 @@ from mlxspec.model import runner
 from mlxspec.model.runner import Runner, Step
 from mlxspec.server import chat_request as asking
 from mlxspec.server import process
-from mlxspec.speculate import NoSpeculation
+from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from tests.model.test_layout import save
 from tests.server.scripted import MESSAGES, Answer, Connection
@@ -62,18 +62,20 @@ POINTS: list[tuple[Any, str]] = [
     (ModelManager, "step"),
     (ModelManager, "unload_idle"),
     (ModelManager, "snapshot"),  # what `_publish` asks for
-    (Engine, "look"),
-    (structured, "waits"),
+    (Engine, "poll_memory"),
+    (Proposer, "needs_sync"),
+    (Proposer, "depths"),
     (Scheduler, "plan"),
     (structured, "mask"),
-    (Runner, "copy"),
-    (Runner, "run"),
+    (Runner, "copy_blocks"),
+    (Runner, "forward"),
+    (Runner, "submit"),
     (runner, "sample"),
     (Scheduler, "submitted"),
     (Step, "read"),
     (Runner, "rollback"),
     (Scheduler, "commit"),
-    (structured, "take"),
+    (structured, "advance"),
     (KVOffloader, "poll"),
     (Worker, "_publish"),
     (Worker, "_deliver"),  # on the event loop's thread
@@ -211,7 +213,7 @@ def test_no_memory_for_a_step_ends_it(
 ) -> None:
     """What a step has half done is not known, so nothing goes on from there: the next process
     does."""
-    fault = Fault(monkeypatch, Runner, "run", error)
+    fault = Fault(monkeypatch, Runner, "forward", error)
 
     async def main() -> None:
         answers = await asked(app, worker, fault)
@@ -228,7 +230,7 @@ async def ended(worker: Worker) -> bool:
     return not worker.alive() and not worker._streams
 
 
-@pytest.mark.parametrize("verb", ["begin", "waits", "plan", "draft", "observe", "end"])
+@pytest.mark.parametrize("verb", ["begin", "options", "draft", "observe", "end"])
 def test_a_drafter_that_raises_is_left_out(
     path: Path,
     tmp_path: Path,
@@ -238,7 +240,7 @@ def test_a_drafter_that_raises_is_left_out(
     bare_settings: None,
 ) -> None:
     """The answer goes on with the same tokens, and the log says why it is slower."""
-    fault = Fault(monkeypatch, Proposer, verb, ZeroDivisionError("injected"))
+    fault = Fault(monkeypatch, NgramDrafter, verb, ZeroDivisionError("injected"))
     body = {
         "prompt": "the end and the end and the end",
         "max_tokens": 60,
@@ -259,7 +261,7 @@ def test_a_drafter_that_raises_is_left_out(
         after = await ask()
         fault.armed = True
         assert [after, await ask()] == [before] * 2 and worker.alive()
-        assert type(engine.proposer) is NoSpeculation and "the drafter failed" in caplog.text
+        assert engine.proposer.drafters == [] and "drafting by copy failed" in caplog.text
 
     with served(path, tmp_path) as (app, worker):
         asyncio.run(main())
@@ -286,7 +288,7 @@ def test_a_signal_ends_it_in_time(
     So is, at once, whose prompt is not even read."""
     went, slow = list[str](), ModelManager._start
     begun, left_alone, left = threading.Event(), threading.Event(), list[int]()
-    monkeypatch.setattr(Runner, "run", slowed(Runner.run, went))
+    monkeypatch.setattr(Runner, "forward", slowed(Runner.forward, went))
 
     def load(self: ModelManager, member: Any) -> None:
         if member.loads or self.loading:
@@ -394,7 +396,7 @@ main()
 @pytest.mark.parametrize(
     "point",
     [
-        "Runner.run",
+        "Runner.forward",
         *(pytest.param(p, marks=pytest.mark.slow) for p in ("Step.read", "Worker._deliver")),
     ],
 )

@@ -7,15 +7,13 @@ string). It is rewritten only where the model's template refuses it, always in t
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer as load_wrapper
-from pydantic import ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
@@ -48,18 +46,27 @@ RESERVED = frozenset(  # variables of a template that the server sets, not a req
 )
 
 
-@pydantic_dataclass(frozen=True, slots=True, config=ConfigDict(strict=True))
+@dataclass(frozen=True, slots=True)
 class Defaults:
     """How the model is sampled where a request is silent, from generation_config.json.
 
     What the file does not say: temperature 1.0, as in OpenAI's API, and filters and penalties off.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=1 << 31)] = 0
-    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+LIMITS = {  # of the defaults, inclusive
+    "temperature": (0, 2),
+    "top_k": (0, 2**31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+}
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -82,12 +89,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def _give_tools(tokenizer: Tokenizer) -> None:
     """Calls are JSON in tags. Set by hand: to load it again with a parser takes a third of a
     second of every start."""
+    start, end = json_tools.tool_call_start, json_tools.tool_call_end
     tokenizer._tool_parser = json_tools.parse_tool_call
-    for name in ("start", "end"):
-        tag = getattr(json_tools, f"tool_call_{name}")
-        setattr(tokenizer, f"_tool_call_{name}", tag)
-        tokens = tuple(tokenizer.encode(tag, add_special_tokens=False))
-        setattr(tokenizer, f"_tool_call_{name}_tokens", tokens)
+    tokenizer._tool_call_start, tokenizer._tool_call_end = start, end
+    tokens = (tuple(tokenizer.encode(tag, add_special_tokens=False)) for tag in (start, end))
+    tokenizer._tool_call_start_tokens, tokenizer._tool_call_end_tokens = tokens
 
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
@@ -95,12 +101,11 @@ def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> 
     Ids beyond the other's last do no harm: they are never drafted, or never accepted."""
     own, other = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
     for i in range(min(max(own), max(other)) + 1):
-        mine, theirs = own.get(i), other.get(i)
-        if mine != theirs:
+        if own.get(i) != other.get(i):
             raise InvalidRequest(
                 f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is"
-                f" {theirs!r} there and {mine!r} here; give a model of the same family, or leave"
-                " --draft out"
+                f" {other.get(i)!r} there and {own.get(i)!r} here ({len(other)} and {len(own)}"
+                " tokens); give a model of the same family, or leave --draft out"
             )
 
 
@@ -108,18 +113,23 @@ def generation_defaults(path: Path) -> Defaults:
     """What generation_config.json of a model directory says. A value that is no number or out of
     range is left out, with a warning."""
     found = _json(path / "generation_config.json")
-    names = [each.name for each in fields(Defaults)]
-    values = {name: found[name] for name in names if found.get(name) is not None}
+    values: dict[str, Any] = {}
+    for name, (low, high) in LIMITS.items():
+        value: Any = found.get(name)
+        kind: type = int if name == "top_k" else float
+        if type(value) in (int, kind) and low <= value <= high:
+            values[name] = kind(value)
+        elif value is not None:
+            log.warning(
+                "generation_config.json: %s = %s is ignored; it must be %s to %s",
+                name,
+                shown(value),
+                low,
+                high,
+            )
     if found.get("do_sample") is False:
         values["temperature"] = 0.0
-    try:
-        return Defaults(**values)
-    except ValidationError as error:
-        for each in error.errors(include_url=False):
-            name = str(each["loc"][0])
-            value = shown(values.pop(name))
-            log.warning("generation_config.json: %s = %s is ignored: %s", name, value, each["msg"])
-        return Defaults(**values)
+    return Defaults(**values)
 
 
 def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
@@ -189,7 +199,10 @@ def same_call(sent: Mapping[str, Any], own: Call) -> dict[str, Any] | None:
     """The model's arguments, where a client sends the model's call, perhaps with defaults added;
     None where the client has changed it."""
     arguments: dict[str, Any] = json.loads(own.arguments)
-    same = sent["name"] == own.name and {**sent["arguments"], **arguments} == sent["arguments"]
+    there = sent["arguments"]
+    same = sent["name"] == own.name and all(
+        k in there and there[k] == v for k, v in arguments.items()
+    )
     return arguments if same else None
 
 
@@ -232,9 +245,14 @@ def remember(
     history: History,
 ) -> None:
     """Keeps the tokens of an `answer`, a canonical message that ended by itself."""
-    messages = [*conversation.messages, dict(answer)]
     try:
-        after = _rendered(tokenizer, replace(conversation, messages=messages), False)
+        after = _rendered(
+            tokenizer,
+            Conversation(
+                [*conversation.messages, dict(answer)], conversation.tools, conversation.options
+            ),
+            False,
+        )
     except Refused as error:
         log.info("the next turn will encode this answer again: %s", error)
         return
@@ -258,17 +276,22 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
         messages = spelled_out(messages, tools)
     elif tools:
         options["tools"] = tools
-    options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
-    errors = []
+    tried: list[Messages] = []
+    first = ""
     for rewrite in REWRITES:
+        turns = rewrite(messages)
+        if turns in tried:
+            continue
+        tried.append(turns)
         try:
-            return clean(apply(rewrite(messages), **options))
+            return clean(
+                apply(turns, tokenize=False, add_generation_prompt=generation_prompt, **options)
+            )
         except Exception as error:  # a template raises whatever its author chose
-            errors.append(str(error).strip() or type(error).__name__)
+            first = first or str(error).strip() or type(error).__name__
     raise Refused(
         "messages",
-        f"messages: the model's chat template refuses them: {errors[0]}; change their roles or"
-        " order",
+        f"messages: the model's chat template refuses them: {first}; change their roles or order",
     )
 
 
@@ -277,15 +300,16 @@ def _marked(
 ) -> tuple[dict[str, Any], Messages, list[Any]]:
     """The options, messages and tools of a conversation, in which no text is a control token."""
     special = control_tokens_of(tokenizer)
-    messages = []
     try:
-        for turn in conversation.messages:
-            begins = special.answers if turn["role"] == "assistant" else special.begins
-            messages.append({**marked(turn, begins), "role": turn["role"]})
+        messages = [
+            marked(turn, special.answers if turn["role"] == "assistant" else special.begins)
+            | {"role": turn["role"]}
+            for turn in conversation.messages
+        ]
         options = {
             name: marked(value, special.begins) for name, value in conversation.options.items()
         }
-        return options, messages, marked(conversation.tools, special.begins)
+        return options, messages, marked(list(conversation.tools), special.begins)
     except RecursionError as error:
         raise Refused(
             "messages", "messages, tools or options lie too deep in each other; flatten"

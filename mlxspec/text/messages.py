@@ -7,10 +7,7 @@ refuses it or knows no tools, always in the same way: a turn's tokens must not d
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from typing import Any
 
 from mlxspec.types import InvalidRequest, shown
 
@@ -32,7 +29,14 @@ HOW_TO_CALL = (
     '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 )
 
-VALUE_TYPES = {str: "string", type(None): "null"}  # those that text can be mistaken for
+TYPE_NAMES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+}
 
 
 class Refused(InvalidRequest):
@@ -73,15 +77,18 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise Refused(at, f"{at} = {shown(message)} is not an object; send role and content")
     role = message.get("role")
+    if role == "function":
+        raise Refused(f"{at}.role", f"{at}.role = 'function' is not supported; send the role tool")
     if role not in ROLES:
         raise Refused(
             f"{at}.role", f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
         )
-    for key in ("function_call", "audio"):
+    for key, fix in (
+        ("function_call", "send tool_calls"),
+        ("audio", "send what was said as content"),
+    ):
         if message.get(key):
-            raise Refused(
-                f"{at}.{key}", f"{at}.{key} is not supported; send tool_calls, or text as content"
-            )
+            raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; {fix}")
     content = message.get("content")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""
@@ -108,25 +115,24 @@ def _message(message: Any, at: str) -> dict[str, Any]:
 
 def _call(call: Any, at: str) -> dict[str, Any]:
     """A call with an object as arguments, as templates want them."""
-    try:
-        function, id = call["function"], call.get("id")
-        name = function["name"]
-        arguments = function.get("arguments")
-    except (TypeError, KeyError, AttributeError):
-        name = None
-    if not isinstance(name, str):
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
         raise Refused(
             at, f"{at} = {shown(call)}: send id, type and function with name and arguments"
         )
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
+        try:
             arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass
     if arguments is None:
         arguments = {}
     elif not isinstance(arguments, dict):  # some model wrote it so; templates want an object
         arguments = {"arguments": arguments}
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": id, **made} if isinstance(id, str) else made
+    return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
 
 
 def _texts(content: Any, at: str) -> list[str]:
@@ -141,9 +147,10 @@ def _texts(content: Any, at: str) -> list[str]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
+            what = f"a part of type {shown(kind)}" if kind else shown(part)
             raise Refused(
                 f"{at}[{i}]",
-                f"{at}[{i}] = {shown(part)}: this server reads text only; send"
+                f"{at}[{i}] is {what}; this server reads text only: send"
                 " {'type': 'text', 'text': ...}",
             )
         texts.append(text)
@@ -155,39 +162,31 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode() if not text.isascii() else text
 
 
-class Function(BaseModel):
-    """A function that a model may call. `parameters` is a JSON schema."""
-
-    model_config = ConfigDict(strict=True)
-    name: Annotated[str, Field(min_length=1)]
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(BaseModel):
-    type: Literal["function"]
-    function: Function
-
-
-TOOLS = TypeAdapter(list[Tool])
-
-
 def check_tools(tools: Any, at: str = "tools") -> Tools:
     """A list of functions to call; none where `tools` is None. Raises Refused."""
     if tools is None:
         return ()
-    try:
-        names = [tool.function.name for tool in TOOLS.validate_python(tools)]
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = at
-        for step in first["loc"]:
-            where += f"[{step}]" if isinstance(step, int) else f".{step}"
-        raise Refused(where, f"{where} = {shown(first['input'])}: {first['msg']}") from error
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            where = f"{at}[{i}].function.name"
+    if not isinstance(tools, list):
+        raise Refused(at, f"{at} = {shown(tools)} is not a list; send one")
+    names = set()
+    for i, tool in enumerate(tools):
+        where = f"{at}[{i}]"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or tool.get("type") != "function":
+            raise Refused(where, f"{where} = {shown(tool)}: send type 'function' and function")
+        name, parameters = function.get("name"), function.get("parameters")
+        where = f"{where}.function.name"
+        if not isinstance(name, str) or not name:
+            raise Refused(where, f"{where} is missing; send it")
+        if name in names:
             raise Refused(where, f"{where} = {name!r} is there twice; send it once")
-    return tuple(tools)
+        names.add(name)
+        where = f"{at}[{i}].function.parameters"
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise Refused(
+                where, f"{where} = {shown(parameters)} is not a JSON schema; send an object"
+            )
+    return tools
 
 
 def types_of(schema: Any) -> set[str]:
@@ -198,9 +197,11 @@ def types_of(schema: Any) -> set[str]:
     for key in ("anyOf", "oneOf"):
         for each in listed(schema.get(key)):
             types |= types_of(each)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    for value in values if isinstance(values, list) else ():
-        types.add(VALUE_TYPES.get(type(value), "other"))
+    values = schema.get("enum")
+    if "const" in schema:
+        values = [schema["const"]]
+    if isinstance(values, list):
+        types |= {TYPE_NAMES.get(type(value), "object") for value in values}
     return types
 
 
@@ -212,14 +213,20 @@ def listed(value: Any) -> list[Any]:
 # Rewriting, for templates that refuse the messages as they came.
 
 
-def merged(messages: Messages) -> Messages:
-    """System text that does not come first becomes user text, and neighbours of one role are
-    joined, except tool results."""
+def system_as_user(messages: Messages) -> Messages:
+    """System text that does not come first becomes user text."""
     turns: Messages = []
     for message in messages:
-        if message["role"] == "system" and any(turn["role"] != "system" for turn in turns):
-            text = f"<system>\n{message['content']}\n</system>"
-            message = {**message, "role": "user", "content": text}
+        late = message["role"] == "system" and any(turn["role"] != "system" for turn in turns)
+        said = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        turns.append({**message, **said} if late else message)
+    return turns
+
+
+def merged(messages: Messages) -> Messages:
+    """Like `system_as_user`, and neighbours of one role are joined, except tool results."""
+    turns: Messages = []
+    for message in system_as_user(messages):
         if turns and turns[-1]["role"] == message["role"] != "tool":
             turns[-1] = _joined(turns[-1], message)
         else:
@@ -245,7 +252,12 @@ def without_system(messages: Messages) -> Messages:
     return merged([{**turns[0], "role": "user"}, *turns[1:]])
 
 
-REWRITES: tuple[Callable[[Messages], Messages], ...] = (list, merged, without_system)
+REWRITES: tuple[Callable[[Messages], Messages], ...] = (
+    list,
+    system_as_user,
+    merged,
+    without_system,
+)
 
 
 def spelled_out(messages: Messages, tools: Tools) -> Messages:
@@ -262,13 +274,13 @@ def spelled_out(messages: Messages, tools: Tools) -> Messages:
         turn = dict(message)
         calls = turn.pop("tool_calls", ())
         turn.pop("tool_call_id", None)
+        texts = [turn["content"]] if turn["content"] else []
         if turn["role"] == "tool":
             turn["role"] = "user"
-            turn["content"] = f"<tool_response>\n{turn['content']}\n</tool_response>"
-        texts = [turn["content"]]
+            texts = [f"<tool_response>\n{turn['content']}\n</tool_response>"]
         for call in calls:
             said = {key: call["function"][key] for key in ("name", "arguments")}
             texts.append(f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>")
-        turn["content"] = "\n".join(filter(None, texts))
+        turn["content"] = "\n".join(texts)
         turns.append(turn)
     return turns

@@ -382,7 +382,7 @@ def test_closing_gives_up_in_time(opened: Opener, root: Path) -> None:
     with lock(root / "lock"):
         assert disk.save(run(1)) and disk.save(run(2)) and not disk.close(0.01)
     disk._writer.shutdown()
-    assert list(stored_files(root)) == []
+    assert len(list(stored_files(root))) <= 1, "only the write that was in progress may end"
 
 
 # ---- processes that are killed, and that share a directory

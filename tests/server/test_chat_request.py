@@ -113,7 +113,7 @@ async def test_an_answer_that_was_cut_is_encoded_anew(make: Callable[..., Server
     ("tools", "param"),
     [
         ([5], "tools[0]"),
-        ([{"type": "web_search"}], "tools[0].type"),
+        ([{"type": "web_search"}], "tools[0]"),
         ([{"type": "function", "function": {}}], "tools[0].function.name"),
         (
             [{"type": "function", "function": {"name": "a", "parameters": 5}}],

@@ -305,15 +305,15 @@ async def test_no_pause_loses_an_output(count: int, make: Callable[[Request], An
     """Of the engine's own streams, whose wait is given up at every pause, also in the moment of an
     output."""
     streams = [make(Request(f"r{k}", (1,), 50)) for k in range(count)]
-    queues = [getattr(each, "queue", None) or each._queue for each in streams]
+    puts = [each.put if hasattr(each, "put") else each.queue.put_nowait for each in streams]
     found: list[list[int]] = [[] for _ in streams]
     pauses = 0
 
     async def put() -> None:
         for n in range(50):
-            for k, queue in enumerate(queues):
+            for k, deliver in enumerate(puts):
                 end: Finish | None = "length" if n == 49 else None
-                queue.put_nowait(Output(f"r{k}", 0, (n,), finish=end))
+                deliver(Output(f"r{k}", 0, (n,), finish=end))
                 await asyncio.sleep(0.0005 * (n % 5))
 
     async with asyncio.timeout(20):

@@ -76,7 +76,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     def decide(
         self: Controller, pilots: list[SequenceStats], options: list[list[Proposal]], *_: Any
     ) -> list[Any]:
-        return [(len(some[0].chances), some[0]) if some else (0, None) for some in options]
+        return [(len(some[0].rates), some[0]) if some else (0, None) for some in options]
 
     monkeypatch.setattr(Controller, "decide", decide)
     monkeypatch.setattr(Costs, "learn", lambda *a: None)

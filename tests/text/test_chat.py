@@ -270,7 +270,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
                 "min_p": 0,
                 "repetition_penalty": 1.05,
             },
-            Defaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.0, repetition_penalty=1.05),
+            Defaults(0.6, 20, 0.95, 0.0, 1.05),
         ),
         ({"temperature": None, "top_k": None}, Defaults()),
     ],
@@ -309,4 +309,4 @@ def test_a_draft_model_must_have_the_same_vocabulary(tokenizer: Any) -> None:
         UserError, match="draft = small has another vocabulary than big: token 77 is 'other' there"
     ) as e:
         check_draft(tokenizer, Other(swapped), ("big", "small"))
-    assert f"{token!r} here" in str(e.value)
+    assert f"{token!r} here ({len(swapped)} and {len(own)} tokens)" in str(e.value)

@@ -63,7 +63,6 @@ POINTS: list[tuple[Any, str]] = [
     (ModelManager, "unload_idle"),
     (ModelManager, "snapshot"),  # what `_publish` asks for
     (Engine, "poll_memory"),
-    (Proposer, "needs_sync"),
     (Proposer, "depths"),
     (Scheduler, "plan"),
     (structured, "mask"),

@@ -104,13 +104,14 @@ def at_rest(s: Served) -> None:
                 or s.server.server_state.tasks
             )
             and not front.text_jobs
+            and s.worker._inbox.empty()
         )
     )
     s.engine.check()
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert s.worker._inbox.empty() and not s.worker._commands
+    assert not s.worker._commands
 
 
 def descriptors() -> int:

@@ -135,7 +135,7 @@ BROKEN: dict[str, Break] = {
 
 
 MENDS = re.compile(
-    "give (the directory|a complete)|is missing|neither a directory|fetch them again"
+    "give (the directory|a complete)|complete mlx-lm model|is missing|neither a directory|download them again"
 )
 
 

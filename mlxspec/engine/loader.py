@@ -92,7 +92,11 @@ def load_engine(
     # Choose the layout, as an earlier start did, and the kernels.
     file = cache_file(path, config)
     cache = None if remeasure else WarmupCache.load(file)
-    cache = cache or WarmupCache(layout=find_layout(models[0], config.layout, config.kv_bits))
+    if cache is None:
+        try:
+            cache = WarmupCache(layout=find_layout(models[0], config.layout, config.kv_bits))
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}: {error}") from error
     layout = cache.layout
     small = fit_small(draft, *loaded[1], layout) if draft else None
     stalls = _verify_kernels(cases, config, remeasure)  # before the pools take memory

@@ -41,6 +41,12 @@ MERGED = frozenset(  # keywords that meet those of another schema where two are 
     "properties patternProperties items additionalProperties additionalItems prefixItems"
     " pattern".split()
 )
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
+VACUOUS_NAMES: tuple[Any, ...] = (
+    True,
+    {},
+    {"type": "string"},
+)  # propertyNames that constrain nothing
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 # llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 15 ms a mask.
 LIMITS = LLParserLimits(
@@ -78,18 +84,11 @@ def checked_schema(schema: Any, where: str) -> dict[str, Any]:
         raise Refused(where, f"{where} is nested deeper than {MAX_DEPTH}; send a flatter schema")
     if not isinstance(copy, dict):
         raise Refused(where, f"{where} = {shown(schema)} is not a JSON schema; send an object")
+    _drop(copy)
     nodes = list(_objects(copy))
-    for node in nodes:
-        _drop(node)
     merges = any(map(_merges, nodes))
     _check_references(copy, nodes, where)
-    patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
-    if merges and len(patterns) > MAX_PATTERNS:
-        raise Refused(
-            where,
-            f"{where}: more than {MAX_PATTERNS} patterns in a schema that combines schemas cannot"
-            " be honoured; leave some out",
-        )
+    _check_patterns(nodes, merges, where)
     _check_bounds(nodes, merges, where)
     _check_numbers(nodes, where)
     return copy
@@ -127,15 +126,19 @@ def checked_lark(text: str, where: str) -> str:
     return text
 
 
-def _drop(node: dict[str, Any]) -> None:
-    """Removes what constrains nothing and llguidance refuses: the draft of JSON Schema, and two
-    keywords in the form in which some libraries (zod) always write them."""
-    if isinstance(node.get("$schema"), str):
-        del node["$schema"]
-    if node.get("uniqueItems") is False:
-        del node["uniqueItems"]
-    if node.get("propertyNames") == {"type": "string"}:
-        del node["propertyNames"]
+def _drop(node: Any, names: bool = False) -> None:
+    """Removes $schema, which may name a draft that llguidance does not know, and two constraints
+    that some libraries write in a form that constrains nothing. `names`: the keys are names that
+    the client chose, not keywords."""
+    if isinstance(node, dict) and not names:
+        node.pop("$schema", None)
+        if node.get("uniqueItems") is False:
+            del node["uniqueItems"]
+        if node.get("propertyNames") in VACUOUS_NAMES:
+            del node["propertyNames"]
+    for key, value in _items(node):
+        if key not in ("const", "enum"):
+            _drop(value, not names and key in NAMED)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
@@ -192,20 +195,34 @@ def _target(root: Any, ref: str) -> Any:
     return node
 
 
+def _check_patterns(nodes: Nodes, merges: bool, where: str) -> None:
+    patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
+    if merges and len(patterns) > MAX_PATTERNS:
+        raise Refused(
+            where,
+            f"{where}: more than {MAX_PATTERNS} patterns in a schema that combines schemas cannot"
+            " be honoured; leave some out",
+        )
+
+
 def _check_bounds(nodes: Nodes, merges: bool, where: str) -> None:
-    """Moves bounds beyond exact integers inwards. Refuses exclusive bounds that are less than 1
-    apart, because llguidance would take an excluded integer."""
-    groups = []
+    """Refuses exclusive bounds by which llguidance would take an excluded integer: it does where
+    both bounds are in one unit. Moves bounds beyond exact integers inwards."""
+    groups: list[list[tuple[str, float]]] = []
     for node in nodes:
-        bounds = {key: node[key] for key in (*LOWER, *UPPER) if _is_number(node.get(key))}
-        for key, value in bounds.items():
-            bounds[key] = node[key] = max(-MAX_INT, min(value, MAX_INT))
+        bounds = []
+        for key in (*LOWER, *UPPER):
+            value = node.get(key)
+            if not _is_number(value):
+                continue
+            node[key] = max(value, -MAX_INT) if key in LOWER else min(value, MAX_INT)
             if _is_inexact(node[key]):
                 raise Refused(where, f"{where}: {key} = {shown(value)} is not exact; {EXACT_HINT}")
-        groups.append(list(bounds.items()))
+            bounds.append((key, node[key]))
+        groups.append(bounds)
     if merges:
         groups = [list(chain(*groups))]
-    if any(map(_are_close, groups)):
+    if any(map(_are_loose, groups)):
         raise Refused(
             where,
             f"{where}: exclusive bounds less than 1 apart cannot be honoured; send minimum and"
@@ -213,10 +230,14 @@ def _check_bounds(nodes: Nodes, merges: bool, where: str) -> None:
         )
 
 
-def _are_close(bounds: list[tuple[str, float]]) -> bool:
-    least = max((value for key, value in bounds if key in LOWER), default=-math.inf)
-    most = min((value for key, value in bounds if key in UPPER), default=math.inf)
-    return most - least < 1 and any(key.startswith("exclusive") for key, _ in bounds)
+def _are_loose(bounds: list[tuple[str, float]]) -> bool:
+    """Whether an excluded integer is less than 1 away from an opposite bound."""
+    for exclusive, opposite in (("exclusiveMinimum", UPPER), ("exclusiveMaximum", LOWER)):
+        values = [value for key, value in bounds if key in opposite]
+        near = {*map(math.floor, values), *map(math.ceil, values)}
+        if any(key == exclusive and value in near for key, value in bounds):
+            return True
+    return False
 
 
 def _check_numbers(nodes: Nodes, where: str) -> None:

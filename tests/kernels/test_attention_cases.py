@@ -206,6 +206,7 @@ def test_an_engine_with_the_kernel_says_the_same(
     e = tiny.engine(model, block=8, budget=24, kv_bits=tiny.kv_bits(kind))
     asked = equip(e, name, kind, asked)
 
+    monkeypatch.setitem(KERNELS.verdicts, "all", Verdict("matrix", 1, 16))
     monkeypatch.setattr(attention, "_proven", lambda shape, rows: "matrix")
     places, late = attention._placement, []
     monkeypatch.setattr(

@@ -370,7 +370,7 @@ def _run(call: Call, sets: list[tuple[mx.array, ...]], until: float) -> tuple[mx
     if now - began > CALL_LIMIT_S:
         raise Rejected(f"{len(sets)} calls took {now - began:.0f} s")
     if now > until:
-        raise TimeoutError("the time was too short; `mlxspec tune` takes longer")
+        raise TimeoutError("the time was too short")
     return results[-1], (now - began) / len(sets)
 
 

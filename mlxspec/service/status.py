@@ -1,4 +1,4 @@
-"""The state of the server and the service: for `mlxspec status`, `mlxspec ps` and the menu bar.
+"""The state of the server and the service: for `mlxspec status` and the menu bar.
 
 Rule: asking starts nothing, so a service that waits for its first request is not asked.
 """

@@ -23,7 +23,7 @@ from mlxspec.model import attention, recurrent
 from mlxspec.model.batch import Step, bucket, build_inputs, joined, per_row, spans_of, stage
 from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import LayerState, RecurrentStates
-from mlxspec.model.sampler import Sampled, drafts_of, rows_of, sample
+from mlxspec.model.sampler import Row, Sampled, drafts_of, rows_of, sample
 from mlxspec.types import Entry, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
@@ -40,7 +40,8 @@ def owed() -> int:
 @dataclass(slots=True)
 class Forward:
     """A plan's lazy forward. `ids` int32 [T]; `spans` the index of each entry's first sampled row;
-    `logits` [R, vocab] of the sampled rows; `taps` [T, D] each; all in plan order."""
+    `logits` [R, vocab] of the sampled rows; `taps` [T, D] each; `rows` those that are
+    sampled; all in plan order."""
 
     plan: Sequence[Entry]
     ids: mx.array
@@ -48,6 +49,7 @@ class Forward:
     offsets: mx.array | None
     logits: mx.array
     taps: dict[Tap, mx.array]
+    rows: list[Row]
 
 
 class Runner:
@@ -174,12 +176,11 @@ class Runner:
             offsets = previous.offsets(plan)
         ids, spans = build_inputs(plan, previous, offsets)
         logits, taps = self._forward(plan, ids, spans, offsets)
-        return Forward(plan, ids, spans, offsets, logits, taps)
+        return Forward(plan, ids, spans, offsets, logits, taps, rows_of(plan))
 
     def sample(self, forward: Forward) -> Sampled | None:
         """Lazy samples of a forward's sampled rows; None where no entry samples."""
-        plan = forward.plan
-        rows = rows_of(plan)
+        plan, rows = forward.plan, forward.rows
         if not rows:
             return None
         firsts = [s for e, s in zip(plan, forward.spans, strict=True) for _ in range(e.sampled)]
@@ -205,7 +206,7 @@ class Runner:
         began = time.perf_counter()
         mx.async_eval(*marks, *results, *own, *forward.taps.values())
         step = Step(
-            plan, forward.ids, forward.spans, rows_of(plan), sampled, marks[-1], forward.taps
+            plan, forward.ids, forward.spans, forward.rows, sampled, marks[-1], forward.taps
         )
         step.submit_seconds = time.perf_counter() - began
         return step

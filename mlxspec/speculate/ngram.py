@@ -234,11 +234,10 @@ class Corpus:
 
 @dataclass(slots=True, eq=False)
 class LiveText:
-    """One sequence's text, and what could be copied into it after `length` tokens."""
+    """One sequence's text, and what could be copied into it now."""
 
     lookup: Lookup
     proposals: list[Proposal] = field(default_factory=list)
-    length: int = 0
 
 
 @dataclass(slots=True)
@@ -284,7 +283,6 @@ class NgramDrafter:
                 live.lookup.advance(new.drafts)
             left -= live.lookup.feed(e.seq.tokens, max(0, left))
             live.proposals = self._propose(e.seq, live) if e.samples else []
-            live.length = len(e.seq.tokens)
 
     def learn_seconds(self, seconds: float, depth: int) -> None:
         """Copying costs nothing."""

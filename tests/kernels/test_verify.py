@@ -295,7 +295,7 @@ def test_seconds_are_bounded(tmp_path: Path, clock: Time) -> None:
     told: list[tuple[int, int]] = []
     found = verify(slow, VerdictFile(tmp_path, FACTS), tell=lambda *what: told.append(what))
     assert clock.now <= 20 + 2, "one call beyond"
-    assert "tune" in found["slow0 8x8"].why and not any(v.way for v in found.values())
+    assert "too short" in found["slow0 8x8"].why and not any(v.way for v in found.values())
     assert told == [(n, 9) for n in range(1, 10)]
     known = VerdictFile(tmp_path, FACTS).load()
     assert "slow0 8x8" in known and "slow8 8x8" not in known, "the next start goes on"

@@ -26,7 +26,7 @@ from mlxspec.text.chat import Tokenizer, encode, render_chat
 
 MOST_CONTEXT = 16_384  # tokens of the last turn of a session, where the window allows it
 TURNS = 10
-AROUND = 40  # tokens of a turn besides its text: template, answer
+AROUND = 40  # tokens that the template and the answer add to a turn
 STREAMS = (1, 4, 8, 16)
 LIBRARY = ("argparse.py", "ast.py", "asyncio/tasks.py", "bdb.py", "calendar.py", "cmd.py", "csv.py")
 ATTEMPTS = 4  # prompts, until the model has more to say than fits before a client leaves

@@ -105,7 +105,7 @@ def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
 
 
 def fill(rows: Rows, file: Path, root: Path) -> list[Path]:
-    """Write the pages anew. Raises SystemExit for what has no place there."""
+    """Write the report pages. Raises SystemExit for what has no place there."""
     if not file.is_relative_to(root):
         raise SystemExit(
             f"{file} is not in {root}, so no page can link it; copy it to bench/results"

@@ -68,7 +68,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--peers-dir", type=Path, default=HERE / ".peers", help="where the environments are"
     )
     parser.add_argument(
-        "--report", type=Path, metavar="CSV", help="make report and pictures of a table anew"
+        "--report",
+        type=Path,
+        metavar="CSV",
+        help="rebuild the report and its pictures from a table",
     )
     parser.add_argument(
         "--docs", action="store_true", help="with --report: write it into README and docs too"

@@ -60,7 +60,7 @@ def _streams() -> Iterator[None]:
 
 @pytest.fixture
 def bare_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No file, no variables: the settings of whoever runs the tests stay out of them."""
+    """No file, no variables: tests do not see the settings of the person who runs them."""
     for name in list(os.environ):
         if name.startswith("MLXSPEC_"):
             monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""An engine that breaks at each of its steps: whoever waits is told, the process ends, and the next
+"""An engine that breaks at each of its steps: every waiting client gets an error, the process ends, and the next
 serves.
 
 Rule: every fault is injected into the real engine, behind the real application; every wait has a

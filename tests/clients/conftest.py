@@ -22,7 +22,7 @@ from tests.clients.script import Player, save_model
 from tests.server.live import live
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = "the key"  # with a space: whoever passes it on must quote it
+KEY = "the key"  # with a space: it must be quoted when it is passed on
 LIMIT_S = 100
 NOWHERE = "http://127.0.0.1:9"  # a proxy that is not there
 BROKEN = 'print("helo")\n'

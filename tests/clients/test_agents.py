@@ -20,7 +20,7 @@ from tests.clients.script import DONE, INFO, NAME, SUMMARY, Play, call, reading,
 
 pytestmark = pytest.mark.slow
 
-ASKED = "Mend the greeting in hello.py"
+ASKED = "Fix the greeting in hello.py"
 TASKS = ("Count the first half.", "Count the second half.")
 COUNTED = "Counted."
 GREETING = {

@@ -15,14 +15,14 @@ def test_mends_a_file(world: World) -> None:
     (world.home / ".aider.conf.yml").write_text(
         "openai-api-base: http://127.0.0.1:9\nmodel: gpt-9\n"
     )
-    world.player.play = lambda prompt: f"I mend it.\n\nhello.py\n```\n{MENDED}```\n"
+    world.player.play = lambda prompt: f"I fix it.\n\nhello.py\n```\n{MENDED}```\n"
     words = ["--yes-always", "--no-check-update", "--analytics-disable", "--no-show-release-notes"]
     out = world.launch(
         path,
         "aider",
         *words,
         "--message",
-        "Mend it",
+        "Fix it",
         "hello.py",
         LITELLM_LOCAL_MODEL_COST_MAP="True",
     )

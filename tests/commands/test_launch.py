@@ -28,7 +28,7 @@ sys.exit(7)
 
 
 class Peer(BaseHTTPRequestHandler):
-    """Says what is served, to whoever sends the key."""
+    """Says what is served to a client that sends the key."""
 
     server: "Server"
 

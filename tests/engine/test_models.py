@@ -176,7 +176,7 @@ def test_a_failed_load_is_reported(launched: Any) -> None:
         with pytest.raises(
             UserError, match=r"b cannot be loaded: RuntimeError: \[metal::malloc\] no more of it$"
         ):
-            await worker.load("b")  # whoever asks for it is heard
+            await worker.load("b")  # a new request for it is accepted
         clock.now += RETRY_S
         assert "broken" in (await collect(ask(worker, "b", "later")))[0].error and len(tries) == 3
         assert right(await collect(good), "a", "good", 40)
@@ -290,7 +290,7 @@ def test_an_unload_waits_for_answers_and_can_be_cancelled(launched: Any) -> None
         await worker.unload("a")  # is no mistake
         assert right(
             await collect(ask(worker, "", "third")), "a", "third"
-        )  # the default, loaded anew
+        )  # the default, loaded again
 
     asyncio.run(main())
 

@@ -217,7 +217,7 @@ def test_an_idle_worker_frees_cached_blocks(
         while worker._busy or not worker.stats().blocks_cached:
             await asyncio.sleep(0)
         monkeypatch.setattr("mlxspec.engine.worker.IDLE_POLL_S", 0.01)
-        worker.abort("nobody")  # so that the wait begins anew
+        worker.abort("nobody")  # so that the wait starts again
         guard.level = WARN
         async with asyncio.timeout(30):
             while worker.stats().blocks_cached:

@@ -168,7 +168,7 @@ def test_a_large_vocabulary_keeps_the_tokens_that_the_definitions_keep(s: Sampli
     assert (kept[0] == want).mean() > 1 - 2 / LARGE
     assert kept[1].sum() == 7 and (kept[0] == kept[3]).all()
     alone = np.array(scaled[:1] >= _floors(scaled[:1], rows[:1]))
-    assert (alone[0] == kept[0]).all(), "whoever is in the batch"
+    assert (alone[0] == kept[0]).all(), "a row does not depend on its neighbours"
 
 
 def test_greedy_takes_the_best_after_bias_and_penalties() -> None:

@@ -70,7 +70,7 @@ def chromium(no_browser: Callable[[str], None]) -> Iterator[Any]:
 
 @dataclass
 class Slow:
-    """What a step takes besides its work, in seconds, so that a test sees an answer under way."""
+    """Seconds added to each step, so that a test sees an answer under way."""
 
     pause: float = 0.0
 

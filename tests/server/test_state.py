@@ -105,7 +105,7 @@ async def test_text_work_fails_when_the_engine_stops(
 
 async def test_refusals_become_400(front: ServerState) -> None:
     def refuse() -> None:
-        raise Refused("messages[1]", "messages[1] is wrong; mend it")
+        raise Refused("messages[1]", "messages[1] is wrong; correct it")
 
     with pytest.raises(ApiError) as caught:
         await front.on_text_thread(refuse)

@@ -1,4 +1,4 @@
-"""Speculated tokens are distributed as plain sampling's, whoever drafted them: chi-square over many
+"""Speculated tokens have the distribution of plain sampling, whatever the drafter: chi-square over many
 seeds.
 
 A bias leaves four tokens, so that the exact probability of every answer can be written down.

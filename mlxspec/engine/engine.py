@@ -59,13 +59,13 @@ class Engine:
     scheduler: Scheduler
     proposer: Speculator = field(default_factory=NoSpeculation)
     vocab: int = 0  # 0: token ids are not checked
-    tier: KVOffloader | None = None  # None: no disk cache
+    offloader: KVOffloader | None = None  # None: no disk cache
     trace: Callable[[str, int], None] = lambda event, step: None
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0
     rests: bool = False  # nothing can be done until the disk is
-    guard: MemoryMonitor | None = None
+    monitor: MemoryMonitor | None = None
     stalls: HangDetector | None = None  # None: no kernel is in use
     in_flight: Step | None = None
     _pressure: tuple[int, float] = (NORMAL, 0.0)  # level and time of the monitor's last reading
@@ -101,7 +101,7 @@ class Engine:
     @property
     def active(self) -> bool:
         """Whether there is anything to do, if only for the disk."""
-        return self.busy or (self.tier is not None and self.tier.saving)
+        return self.busy or (self.offloader is not None and self.offloader.saving)
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Engine:
     def _watch_for_hang(self, step: Step, prefill: int) -> None:
         """Report a step whose time is the kernels': without prompts in it or in the step built
         meanwhile, and while memory is not short."""
-        if self.stalls is None or prefill or (self.guard and self.guard.poll() > NORMAL):
+        if self.stalls is None or prefill or (self.monitor and self.monitor.poll() > NORMAL):
             return
         beside = self.in_flight  # was built while this one ran
         if beside and any(e.count > 1 for e in beside.plan):
@@ -236,22 +236,22 @@ class Engine:
     def _housekeeping(self, idle: bool) -> None:
         self._end_finished()
         self._report_progress()
-        self._disk_busy = self.tier is not None and self.tier.poll()
+        self._disk_busy = self.offloader is not None and self.offloader.poll()
         self.rests = idle and not self._disk_busy
 
     def poll_memory(self) -> None:
         """Read the memory pressure and give memory back where it is high. Once a step, and idle."""
-        if self.guard is None:
+        if self.monitor is None:
             return
-        level, (before, read) = self.guard.poll(), self._pressure
-        if level > NORMAL and self.guard.read != read:
+        level, (before, read) = self.monitor.poll(), self._pressure
+        if level > NORMAL and self.monitor.read != read:
             meter.trim()
         if level > before:
-            evicted = self.scheduler.groups.evict_cached()
+            evicted = self.scheduler.kv.evict_cached()
             log.info("memory pressure: evicted %d cached blocks and all recurrent states", evicted)
-        self.scheduler.short, self._pressure = level > NORMAL, (level, self.guard.read)
+        self.scheduler.short, self._pressure = level > NORMAL, (level, self.monitor.read)
         if level != before:
-            for pool in self.scheduler.groups.pools:
+            for pool in self.scheduler.kv.pools:
                 pool.save_memory = level > NORMAL
 
     def _report_progress(self) -> None:
@@ -267,12 +267,12 @@ class Engine:
 
     def close(self, seconds: float) -> None:
         """No step will follow: let the disk finish, for at most so many seconds."""
-        if self.tier is not None:
-            self.tier.close(seconds)
+        if self.offloader is not None:
+            self.offloader.close(seconds)
 
     def reset(self) -> None:
         """Clear the prefix cache, the drafters' memory and the counters of an idle engine."""
-        self.scheduler.groups.evict_cached()
+        self.scheduler.kv.evict_cached()
         self.counters, self.drafts = dict.fromkeys(COUNTERS, 0), SpecDecodeMetrics()
         self.proposer.clear()
 
@@ -284,8 +284,8 @@ class Engine:
         """A snapshot. The caller adds `progress` and `disk_bytes`, which are not of one model."""
         scheduler, pool, count = self.scheduler, self.scheduler.pool, self.counters
         used, cached = pool.used, len(pool.idle)
-        disk = self.tier.disk.stats() if self.tier is not None else DiskStats()
-        states = scheduler.groups.states
+        disk = self.offloader.disk.stats() if self.offloader is not None else DiskStats()
+        states = scheduler.kv.states
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -303,7 +303,7 @@ class Engine:
             parked_seconds=self.drafts.parked,
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
-            **of_process(self.guard),
+            **of_process(self.monitor),
             states=0 if states is None else len(states),
             disk_read_bytes=disk.read,
             disk_written_bytes=disk.written,
@@ -318,12 +318,12 @@ def _unread(seq: Seq) -> int:
     return 0 if seq.generated else max(0, seq.prompt_len - seq.computed)
 
 
-def of_process(guard: MemoryMonitor | None) -> dict[str, Any]:
+def of_process(monitor: MemoryMonitor | None) -> dict[str, Any]:
     """The part of Stats that is the process's, whether a model is loaded or not."""
     active, spare = meter.held()
     return dict(
-        memory_pressure=guard.level if guard else NORMAL,
-        footprint_bytes=guard.footprint if guard else 0,
+        memory_pressure=monitor.level if monitor else NORMAL,
+        footprint_bytes=monitor.footprint if monitor else 0,
         mlx_active_bytes=active,
         mlx_cache_bytes=spare,
         live_arrays=meter.arrays(),

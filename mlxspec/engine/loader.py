@@ -204,10 +204,10 @@ def _build(
     if layout.state_bytes:
         states = StateCache(plan.snapshots, plan.snapshot_stride, recurrent.own)
     windows = [Window(tokens, pool(blocks)) for tokens, blocks in plan.windows.items()]
-    groups = KVCacheManager(pool(plan.blocks), windows, states)
-    runner.grow_on_demand(lambda: [pool.highest for pool in groups.pools])
+    kv = KVCacheManager(pool(plan.blocks), windows, states)
+    runner.grow_on_demand(lambda: [pool.highest for pool in kv.pools])
     scheduler = Scheduler(
-        groups,
+        kv,
         context=context,
         max_sequences=min(config.max_sequences, plan.sequences),
         pace=PrefillBudget(config.decode_gap_ms / 1000, config.prefill_budget),
@@ -300,7 +300,7 @@ def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftMo
 
 def _outlive(engine: Engine, disk: DiskCache, config: Config) -> None:
     """Keep blocks on disk, where they outlive the process."""
-    groups = engine.scheduler.groups
-    engine.tier = engine.scheduler.tier = KVOffloader(disk, groups, Transfer(engine.runner))
+    kv = engine.scheduler.kv
+    engine.offloader = engine.scheduler.offloader = KVOffloader(disk, kv, Transfer(engine.runner))
     held, most = format_size(disk.stats().bytes), format_size(config.disk_bytes)
     log.info("prompt cache: %s of %s in %s", held, most, prompts_of(config))

@@ -109,7 +109,7 @@ class ModelManager:
     memory_check: MemoryCheck = lambda name, held, freed: ""
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    guard: MemoryMonitor | None = None
+    monitor: MemoryMonitor | None = None
     lazy: bool = False
     models: dict[str, ModelSlot] = field(default_factory=dict)
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
@@ -156,8 +156,8 @@ class ModelManager:
     def snapshot(self, progress: float) -> dict[str, Served]:
         """All models by name, the default first."""
         for engine in self._engines():
-            if engine.tier is not None:  # all share one directory
-                self._disk_bytes = engine.tier.disk.stats().bytes
+            if engine.offloader is not None:  # all share one directory
+                self._disk_bytes = engine.offloader.disk.stats().bytes
                 break
         served = {}
         coming = self._slot(self._waiting[0]) if self._waiting else None
@@ -165,7 +165,7 @@ class ModelManager:
             stats = replace(slot.stats(), progress=progress, disk_bytes=self._disk_bytes)
             status: Literal["loaded", "loading", "unloaded"] = "loaded"
             if slot.engine is None:
-                stats = replace(stats, **of_process(self.guard))
+                stats = replace(stats, **of_process(self.monitor))
                 status = "loading" if slot is coming else "unloaded"
             pinned, error = slot.pinned, slot.error
             served[name] = Served(slot.info, status, stats, pinned, slot.loads, error, slot.used)
@@ -322,7 +322,7 @@ class ModelManager:
             slot.engine, info = slot.start()
         finally:
             self._expect(-LOADING_BYTES)
-        slot.engine.guard = self.guard
+        slot.engine.monitor = self.monitor
         if slot.counters is not None:
             slot.engine.counters, slot.engine.drafts = slot.counters
         slot.info = replace(info, created=slot.info.created or info.created)
@@ -331,8 +331,8 @@ class ModelManager:
         self._expect(slot.nbytes)
 
     def _expect(self, size: int) -> None:
-        if self.guard is not None:
-            self.guard.reserve(size)
+        if self.monitor is not None:
+            self.monitor.reserve(size)
 
     def _fail(self, slot: ModelSlot, reason: str) -> list[Output]:
         """Answer the command that waits first; requests are refused for RETRY_S."""

@@ -38,7 +38,7 @@ class Scheduler:
 
     def __init__(
         self,
-        groups: KVCacheManager,
+        kv: KVCacheManager,
         *,
         context: int,
         max_sequences: int = 16,
@@ -47,12 +47,12 @@ class Scheduler:
         drafts: bool = True,
         overcommit: bool = False,
     ) -> None:
-        self.groups, self.context, self.max_sequences = groups, context, max_sequences
+        self.kv, self.context, self.max_sequences = kv, context, max_sequences
         self.pace, self.sharing, self.drafts = pace or PrefillBudget(), sharing, drafts
         self.overcommit = overcommit
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.tier: KVOffloader | None = None
+        self.offloader: KVOffloader | None = None
         self.copies: Copies = []  # blocks to copy before the next plan's rows are written
         self.short = False  # of memory: sequences run one at a time
         self.preemptions = 0
@@ -64,7 +64,7 @@ class Scheduler:
     @property
     def pool(self) -> BlockPool:
         """The pool of the layers with full attention."""
-        return self.groups.pool
+        return self.kv.pool
 
     @property
     def limit(self) -> int:
@@ -85,7 +85,7 @@ class Scheduler:
         leader = None
         for index in range(request.n):
             seq = Sequence(request, index, next(self._order), list(request.prompt), leader=leader)
-            seq.windows = [[] for _ in self.groups.windows]
+            seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
             leader = leader or seq
@@ -141,7 +141,7 @@ class Scheduler:
         for seq in sorted(
             prefills, key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order)
         ):
-            n = self.groups.limit_rows(seq, min(seq.remaining, budget))
+            n = self.kv.limit_rows(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
@@ -159,8 +159,8 @@ class Scheduler:
         """Add an entry of `n` rows, preempting younger sequences if blocks run out."""
         if seq not in self.running:  # preempted for an entry of this very plan
             return False
-        while need := self.groups.blocks_needed(seq, seq.computed + seq.inflight_drafts + n):
-            if self.groups.allocate(seq, need):
+        while need := self.kv.blocks_needed(seq, seq.computed + seq.inflight_drafts + n):
+            if self.kv.allocate(seq, need):
                 break
             victim = next((s for s in reversed(self.running) if not s.inflight_drafts), seq)
             if victim.order <= seq.order:
@@ -176,15 +176,15 @@ class Scheduler:
     def _reserve_draft(self, entry: Entry, want: int) -> int:
         """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
         end = entry.start + entry.inflight_drafts + entry.count
-        need = self.groups.blocks_needed(entry.seq, end + want)
-        self.groups.allocate(entry.seq, min(need, self.groups.num_free))
+        need = self.kv.blocks_needed(entry.seq, end + want)
+        self.kv.allocate(entry.seq, min(need, self.kv.num_free))
         return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take its blocks and queue it first; the prefix cache makes coming back cheap."""
         self.preemptions += 1
         self.running.remove(seq)
-        self.groups.free(seq)
+        self.kv.free(seq)
         self.waiting.appendleft(seq)
 
     def submitted(self, plan: Iterable[Entry]) -> None:
@@ -219,7 +219,7 @@ class Scheduler:
                 self._blocked = (seq, free)
                 self.waiting.appendleft(seq)
                 break
-            if self.tier and self.tier.start_restore(seq, match):
+            if self.offloader and self.offloader.start_restore(seq, match):
                 skipped.append(seq)
                 continue
             self._start(seq, match)
@@ -231,15 +231,15 @@ class Scheduler:
         leader = seq.leader
         if seq.flight or (leader and not leader.generated and leader.finish is None):
             return True
-        return self.tier is not None and self.tier.restoring(seq)
+        return self.offloader is not None and self.offloader.restoring(seq)
 
     def _lacking(self, seq: Sequence) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
-        return 0 if self.overcommit else self.groups.blocks_needed(seq, seq.known + 1)
+        return 0 if self.overcommit else self.kv.blocks_needed(seq, seq.known + 1)
 
     def _match(self, seq: Sequence, promised: int) -> PrefixMatch | None:
         """The cached prefix of a waiting sequence; None where the rest of it does not fit."""
-        match = self.groups.match(seq.tokens) if self.sharing else PrefixMatch()
+        match = self.kv.match(seq.tokens) if self.sharing else PrefixMatch()
         shared = match.tables[0] if match.tables else ()
         revived = sum(block in self.pool.free_blocks for block in shared)
         need = self._lacking(seq) - len(shared) + revived
@@ -247,9 +247,9 @@ class Scheduler:
         return match if fits else None
 
     def _start(self, seq: Sequence, match: PrefixMatch) -> None:
-        self.copies += self.groups.allocate_prefix(seq, match)
-        if self.tier:
-            self.tier.cancel(seq)
+        self.copies += self.kv.allocate_prefix(seq, match)
+        if self.offloader:
+            self.offloader.cancel(seq)
         seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
@@ -299,35 +299,35 @@ class Scheduler:
 
     def _publish(self, entry: Entry, new: Accepted) -> None:
         """Make the sequence's full blocks, its partial last one and its state known to others."""
-        seq, groups = entry.seq, self.groups
+        seq, kv = entry.seq, self.kv
         upto = entry.start + entry.count + new.drafts
         ended = seq.finish is not None
         if self.sharing and upto <= len(seq.table) * self.pool.block_size:
-            groups.cache_blocks(seq, upto)
+            kv.cache_blocks(seq, upto)
             prompt_done = entry.start < seq.prompt_len <= upto
             if prompt_done:
-                groups.cache_partial(seq, seq.prompt_len)
+                kv.cache_partial(seq, seq.prompt_len)
             if ended:
-                groups.cache_partial(seq, upto)
-            if groups.states is not None and (ended or groups.keeps_state(seq, upto)):
-                groups.cache_state(seq, upto, entry.state if seq.flight else seq.state)
-            if self.tier and (prompt_done or ended):
-                self.tier.save(seq)
-        groups.free_passed(seq, min(upto, seq.computed))
+                kv.cache_partial(seq, upto)
+            if kv.states is not None and (ended or kv.keeps_state(seq, upto)):
+                kv.cache_state(seq, upto, entry.state if seq.flight else seq.state)
+            if self.offloader and (prompt_done or ended):
+                self.offloader.save(seq)
+        kv.free_passed(seq, min(upto, seq.computed))
 
     def _release(self, seq: Sequence) -> None:
-        self.groups.free(seq)
+        self.kv.free(seq)
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
-        if self.tier:
-            self.tier.cancel(seq)
+        if self.offloader:
+            self.offloader.cancel(seq)
 
     def check(self) -> None:
         """Assert what must hold between steps."""
         live = (*self.running, *self.waiting)
-        self.groups.check(live)
+        self.kv.check(live)
         assert all(not s.table and not s.computed for s in self.waiting), "waiting with blocks"
         assert len(self.running) <= self.max_sequences
         for seq in live:

@@ -97,12 +97,12 @@ class Worker:
         *,
         max_sequences: int = 16,
         max_queue: int = 64,
-        guard: MemoryMonitor | None = None,
+        monitor: MemoryMonitor | None = None,
     ) -> None:
         if not isinstance(models, ModelManager):
             models = ModelManager([ModelSlot(models)])
         self._manager = models
-        self._manager.guard = self._guard = guard
+        self._manager.monitor = self._monitor = monitor
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._inbox: SimpleQueue[Order] = SimpleQueue()
@@ -190,7 +190,7 @@ class Worker:
         waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
         if waiting > self._limit:
             raise Busy(RETRY_S)
-        if self._guard and self._guard.poll() >= CRITICAL:
+        if self._monitor and self._monitor.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
         self._loop = asyncio.get_running_loop()
         stream = self._streams[request.id] = Stream(request)

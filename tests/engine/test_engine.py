@@ -418,7 +418,7 @@ def test_the_watch_of_kernels_is_told_of_steps_without_a_prompt(
     ]
     assert all(seconds > 0.2 for _, seconds, *_ in told[:-1])
     count = len(told)
-    e.guard = SimpleNamespace(poll=lambda: WARN, read=0.0, level=WARN, footprint=0)
+    e.monitor = SimpleNamespace(poll=lambda: WARN, read=0.0, level=WARN, footprint=0)
     e.add(tiny.request("b", range(5), 4))
     tiny.run(e)
     assert len(told) == count, "memory is short"

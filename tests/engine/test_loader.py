@@ -199,7 +199,7 @@ def test_a_pool_that_could_not_grow_tries_again(
         done.append(self)
         real(self, blocks)
 
-    engine.scheduler.groups.pool.allocate(200)
+    engine.scheduler.kv.pool.allocate(200)
     with monkeypatch.context() as broken:
         broken.setattr(Pages, "grow", short)
         with pytest.raises(RuntimeError, match="malloc"):

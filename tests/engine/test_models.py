@@ -222,11 +222,11 @@ def test_an_out_of_memory_load_that_cannot_be_helped_evicts_nobody(launched: Any
 def test_a_load_does_not_raise_the_pressure_level() -> None:
     """What a load takes was not planned before: nobody may be told that memory is short because of
     it."""
-    guard, levels = MemoryMonitor(planned=1 << 20), []
+    monitor, levels = MemoryMonitor(planned=1 << 20), []
 
     def slow() -> Any:
-        guard.read = -math.inf
-        levels.append(guard.poll())
+        monitor.read = -math.inf
+        levels.append(monitor.poll())
         return load("b")
 
     assert MemoryMonitor(planned=1 << 20).poll() > NORMAL, "this process holds more than 1 MiB"
@@ -234,14 +234,14 @@ def test_a_load_does_not_raise_the_pressure_level() -> None:
         ModelSlot(lambda: load("a"), replace(INFO, name="a")),
         ModelSlot(slow, replace(INFO, name="b")),
     ]
-    fleet = ModelManager(members, guard=guard)
-    guard.planned = 1 << 50
+    fleet = ModelManager(members, monitor=monitor)
+    monitor.planned = 1 << 50
     fleet.launch()
-    guard.planned = 1 << 20
+    monitor.planned = 1 << 20
     fleet.submit(LoadCommand("c", "b", load=True))
     while fleet.busy:
         fleet.step()
-    assert levels == [NORMAL] and guard.planned == (1 << 20) + members[1].nbytes
+    assert levels == [NORMAL] and monitor.planned == (1 << 20) + members[1].nbytes
 
 
 def test_an_unloaded_model_reports_process_stats(launched: Any) -> None:

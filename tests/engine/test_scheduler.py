@@ -404,7 +404,7 @@ def test_random_lives(data: st.DataObject) -> None:
                 sum(o.finish is not None for o in m.out if (o.request, o.index) == (r.id, index))
                 == 1
             )
-    assert [pool.used for pool in m.s.groups.pools] == [0] * (1 + len(windows))
+    assert [pool.used for pool in m.s.kv.pools] == [0] * (1 + len(windows))
     m.s.check()
 
 

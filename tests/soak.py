@@ -94,7 +94,7 @@ def fleet(root: Path) -> ModelManager:
     made = ModelManager(members)
 
     def memory_check(name: str, held: int, freed: int) -> str:
-        staying = sum(m.engine is not None and m not in made._leaving for m in members)
+        staying = sum(m.engine is not None and not m.leaving for m in members)
         return "" if staying < BESIDE else "there is no room for another"
 
     made.memory_check = memory_check

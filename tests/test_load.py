@@ -111,7 +111,6 @@ def at_rest(s: Served) -> None:
     stats = s.worker.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
-    assert not s.worker._commands
 
 
 def descriptors() -> int:

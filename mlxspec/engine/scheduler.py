@@ -23,6 +23,7 @@ from mlxspec.types import (
     Output,
     Request,
     Sequence,
+    too_long,
 )
 
 MAX_DEFERRED = 8  # plans in which shorter prefills may go first
@@ -74,14 +75,12 @@ class Scheduler:
     # ---- requests ----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices. Raises InvalidRequest where it could never run."""
-        if not request.prompt:
-            raise InvalidRequest("the prompt is empty; send at least one token")
-        if request.max_tokens < 1 or len(request.prompt) + request.max_tokens > self.limit:
-            raise InvalidRequest(
-                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} do not"
-                f" fit in {self.limit} tokens; shorten one of them"
-            )
+        """Queue a request's choices, `max_tokens` cut to the context. Raises InvalidRequest for a
+        prompt without room for an answer."""
+        room = self.limit - len(request.prompt)
+        if room <= 0:
+            raise InvalidRequest(too_long(len(request.prompt), self.limit))
+        request = replace(request, max_tokens=min(request.max_tokens, room))
         leader = None
         for index in range(request.n):
             seq = Sequence(request, index, next(self._order), list(request.prompt), leader=leader)

@@ -65,7 +65,7 @@ def test_a_conversation_continues_after_a_restart(tmp_path: Path, kind: str) -> 
     saved = (
         96 if e.runner.states.layers else (len(PROMPT) + 29) // BLOCK * BLOCK
     )  # every third block a state
-    assert outputs[-1].cached == saved and e.counters["prompt"] == len(turn) - saved
+    assert outputs[-1].cached == saved and e.counters["prompt_tokens"] == len(turn) - saved
     assert not e.offloader._restores
     disk.close(5)
 

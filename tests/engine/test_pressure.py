@@ -155,8 +155,6 @@ def test_cached_blocks_are_evicted_when_pressure_rises() -> None:
     assert again == 0 and ask(WARN)[0] > 30, "only what was there when it got short"
     assert ask(CRITICAL)[0] == 0 and ask(WARN)[0] > 30
     assert first == second == third == tiny.Plain(tiny.model("qwen3"))(prompt, 8)
-    stats = e.stats()
-    assert stats.memory_pressure == WARN and stats.mlx_active_bytes > 0
 
 
 @pytest.fixture

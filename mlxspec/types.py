@@ -5,7 +5,7 @@ mutable object, owned by the engine thread; an `Output` is what crosses back to 
 """
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -309,11 +309,10 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
     state: Any = None  # of recurrent layers, behind `computed`; the solo layout's own caches
     batch: Any = None  # the batch that `state` is a slice of
-    leader: "Sequence | None" = None  # the sibling choice whose prefill this one waits for
     deferred: int = 0  # plans in which shorter prefills went first
     rounds: int = 0
     drafted: int = 0
-    accepted: dict[str, int] = field(default_factory=dict)  # by source
+    accepted: Counter[str] = field(default_factory=Counter)  # by source
     reported_cached: int = 0  # `cached` of the first admission, for usage
     finish: Finish | None = None
     flight: "deque[Entry]" = field(default_factory=lambda: deque())  # submitted, not committed

@@ -168,7 +168,9 @@ class Engine:
 
     def _fail(self, failures: structured.Failures) -> list[Output]:
         """End the choices whose grammars failed."""
-        return [self.scheduler.fail(seq, why) for seq, why in failures if seq.finish is None]
+        return [
+            self.scheduler.end(seq, "error", why) for seq, why in failures if seq.finish is None
+        ]
 
     def _count(self, e: Entry, drafts: int) -> None:
         if e.samples and e.seq.finish is None:

@@ -225,6 +225,7 @@ def _warm_up(engine: Engine, cache: WarmupCache) -> None:
     if scheduler.limit < 2:
         raise UnsupportedModel(
             f"a context of {scheduler.limit} tokens has no room for an answer; raise --context"
+            " or --kv-blocks"
         )
     rows = min(WARM_ROWS, scheduler.limit - 1)
     if cache.slowest:

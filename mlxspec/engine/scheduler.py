@@ -33,8 +33,7 @@ class Scheduler:
     """Holds every live sequence. Engine thread only.
 
     `context` bounds prompt + output in tokens; `sharing` is off where blocks do not hold all that a
-    model keeps of a prefix; `drafts` is off where a rejected draft cannot be rolled back;
-    `overcommit` admits sequences without looking ahead at the blocks they will need.
+    model keeps of a prefix; `drafts` is off where a rejected draft cannot be rolled back.
     """
 
     def __init__(
@@ -46,11 +45,10 @@ class Scheduler:
         pace: PrefillBudget | None = None,
         sharing: bool = True,
         drafts: bool = True,
-        overcommit: bool = False,
     ) -> None:
         self.kv, self.context, self.max_sequences = kv, context, max_sequences
         self.pace, self.sharing, self.drafts = pace or PrefillBudget(), sharing, drafts
-        self.overcommit = overcommit
+        self.overcommit = False  # admit without looking ahead at blocks; for tests of preemption
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.offloader: KVOffloader | None = None
@@ -58,9 +56,10 @@ class Scheduler:
         self.short = False  # of memory: sequences run one at a time
         self.preemptions = 0
         self._order = count()
-        # The sequence that could not be admitted, and the free blocks then: spares hashing its
-        # prompt again at every step.
-        self._blocked: tuple[Sequence, int] | None = None
+        # What could not be admitted, and the free blocks then: spares hashing a prompt again at
+        # every step.
+        self._blocked: Sequence | None = None
+        self._blocked_free = 0
 
     @property
     def pool(self) -> BlockPool:
@@ -81,41 +80,26 @@ class Scheduler:
         if room <= 0:
             raise InvalidRequest(too_long(len(request.prompt), self.limit))
         request = replace(request, max_tokens=min(request.max_tokens, room))
-        leader = None
         for index in range(request.n):
-            seq = Sequence(request, index, next(self._order), list(request.prompt), leader=leader)
+            seq = Sequence(request, index, next(self._order), list(request.prompt))
             seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
-            leader = leader or seq
             self.waiting.append(seq)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:
         """End the choices of `request` (all, or one) and free their blocks."""
-        found = [
-            s
-            for s in (*self.running, *self.waiting)
-            if s.request.id == request and index in (None, s.index) and s.finish is None
-        ]
-        for seq in found:
-            seq.finish = "abort"
-            self._remove(seq)
-        return [_output(seq, Accepted()) for seq in found]
+        outputs = []
+        for seq in (*self.running, *self.waiting):
+            if seq.request.id == request and index in (None, seq.index):
+                outputs.append(self.end(seq, "abort"))
+        return outputs
 
-    def fail(self, seq: Sequence, error: str) -> Output:
-        """End a choice that cannot go on."""
-        seq.finish = "error"
-        self._remove(seq)
-        return replace(_output(seq, Accepted()), error=error)
-
-    def _remove(self, seq: Sequence) -> None:
-        """Free what an ended sequence holds, and let the next sibling lead if it led."""
+    def end(self, seq: Sequence, finish: Finish, error: str = "") -> Output:
+        """End a choice before its time and free its blocks."""
+        seq.finish = finish
         self._release(seq)
-        if seq.generated:
-            return
-        heirs = [s for s in self.waiting if s.leader is seq]
-        for heir in heirs:
-            heir.leader = None if heir is heirs[0] else heirs[0]
+        return _output(seq, Accepted(), error)
 
     # ---- planning ----------------------------------------------------------------------------
 
@@ -150,7 +134,7 @@ class Scheduler:
                 seq.deferred += 1
         for entry in plan:
             want = min(depths.get(entry.seq, 0), entry.seq.room - 1)
-            if want > 0 and entry.count == 1 and self.drafts:
+            if want > 0:
                 entry.depth = self._reserve_draft(entry, want)
         return plan
 
@@ -202,48 +186,42 @@ class Scheduler:
     def _admit(self) -> None:
         if not self.waiting:
             return
-        skipped: list[Sequence] = []
         promised = sum(self._lacking(s) for s in self.running)
         slots = 1 if self.short else self.max_sequences
-        while self.waiting and len(self.running) < slots:
-            seq = self.waiting.popleft()
-            if self._must_wait(seq):
-                skipped.append(seq)
-                continue
+        for seq in list(self.waiting):
             free = len(self.pool.free_blocks) - promised
-            match = None
-            if self._blocked is None or self._blocked[0] is not seq or free > self._blocked[1]:
-                match = self._match(seq, promised)
-            if match is None:
-                self._blocked = (seq, free)
-                self.waiting.appendleft(seq)
+            if len(self.running) >= slots or (seq is self._blocked and free <= self._blocked_free):
+                break
+            if self._must_wait(seq):
+                continue
+            match = self.kv.match(seq.tokens) if self.sharing else PrefixMatch()
+            if self.running and self._blocks_to_start(seq, match) > free:
+                self._blocked, self._blocked_free = seq, free
                 break
             if self.offloader and self.offloader.start_restore(seq, match):
-                skipped.append(seq)
                 continue
             self._start(seq, match)
             promised += self._lacking(seq)
-        self.waiting.extendleft(reversed(skipped))
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """For its own step in flight (it was preempted), its leader's prompt, or the disk."""
-        leader = seq.leader
-        if seq.flight or (leader and not leader.generated and leader.finish is None):
+        """For its own step in flight (it was preempted), the disk, or a sibling's prompt."""
+        if seq.flight or (self.offloader and self.offloader.restoring(seq)):
             return True
-        return self.offloader is not None and self.offloader.restoring(seq)
+        for other in (*self.running, *self.waiting):
+            if other.request is seq.request and other.order < seq.order and not other.generated:
+                return True
+        return False
 
     def _lacking(self, seq: Sequence) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
         return 0 if self.overcommit else self.kv.blocks_needed(seq, seq.known + 1)
 
-    def _match(self, seq: Sequence, promised: int) -> PrefixMatch | None:
-        """The cached prefix of a waiting sequence; None where the rest of it does not fit."""
-        match = self.kv.match(seq.tokens) if self.sharing else PrefixMatch()
+    def _blocks_to_start(self, seq: Sequence, match: PrefixMatch) -> int:
+        """Free blocks that a waiting sequence takes: those it lacks, and cached ones that are free
+        until it shares them."""
         shared = match.tables[0] if match.tables else ()
-        revived = sum(block in self.pool.free_blocks for block in shared)
-        need = self._lacking(seq) - len(shared) + revived
-        fits = not self.running or need + promised <= len(self.pool.free_blocks)
-        return match if fits else None
+        idle = sum(block in self.pool.free_blocks for block in shared)
+        return self._lacking(seq) - len(shared) + idle
 
     def _start(self, seq: Sequence, match: PrefixMatch) -> None:
         self.copies += self.kv.allocate_prefix(seq, match)
@@ -252,6 +230,7 @@ class Scheduler:
         seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
+        self.waiting.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda s: s.order)
 
@@ -285,7 +264,7 @@ class Scheduler:
         seq.rounds += 1
         seq.drafted += len(entry.draft)
         if drafts:
-            seq.accepted[entry.draft.source] = seq.accepted.get(entry.draft.source, 0) + drafts
+            seq.accepted[entry.draft.source] += drafts
         seq.tokens += new.tokens
         if seq.table:
             later = sum(e.count for e in seq.flight)
@@ -350,7 +329,7 @@ def accept(entry: Entry, sampled: list[int], logprobs: list[Logprob]) -> Accepte
     return Accepted(sampled, logprobs)
 
 
-def _output(seq: Sequence, new: Accepted) -> Output:
+def _output(seq: Sequence, new: Accepted, error: str = "") -> Output:
     return Output(
         seq.request.id,
         seq.index,
@@ -359,6 +338,7 @@ def _output(seq: Sequence, new: Accepted) -> Output:
         seq.finish,
         seq.reported_cached,
         seq.rounds,
-        drafted=seq.drafted,
-        accepted=tuple(seq.accepted.items()),
+        error,
+        seq.drafted,
+        tuple(seq.accepted.items()),
     )

@@ -253,24 +253,24 @@ class Worker:
         self._streams.clear()
 
     def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request)
+            if stream is None:
+                continue
+            stream.put(output)
+            if stream.overflown:
+                self.abort(output.request)
+                stream.finish("error", fault="client")
+            if not stream.unfinished:
+                del self._streams[output.request]
+
+    def _deliver_or_die(self, outputs: list[Output]) -> None:
         try:
-            for output in outputs:
-                self._deliver_one(output)
+            self._deliver(outputs)
         except Exception as error:  # somebody would wait for the lost outputs for ever
             log.critical("the engine thread dies: outputs cannot be delivered", exc_info=error)
             self._error = error
             self._stop_soon()  # the thread then fails all that waits
-
-    def _deliver_one(self, output: Output) -> None:
-        stream = self._streams.get(output.request)
-        if stream is None:
-            return
-        stream.put(output)
-        if stream.overflown:
-            self.abort(output.request)
-            stream.finish("error", fault="client")
-        if not stream.unfinished:
-            del self._streams[output.request]
 
     # ---- engine thread
 
@@ -330,7 +330,7 @@ class Worker:
         self._progress = time.monotonic()
         self._models = self._manager.snapshot(self._progress)
         if outputs:
-            self._call_loop(lambda: self._deliver(outputs))
+            self._call_loop(lambda: self._deliver_or_die(outputs))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         if self._loop is None:

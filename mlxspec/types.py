@@ -152,7 +152,6 @@ class ModelInfo:
     kv_bytes: int
     weight_bytes: int
     created: int  # unix seconds
-    prefill_budget: int = 0  # prompt rows beside decodes, as found at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +194,6 @@ class Stats:
 PROCESS = frozenset(
     "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays".split()
 ) | {"disk_bytes"}
-# The fields of Stats that are gauges; the others count.
-NOW = (
-    PROCESS
-    | frozenset("running waiting blocks_used blocks_cached blocks_free prompt_left states".split())
-    | {"step_seconds", "progress"}
-)
 
 
 @dataclass(frozen=True, slots=True)

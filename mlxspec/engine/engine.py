@@ -20,7 +20,7 @@ from mlxspec.model import meter
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import Entry, InvalidRequest, Output, Request, Stats
+from mlxspec.types import Entry, Output, Request, Stats
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
@@ -51,7 +51,7 @@ class Engine:
     runner: Runner
     scheduler: Scheduler
     proposer: Speculator = field(default_factory=NoSpeculation)
-    vocab: int = 0  # 0: token ids are not checked
+    vocab: int = 0  # width of the logits
     offloader: KVOffloader | None = None  # None: no disk cache
     trace: Callable[[str, int], None] = lambda event, step: None
     counters: Counter[str] = field(default_factory=Counter)  # names in Stats
@@ -70,13 +70,7 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest where it can never run."""
-        biased = [token for token, _ in request.sampling.logit_bias]
-        ids = (*request.prompt, *request.prediction, *biased)
-        if self.vocab and ids and not 0 <= min(ids) <= max(ids) < self.vocab:
-            raise InvalidRequest(
-                f"a token id is outside the model's vocabulary of {self.vocab}; send ids below it"
-            )
+        """Queue a request. Raises InvalidRequest for a prompt without room for an answer."""
         self.scheduler.add(request)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:

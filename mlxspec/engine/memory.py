@@ -5,13 +5,11 @@ tell is estimated conservatively and logged once.
 """
 
 import ctypes
-import logging
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +20,6 @@ from mlxspec.config import Config
 from mlxspec.engine.budget import MAX_ROWS
 from mlxspec.files import format_size
 from mlxspec.types import MAX_DEPTH, OutOfMemory
-
-log = logging.getLogger("mlxspec")
 
 CACHE_SHARE = 0.5  # of the memory beside weights and headroom; the rest stays free for the user
 CONTEXTS = 4  # full contexts that the KV pool holds at most
@@ -66,24 +62,15 @@ def total() -> int:
     return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def free() -> int | None:
-    """Bytes that are available without swapping; None if unknown.
-
-    On macOS free, file-backed and purgeable pages; on Linux MemAvailable.
-    """
-    if not DARWIN:
-        return _proc_table("meminfo").get("MemAvailable")
-    pages = sum(sysctl(name) for name in FREE_PAGES)
-    return sysctl("vm.pagesize") * pages or None
-
-
 def available() -> int:
-    """`free()`, or if that is unknown three quarters of the machine minus this process."""
-    found = free()
-    if found is None:
-        _warn_once("free memory is unknown: three quarters are assumed; --memory-gb sets it")
-        found = total() * 3 // 4 - footprint()
-    return max(0, found)
+    """Bytes that are available without swapping: on macOS free, file-backed and purgeable pages, on
+    Linux MemAvailable. If unknown, three quarters of the machine minus this process."""
+    if DARWIN:
+        pages = sum(sysctl(name) for name in FREE_PAGES)
+        found = sysctl("vm.pagesize") * pages
+    else:
+        found = _proc_table("meminfo").get("MemAvailable", 0)
+    return found or max(0, total() * 3 // 4 - footprint())
 
 
 def footprint() -> int:
@@ -105,23 +92,13 @@ def headroom() -> int:
     return max(HEADROOM, total() // HEADROOM_PART)
 
 
-def read_text(path: Path) -> str:
-    """A procfs file; "" if missing."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _proc_table(name: str) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes."""
-    rows = re.findall(r"^(\w+):\s+(\d+) kB", read_text(PROC / name), re.M)
+    """The sizes in a file of /proc, in bytes; none if it is missing."""
+    path = PROC / name
+    if not path.exists():
+        return {}
+    rows = re.findall(r"^(\w+):\s+(\d+) kB", path.read_text(), re.M)
     return {key: int(size) << 10 for key, size in rows}
-
-
-@cache
-def _warn_once(message: str) -> None:
-    log.warning("%s", message)
 
 
 # ---- the plan for one model

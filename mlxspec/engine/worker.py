@@ -12,6 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -40,8 +42,7 @@ DISK_WAIT_S = 0.01  # between steps that only wait for the disk
 RETRY_S = 5  # after which a client may try again when the queue is full
 DRAIN_POLL_S = 0.02
 STOP_S = 30.0  # for the step in progress to end
-UNREAD_BYTES = 1 << 23  # of outputs that a client may leave unread, per choice
-OUTPUT_BYTES, LOGPROB_BYTES = 512, 128  # estimates: of an output, of one of its top logprobs
+MAX_UNREAD = 1 << 14  # outputs that a client may leave unread, per choice; 0.5 to 3 KB each
 IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
 STOPPING = "the server is stopping"
 MAXIMA = PROCESS | {"progress", "step_seconds"}  # fields of Stats that are not summed
@@ -50,15 +51,11 @@ MAXIMA = PROCESS | {"progress", "step_seconds"}  # fields of Stats that are not 
 class Stream:
     """The outputs of one order, all choices interleaved; ends after the last choice's finish.
 
-    It has at most one output per step and choice, and `limit` of them unread.
+    It has at most one output per step and choice, and `n` * MAX_UNREAD of them unread.
     """
 
     def __init__(self, order: Request | LoadCommand) -> None:
-        self.id = order.id
-        logprobs = 0
-        if isinstance(order, Request):
-            logprobs = order.sampling.logprobs or 0
-        self.limit = order.n * UNREAD_BYTES // (OUTPUT_BYTES + LOGPROB_BYTES * logprobs)
+        self.id, self.limit = order.id, order.n * MAX_UNREAD
         self.unfinished = set(range(order.n))  # choices whose last output was not delivered
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
@@ -113,7 +110,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, Stream] = {}  # on the loop's thread
         self._numbers = itertools.count()
-        self._ready = threading.Event()
+        self._started: Future[None] = Future()
         self._error: BaseException | None = None
         self._models: Mapping[str, Served] = {}
         self._busy, self._progress = False, time.monotonic()
@@ -132,10 +129,7 @@ class Worker:
         except BaseException:
             self.stop()
             raise
-        self._ready.wait()
-        if self._error is not None:
-            self._thread.join(STOP_S)
-            raise self._error
+        self._started.result()
         return self.info
 
     @property
@@ -172,7 +166,7 @@ class Worker:
     def stop(self) -> None:
         """End the thread after its current step, waiting at most STOP_S; may be called twice."""
         self._stop_soon()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.is_alive():
             self._thread.join(STOP_S)
 
     def _stop_soon(self) -> None:
@@ -186,8 +180,6 @@ class Worker:
 
         Raises Busy when the queue is full or memory very short, Dead when draining or dead.
         """
-        if request.id in self._streams:
-            raise ValueError(f"a request with the id {request.id} is running")
         waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
         if waiting > self._limit:
             raise Busy(RETRY_S)
@@ -198,8 +190,6 @@ class Worker:
     def _queue(self, order: Request | LoadCommand) -> Stream:
         if self._closed:
             raise Dead("the engine takes no more requests")
-        if order.model and order.model not in self._models:
-            raise ValueError(f"there is no model {order.model!r}")
         self._loop = asyncio.get_running_loop()
         stream = self._streams[order.id] = Stream(order)
         self._inbox.put(order)
@@ -279,17 +269,18 @@ class Worker:
         try:
             manager.launch()
             self._publish([])
-            self._ready.set()
+            self._started.set_result(None)
             while self._turn(manager):
                 pass
         except BaseException as error:
             self._error = error
-            if self._ready.is_set():
+            if self._started.done():
                 log.critical("the engine thread died", exc_info=error)
+            else:
+                self._started.set_exception(error)
         finally:
             reason = line_of(self._error) if self._error else STOPPING
             self._call_loop(lambda: self._finish_all("error", error=reason))
-            self._ready.set()
             manager.close()
             mx.clear_streams()
 
@@ -335,10 +326,8 @@ class Worker:
     def _call_loop(self, callback: Callable[[], None]) -> None:
         if self._loop is None:
             return  # nobody has sent an order
-        try:
+        with suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the loop has closed
-            log.debug("outputs after the event loop closed")
 
 
 def total(models: Sequence[Stats]) -> Stats:

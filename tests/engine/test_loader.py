@@ -49,7 +49,7 @@ def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
     assert info.kv_blocks == memory.CONTEXTS * 512 // 16 + 1
     pools = [p for pages in e.runner.caches for p in pages.pools()]
     assert info.kv_bytes == sum(p.nbytes for p in pools) and info.weight_bytes > 0
-    assert info.prefill_budget == e.scheduler.pace.rows(decoding=True) > 0
+    assert e.scheduler.pace.rows(decoding=True) > 0
     stats = e.stats()
     assert (stats.steps, stats.blocks_cached, stats.blocks_used) == (0, 0, 0), (
         "warm-up leaves no trace"
@@ -127,14 +127,14 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
     loader.load(tmp_path)  # imports what it needs
     gc.collect()  # of what other tests left, which would be held already
     mx.clear_cache()
-    before, free = memory.footprint(), memory.free()
+    before, free = memory.footprint(), memory.available()
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    told = r"48.0 GB for weights .* but (39|40)\.\d GB are left of --memory-gb"
+    told = r"48.0 GB for weights, .* but (39|40)\.\d GB are left of --memory-gb"
     with pytest.raises(UserError, match=told):
         load_engine(tmp_path, "wide", settings(memory_gb=40))
     assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20
-    assert free is not None and free - (memory.free() or 0) < 1 << 30
+    assert free - memory.available() < 1 << 30
 
 
 def test_a_context_of_one_token_is_refused(path: Path) -> None:
@@ -236,10 +236,10 @@ def test_the_next_start_uses_the_warmup_cache(
     monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
     second, again = load_engine(path, "tiny", options)
     assert replace(again, created=info.created) == info
-    assert second.scheduler.pace.alone == first.scheduler.pace.alone
     assert second.counters["steps"] == 0
     assert isinstance(first.proposer, Proposer) and isinstance(second.proposer, Proposer)
-    assert replace(second.proposer.costs, factors={}) == replace(first.proposer.costs, factors={})
+    measured = [[list(x) for x in e.proposer.costs.measured] for e in (first, second)]
+    assert measured[0] == measured[1]
     load_engine(path, "tiny", replace(options, speculate="off"))  # forgets nothing
     with monkeypatch.context() as other:
         other.setitem(
@@ -252,7 +252,7 @@ def test_the_next_start_uses_the_warmup_cache(
         load_engine(path, "tiny", options, remeasure=True)
     (kept,) = (cache / "costs").iterdir()
     whole = json.loads(kept.read_text())
-    short = {**whole, "costs": {**whole["costs"], "measured": [[1], [0]]}}
+    short = {**whole, "costs": {**whole["costs"], "measured": "fast"}}
     for text in (
         json.dumps(short),
         "",
@@ -277,11 +277,9 @@ def test_speculation_is_on_by_default(path: Path, cache: Path) -> None:
     assert isinstance(off.proposer, NoSpeculation)
 
 
-def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mlxspec")
+def test_a_draft_model_drafts(path: Path) -> None:
     e, info = load_engine(path, "tiny", settings(block_size=16, kv_blocks=20), path)
     assert isinstance(e.proposer, Proposer) and small_model(e.proposer)
-    assert "ms a token" in caplog.text
     alone = load_engine(path, "tiny", settings(block_size=16, kv_blocks=20))[1]
     assert (info.kv_bytes, info.weight_bytes) == (2 * alone.kv_bytes, 2 * alone.weight_bytes)
     e.add(tiny.request("r", [1, 2, 3], 30))

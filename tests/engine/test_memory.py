@@ -71,14 +71,12 @@ MAC = {
 def on_mac(monkeypatch: pytest.MonkeyPatch, libc: Any) -> None:
     monkeypatch.setattr(memory, "DARWIN", True)
     monkeypatch.setattr(memory, "LIBC", libc)
-    memory._warn_once.cache_clear()
 
 
 def on_linux(monkeypatch: pytest.MonkeyPatch, root: Path, **files: str) -> None:
     """`files` are /proc's, their slashes written as two underscores."""
     monkeypatch.setattr(memory, "DARWIN", False)
     monkeypatch.setattr(memory, "PROC", root)
-    memory._warn_once.cache_clear()
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(exist_ok=True)
@@ -103,30 +101,27 @@ def test_macos_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     on_mac(monkeypatch, Libc(MAC, words))
     assert memory.total() == 16 * GIB and memory.headroom() == GIB
-    assert memory.free() == memory.available() == (1000 + 20000 + 300) * 16384
+    assert memory.available() == (1000 + 20000 + 300) * 16384
     assert memory.footprint() == 9 * GIB
 
 
-def test_unknown_figures_are_assumed_and_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_figures_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     on_mac(monkeypatch, Libc({}))
-    assert memory.total() > GIB and memory.free() is None and memory.footprint() == 0
+    assert memory.total() > GIB and memory.footprint() == 0
     assert memory.available() == memory.available() == memory.total() * 3 // 4
-    assert len(caplog.records) == 1 and "three quarters are assumed" in caplog.text
 
 
 def test_linux_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = "MemTotal:       8000000 kB\nMemFree: 100 kB\nMemAvailable:    3000000 kB\nHugePages_Total: 0\n"
     status = "VmRSS:\t 9000 kB\nRssAnon:\t 500 kB\nRssFile:\t 8000 kB\nRssShmem:\t 20 kB\nVmSwap:\t 3 kB\n"
     on_linux(monkeypatch, tmp_path, meminfo=meminfo, self__status=status)
-    assert memory.free() == memory.available() == 3000000 << 10
+    assert memory.available() == 3000000 << 10
     assert memory.footprint() == 523 << 10
 
 
 def test_a_linux_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_linux(monkeypatch, tmp_path)
-    assert memory.free() is None and memory.footprint() == 0
+    assert memory.footprint() == 0
     assert memory.available() == memory.total() * 3 // 4 > 0
 
 

@@ -406,18 +406,6 @@ def test_a_drain_does_not_wait_for_a_load(launched: Any) -> None:
     asyncio.run(main())
 
 
-def test_unknown_models_are_refused(launched: Any) -> None:
-    worker = launched()
-
-    async def main() -> None:
-        with pytest.raises(ValueError, match="there is no model 'x'"):
-            ask(worker, "x", "r")
-        with pytest.raises(ValueError, match="there is no model 'x'"):
-            await worker.unload("x")
-
-    asyncio.run(main())
-
-
 def test_the_sum_of_two_models() -> None:
     one = Stats(running=1, steps=2, seated=(("r", 3),), step_seconds=0.5)
     made = total([one, Stats(running=3, step_seconds=0.25), Stats()])

@@ -15,6 +15,7 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler
 from mlxspec.engine.scheduler import accept as accepted_of
 from mlxspec.types import Draft, Entry, Output, Request, Sequence, UserError
+from tests import tiny
 
 VOCAB = 7
 SIZE = 4
@@ -95,6 +96,7 @@ class Mock:
         for done in waiting:
             self.commit(*done)
         self.s.check()
+        tiny.check_sequences(self.s)
 
     def known(self, seq: Sequence) -> list[int]:
         """What is known of it when the step in flight is read."""

@@ -187,7 +187,6 @@ class Stats:
     disk_runs_found: int = 0  # files of blocks or states that were brought back
     disk_runs_damaged: int = 0
     seated: tuple[tuple[str, int], ...] = ()  # running requests and their cached prompt tokens
-    progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
 # The fields of Stats that are the whole process's.

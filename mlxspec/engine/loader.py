@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use
+from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use, versions
 from mlxspec.kernels.verify import (
     AT_START_S,
     TUNING_S,
@@ -174,9 +173,7 @@ def _verify_kernels(cases: Sequence[Case], config: Config, remeasure: bool) -> H
 
 def _identity(path: Path, layout: LayoutChoice, plan: MemoryPlan, config: Config) -> str:
     """A hash of everything that the content of a KV block depends on, beside its tokens."""
-    facts = {
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
+    facts = versions() | {
         "layout": layout.layout,
         "bits": str(layout.kv_bits),
         "block": str(config.block_size),
@@ -222,11 +219,12 @@ def _warm_up(engine: Engine, fresh: bool) -> None:
     """Run short requests through the real pools, which allocates them and compiles what is compiled
     lazily. At the first start of a model also check that steps write the pools in place; later a
     single row is enough."""
-    limit = engine.scheduler.limit
+    scheduler, limit = engine.scheduler, engine.scheduler.limit
     if limit < 2:
         raise UnsupportedModel(
             f"a context of {limit} tokens has no room for an answer; raise --context or --kv-blocks"
         )
+    pace, scheduler.pace = scheduler.pace, PrefillBudget()  # learns nothing from compiling
     if not fresh:
         _run(engine, (1,), 1, 1)
     else:
@@ -241,6 +239,7 @@ def _warm_up(engine: Engine, fresh: bool) -> None:
                 "MLX copies the KV pool in each step instead of writing in place: answers are right"
                 " but slow; please report it"
             )
+    scheduler.pace = pace
     engine.reset()
 
 

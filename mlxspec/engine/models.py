@@ -34,8 +34,8 @@ from mlxspec.types import (
 
 log = logging.getLogger("mlxspec")
 
-CLOSE_S = 5.0  # for the disk, before the process ends
-UNLOAD_S = 1.0  # for the disk, while other models wait
+CLOSE_S = 2.0  # for a model's disk cache, before the process ends
+UNLOAD_S = 0.5  # likewise, while other models wait
 RETRY_S = 10.0  # for which requests do not repeat a failed load
 LOADING_BYTES = 1 << 62  # expected of a load, whose size is known when it is done
 UNKNOWN = ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0)
@@ -141,7 +141,7 @@ class ModelManager:
         """Drop all models; the thread ends."""
         for slot in self.slots:
             if slot.engine is not None:
-                slot.engine.close(CLOSE_S / len(self.slots))
+                slot.engine.close(CLOSE_S)
                 slot.engine = None
 
     def poll(self) -> None:
@@ -150,14 +150,13 @@ class ModelManager:
             engine.check()
             engine.poll_memory()
 
-    def snapshot(self, progress: float) -> dict[str, Served]:
+    def snapshot(self) -> dict[str, Served]:
         """All models by name, the default first."""
         for engine in self._engines():
             if engine.offloader is not None:  # all share one directory
                 self._disk_bytes = engine.offloader.disk.stats().bytes
         active, cached = meter.held()
         process: dict[str, Any] = dict(
-            progress=progress,
             disk_bytes=self._disk_bytes,
             memory_pressure=self.monitor.level if self.monitor else NORMAL,
             footprint_bytes=self.monitor.footprint if self.monitor else 0,
@@ -165,16 +164,15 @@ class ModelManager:
             mlx_cache_bytes=cached,
             live_arrays=meter.arrays(),
         )
+        coming = self._slot(self._waiting[0]) if self._waiting else None
         served = {}
         for name, slot in self.models.items():
             status: Literal["loaded", "loading", "unloaded"] = "loaded"
             stats = slot.last_stats
             if slot.engine is not None:
                 stats = slot.engine.stats()
-            elif self._waiting and slot is self._slot(self._waiting[0]):
-                status = "loading"
             else:
-                status = "unloaded"
+                status = "loading" if slot is coming else "unloaded"
             stats = replace(stats, **process)
             served[name] = Served(
                 slot.info, status, stats, slot.pinned, slot.loads, slot.error, slot.used
@@ -351,8 +349,7 @@ class ModelManager:
         stats = slot.engine.stats()
         slot.last_stats = replace(stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0)
         self._expect(-slot.nbytes)
-        others_wait = any(other.busy for other in self.slots)
-        slot.engine.close(0.0 if others_wait else UNLOAD_S)
+        slot.engine.close(UNLOAD_S)
         slot.engine = None
         _release_memory()
         log.info("%s: unloaded", slot.info.name)

@@ -58,15 +58,18 @@ def cache_file(model: Path, config: Config) -> Path:
     package = Path(__file__).parents[1]
     sources = sorted(package.glob("*/*.py"))
     code = blake2b(b"".join(each.read_bytes() for each in sources))  # changes between releases too
-    facts = {
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
+    facts = versions() | {
         "mlxspec": __version__ + code.hexdigest(),
         "settings": f"{config.layout} {config.kv_bits} {config.block_size}",
         "machine": f"{platform.platform()} {platform.processor()} {mx.default_device()}",
         "blas": f"{blas.load()}, {os.cpu_count()} CPUs",
     }
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
+
+
+def versions() -> dict[str, str]:
+    """Those of what computes."""
+    return {name: version(name) for name in ("mlx", "mlx-lm")}
 
 
 def kernels_in_use() -> Kernels:

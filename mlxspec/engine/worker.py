@@ -45,7 +45,7 @@ STOP_S = 30.0  # for the step in progress to end
 MAX_UNREAD = 1 << 14  # outputs that a client may leave unread, per choice; 0.5 to 3 KB each
 IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
 STOPPING = "the server is stopping"
-MAXIMA = PROCESS | {"progress", "step_seconds"}  # fields of Stats that are not summed
+MAXIMA = PROCESS | {"step_seconds"}  # fields of Stats that are not summed
 
 
 class Stream:
@@ -319,7 +319,7 @@ class Worker:
 
     def _publish(self, outputs: list[Output]) -> None:
         self._progress = time.monotonic()
-        self._models = self._manager.snapshot(self._progress)
+        self._models = self._manager.snapshot()
         if outputs:
             self._call_loop(lambda: self._deliver_or_die(outputs))
 

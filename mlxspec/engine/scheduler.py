@@ -29,7 +29,7 @@ from mlxspec.types import (
 MAX_DEFERRED = 8  # plans in which shorter prefills may go first
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Scheduler:
     """Holds every live sequence. Engine thread only.
 

@@ -5,8 +5,9 @@ Rule: a registry of our own, no global one; reading costs the engine nothing.
 
 from collections import Counter as Count
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import (
@@ -25,9 +26,8 @@ GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 POSITIONS = 16  # positions in a draft with a label of their own
 MODEL = ("model",)
-DRAFTS = {"drafted": "Tokens drafted.", "accepted": "Drafted tokens that were accepted."}
 
-# Of each model: names in `Stats`.
+# Of each model: names in `Stats`, and the last ones of `Served`.
 COUNTERS = {
     "steps": "Steps of the engine.",
     "rounds": "Rounds, one per sequence and step that brought it tokens.",
@@ -39,6 +39,8 @@ COUNTERS = {
     "disk_written_bytes": "Bytes of the prompt cache written to disk.",
     "disk_runs_found": "Files of the prompt cache that were loaded.",
     "disk_runs_damaged": "Files of the prompt cache that did not pass their check.",
+    "speculation_parked_seconds": "Time in which tokens were decoded and none were drafted.",
+    "model_loads": "How often the model was loaded.",
 }
 GAUGES = {
     "running": "Sequences that share the steps now.",
@@ -46,6 +48,7 @@ GAUGES = {
     "prompt_left": "Prompt tokens of running and waiting requests that are still to be computed.",
     "states": "Snapshots of recurrent layers kept for later prompts.",
     "step_seconds": "Duration of the last step.",
+    "model_loaded": "1: the model is in memory.",
 }
 # Of the process, whichever models are loaded: names in `Stats`.
 PROCESS = {
@@ -58,34 +61,19 @@ PROCESS = {
 }
 
 
-@dataclass(slots=True, eq=False)
 class Metrics:
     """Counters and histograms of one server, by model. `models` returns the newest snapshot."""
 
-    models: Callable[[], Mapping[str, Served]]
-    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-    first_token: Histogram = field(init=False)
-    between_tokens: Histogram = field(init=False)
-    duration: Histogram = field(init=False)
-    refused: Counter = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, models: Callable[[], Mapping[str, Served]]) -> None:
+        self.models, self.registry = models, CollectorRegistry()
         histogram = partial(Histogram, registry=self.registry)
-        self.first_token = histogram(
-            "mlxspec_first_token_seconds",
-            "From arrival to the first token.",
-            MODEL,
-            buckets=SECONDS,
-        )
-        self.between_tokens = histogram(
-            "mlxspec_between_tokens_seconds", "From token to token.", MODEL, buckets=GAPS
-        )
-        self.duration = histogram(
-            "mlxspec_request_seconds",
-            "From arrival to the end, by how the request ended.",
-            ("model", "finish"),
-            buckets=SECONDS,
-        )
+        text = "From arrival to the first token."
+        self.first_token = histogram("mlxspec_first_token_seconds", text, MODEL, buckets=SECONDS)
+        text = "From token to token."
+        self.between_tokens = histogram("mlxspec_between_tokens_seconds", text, MODEL, buckets=GAPS)
+        text = "From arrival to the end, by how the request ended."
+        labels = ("model", "finish")
+        self.duration = histogram("mlxspec_request_seconds", text, labels, buckets=SECONDS)
         text = "Requests answered with an error, by status."
         self.refused = Counter("mlxspec_refused", text, ("status",), registry=self.registry)
         self.registry.register(self)
@@ -104,51 +92,56 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's part; the registry calls it."""
         served = self.models()
+        values = {model: _values(one) for model, one in served.items()}
         for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text in table.items():
                 family = kind(f"mlxspec_{name}", text, labels=MODEL)
-                for model, one in served.items():
-                    family.add_metric((model,), getattr(one.stats, name))
+                for model, row in values.items():
+                    family.add_metric((model,), row[name])
                 yield family
         for name, text in PROCESS.items():
-            value = max((getattr(one.stats, name) for one in served.values()), default=0)
+            value = max((row[name] for row in values.values()), default=0)
             yield GaugeMetricFamily(f"mlxspec_{name}", text, value=value)
         text = "KV blocks by state."
         blocks = GaugeMetricFamily("mlxspec_kv_blocks", text, labels=("model", "state"))
-        text = "1: the model is in memory."
-        loaded = GaugeMetricFamily("mlxspec_model_loaded", text, labels=MODEL)
-        text = "How often the model was loaded."
-        loads = CounterMetricFamily("mlxspec_model_loads", text, labels=MODEL)
-        text = "Time in which tokens were decoded and none were drafted."
-        parked = CounterMetricFamily("mlxspec_speculation_parked_seconds", text, labels=MODEL)
-        for model, one in served.items():
+        for model, row in values.items():
             for state in ("used", "cached", "free"):
-                blocks.add_metric((model, state), getattr(one.stats, f"blocks_{state}"))
-            loaded.add_metric((model,), one.status == "loaded")
-            loads.add_metric((model,), one.loads)
-            parked.add_metric((model,), one.stats.parked_seconds)
-        yield from (blocks, loaded, loads, parked, *_drafts(served), _depths(served))
+                blocks.add_metric((model, state), row[f"blocks_{state}"])
+        yield blocks
+        yield from _drafts(served)
+        yield _depths(served)
 
     def render(self) -> bytes:
         """The page, in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 
+def _values(one: Served) -> dict[str, Any]:
+    """The values of COUNTERS, GAUGES and PROCESS."""
+    return asdict(one.stats) | {
+        "speculation_parked_seconds": one.stats.parked_seconds,
+        "model_loads": one.loads,
+        "model_loaded": one.status == "loaded",
+    }
+
+
 def _drafts(served: Mapping[str, Served]) -> Iterator[Metric]:
     """Drafted and accepted tokens by source and position in the draft."""
-    counts = Count[tuple[str, str, str, str]]()
+    labels = ("model", "source", "position")
+    drafted = CounterMetricFamily("mlxspec_drafted_tokens", "Tokens drafted.", labels=labels)
+    text = "Drafted tokens that were accepted."
+    accepted = CounterMetricFamily("mlxspec_accepted_tokens", text, labels=labels)
+    counts = Count[tuple[str, str, str]]()
+    kept = Count[tuple[str, str, str]]()
     for model, one in served.items():
-        for source, position, drafted, accepted in one.stats.drafts:
+        for source, position, tried, right in one.stats.drafts:
             label = str(position) if position <= POSITIONS else f"{POSITIONS + 1}+"
-            counts["drafted", model, source, label] += drafted
-            counts["accepted", model, source, label] += accepted
-    for name, text in DRAFTS.items():
-        labels = ("model", "source", "position")
-        family = CounterMetricFamily(f"mlxspec_{name}_tokens", text, labels=labels)
-        for (which, *key), count in counts.items():
-            if which == name:
-                family.add_metric(key, count)
-        yield family
+            counts[model, source, label] += tried
+            kept[model, source, label] += right
+    for key, count in counts.items():
+        drafted.add_metric(key, count)
+        accepted.add_metric(key, kept[key])
+    yield from (drafted, accepted)
 
 
 def _depths(served: Mapping[str, Served]) -> Metric:

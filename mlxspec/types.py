@@ -5,7 +5,7 @@ mutable object, owned by the engine thread; an `Output` is what crosses back to 
 """
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -152,7 +152,6 @@ class ModelInfo:
     kv_bytes: int
     weight_bytes: int
     created: int  # unix seconds
-    prefill_budget: int = 0  # prompt rows beside decodes, as found at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,19 +187,12 @@ class Stats:
     disk_runs_found: int = 0  # files of blocks or states that were brought back
     disk_runs_damaged: int = 0
     seated: tuple[tuple[str, int], ...] = ()  # running requests and their cached prompt tokens
-    progress: float = 0.0  # time.monotonic() of the last finished step or idle turn
 
 
 # The fields of Stats that are the whole process's.
 PROCESS = frozenset(
     "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays".split()
 ) | {"disk_bytes"}
-# The fields of Stats that are gauges; the others count.
-NOW = (
-    PROCESS
-    | frozenset("running waiting blocks_used blocks_cached blocks_free prompt_left states".split())
-    | {"step_seconds", "progress"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +301,10 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
     state: Any = None  # of recurrent layers, behind `computed`; the solo layout's own caches
     batch: Any = None  # the batch that `state` is a slice of
-    leader: "Sequence | None" = None  # the sibling choice whose prefill this one waits for
     deferred: int = 0  # plans in which shorter prefills went first
     rounds: int = 0
     drafted: int = 0
-    accepted: dict[str, int] = field(default_factory=dict)  # by source
+    accepted: Counter[str] = field(default_factory=Counter)  # by source
     reported_cached: int = 0  # `cached` of the first admission, for usage
     finish: Finish | None = None
     flight: "deque[Entry]" = field(default_factory=lambda: deque())  # submitted, not committed

@@ -94,7 +94,7 @@ def fleet(root: Path) -> ModelManager:
     made = ModelManager(members)
 
     def memory_check(name: str, held: int, freed: int) -> str:
-        staying = sum(m.engine is not None and m not in made._leaving for m in members)
+        staying = sum(m.engine is not None and not m.leaving for m in members)
         return "" if staying < BESIDE else "there is no room for another"
 
     made.memory_check = memory_check
@@ -153,7 +153,7 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
     """Raises AssertionError for a wrong answer and for what leaked."""
     seen = Seen()
     with tempfile.TemporaryDirectory() as root:
-        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64, guard=MemoryMonitor())
+        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64, monitor=MemoryMonitor())
         worker.launch()
         asyncio.run(churn(worker, seconds, seen, tell))
         stats = worker.stats()
@@ -165,7 +165,7 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
         for member in worker._manager.slots:
             if member.engine is not None:
                 member.engine.check()
-                pools = member.engine.scheduler.groups.pools
+                pools = member.engine.scheduler.kv.pools
                 assert not any(pool.used for pool in pools), "a block leaked"
         worker.stop()
     assert alive, "the engine died"

@@ -103,7 +103,7 @@ def test_conforms(name: str) -> None:
     # grows.
     assert tiny.settled(e)
     shared = SHARED // BLOCK * BLOCK if found.state_bytes else SHARED  # a state behind every block
-    assert e.counters["cached"] == (shared if found.sharing else 0)
+    assert e.counters["cached_tokens"] == (shared if found.sharing else 0)
     if found.state_bytes and found.rollback:
         e = engine(m, found)
         e.proposer = NoisyOracle({(r.prompt, 0): want[key] for key, r in requests.items()})

@@ -158,7 +158,7 @@ def test_batch(
     joins = {"fork": late, "exact": late + 5, "inside": late + 6, "one": 3}
     same(kind, drive(e, all_of, joins), all_of)
     if layout != "solo":
-        assert e.counters["cached"] > 3 * BLOCK
+        assert e.counters["cached_tokens"] > 3 * BLOCK
     assert drafted(e, name) or layout == "solo"
 
 
@@ -196,11 +196,11 @@ def test_hits(kind: str, name: str, temperature: float) -> None:
     all_of = equip(e, name, kind, all_of)
     same(kind, drive(e, all_of), all_of)
     for r in all_of.values():
-        before = e.counters["prompt"]
+        before = e.counters["prompt_tokens"]
         e.add(r)
         outputs = tiny.run(e)
         assert tiny.tokens(outputs, r.id) == truth(kind, r), r.id
-        assert e.counters["prompt"] - before == 1, r.id
+        assert e.counters["prompt_tokens"] - before == 1, r.id
         assert outputs[-1].cached == len(r.prompt) - 1
     assert drafted(e, name)
 
@@ -246,7 +246,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
             e.add(r)
         same(kind, tiers.finish(e, disk), asked)
         assert drafted(e, name) and disk.close(5)
-    assert disk.stats().hits > 0 and e.counters["cached"] >= 2 * 4 * BLOCK
+    assert disk.stats().hits > 0 and e.counters["cached_tokens"] >= 2 * 4 * BLOCK
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -287,7 +287,7 @@ def test_choices_share_their_prompt(name: str) -> None:
     assert [tiny.tokens(outputs, "r", i) for i in range(4)] == [
         truth("qwen3", r, i) for i in range(4)
     ]
-    assert e.counters["prompt"] == len(r.prompt) + 3  # one token each for the others
+    assert e.counters["prompt_tokens"] == len(r.prompt) + 3  # one token each for the others
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -9,10 +9,7 @@ from mlxspec.types import ModelInfo, Served, Stats
 
 INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
 SPECULATION = ("drafts", "depths", "parked_seconds")
-NONE = (
-    "progress",
-    "seated",
-)  # a clock's reading, which /health judges; requests, which the page shows
+NONE = ("seated",)  # requests, which the page shows
 
 
 def page(metrics: Metrics) -> dict[str, float]:

@@ -53,9 +53,9 @@ def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: in
         all_of,
     )
     assert drafted(e, name)
-    before = e.counters["prompt"]
+    before = e.counters["prompt_tokens"]
     same(kind, drive(e, all_of), all_of)
-    assert e.counters["prompt"] - before == len(all_of)
+    assert e.counters["prompt_tokens"] - before == len(all_of)
 
 
 @pytest.mark.parametrize("bits", BITS)

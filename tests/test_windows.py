@@ -37,7 +37,7 @@ class Held:
         ]
 
     def look(self, _: int) -> None:
-        pools = self.engine.scheduler.groups.pools
+        pools = self.engine.scheduler.kv.pools
         now = sum(pool.used * size for pool, size in zip(pools, self.sizes, strict=True))
         self.now = now or self.now
         self.most = max(self.most, self.now)

@@ -17,7 +17,7 @@ def attach(e: Engine, root: Path) -> DiskCache:
     tiny.run(e)
     e.reset()
     disk = DiskCache(root, "c0ffee00", 1 << 28)
-    e.tier = e.scheduler.tier = KVOffloader(disk, e.scheduler.groups, Transfer(e.runner))
+    e.offloader = e.scheduler.offloader = KVOffloader(disk, e.scheduler.kv, Transfer(e.runner))
     return disk
 
 
@@ -28,9 +28,12 @@ def finish(e: Engine, disk: DiskCache) -> list[Output]:
         outputs += e.step()
         e.check()
         if e.rests:
-            assert e.tier is not None
+            assert e.offloader is not None
             reads = [
-                read for restore in e.tier._restores.values() if restore for read in restore.reads
+                read
+                for restore in e.offloader._restores.values()
+                if restore
+                for read in restore.reads
             ]
             assert not wait(reads, 5).not_done
             assert disk.flush(5)

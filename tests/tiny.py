@@ -259,6 +259,17 @@ def request(
     return Request(name, tuple(prompt), n, Sampling(temperature=temperature, **kw), stop, choices)
 
 
+def check_sequences(s: Scheduler) -> None:
+    """Assert what must hold for sequences between steps."""
+    assert all(not seq.table and not seq.computed for seq in s.waiting), "waiting with blocks"
+    assert len(s.running) <= s.max_sequences
+    for seq in (*s.running, *s.waiting):
+        assert seq.finish is None, "an ended sequence is still listed"
+        assert seq.shared <= seq.prompt_len or seq.generated, "shared beyond the prompt"
+        assert seq.computed <= len(seq.table) * s.pool.block_size, "computed without a block"
+        assert seq.computed <= seq.known, "computed what does not exist"
+
+
 def settled(e: Engine) -> bool:
     """Whether no pool waits for a graph, which would grow and hold its inputs."""
     graph = io.StringIO()
@@ -276,6 +287,7 @@ def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0
         if e.busy:
             outputs += e.step()
             e.check()
+            check_sequences(e.scheduler)
             time.sleep(1e-3 * e.rests)  # it waits for the disk
         elif i >= last:
             break

@@ -31,12 +31,6 @@ class PrefillBudget:
             return self.fixed
         return int(self.shared if decoding else self.alone)
 
-    def calibrate(self, prefill: int, seconds: float) -> None:
-        """The first estimate, from a warm-up step of `prefill` rows that took `seconds`."""
-        rate = MARGIN * prefill / max(seconds, 1e-6)
-        self.alone = _bounded(rate * IDLE_GAP)
-        self.shared = _bounded(rate * self.gap)
-
     def learn(self, prefill: int, decoding: bool, seconds: float) -> None:
         """A step with `prefill` prompt rows took `seconds`. A fast step far below the budget says
         little; a slow one says that the budget is too large."""

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from mlxspec.cache.disk import DiskStats
 from mlxspec.cache.offload import KVOffloader
@@ -21,14 +20,10 @@ from mlxspec.model import meter
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import Accepted, Entry, InvalidRequest, Output, Request, Stats
+from mlxspec.types import Entry, Output, Request, Stats
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
-
-PROGRESS_S = 5.0  # between two log lines on the progress of prompts
-
-COUNTERS = ("steps", "rounds", "prompt", "cached", "generated")
 
 
 @dataclass(slots=True)
@@ -43,11 +38,9 @@ class SpecDecodeMetrics:
 
     def record(self, source: str, drafted: int, accepted: int) -> None:
         self.depths[drafted] += 1
-        self.drafted.update((source, i) for i in range(1, drafted + 1))
-        self.accepted.update((source, i) for i in range(1, accepted + 1))
-
-    def table(self) -> tuple[tuple[str, int, int, int], ...]:
-        return tuple((*key, n, self.accepted[key]) for key, n in self.drafted.items())
+        for position in range(1, drafted + 1):
+            self.drafted[source, position] += 1
+            self.accepted[source, position] += position <= accepted
 
 
 @dataclass(slots=True)
@@ -58,33 +51,26 @@ class Engine:
     runner: Runner
     scheduler: Scheduler
     proposer: Speculator = field(default_factory=NoSpeculation)
-    vocab: int = 0  # 0: token ids are not checked
-    tier: KVOffloader | None = None  # None: no disk cache
+    vocab: int = 0  # width of the logits
+    offloader: KVOffloader | None = None  # None: no disk cache
     trace: Callable[[str, int], None] = lambda event, step: None
-    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    counters: Counter[str] = field(default_factory=Counter)  # names in Stats
     drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0
     rests: bool = False  # nothing can be done until the disk is
-    guard: MemoryMonitor | None = None
+    monitor: MemoryMonitor | None = None
     stalls: HangDetector | None = None  # None: no kernel is in use
     in_flight: Step | None = None
-    _pressure: tuple[int, float] = (NORMAL, 0.0)  # level and time of the monitor's last reading
+    _pressure: int = NORMAL
+    _pressure_read: float = 0.0  # time of the monitor's last reading
     _disk_busy: bool = False  # the last step moved blocks to or from the disk, which took time
     _last_read: float = 0.0
-    _read_wait: float = 0.0  # seconds that the last read waited for the device
-    _reported: float = field(default_factory=time.monotonic)
-    _live: dict[Seq, None] = field(default_factory=dict)
+    _live: dict[Seq, None] = field(default_factory=dict)  # those that the drafters know
 
     # ---- requests ----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest where it can never run."""
-        biased = (token for token, _ in request.sampling.logit_bias)
-        ids = (*request.prompt, *request.prediction, *biased)
-        if self.vocab and not all(0 <= token < self.vocab for token in ids):
-            raise InvalidRequest(
-                f"a token id is outside the model's vocabulary of {self.vocab}; send ids below it"
-            )
+        """Queue a request. Raises InvalidRequest for a prompt without room for an answer."""
         self.scheduler.add(request)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:
@@ -101,7 +87,7 @@ class Engine:
     @property
     def active(self) -> bool:
         """Whether there is anything to do, if only for the disk."""
-        return self.busy or (self.tier is not None and self.tier.saving)
+        return self.busy or (self.offloader is not None and self.offloader.saving)
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -117,7 +103,8 @@ class Engine:
         plan = self.scheduler.plan(depths)
         self._begin_new(plan)
         self.proposer.draft(plan, previous)
-        plan, failed = self._apply_grammars(plan)
+        failed = self._fail(structured.mask(plan))
+        plan = [e for e in plan if e.seq.finish is None]
         self.runner.copy_blocks(self.scheduler.copies)
         self.scheduler.copies.clear()
         if plan:
@@ -132,7 +119,9 @@ class Engine:
             # meanwhile go before the next one.
             outputs += self._finish(self.in_flight)
         outputs += failed
-        self._housekeeping(idle=not (plan or outputs))
+        self._end_finished()
+        self._disk_busy = self.offloader is not None and self.offloader.poll()
+        self.rests = not (plan or outputs or self._disk_busy)
         return outputs
 
     def _needs_sync(self) -> bool:
@@ -143,137 +132,119 @@ class Engine:
             return True
         return self.proposer.needs_sync(running)
 
+    def _submitted(self, step: Step, began: float, previous: Step | None) -> None:
+        self.counters["steps"] += 1
+        step.number = self.counters["steps"]
+        step.began = began
+        step.overlaps = previous is not None
+        self.scheduler.submitted(step.plan)
+        self.trace("submit", step.number)
+
     def _finish(self, step: Step) -> list[Output]:
         """Read a submitted step: accept, commit, observe."""
         if step is self.in_flight:
             self.in_flight = None
-        results = self._read(step)
+        began = time.perf_counter()
+        results = step.read()
+        self.trace("read", step.number)
+        self._learn_time(step, time.perf_counter() - began)
         accepted = [accept(e, *new) for e, new in zip(step.plan, results, strict=True)]
         pairs = list(zip(step.plan, accepted, strict=True))
         self.runner.rollback(step.plan, [e.count + new.drafts for e, new in pairs])
-        self._count(pairs)
+        for e, new in pairs:
+            self._count(e, new.drafts)
         failures = structured.advance(pairs)
         outputs = self.scheduler.commit(step.plan, accepted)
-        self.counters["generated"] += sum(len(o.tokens) for o in outputs)
-        outputs += [self.scheduler.fail(seq, why) for seq, why in failures if seq.finish is None]
+        self.counters["generated_tokens"] += sum(len(o.tokens) for o in outputs)
+        outputs += self._fail(failures)
         self.proposer.observe(step, accepted, self.step_seconds)
         return outputs
 
-    def _read(self, step: Step) -> list[tuple[list[int], list[Any]]]:
-        """Wait for a step, and learn from its time."""
-        began = time.perf_counter()
-        results = step.read()
+    def _fail(self, failures: structured.Failures) -> list[Output]:
+        """End the choices whose grammars failed."""
+        return [
+            self.scheduler.end(seq, "error", why) for seq, why in failures if seq.finish is None
+        ]
+
+    def _count(self, e: Entry, drafts: int) -> None:
+        if e.samples and e.seq.finish is None:
+            self.counters["rounds"] += 1
+            self.drafts.record(e.draft.source, len(e.draft), drafts)
+        self.counters["prompt_tokens"] += max(0, min(e.count, e.seq.prompt_len - e.start))
+
+    def _learn_time(self, step: Step, waited: float) -> None:
+        """A step lasts from the later of its beginning and the read before it to its own read, for
+        which the host `waited` seconds."""
         now = time.perf_counter()
-        self.trace("read", step.number)
-        self._read_wait = now - began
-        self._learn_time(step, now)
-        return results
-
-    def _apply_grammars(self, plan: list[Entry]) -> tuple[list[Entry], list[Output]]:
-        """Mask the sampled rows and cut the drafts of sequences under a grammar."""
-        outputs = []
-        for seq, why in structured.mask(plan):
-            outputs.append(self.scheduler.fail(seq, why))
-            plan = [e for e in plan if e.seq is not seq]
-        return plan, outputs
-
-    def _submitted(self, step: Step, began: float, previous: Step | None) -> None:
-        self.counters["steps"] += 1
-        step.number, step.began, step.overlaps = self.counters["steps"], began, previous is not None
-        self.scheduler.submitted(step.plan)
-        self.trace("submit", step.number)
-
-    def _count(self, pairs: Iterable[tuple[Entry, Accepted]]) -> None:
-        for e, new in pairs:
-            if e.samples and e.seq.finish is None:
-                self.counters["rounds"] += 1
-                self.drafts.record(e.draft.source, len(e.draft), new.drafts)
-            self.counters["prompt"] += max(0, min(e.start + e.count, e.seq.prompt_len) - e.start)
-
-    def _learn_time(self, step: Step, now: float) -> None:
-        """A step lasts from the later of its beginning and the read before it to its own read."""
         self.step_seconds = now - max(step.began, self._last_read)
         self._last_read = now
         if self._disk_busy:  # its time says nothing about the next one's
             self.step_seconds = 0.0
             return
-        prefill = sum(e.count for e in step.plan if e.count > 1)
+        prefill = _prompt_rows(step)
         decoding = any(e.count == 1 for e in step.plan)
-        self._watch_for_hang(step, prefill)
+        if self.stalls and not prefill and self._pressure == NORMAL:
+            self._watch_for_hang(self.stalls, step, waited)
         self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.drafts.parked += self.step_seconds
 
-    def _watch_for_hang(self, step: Step, prefill: int) -> None:
-        """Report a step whose time is the kernels': without prompts in it or in the step built
-        meanwhile, and while memory is not short."""
-        if self.stalls is None or prefill or (self.guard and self.guard.poll() > NORMAL):
-            return
-        beside = self.in_flight  # was built while this one ran
-        if beside and any(e.count > 1 for e in beside.plan):
-            return
-        held = beside.submit_seconds if beside else 0.0
-        if not step.overlaps:
-            held += step.submit_seconds
+    def _watch_for_hang(self, stalls: HangDetector, step: Step, waited: float) -> None:
+        """Report a step whose time is the kernels': without prompts in the step that was built
+        while it ran. A device that lags far behind is waited for when submitting, too."""
         rows = sum(e.rows for e in step.plan)
-        beside_rows = sum(e.rows for e in beside.plan) if beside else 0
-        self.stalls.took(rows, self.step_seconds, self._read_wait + held, beside_rows)
+        if not step.overlaps:
+            waited += step.submit_seconds
+        beside_rows = 0
+        if beside := self.in_flight:
+            if _prompt_rows(beside):
+                return
+            waited += beside.submit_seconds
+            beside_rows = sum(e.rows for e in beside.plan)
+        stalls.took(rows, self.step_seconds, waited, beside_rows)
 
     def _begin_new(self, plan: Iterable[Entry]) -> None:
         for e in plan:
             if e.seq not in self._live:
                 self._live[e.seq] = None
-                self.counters["cached"] += e.seq.reported_cached
+                self.counters["cached_tokens"] += e.seq.reported_cached
                 self.proposer.begin(e.seq)
 
     def _end_finished(self) -> None:
-        for seq in [s for s in self._live if s.finish is not None and not s.flight]:
-            del self._live[seq]
-            self.proposer.end(seq)
+        for seq in list(self._live):
+            if seq.finish is not None and not seq.flight:
+                del self._live[seq]
+                self.proposer.end(seq)
 
     # ---- housekeeping ------------------------------------------------------------------------
 
-    def _housekeeping(self, idle: bool) -> None:
-        self._end_finished()
-        self._report_progress()
-        self._disk_busy = self.tier is not None and self.tier.poll()
-        self.rests = idle and not self._disk_busy
-
     def poll_memory(self) -> None:
         """Read the memory pressure and give memory back where it is high. Once a step, and idle."""
-        if self.guard is None:
+        if self.monitor is None:
             return
-        level, (before, read) = self.guard.poll(), self._pressure
-        if level > NORMAL and self.guard.read != read:
+        level, read = self.monitor.poll(), self.monitor.read
+        kv = self.scheduler.kv
+        if level > NORMAL and read != self._pressure_read:
             meter.trim()
-        if level > before:
-            evicted = self.scheduler.groups.evict_cached()
+        if level > self._pressure:
+            evicted = kv.evict_cached()
             log.info("memory pressure: evicted %d cached blocks and all recurrent states", evicted)
-        self.scheduler.short, self._pressure = level > NORMAL, (level, self.guard.read)
-        if level != before:
-            for pool in self.scheduler.groups.pools:
+        if level != self._pressure:
+            self.scheduler.short = level > NORMAL
+            for pool in kv.pools:
                 pool.save_memory = level > NORMAL
-
-    def _report_progress(self) -> None:
-        """Log how far long prompts have been read."""
-        now = time.monotonic()
-        if now - self._reported < PROGRESS_S:
-            return
-        self._reported = now
-        for seq in self.scheduler.running:
-            if left := _unread(seq):
-                done = seq.prompt_len - left
-                log.info("%s: %d of %d prompt tokens read", seq.request.id, done, seq.prompt_len)
+        self._pressure, self._pressure_read = level, read
 
     def close(self, seconds: float) -> None:
         """No step will follow: let the disk finish, for at most so many seconds."""
-        if self.tier is not None:
-            self.tier.close(seconds)
+        if self.offloader is not None:
+            self.offloader.close(seconds)
 
     def reset(self) -> None:
         """Clear the prefix cache, the drafters' memory and the counters of an idle engine."""
-        self.scheduler.groups.evict_cached()
-        self.counters, self.drafts = dict.fromkeys(COUNTERS, 0), SpecDecodeMetrics()
+        self.scheduler.kv.evict_cached()
+        self.counters.clear()
+        self.drafts = SpecDecodeMetrics()
         self.proposer.clear()
 
     def check(self) -> None:
@@ -281,30 +252,25 @@ class Engine:
         self.scheduler.check()
 
     def stats(self) -> Stats:
-        """A snapshot. The caller adds `progress` and `disk_bytes`, which are not of one model."""
-        scheduler, pool, count = self.scheduler, self.scheduler.pool, self.counters
-        used, cached = pool.used, len(pool.idle)
-        disk = self.tier.disk.stats() if self.tier is not None else DiskStats()
-        states = scheduler.groups.states
+        """A snapshot; the process's part is the ModelManager's."""
+        scheduler, drafts = self.scheduler, self.drafts
+        pool, states = scheduler.pool, scheduler.kv.states
+        disk = self.offloader.disk.stats() if self.offloader else DiskStats()
+        drafted = [(*key, n, drafts.accepted[key]) for key, n in drafts.drafted.items()]
         return Stats(
+            **self.counters,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            blocks_used=used,
-            blocks_cached=cached,
-            blocks_free=pool.size - 1 - used - cached,
-            steps=count["steps"],
-            rounds=count["rounds"],
-            prompt_tokens=count["prompt"],
+            blocks_used=pool.used,
+            blocks_cached=len(pool.idle),
+            blocks_free=pool.size - 1 - pool.used - len(pool.idle),
             prompt_left=sum(map(_unread, (*scheduler.running, *scheduler.waiting))),
-            cached_tokens=count["cached"],
-            generated_tokens=count["generated"],
-            drafts=self.drafts.table(),
-            depths=tuple(sorted(self.drafts.depths.items())),
-            parked_seconds=self.drafts.parked,
+            drafts=tuple(drafted),
+            depths=tuple(sorted(drafts.depths.items())),
+            parked_seconds=drafts.parked,
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
-            **of_process(self.guard),
-            states=0 if states is None else len(states),
+            states=len(states) if states else 0,
             disk_read_bytes=disk.read,
             disk_written_bytes=disk.written,
             disk_runs_found=disk.hits,
@@ -313,18 +279,10 @@ class Engine:
         )
 
 
+def _prompt_rows(step: Step) -> int:
+    return sum(e.count for e in step.plan if e.count > 1)
+
+
 def _unread(seq: Seq) -> int:
     """Prompt tokens that are not computed yet."""
     return 0 if seq.generated else max(0, seq.prompt_len - seq.computed)
-
-
-def of_process(guard: MemoryMonitor | None) -> dict[str, Any]:
-    """The part of Stats that is the process's, whether a model is loaded or not."""
-    active, spare = meter.held()
-    return dict(
-        memory_pressure=guard.level if guard else NORMAL,
-        footprint_bytes=guard.footprint if guard else 0,
-        mlx_active_bytes=active,
-        mlx_cache_bytes=spare,
-        live_arrays=meter.arrays(),
-    )

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,8 +23,7 @@ from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use
-from mlxspec.files import format_size
+from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use, versions
 from mlxspec.kernels.verify import (
     AT_START_S,
     TUNING_S,
@@ -60,7 +58,7 @@ from mlxspec.types import ModelInfo, Request, Sampling, UnsupportedModel
 log = logging.getLogger("mlxspec")
 
 KERNELS_DIR = "kernels"  # in the cache directory: what was found out about kernels
-WARM_ROWS = 64  # of a warm-up prompt: enough to measure what a row costs
+WARM_ROWS = 64  # of a warm-up prompt
 
 
 def load_engine(
@@ -92,6 +90,7 @@ def load_engine(
     # Choose the layout, as an earlier start did, and the kernels.
     file = cache_file(path, config)
     cache = None if remeasure else WarmupCache.load(file)
+    fresh = cache is None
     if cache is None:
         try:
             cache = WarmupCache(layout=find_layout(models[0], config.layout, config.kv_bits))
@@ -106,12 +105,14 @@ def load_engine(
     identity = _identity(path, layout, plan, config)
     engine = _build(models[0], layout, plan, context, identity, config)
     engine.stalls = stalls
-    _warm_up(engine, cache)
+    _warm_up(engine, fresh)
     if config.speculate == "on":
         _speculate(engine, cache, small, remeasure)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
-        _outlive(engine, DiskCache(prompts_of(config), identity, config.disk_bytes, name), config)
+        disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
+        offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
+        engine.offloader = engine.scheduler.offloader = offloader
 
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
     return engine, _report(engine.scheduler, name, layout, plan, context)
@@ -136,7 +137,6 @@ def _report(
         kv_blocks=plan.blocks,
         kv_bytes=plan.cache_bytes,
         weight_bytes=plan.weights,
-        prefill_budget=scheduler.pace.rows(decoding=True),
         created=int(time.time()),
     )
 
@@ -173,9 +173,7 @@ def _verify_kernels(cases: Sequence[Case], config: Config, remeasure: bool) -> H
 
 def _identity(path: Path, layout: LayoutChoice, plan: MemoryPlan, config: Config) -> str:
     """A hash of everything that the content of a KV block depends on, beside its tokens."""
-    facts = {
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
+    facts = versions() | {
         "layout": layout.layout,
         "bits": str(layout.kv_bits),
         "block": str(config.block_size),
@@ -204,10 +202,10 @@ def _build(
     if layout.state_bytes:
         states = StateCache(plan.snapshots, plan.snapshot_stride, recurrent.own)
     windows = [Window(tokens, pool(blocks)) for tokens, blocks in plan.windows.items()]
-    groups = KVCacheManager(pool(plan.blocks), windows, states)
-    runner.grow_on_demand(lambda: [pool.highest for pool in groups.pools])
+    kv = KVCacheManager(pool(plan.blocks), windows, states)
+    runner.grow_on_demand(lambda: [pool.highest for pool in kv.pools])
     scheduler = Scheduler(
-        groups,
+        kv,
         context=context,
         max_sequences=min(config.max_sequences, plan.sequences),
         pace=PrefillBudget(config.decode_gap_ms / 1000, config.prefill_budget),
@@ -217,23 +215,23 @@ def _build(
     return Engine(runner, scheduler, vocab=layout.vocab)
 
 
-def _warm_up(engine: Engine, cache: WarmupCache) -> None:
+def _warm_up(engine: Engine, fresh: bool) -> None:
     """Run short requests through the real pools, which allocates them and compiles what is compiled
-    lazily. At the first start of a model, also measure the slowest step and check that steps write
-    the pools in place; later a single row is enough."""
-    scheduler = engine.scheduler
-    if scheduler.limit < 2:
+    lazily. At the first start of a model also check that steps write the pools in place; later a
+    single row is enough."""
+    scheduler, limit = engine.scheduler, engine.scheduler.limit
+    if limit < 2:
         raise UnsupportedModel(
-            f"a context of {scheduler.limit} tokens has no room for an answer; raise --context"
+            f"a context of {limit} tokens has no room for an answer; raise --context or --kv-blocks"
         )
-    rows = min(WARM_ROWS, scheduler.limit - 1)
-    if cache.slowest:
+    pace, scheduler.pace = scheduler.pace, PrefillBudget()  # learns nothing from compiling
+    if not fresh:
         _run(engine, (1,), 1, 1)
     else:
-        places = set()
+        rows, places = min(WARM_ROWS, limit - 1), set()
         # With odd and even numbers of steps: two buffers in turn are back in place after two.
         for numbers, tokens in (((1, 2), 4), ((3, 4), 4), ((5, 6), 3)):
-            cache.slowest = _run(engine, numbers, rows, tokens)
+            _run(engine, numbers, rows, tokens)
             sizes = tuple(engine.runner.view.held.values())
             places.add((sizes, engine.runner.addresses()))
         if len({sizes for sizes, _ in places}) < len(places):  # a grown pool may have moved
@@ -241,21 +239,17 @@ def _warm_up(engine: Engine, cache: WarmupCache) -> None:
                 "MLX copies the KV pool in each step instead of writing in place: answers are right"
                 " but slow; please report it"
             )
-    scheduler.pace.calibrate(2 * rows, cache.slowest)
+    scheduler.pace = pace
     engine.reset()
 
 
-def _run(engine: Engine, numbers: Sequence[int], rows: int, tokens: int) -> float:
-    """Serve a prompt of `rows` tokens for each number. Returns seconds of the slowest step."""
-    most = min(tokens, engine.scheduler.limit - rows)
+def _run(engine: Engine, numbers: Sequence[int], rows: int, tokens: int) -> None:
+    """Serve a prompt of `rows` tokens for each number."""
     for number in numbers:
         prompt = tuple((number + at) % engine.vocab for at in range(rows))
-        engine.add(Request(f"warm-up {number}", prompt, most, Sampling(seed=1)))
-    slowest = 0.0
+        engine.add(Request(f"warm-up {number}", prompt, tokens, Sampling(seed=1)))
     while engine.busy:
         engine.step()
-        slowest = max(slowest, engine.step_seconds)
-    return slowest
 
 
 def _speculate(
@@ -294,13 +288,4 @@ def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftMo
     )
     runner.grow_on_demand(lambda: [pool.highest])
     seconds = one_row(runner, table)
-    log.info("the draft model takes %.1f ms a token", seconds * 1e3)
     return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)
-
-
-def _outlive(engine: Engine, disk: DiskCache, config: Config) -> None:
-    """Keep blocks on disk, where they outlive the process."""
-    groups = engine.scheduler.groups
-    engine.tier = engine.scheduler.tier = KVOffloader(disk, groups, Transfer(engine.runner))
-    held, most = format_size(disk.stats().bytes), format_size(config.disk_bytes)
-    log.info("prompt cache: %s of %s in %s", held, most, prompts_of(config))

@@ -5,13 +5,11 @@ tell is estimated conservatively and logged once.
 """
 
 import ctypes
-import logging
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +19,7 @@ from mlxspec.cache.prefix import Window
 from mlxspec.config import Config
 from mlxspec.engine.budget import MAX_ROWS
 from mlxspec.files import format_size
-from mlxspec.types import MAX_DEPTH, OutOfMemory, UnsupportedModel
-
-log = logging.getLogger("mlxspec")
+from mlxspec.types import MAX_DEPTH, OutOfMemory
 
 CACHE_SHARE = 0.5  # of the memory beside weights and headroom; the rest stays free for the user
 CONTEXTS = 4  # full contexts that the KV pool holds at most
@@ -52,43 +48,29 @@ CacheSizes = tuple[int, tuple[tuple[int, int], ...], int]
 # ---- the machine
 
 
-def sysctl(name: str) -> int | None:
-    """A number from the macOS kernel, 4 or 8 bytes wide; None if it has none of that name."""
+def sysctl(name: str) -> int:
+    """A number from the macOS kernel, 4 or 8 bytes wide; 0 if it has none of that name."""
     value, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
     target = ctypes.byref(value), ctypes.byref(size)
-    try:
-        failed = LIBC.sysctlbyname(name.encode(), *target, None, ctypes.c_size_t(0))
-    except (AttributeError, OSError):
-        return None
-    return None if failed else value.value
+    LIBC.sysctlbyname(name.encode(), *target, None, ctypes.c_size_t(0))
+    return value.value
 
 
 def total() -> int:
     """Bytes of memory of this machine."""
-    found = sysctl("hw.memsize") if DARWIN else None
+    found = sysctl("hw.memsize") if DARWIN else 0
     return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def free() -> int | None:
-    """Bytes that are available without swapping; None if unknown.
-
-    On macOS free, file-backed and purgeable pages; on Linux MemAvailable.
-    """
-    if not DARWIN:
-        return _proc_table("meminfo").get("MemAvailable")
-    page_size, *counts = (sysctl(name) for name in ("vm.pagesize", *FREE_PAGES))
-    if page_size is None or None in counts:
-        return None
-    return page_size * sum(count or 0 for count in counts)
-
-
 def available() -> int:
-    """`free()`, or if that is unknown three quarters of the machine minus this process."""
-    found = free()
-    if found is None:
-        _warn_once("free memory is unknown: three quarters are assumed; --memory-gb sets it")
-        found = total() * 3 // 4 - footprint()
-    return max(0, found)
+    """Bytes that are available without swapping: on macOS free, file-backed and purgeable pages, on
+    Linux MemAvailable. If unknown, three quarters of the machine minus this process."""
+    if DARWIN:
+        pages = sum(sysctl(name) for name in FREE_PAGES)
+        found = sysctl("vm.pagesize") * pages
+    else:
+        found = _proc_table("meminfo").get("MemAvailable", 0)
+    return found or max(0, total() * 3 // 4 - footprint())
 
 
 def footprint() -> int:
@@ -97,20 +79,12 @@ def footprint() -> int:
     On macOS phys_footprint, which includes Metal's buffers; on Linux anonymous, shared and swapped
     pages.
     """
-    found = 0
     if DARWIN:
         usage = (ctypes.c_uint64 * 64)()  # rusage_info_v4 has 37 words; later versions only append
-        try:
-            if not LIBC.proc_pid_rusage(os.getpid(), RUSAGE_INFO_V4, ctypes.byref(usage)):
-                found = usage[FOOTPRINT]
-        except (AttributeError, OSError):
-            pass
-    else:
-        status = _proc_table("self/status")
-        found = sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
-    if not found:
-        _warn_once("the memory of this process is unknown: it is not watched")
-    return found
+        LIBC.proc_pid_rusage(os.getpid(), RUSAGE_INFO_V4, ctypes.byref(usage))
+        return usage[FOOTPRINT]
+    status = _proc_table("self/status")
+    return sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
 
 
 def headroom() -> int:
@@ -118,23 +92,13 @@ def headroom() -> int:
     return max(HEADROOM, total() // HEADROOM_PART)
 
 
-def read_text(path: Path) -> str:
-    """A procfs file; "" if missing."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _proc_table(name: str) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes."""
-    rows = re.findall(r"^(\w+):\s+(\d+) kB", read_text(PROC / name), re.M)
+    """The sizes in a file of /proc, in bytes; none if it is missing."""
+    path = PROC / name
+    if not path.exists():
+        return {}
+    rows = re.findall(r"^(\w+):\s+(\d+) kB", path.read_text(), re.M)
     return {key: int(size) << 10 for key, size in rows}
-
-
-@cache
-def _warn_once(message: str) -> None:
-    log.warning("%s", message)
 
 
 # ---- the plan for one model
@@ -177,34 +141,34 @@ def make_plan(
     `share` is this model's part of the memory for caches, which one sequence may exceed. Raises
     OutOfMemory with what is needed, what is free and what would fit.
     """
-    if config.kv_blocks == 1:
-        raise UnsupportedModel("kv_blocks = 1: one block is padding; give 2 or more, or 0")
     _, local, state_bytes = caches[0]
     windows = {window: size for window, size in local if window < context}
     token_bytes = sum(size + sum(each for _, each in local) for size, local, _ in caches)
     token_bytes -= sum(windows.values())
     pools = _pools(config, context, token_bytes, windows, state_bytes)
     held = weights + (DISK_BUFFERS if config.disk_bytes else 0)
-    budget = free - held - headroom()
-    counts = [pool.most for pool in pools]
-    if not config.kv_blocks:
-        budget = int(budget * CACHE_SHARE)
-        counts = [pool.least for pool in pools]
-    needed = _size(pools, counts)
-    if needed > budget:
-        raise _too_large(config, held, pools, needed, free, budget)
-    if not config.kv_blocks:
-        counts = _divide(pools, max(needed, int(budget * share)))
-        for window, blocks in zip(windows, counts[1:], strict=False):
-            one, two = (_window_blocks(window, config, n) for n in (1, 2))
-            counts[-2] = min(counts[-2], max(1, 1 + (blocks - one) // (two - one)))
+    part = 1.0 if config.kv_blocks else CACHE_SHARE
+    budget = int((free - held - headroom()) * part)
+    least = sum(pool.unit * pool.least for pool in pools)
+    if least > budget:
+        raise _too_large(config, held, int(least / part), free)
+    wanted = max(1, sum(pool.unit * pool.most for pool in pools) - least)
+    rest = min(max(0, int(budget * share) - least), wanted)
+    counts = []
+    for pool in pools:
+        more = pool.most - pool.least
+        counts.append(pool.least + (more * rest // wanted if pool.unit else more))
     blocks, *window_blocks, sequences, snapshots = counts
+    for window, held_blocks in zip(windows, window_blocks, strict=True):
+        one, two = (_window_blocks(window, config, n) for n in (1, 2))
+        sequences = max(1, min(sequences, 1 + (held_blocks - one) // (two - one)))
+    counts[-2] = sequences
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
     by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
     return MemoryPlan(
         weights,
-        _size(pools, counts),
+        sum(pool.unit * count for pool, count in zip(pools, counts, strict=True)),
         blocks,
         dict(zip(windows, window_blocks, strict=True)),
         sequences,
@@ -227,7 +191,10 @@ def _pools(
         pools.append(Pool(window_bytes * size, min(one, full), min(2 * every, most)))
     by_size = token_bytes * size * most // STATE_PART // max(1, state_bytes)
     snapshots = max(SNAPSHOTS * sequences, min(by_size, MOST_SNAPSHOTS))
-    return [*pools, Pool(STATES * state_bytes, 1, sequences), Pool(state_bytes, 0, snapshots)]
+    pools += [Pool(STATES * state_bytes, 1, sequences), Pool(state_bytes, 0, snapshots)]
+    if config.kv_blocks:
+        pools = [pool._replace(least=pool.most) for pool in pools]
+    return pools
 
 
 def _window_blocks(window: int, config: Config, sequences: int) -> int:
@@ -236,37 +203,16 @@ def _window_blocks(window: int, config: Config, sequences: int) -> int:
     return Window.min_blocks(window, config.block_size, sequences, chunk, MAX_DEPTH)
 
 
-def _divide(pools: Sequence[Pool], budget: int) -> list[int]:
-    """Units of each pool that fit into `budget` bytes."""
-    least = _size(pools, [pool.least for pool in pools])
-    wanted = max(1, _size(pools, [pool.most for pool in pools]) - least)
-    rest = min(budget - least, wanted)
-    return [p.least + (p.most - p.least) * rest // wanted if p.unit else p.most for p in pools]
-
-
-def _size(pools: Sequence[Pool], counts: Sequence[int]) -> int:
-    return sum(pool.unit * count for pool, count in zip(pools, counts, strict=True))
-
-
-def _too_large(
-    config: Config, weights: int, pools: Sequence[Pool], size: int, free: int, budget: int
-) -> OutOfMemory:
-    """That caches of `size` bytes exceed `budget`; with size 0 the weights alone are too large."""
-    needed, unit = size, pools[0].unit
-    what = f"{format_size(weights)} for weights and {format_size(headroom())} of headroom"
-    where, fix = f"free of {format_size(total())}", "close programs, or set --memory-gb"
+def _too_large(config: Config, weights: int, caches: int, free: int) -> OutOfMemory:
+    """That weights and caches of at least so many bytes exceed `free`."""
+    fix, where = "close programs", f"free of {format_size(total())}"
     if config.memory_gb:
-        where, fix = "left of --memory-gb", "raise --memory-gb"
-    if size and config.kv_blocks:
-        what += f", and {format_size(size)} for --kv-blocks {config.kv_blocks}"
-        fix += "; leave out --kv-blocks"
-    elif size:
-        needed = int(size / CACHE_SHARE)
-        what += f", and twice {format_size(size)} for the cache of one sequence"
-        fix += "; set --kv-bits or a lower --context"
-        if unit and (blocks := (budget - size) // unit + pools[0].least - 1) > 0:
-            fix += f"; --context {blocks * config.block_size} fits"
+        fix, where = "raise --memory-gb", "left of --memory-gb"
+    if config.kv_blocks:
+        fix += ", leave out --kv-blocks"
     return OutOfMemory(
-        f"the model does not fit: it needs {what}, but {format_size(free)} are {where}; {fix}",
-        need=weights + headroom() + needed,
+        f"the model does not fit: it needs {format_size(weights)} for weights,"
+        f" {format_size(headroom())} of headroom and {format_size(caches)} for caches, but"
+        f" {format_size(free)} are {where}; {fix}, set --kv-bits or a lower --context",
+        need=weights + headroom() + caches,
     )

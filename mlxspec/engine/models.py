@@ -10,17 +10,17 @@ import logging
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlxspec.engine.engine import Engine, SpecDecodeMetrics, of_process
-from mlxspec.engine.pressure import MemoryMonitor
+from mlxspec.engine.engine import Engine, SpecDecodeMetrics
+from mlxspec.engine.pressure import NORMAL, MemoryMonitor
+from mlxspec.model import meter
 from mlxspec.types import (
-    NOW,
     Finish,
     ModelInfo,
     OutOfMemory,
@@ -30,13 +30,12 @@ from mlxspec.types import (
     Stats,
     UserError,
     line_of,
-    too_long,
 )
 
 log = logging.getLogger("mlxspec")
 
-CLOSE_S = 5.0  # for the disk, before the process ends
-UNLOAD_S = 1.0  # for the disk, while other models wait
+CLOSE_S = 2.0  # for a model's disk cache, before the process ends
+UNLOAD_S = 0.5  # likewise, while other models wait
 RETRY_S = 10.0  # for which requests do not repeat a failed load
 LOADING_BYTES = 1 << 62  # expected of a load, whose size is known when it is done
 UNKNOWN = ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0)
@@ -49,17 +48,19 @@ MemoryCheck = Callable[[str, int, int], str]
 
 @dataclass(frozen=True, slots=True)
 class LoadCommand:
-    """Load a model, and pin or unpin it unless `pin` is None; or unload it."""
+    """Load a model, and pin or unpin it unless `pin` is None; or unload it. Answered by one output,
+    with finish "stop" or "error"."""
 
     id: str
     model: str
     load: bool
     pin: bool | None = None
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request, or one choice of it."""
+    """End a request, or one choice of it; or a command that waits."""
 
     id: str
     index: int | None = None
@@ -76,8 +77,10 @@ class ModelSlot:
     info: ModelInfo = UNKNOWN  # estimated from the files until the first load
     pinned: bool = False
     engine: Engine | None = None
+    leaving: bool = False  # unloaded when it is idle, for the order that waits first
     last_stats: Stats = field(default_factory=Stats)  # before the last unload
-    counters: tuple[dict[str, int], SpecDecodeMetrics] | None = None  # the next load continues them
+    counters: Counter[str] = field(default_factory=Counter)  # of all loads, like `drafts`
+    drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     used: float = 0.0  # time of its last work
     loads: int = 0
     need: int = 0  # bytes that the last load lacked
@@ -93,9 +96,6 @@ class ModelSlot:
     def nbytes(self) -> int:
         return self.info.weight_bytes + self.info.kv_bytes if self.engine is not None else 0
 
-    def stats(self) -> Stats:
-        return self.last_stats if self.engine is None else self.engine.stats()
-
 
 @dataclass(slots=True, eq=False)
 class ModelManager:
@@ -109,14 +109,11 @@ class ModelManager:
     memory_check: MemoryCheck = lambda name, held, freed: ""
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    guard: MemoryMonitor | None = None
+    monitor: MemoryMonitor | None = None
     lazy: bool = False
     models: dict[str, ModelSlot] = field(default_factory=dict)
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
-    answered: list[tuple[str, str]] = field(default_factory=list)  # command ids, each with an error
     _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
-    _leaving: list[ModelSlot] = field(default_factory=list)  # to be unloaded for the first
-    _announced: bool = False  # a snapshot has shown that model as loading
     _disk_bytes: int = 0
     _turns: deque[ModelSlot] = field(default_factory=deque)
 
@@ -136,15 +133,15 @@ class ModelManager:
 
     @property
     def waits_for_disk(self) -> bool:
-        """Whether a step would do nothing until the disk has answered."""
-        active = [engine for engine in self._engines() if engine.active]
-        return bool(active) and not self._waiting and all(engine.rests for engine in active)
+        """Whether a step of a busy manager would do nothing until the disk has answered."""
+        engines = self._engines()
+        return not self._waiting and all(engine.rests for engine in engines if engine.active)
 
     def close(self) -> None:
         """Drop all models; the thread ends."""
         for slot in self.slots:
             if slot.engine is not None:
-                slot.engine.close(CLOSE_S / len(self.slots))
+                slot.engine.close(CLOSE_S)
                 slot.engine = None
 
     def poll(self) -> None:
@@ -153,22 +150,33 @@ class ModelManager:
             engine.check()
             engine.poll_memory()
 
-    def snapshot(self, progress: float) -> dict[str, Served]:
+    def snapshot(self) -> dict[str, Served]:
         """All models by name, the default first."""
         for engine in self._engines():
-            if engine.tier is not None:  # all share one directory
-                self._disk_bytes = engine.tier.disk.stats().bytes
-                break
-        served = {}
+            if engine.offloader is not None:  # all share one directory
+                self._disk_bytes = engine.offloader.disk.stats().bytes
+        active, cached = meter.held()
+        process: dict[str, Any] = dict(
+            disk_bytes=self._disk_bytes,
+            memory_pressure=self.monitor.level if self.monitor else NORMAL,
+            footprint_bytes=self.monitor.footprint if self.monitor else 0,
+            mlx_active_bytes=active,
+            mlx_cache_bytes=cached,
+            live_arrays=meter.arrays(),
+        )
         coming = self._slot(self._waiting[0]) if self._waiting else None
+        served = {}
         for name, slot in self.models.items():
-            stats = replace(slot.stats(), progress=progress, disk_bytes=self._disk_bytes)
             status: Literal["loaded", "loading", "unloaded"] = "loaded"
-            if slot.engine is None:
-                stats = replace(stats, **of_process(self.guard))
+            stats = slot.last_stats
+            if slot.engine is not None:
+                stats = slot.engine.stats()
+            else:
                 status = "loading" if slot is coming else "unloaded"
-            pinned, error = slot.pinned, slot.error
-            served[name] = Served(slot.info, status, stats, pinned, slot.loads, error, slot.used)
+            stats = replace(stats, **process)
+            served[name] = Served(
+                slot.info, status, stats, slot.pinned, slot.loads, slot.error, slot.used
+            )
         return served
 
     # ---- orders
@@ -177,23 +185,21 @@ class ModelManager:
         """Start an order, or queue it until its model is loaded."""
         if isinstance(order, Abort):
             return self._abort(order)
-        first = not self._waiting
         outputs = self._dispatch(order)
-        if first:
+        if len(self._waiting) == 1:
             outputs += self._plan()
         return outputs
 
     def _dispatch(self, order: Request | LoadCommand) -> list[Output]:
         slot = self._slot(order)
-        ready = slot.engine is not None and slot not in self._leaving
-        if isinstance(order, Request):
-            if ready:
-                return self._add(slot, order)
-            if self.clock() - slot.failed < RETRY_S:
-                return _finish(order, "error", error=slot.error, fault="model")
-        elif ready if order.load else slot.engine is None:
-            self._answer(order)
-            return []
+        ready = slot.engine is not None and not slot.leaving
+        if isinstance(order, LoadCommand):
+            if ready if order.load else slot.engine is None:
+                return self._done(order)
+        elif ready:
+            return self._add(slot, order)
+        elif self.clock() - slot.failed < RETRY_S:
+            return _finish(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
         return []
 
@@ -204,62 +210,64 @@ class ModelManager:
         """Hand a request to its engine; the limits known before the load may have been wrong."""
         assert slot.engine is not None
         slot.used = self.clock()
-        room = slot.info.context - len(request.prompt)
         if request.grammar and request.masks not in (0, slot.info.vocab):
             why = f"the vocabulary of {slot.info.name} was unknown; send the request again"
             return _finish(request, "error", error=why, fault="model")
-        if room <= 0:
-            why = too_long(len(request.prompt), slot.info.context)
-            return _finish(request, "error", error=why, fault="prompt")
         try:
-            slot.engine.add(replace(request, max_tokens=min(request.max_tokens, room)))
+            slot.engine.add(request)
         except UserError as error:
-            return _finish(request, "error", error=str(error))
+            return _finish(request, "error", error=str(error), fault="prompt")
         return []
 
-    def _answer(self, command: LoadCommand, error: str = "") -> None:
+    def _done(self, command: LoadCommand) -> list[Output]:
         slot = self._slot(command)
-        if command.pin is not None and not error:
+        if command.pin is not None:
             slot.pinned = command.pin
         slot.used = self.clock()
-        self.answered.append((command.id, error))
+        return _finish(command, "stop")
 
     def _abort(self, abort: Abort) -> list[Output]:
-        found = next((order for order in self._waiting if order.id == abort.id), None)
-        if found is None:
-            return [o for engine in self._engines() for o in engine.abort(abort.id, abort.index)]
-        first = found is self._waiting[0]
-        self._waiting.remove(found)
-        outputs = _finish(found, "abort") if isinstance(found, Request) else []
-        return outputs + self._resume() if first else outputs
+        outputs = []
+        for engine in self._engines():
+            outputs += engine.abort(abort.id, abort.index)
+        for order in list(self._waiting):
+            if order.id == abort.id:
+                first = order is self._waiting[0]
+                self._waiting.remove(order)
+                outputs += _finish(order, "abort")
+                if first:
+                    outputs += self._resume()
+        return outputs
 
     # ---- loads and unloads
 
     def _resume(self) -> list[Output]:
         """Dispatch all waiting orders again, as the first was served or given up."""
-        waiting, self._waiting, self._leaving = self._waiting, deque(), []
+        waiting, self._waiting = self._waiting, deque()
+        for slot in self.slots:
+            slot.leaving = False
         outputs = [output for order in waiting for output in self._dispatch(order)]
         return outputs + self._plan()
 
     def _plan(self) -> list[Output]:
         """Choose the models that leave for the first waiting order."""
-        self._leaving, self._announced = [], False
         if not self._waiting:
             return []
         order = self._waiting[0]
         slot = self._slot(order)
-        if not _needs_load(order):
-            self._leaving = [slot]
+        if isinstance(order, LoadCommand) and not order.load:
+            slot.leaving = True
             return []
         candidates = self._by_last_use()
         while reason := self._lacks_memory(slot):
             if not candidates:
                 return self._fail(slot, reason)
-            self._leaving.append(candidates.pop(0))
+            candidates.pop(0).leaving = True
         return []
 
     def _lacks_memory(self, slot: ModelSlot) -> str:
-        held, freed = (sum(s.nbytes for s in slots) for slots in (self.slots, self._leaving))
+        held = sum(each.nbytes for each in self.slots)
+        freed = sum(each.nbytes for each in self.slots if each.leaving)
         return self.memory_check(slot.info.name, held, freed)
 
     def _by_last_use(self) -> list[ModelSlot]:
@@ -268,11 +276,15 @@ class ModelManager:
         return sorted(loaded, key=lambda slot: (slot.busy, slot.used))
 
     def step(self) -> list[Output]:
-        """Do a step of the next active model; or, once announced, what the first waiting order
-        needs."""
-        if self._waiting and self._announced and not any(slot.busy for slot in self._leaving):
-            return self._serve_first()
-        self._announced = True
+        """Do what the first waiting order needs once nothing that leaves is busy, else a step of
+        the next active model."""
+        leaving = [slot for slot in self.slots if slot.leaving]
+        if self._waiting and not any(slot.busy for slot in leaving):
+            if not leaving:
+                return self._load(self._slot(self._waiting[0]))
+            for slot in leaving:
+                self._unload(slot)
+            return self._resume()  # a load comes next: a snapshot shows them as unloaded before
         for _ in self.slots:
             slot = self._turns[0]
             self._turns.rotate(-1)
@@ -282,16 +294,21 @@ class ModelManager:
                 return slot.engine.step()
         return []
 
-    def _serve_first(self) -> list[Output]:
-        leaving, self._leaving = self._leaving, []
-        for slot in leaving:
-            self._unload(slot)
-        if not _needs_load(self._waiting[0]):
-            return self._resume()
-        if leaving:
-            return []  # a snapshot shows them as unloaded
-        slot = self._slot(self._waiting[0])
-        reason = self._load(slot)
+    def _load(self, slot: ModelSlot) -> list[Output]:
+        """Load a model for the orders that wait for it."""
+        self.loading = slot.info.name
+        log.info("%s: loading", self.loading)
+        reason = ""
+        try:
+            self._start(slot)
+        except OutOfMemory as error:
+            reason, slot.need = str(error), error.need
+        except UserError as error:
+            reason = str(error)
+        except Exception as error:  # the model's own code, or MLX without memory
+            log.exception("%s failed to load", self.loading)
+            reason = line_of(error)
+        self.loading = ""
         if not reason:
             return self._resume()
         _release_memory()  # only now, because the traceback held arrays
@@ -299,83 +316,56 @@ class ModelManager:
             return self._plan()  # now that the need is known, others may leave
         return self._fail(slot, reason)
 
-    def _load(self, slot: ModelSlot) -> str:
-        """Load a model; why it failed, or ""."""
-        self.loading = slot.info.name
-        log.info("%s: loading", self.loading)
-        try:
-            self._start(slot)
-        except UserError as error:
-            if isinstance(error, OutOfMemory):
-                slot.need = error.need
-            return str(error)
-        except Exception as error:  # the model's own code, or MLX without memory
-            log.exception("%s failed to load", self.loading)
-            return line_of(error)
-        finally:
-            self.loading = ""
-        return ""
-
     def _start(self, slot: ModelSlot) -> None:
         self._expect(LOADING_BYTES)
         try:
             slot.engine, info = slot.start()
         finally:
             self._expect(-LOADING_BYTES)
-        slot.engine.guard = self.guard
-        if slot.counters is not None:
-            slot.engine.counters, slot.engine.drafts = slot.counters
+        slot.engine.monitor = self.monitor
+        slot.engine.counters, slot.engine.drafts = slot.counters, slot.drafts
         slot.info = replace(info, created=slot.info.created or info.created)
         slot.used, slot.error, slot.failed = self.clock(), "", -math.inf
         slot.loads += 1
         self._expect(slot.nbytes)
 
     def _expect(self, size: int) -> None:
-        if self.guard is not None:
-            self.guard.reserve(size)
+        if self.monitor is not None:
+            self.monitor.reserve(size)
 
     def _fail(self, slot: ModelSlot, reason: str) -> list[Output]:
-        """Answer the command that waits first; requests are refused for RETRY_S."""
+        """Answer all that waits for this load; requests are refused for RETRY_S."""
         slot.error, slot.failed = f"{slot.info.name} cannot be loaded: {reason}", self.clock()
         log.error("%s", slot.error)
-        first = self._waiting[0]
-        if isinstance(first, LoadCommand):
-            self._waiting.popleft()
-            self._answer(first, slot.error)
-        return self._resume()
+        outputs = []
+        for order in [each for each in self._waiting if self._slot(each) is slot]:
+            if isinstance(order, Request) or order.load:
+                self._waiting.remove(order)
+                outputs += _finish(order, "error", error=slot.error, fault="model")
+        return outputs + self._resume()
 
     def _unload(self, slot: ModelSlot) -> None:
         assert slot.engine is not None
-        zeros: dict[str, Any] = dict.fromkeys(NOW, 0)
-        slot.last_stats = replace(slot.stats(), seated=(), **zeros)
-        slot.counters = (slot.engine.counters, slot.engine.drafts)
+        stats = slot.engine.stats()
+        slot.last_stats = replace(stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0)
         self._expect(-slot.nbytes)
-        others_wait = any(other.busy for other in self.slots)
-        slot.engine.close(0.0 if others_wait else UNLOAD_S)
+        slot.engine.close(UNLOAD_S)
         slot.engine = None
         _release_memory()
         log.info("%s: unloaded", slot.info.name)
 
-    def seconds_to_unload(self) -> float:
-        """Seconds until an idle model has reached its `ttl`; infinite if none will."""
-        idle = [slot.used for slot in self._by_last_use() if not slot.busy]
-        if not self.ttl or not idle:
-            return math.inf
-        return max(0.0, self.ttl + idle[0] - self.clock())
-
     def unload_idle(self) -> None:
         """Unload all models that have reached their `ttl`."""
-        while self.seconds_to_unload() == 0:
-            self._unload(self._by_last_use()[0])
+        if not self.ttl or self._waiting:
+            return
+        for slot in self._by_last_use():
+            if not slot.busy and self.clock() - slot.used >= self.ttl:
+                self._unload(slot)
 
 
-def _needs_load(order: Request | LoadCommand) -> bool:
-    return isinstance(order, Request) or order.load
-
-
-def _finish(request: Request, finish: Finish, **reason: Any) -> list[Output]:
+def _finish(order: Request | LoadCommand, finish: Finish, **reason: Any) -> list[Output]:
     """The final output of each choice."""
-    return [Output(request.id, i, (), finish=finish, **reason) for i in range(request.n)]
+    return [Output(order.id, i, (), finish=finish, **reason) for i in range(order.n)]
 
 
 def _release_memory() -> None:

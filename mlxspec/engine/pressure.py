@@ -5,7 +5,6 @@ Rule: no MLX and no thread of its own.
 
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,22 +20,13 @@ LEVELS = ("normal", "short: requests run one at a time", "very short: new reques
 MACOS_LEVELS = {1: NORMAL, 2: WARN, 4: CRITICAL}
 POLL_S = 1.0
 HOLD_S = 10  # seconds before the level falls
-STALLED = 10.0  # percent of the last ten seconds in which tasks waited for memory
 FREE_PART = 32  # free memory below this part of the machine is short, below half of it very short
 
 
 def system_level() -> int:
-    """The system's own memory pressure level; NORMAL if it gives none."""
-    if memory.DARWIN:
-        found = memory.sysctl("kern.memorystatus_vm_pressure_level")
-        return MACOS_LEVELS.get(found or 1, NORMAL)
-    rows = re.findall(
-        r"^(some|full) avg10=([\d.]+)", memory.read_text(memory.PROC / "pressure/memory"), re.M
-    )
-    stalled = {kind for kind, percent in rows if float(percent) > STALLED}
-    if "full" in stalled:
-        return CRITICAL
-    return WARN if "some" in stalled else NORMAL
+    """macOS's own memory pressure level; NORMAL elsewhere."""
+    found = memory.sysctl("kern.memorystatus_vm_pressure_level") if memory.DARWIN else 0
+    return MACOS_LEVELS.get(found, NORMAL)
 
 
 @dataclass(slots=True)
@@ -72,9 +62,9 @@ class MemoryMonitor:
 
     def _update(self, now: float) -> None:
         self.footprint, before = memory.footprint(), self.level
-        spare, short = memory.free(), memory.total() // FREE_PART
+        spare, short = memory.available(), memory.total() // FREE_PART
         found = max(system_level(), WARN if self.footprint > self.planned else NORMAL)
-        if spare is not None and spare < short:
+        if spare < short:
             found = max(found, CRITICAL if spare < short // 2 else WARN)
         if found >= self.level or now - self._since >= HOLD_S:
             self.level, self._since = found, now
@@ -82,7 +72,7 @@ class MemoryMonitor:
             log.warning(
                 "memory is %s (%s free, this process holds %s of %s planned)",
                 LEVELS[self.level],
-                "?" if spare is None else format_size(spare),
+                format_size(spare),
                 format_size(self.footprint),
                 format_size(self.planned),
             )

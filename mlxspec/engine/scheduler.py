@@ -6,8 +6,8 @@ youngest sequence. No mlx here.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from mlxspec.cache.blocks import BlockPool
@@ -23,48 +23,42 @@ from mlxspec.types import (
     Output,
     Request,
     Sequence,
+    too_long,
 )
 
 MAX_DEFERRED = 8  # plans in which shorter prefills may go first
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Holds every live sequence. Engine thread only.
 
     `context` bounds prompt + output in tokens; `sharing` is off where blocks do not hold all that a
-    model keeps of a prefix; `drafts` is off where a rejected draft cannot be rolled back;
-    `overcommit` admits sequences without looking ahead at the blocks they will need.
+    model keeps of a prefix; `drafts` is off where a rejected draft cannot be rolled back.
     """
 
-    def __init__(
-        self,
-        groups: KVCacheManager,
-        *,
-        context: int,
-        max_sequences: int = 16,
-        pace: PrefillBudget | None = None,
-        sharing: bool = True,
-        drafts: bool = True,
-        overcommit: bool = False,
-    ) -> None:
-        self.groups, self.context, self.max_sequences = groups, context, max_sequences
-        self.pace, self.sharing, self.drafts = pace or PrefillBudget(), sharing, drafts
-        self.overcommit = overcommit
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
-        self.tier: KVOffloader | None = None
-        self.copies: Copies = []  # blocks to copy before the next plan's rows are written
-        self.short = False  # of memory: sequences run one at a time
-        self.preemptions = 0
-        self._order = count()
-        # The sequence that could not be admitted, and the free blocks then: spares hashing its
-        # prompt again at every step.
-        self._blocked: tuple[Sequence, int] | None = None
+    kv: KVCacheManager
+    context: int
+    max_sequences: int = 16
+    pace: PrefillBudget = field(default_factory=PrefillBudget)
+    sharing: bool = True
+    drafts: bool = True
+    overcommit: bool = False  # admit without looking ahead at blocks; for tests of preemption
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)  # oldest first
+    offloader: KVOffloader | None = None
+    copies: Copies = field(default_factory=list)  # to do before the next plan's rows are written
+    short: bool = False  # of memory: sequences run one at a time
+    preemptions: int = 0
+    _order: Iterator[int] = field(default_factory=count)
+    # What could not be admitted, and the free blocks then: spares hashing a prompt at every step.
+    _blocked: Sequence | None = None
+    _blocked_free: int = 0
 
     @property
     def pool(self) -> BlockPool:
         """The pool of the layers with full attention."""
-        return self.groups.pool
+        return self.kv.pool
 
     @property
     def limit(self) -> int:
@@ -74,49 +68,32 @@ class Scheduler:
     # ---- requests ----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices. Raises InvalidRequest where it could never run."""
-        if not request.prompt:
-            raise InvalidRequest("the prompt is empty; send at least one token")
-        if request.max_tokens < 1 or len(request.prompt) + request.max_tokens > self.limit:
-            raise InvalidRequest(
-                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} do not"
-                f" fit in {self.limit} tokens; shorten one of them"
-            )
-        leader = None
+        """Queue a request's choices, `max_tokens` cut to the context. Raises InvalidRequest for a
+        prompt without room for an answer."""
+        room = self.limit - len(request.prompt)
+        if room <= 0:
+            raise InvalidRequest(too_long(len(request.prompt), self.limit))
+        request = replace(request, max_tokens=min(request.max_tokens, room))
         for index in range(request.n):
-            seq = Sequence(request, index, next(self._order), list(request.prompt), leader=leader)
-            seq.windows = [[] for _ in self.groups.windows]
+            seq = Sequence(request, index, next(self._order), list(request.prompt))
+            seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
-            leader = leader or seq
             self.waiting.append(seq)
 
     def abort(self, request: str, index: int | None = None) -> list[Output]:
         """End the choices of `request` (all, or one) and free their blocks."""
-        found = [
-            s
-            for s in (*self.running, *self.waiting)
-            if s.request.id == request and index in (None, s.index) and s.finish is None
-        ]
-        for seq in found:
-            seq.finish = "abort"
-            self._remove(seq)
-        return [_output(seq, Accepted()) for seq in found]
+        outputs = []
+        for seq in (*self.running, *self.waiting):
+            if seq.request.id == request and index in (None, seq.index):
+                outputs.append(self.end(seq, "abort"))
+        return outputs
 
-    def fail(self, seq: Sequence, error: str) -> Output:
-        """End a choice that cannot go on."""
-        seq.finish = "error"
-        self._remove(seq)
-        return replace(_output(seq, Accepted()), error=error)
-
-    def _remove(self, seq: Sequence) -> None:
-        """Free what an ended sequence holds, and let the next sibling lead if it led."""
+    def end(self, seq: Sequence, finish: Finish, error: str = "") -> Output:
+        """End a choice before its time and free its blocks."""
+        seq.finish = finish
         self._release(seq)
-        if seq.generated:
-            return
-        heirs = [s for s in self.waiting if s.leader is seq]
-        for heir in heirs:
-            heir.leader = None if heir is heirs[0] else heirs[0]
+        return _output(seq, Accepted(), error)
 
     # ---- planning ----------------------------------------------------------------------------
 
@@ -141,7 +118,7 @@ class Scheduler:
         for seq in sorted(
             prefills, key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order)
         ):
-            n = self.groups.limit_rows(seq, min(seq.remaining, budget))
+            n = self.kv.limit_rows(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
@@ -151,7 +128,7 @@ class Scheduler:
                 seq.deferred += 1
         for entry in plan:
             want = min(depths.get(entry.seq, 0), entry.seq.room - 1)
-            if want > 0 and entry.count == 1 and self.drafts:
+            if want > 0:
                 entry.depth = self._reserve_draft(entry, want)
         return plan
 
@@ -159,8 +136,8 @@ class Scheduler:
         """Add an entry of `n` rows, preempting younger sequences if blocks run out."""
         if seq not in self.running:  # preempted for an entry of this very plan
             return False
-        while need := self.groups.blocks_needed(seq, seq.computed + seq.inflight_drafts + n):
-            if self.groups.allocate(seq, need):
+        while need := self.kv.blocks_needed(seq, seq.computed + seq.inflight_drafts + n):
+            if self.kv.allocate(seq, need):
                 break
             victim = next((s for s in reversed(self.running) if not s.inflight_drafts), seq)
             if victim.order <= seq.order:
@@ -176,15 +153,15 @@ class Scheduler:
     def _reserve_draft(self, entry: Entry, want: int) -> int:
         """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
         end = entry.start + entry.inflight_drafts + entry.count
-        need = self.groups.blocks_needed(entry.seq, end + want)
-        self.groups.allocate(entry.seq, min(need, self.groups.num_free))
+        need = self.kv.blocks_needed(entry.seq, end + want)
+        self.kv.allocate(entry.seq, min(need, self.kv.num_free))
         return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take its blocks and queue it first; the prefix cache makes coming back cheap."""
         self.preemptions += 1
         self.running.remove(seq)
-        self.groups.free(seq)
+        self.kv.free(seq)
         self.waiting.appendleft(seq)
 
     def submitted(self, plan: Iterable[Entry]) -> None:
@@ -203,56 +180,51 @@ class Scheduler:
     def _admit(self) -> None:
         if not self.waiting:
             return
-        skipped: list[Sequence] = []
         promised = sum(self._lacking(s) for s in self.running)
         slots = 1 if self.short else self.max_sequences
-        while self.waiting and len(self.running) < slots:
-            seq = self.waiting.popleft()
-            if self._must_wait(seq):
-                skipped.append(seq)
-                continue
+        for seq in list(self.waiting):
             free = len(self.pool.free_blocks) - promised
-            match = None
-            if self._blocked is None or self._blocked[0] is not seq or free > self._blocked[1]:
-                match = self._match(seq, promised)
-            if match is None:
-                self._blocked = (seq, free)
-                self.waiting.appendleft(seq)
+            if len(self.running) >= slots or (seq is self._blocked and free <= self._blocked_free):
                 break
-            if self.tier and self.tier.start_restore(seq, match):
-                skipped.append(seq)
+            if self._must_wait(seq):
+                continue
+            match = self.kv.match(seq.tokens) if self.sharing else PrefixMatch()
+            if self.running and self._blocks_to_start(seq, match) > free:
+                self._blocked, self._blocked_free = seq, free
+                break
+            if self.offloader and self.offloader.start_restore(seq, match):
                 continue
             self._start(seq, match)
             promised += self._lacking(seq)
-        self.waiting.extendleft(reversed(skipped))
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """For its own step in flight (it was preempted), its leader's prompt, or the disk."""
-        leader = seq.leader
-        if seq.flight or (leader and not leader.generated and leader.finish is None):
+        """For its own step in flight (it was preempted), the disk, or a sibling's prompt."""
+        if seq.flight or (self.offloader and self.offloader.restoring(seq)):
             return True
-        return self.tier is not None and self.tier.restoring(seq)
+        for other in (*self.running, *self.waiting):
+            if other.request is seq.request and other.order < seq.order and not other.generated:
+                return True
+        return False
 
     def _lacking(self, seq: Sequence) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
-        return 0 if self.overcommit else self.groups.blocks_needed(seq, seq.known + 1)
+        return 0 if self.overcommit else self.kv.blocks_needed(seq, seq.known + 1)
 
-    def _match(self, seq: Sequence, promised: int) -> PrefixMatch | None:
-        """The cached prefix of a waiting sequence; None where the rest of it does not fit."""
-        match = self.groups.match(seq.tokens) if self.sharing else PrefixMatch()
+    def _blocks_to_start(self, seq: Sequence, match: PrefixMatch) -> int:
+        """Free blocks that a waiting sequence takes: those it lacks, and cached ones that are free
+        until it shares them."""
         shared = match.tables[0] if match.tables else ()
-        revived = sum(block in self.pool.free_blocks for block in shared)
-        need = self._lacking(seq) - len(shared) + revived
-        fits = not self.running or need + promised <= len(self.pool.free_blocks)
-        return match if fits else None
+        idle = sum(block in self.pool.free_blocks for block in shared)
+        return self._lacking(seq) - len(shared) + idle
 
     def _start(self, seq: Sequence, match: PrefixMatch) -> None:
-        self.copies += self.groups.allocate_prefix(seq, match)
-        if self.tier:
-            self.tier.cancel(seq)
+        self.copies += self.kv.allocate_prefix(seq, match)
+        if self.offloader:
+            self.offloader.cancel(seq)
         seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
+        self.waiting.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda s: s.order)
 
@@ -286,7 +258,7 @@ class Scheduler:
         seq.rounds += 1
         seq.drafted += len(entry.draft)
         if drafts:
-            seq.accepted[entry.draft.source] = seq.accepted.get(entry.draft.source, 0) + drafts
+            seq.accepted[entry.draft.source] += drafts
         seq.tokens += new.tokens
         if seq.table:
             later = sum(e.count for e in seq.flight)
@@ -299,42 +271,34 @@ class Scheduler:
 
     def _publish(self, entry: Entry, new: Accepted) -> None:
         """Make the sequence's full blocks, its partial last one and its state known to others."""
-        seq, groups = entry.seq, self.groups
+        seq, kv = entry.seq, self.kv
         upto = entry.start + entry.count + new.drafts
         ended = seq.finish is not None
         if self.sharing and upto <= len(seq.table) * self.pool.block_size:
-            groups.cache_blocks(seq, upto)
+            kv.cache_blocks(seq, upto)
             prompt_done = entry.start < seq.prompt_len <= upto
             if prompt_done:
-                groups.cache_partial(seq, seq.prompt_len)
+                kv.cache_partial(seq, seq.prompt_len)
             if ended:
-                groups.cache_partial(seq, upto)
-            if groups.states is not None and (ended or groups.keeps_state(seq, upto)):
-                groups.cache_state(seq, upto, entry.state if seq.flight else seq.state)
-            if self.tier and (prompt_done or ended):
-                self.tier.save(seq)
-        groups.free_passed(seq, min(upto, seq.computed))
+                kv.cache_partial(seq, upto)
+            if kv.states is not None and (ended or kv.keeps_state(seq, upto)):
+                kv.cache_state(seq, upto, entry.state if seq.flight else seq.state)
+            if self.offloader and (prompt_done or ended):
+                self.offloader.save(seq)
+        kv.free_passed(seq, min(upto, seq.computed))
 
     def _release(self, seq: Sequence) -> None:
-        self.groups.free(seq)
+        self.kv.free(seq)
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
-        if self.tier:
-            self.tier.cancel(seq)
+        if self.offloader:
+            self.offloader.cancel(seq)
 
     def check(self) -> None:
-        """Assert what must hold between steps."""
-        live = (*self.running, *self.waiting)
-        self.groups.check(live)
-        assert all(not s.table and not s.computed for s in self.waiting), "waiting with blocks"
-        assert len(self.running) <= self.max_sequences
-        for seq in live:
-            assert seq.finish is None, "an ended sequence is still listed"
-            assert seq.shared <= seq.prompt_len or seq.generated, "shared beyond the prompt"
-            assert seq.computed <= len(seq.table) * self.pool.block_size, "computed without a block"
-            assert seq.computed <= seq.known, "computed what does not exist"
+        """Assert that no block leaked."""
+        self.kv.check([*self.running, *self.waiting])
 
 
 def accept(entry: Entry, sampled: list[int], logprobs: list[Logprob]) -> Accepted:
@@ -351,7 +315,7 @@ def accept(entry: Entry, sampled: list[int], logprobs: list[Logprob]) -> Accepte
     return Accepted(sampled, logprobs)
 
 
-def _output(seq: Sequence, new: Accepted) -> Output:
+def _output(seq: Sequence, new: Accepted, error: str = "") -> Output:
     return Output(
         seq.request.id,
         seq.index,
@@ -360,6 +324,7 @@ def _output(seq: Sequence, new: Accepted) -> Output:
         seq.finish,
         seq.reported_cached,
         seq.rounds,
-        drafted=seq.drafted,
-        accepted=tuple(seq.accepted.items()),
+        error,
+        seq.drafted,
+        tuple(seq.accepted.items()),
     )

@@ -28,10 +28,9 @@ def mask(plan: Sequence[Entry]) -> Failures:
         drafted = np.array(e.draft.tokens).tolist() if len(e.draft) else []
         try:
             e.masks = e.seq.matcher.masks(drafted)
+            e.draft = Draft(drafted[: len(e.masks) - 1], e.draft.source, e.draft.keys)
         except Exception as error:
             failed.append((e.seq, _reason(error)))
-            continue
-        e.draft = Draft(drafted[: len(e.masks) - 1], e.draft.source, e.draft.keys)
     return failed
 
 

@@ -7,14 +7,12 @@ settings. A file that is damaged is ignored.
 import logging
 import os
 import platform
-from dataclasses import replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
 
 import mlx.core as mx
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mlxspec import __version__, blas
 from mlxspec.cache.disk import fingerprint
@@ -23,31 +21,18 @@ from mlxspec.files import write_atomic
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
-from mlxspec.speculate.controller import GRID, Costs
+from mlxspec.speculate.controller import Costs
 
 log = logging.getLogger("mlxspec")
-
-LONGEST_S = 1e6  # of a step
 
 Kernels = list[tuple[str, str, int, int]]  # (case, version, fewest rows, most rows)
 
 
-def _plausible(costs: Costs) -> Costs:
-    steps = [seconds for context in costs.measured for seconds in context]
-    if tuple(costs.rows) != GRID or len(steps) != 2 * len(GRID):
-        raise ValueError("other rows")
-    if not all(0 < s < LONGEST_S for s in (*steps, *(1 + s for s in costs.sampling.values()))):
-        raise ValueError("impossible seconds")
-    return replace(costs, rows=GRID)
-
-
 class WarmupCache(BaseModel):
-    """`slowest` is the slowest step of the warm-up in seconds, 0 before it; `costs` were measured
-    with `kernels` in use."""
+    """`costs` were measured with `kernels` in use."""
 
     layout: LayoutChoice
-    slowest: Annotated[float, Field(ge=0, lt=LONGEST_S)] = 0.0
-    costs: Annotated[Costs, AfterValidator(_plausible)] | None = None
+    costs: Costs | None = None
     kernels: Kernels = []
 
     @classmethod
@@ -71,17 +56,20 @@ class WarmupCache(BaseModel):
 def cache_file(model: Path, config: Config) -> Path:
     """The file for `model` under these settings."""
     package = Path(__file__).parents[1]
-    sources = sorted([*package.glob("model/*.py"), *package.glob("kernels/*.py")])
+    sources = sorted(package.glob("*/*.py"))
     code = blake2b(b"".join(each.read_bytes() for each in sources))  # changes between releases too
-    facts = {
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
+    facts = versions() | {
         "mlxspec": __version__ + code.hexdigest(),
         "settings": f"{config.layout} {config.kv_bits} {config.block_size}",
         "machine": f"{platform.platform()} {platform.processor()} {mx.default_device()}",
         "blas": f"{blas.load()}, {os.cpu_count()} CPUs",
     }
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
+
+
+def versions() -> dict[str, str]:
+    """Those of what computes."""
+    return {name: version(name) for name in ("mlx", "mlx-lm")}
 
 
 def kernels_in_use() -> Kernels:

@@ -12,6 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -40,23 +42,21 @@ DISK_WAIT_S = 0.01  # between steps that only wait for the disk
 RETRY_S = 5  # after which a client may try again when the queue is full
 DRAIN_POLL_S = 0.02
 STOP_S = 30.0  # for the step in progress to end
-UNREAD_BYTES = 1 << 23  # of outputs that a client may leave unread, per choice
-OUTPUT_BYTES, LOGPROB_BYTES = 512, 128  # estimates: of an output, of one of its top logprobs
-IDLE_POLL_S = 5.0  # between looks at the memory of an idle machine
-MAXIMA = PROCESS | {"progress", "step_seconds"}  # fields of Stats that are not summed
+MAX_UNREAD = 1 << 14  # outputs that a client may leave unread, per choice; 0.5 to 3 KB each
+IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
+STOPPING = "the server is stopping"
+MAXIMA = PROCESS | {"step_seconds"}  # fields of Stats that are not summed
 
 
 class Stream:
-    """The outputs of one request, all choices interleaved; ends after the last choice's finish.
+    """The outputs of one order, all choices interleaved; ends after the last choice's finish.
 
-    It has at most one output per step and choice, and `limit` of them unread.
+    It has at most one output per step and choice, and `n` * MAX_UNREAD of them unread.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        size = OUTPUT_BYTES + LOGPROB_BYTES * (request.sampling.logprobs or 0)
-        self.limit = request.n * UNREAD_BYTES // size
-        self.unfinished = set(range(request.n))  # choices whose last output was not delivered
+    def __init__(self, order: Request | LoadCommand) -> None:
+        self.id, self.limit = order.id, order.n * MAX_UNREAD
+        self.unfinished = set(range(order.n))  # choices whose last output was not delivered
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
     def __aiter__(self) -> "Stream":
@@ -77,7 +77,7 @@ class Stream:
     def finish(self, finish: Finish, **reason: Any) -> None:
         """End all choices that have not finished."""
         for index in sorted(self.unfinished):
-            self.put(Output(self.request.id, index, (), finish=finish, **reason))
+            self.put(Output(self.id, index, (), finish=finish, **reason))
 
     @property
     def overflown(self) -> bool:
@@ -97,21 +97,20 @@ class Worker:
         *,
         max_sequences: int = 16,
         max_queue: int = 64,
-        guard: MemoryMonitor | None = None,
+        monitor: MemoryMonitor | None = None,
     ) -> None:
         if not isinstance(models, ModelManager):
             models = ModelManager([ModelSlot(models)])
         self._manager = models
-        self._manager.guard = self._guard = guard
+        self._manager.monitor = self._monitor = monitor
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._inbox: SimpleQueue[Order] = SimpleQueue()
         self._stopping = self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, Stream] = {}  # on the loop's thread, like `_commands`
-        self._commands: dict[str, asyncio.Future[str]] = {}
+        self._streams: dict[str, Stream] = {}  # on the loop's thread
         self._numbers = itertools.count()
-        self._ready = threading.Event()
+        self._started: Future[None] = Future()
         self._error: BaseException | None = None
         self._models: Mapping[str, Served] = {}
         self._busy, self._progress = False, time.monotonic()
@@ -130,10 +129,7 @@ class Worker:
         except BaseException:
             self.stop()
             raise
-        self._ready.wait()
-        if self._error is not None:
-            self._thread.join(STOP_S)
-            raise self._error
+        self._started.result()
         return self.info
 
     @property
@@ -170,7 +166,7 @@ class Worker:
     def stop(self) -> None:
         """End the thread after its current step, waiting at most STOP_S; may be called twice."""
         self._stop_soon()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.is_alive():
             self._thread.join(STOP_S)
 
     def _stop_soon(self) -> None:
@@ -184,18 +180,24 @@ class Worker:
 
         Raises Busy when the queue is full or memory very short, Dead when draining or dead.
         """
-        self._require(request.model)
-        if request.id in self._streams:
-            raise ValueError(f"a request with the id {request.id} is running")
         waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
         if waiting > self._limit:
             raise Busy(RETRY_S)
-        if self._guard and self._guard.poll() >= CRITICAL:
+        if self._monitor and self._monitor.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
+        return self._queue(request)
+
+    def _queue(self, order: Request | LoadCommand) -> Stream:
+        if self._closed:
+            raise Dead("the engine takes no more requests")
         self._loop = asyncio.get_running_loop()
-        stream = self._streams[request.id] = Stream(request)
-        self._inbox.put(request)
+        stream = self._streams[order.id] = Stream(order)
+        self._inbox.put(order)
         return stream
+
+    @property
+    def _closed(self) -> bool:
+        return self._stopping or self._draining or not self.alive()
 
     async def load(self, name: str, pin: bool | None = None) -> None:
         """Load a model, after all that waits already; pin or unpin it unless `pin` is None.
@@ -209,23 +211,15 @@ class Worker:
         await self._command(name, False)
 
     async def _command(self, name: str, load: bool, pin: bool | None = None) -> None:
-        self._require(name)
-        self._loop = asyncio.get_running_loop()
         command = LoadCommand(f"command {next(self._numbers)}", name, load, pin)
-        self._commands[command.id] = future = self._loop.create_future()
-        self._inbox.put(command)
+        stream = self._queue(command)
         try:
-            if error := await future:
-                raise Dead(error) if self._draining else UnsupportedModel(error)
+            output = await anext(stream)
         finally:
-            del self._commands[command.id]
             self.abort(command.id)  # if it was cancelled
-
-    def _require(self, model: str) -> None:
-        if not self.alive() or self._stopping or self._draining:
-            raise Dead("the engine takes no more requests")
-        if model and model not in self._models:
-            raise ValueError(f"there is no model {model!r}")
+        if output.finish != "stop":
+            error = output.error or STOPPING
+            raise Dead(error) if self._closed else UnsupportedModel(error)
 
     async def drain(self, timeout: float) -> None:
         """Admit nothing more; wait until all requests have ended, abort the rest after `timeout`
@@ -233,23 +227,22 @@ class Worker:
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                while (self._streams or self._commands) and self.alive():
+                while self._streams and self.alive():
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             left = len(self._streams)
             log.warning("aborting %d requests that did not finish in %.0f s", left, timeout)
             for name in self._streams:
                 self.abort(name)
-            self._deliver([], [(name, "the server is stopping") for name in self._commands])
             if self.loading():  # the engine thread may not see the aborts for long
-                for stream in self._streams.values():
-                    stream.finish("abort")
-                self._streams.clear()
+                self._finish_all("abort")
 
-    def _deliver(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
-        for name, error in answered:
-            if (future := self._commands.get(name)) and not future.done():
-                future.set_result(error)
+    def _finish_all(self, finish: Finish, **reason: Any) -> None:
+        for stream in self._streams.values():
+            stream.finish(finish, **reason)
+        self._streams.clear()
+
+    def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request)
             if stream is None:
@@ -261,21 +254,13 @@ class Worker:
             if not stream.unfinished:
                 del self._streams[output.request]
 
-    def _deliver_or_die(self, outputs: list[Output], answered: list[tuple[str, str]]) -> None:
+    def _deliver_or_die(self, outputs: list[Output]) -> None:
         try:
-            self._deliver(outputs, answered)
+            self._deliver(outputs)
         except Exception as error:  # somebody would wait for the lost outputs for ever
             log.critical("the engine thread dies: outputs cannot be delivered", exc_info=error)
             self._error = error
             self._stop_soon()  # the thread then fails all that waits
-
-    def _fail_all(self, reason: str) -> None:
-        for stream in self._streams.values():
-            stream.finish("error", error=reason)
-        self._streams.clear()
-        for future in self._commands.values():
-            if not future.done():
-                future.set_result(f"the engine has ended: {reason}")
 
     # ---- engine thread
 
@@ -283,18 +268,19 @@ class Worker:
         manager = self._manager
         try:
             manager.launch()
-            self._publish(manager, [])
-            self._ready.set()
+            self._publish([])
+            self._started.set_result(None)
             while self._turn(manager):
                 pass
         except BaseException as error:
             self._error = error
-            if self._ready.is_set():
+            if self._started.done():
                 log.critical("the engine thread died", exc_info=error)
+            else:
+                self._started.set_exception(error)
         finally:
-            reason = line_of(self._error) if self._error else "the server is stopping"
-            self._call_loop(lambda: self._fail_all(reason))
-            self._ready.set()
+            reason = line_of(self._error) if self._error else STOPPING
+            self._call_loop(lambda: self._finish_all("error", error=reason))
             manager.close()
             mx.clear_streams()
 
@@ -303,7 +289,7 @@ class Worker:
         timeout = 0.0
         if not manager.busy:
             manager.poll()
-            self._busy, timeout = False, min(IDLE_POLL_S, manager.seconds_to_unload())
+            self._busy, timeout = False, IDLE_POLL_S
         elif manager.waits_for_disk:
             timeout = DISK_WAIT_S
         orders = self._receive(timeout)
@@ -312,10 +298,13 @@ class Worker:
         if not self._busy:
             self._busy, self._progress = True, time.monotonic()
         outputs = [output for order in orders for output in manager.submit(order)]
+        if orders:
+            self._publish(outputs)  # before a load, which takes long
+            outputs = []
         if manager.busy:
-            outputs += manager.step()
+            outputs = manager.step()
         manager.unload_idle()
-        self._publish(manager, outputs)
+        self._publish(outputs)
         return True
 
     def _receive(self, timeout: float) -> list[Order]:
@@ -328,26 +317,26 @@ class Worker:
         except Empty:
             return orders
 
-    def _publish(self, manager: ModelManager, outputs: list[Output]) -> None:
+    def _publish(self, outputs: list[Output]) -> None:
         self._progress = time.monotonic()
-        self._models = manager.snapshot(self._progress)
-        answered, manager.answered = manager.answered, []
-        if outputs or answered:
-            self._call_loop(lambda: self._deliver_or_die(outputs, answered))
+        self._models = self._manager.snapshot()
+        if outputs:
+            self._call_loop(lambda: self._deliver_or_die(outputs))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         if self._loop is None:
             return  # nobody has sent an order
-        try:
+        with suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the loop has closed
-            log.debug("outputs after the event loop closed")
 
 
-def total(parts: Sequence[Stats]) -> Stats:
+def total(models: Sequence[Stats]) -> Stats:
     """Stats of several models as one: sums, but the largest of MAXIMA."""
     merged: dict[str, Any] = {}
     for name, zero in asdict(Stats()).items():
-        values = [getattr(part, name) for part in parts]
-        merged[name] = max(values) if name in MAXIMA else sum(values, start=zero)
+        values = [getattr(stats, name) for stats in models]
+        if name in MAXIMA:
+            merged[name] = max(values)
+        else:
+            merged[name] = sum(values, start=zero)
     return Stats(**merged)

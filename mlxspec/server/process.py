@@ -109,7 +109,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starle
         make_manager([chosen, *others], config, asleep),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
-        guard=MemoryMonitor(),
+        monitor=MemoryMonitor(),
     )
 
     def meanwhile() -> None:

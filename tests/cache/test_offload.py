@@ -65,8 +65,8 @@ def test_a_conversation_continues_after_a_restart(tmp_path: Path, kind: str) -> 
     saved = (
         96 if e.runner.states.layers else (len(PROMPT) + 29) // BLOCK * BLOCK
     )  # every third block a state
-    assert outputs[-1].cached == saved and e.counters["prompt"] == len(turn) - saved
-    assert not e.tier._restores
+    assert outputs[-1].cached == saved and e.counters["prompt_tokens"] == len(turn) - saved
+    assert not e.offloader._restores
     disk.close(5)
 
 
@@ -110,12 +110,12 @@ def test_only_a_prompt_that_gains_waits_for_the_disk(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
     e.add(tiny.request("short", PROMPT[: MIN_GAIN * BLOCK - 1], 40))
     e.step()
-    assert not e.tier._restores
+    assert not e.offloader._restores
     stuck = threading.Event()
     disk._reader.submit(stuck.wait, 10)
     e.add(tiny.request("long", PROMPT, 12))
     e.step()
-    assert e.tier._restores and [s.request.id for s in e.scheduler.running] == ["short"]
+    assert e.offloader._restores and [s.request.id for s in e.scheduler.running] == ["short"]
     stuck.set()
     outputs = finish(e, disk)
     assert tiny.tokens(outputs, "long") == plain("qwen3")(PROMPT, 12)
@@ -166,7 +166,7 @@ def test_a_failure_switches_the_disk_off_only(
     e.add(tiny.request("r", [*PROMPT, 3, 4, *range(40)], 12))
     outputs = finish(e, disk)
     assert tiny.tokens(outputs, "r") == plain("qwen3")([*PROMPT, 3, 4, *range(40)], 12)
-    assert e.tier.broken and "it is not used until the next start" in caplog.text
+    assert e.offloader.broken and "it is not used until the next start" in caplog.text
     e.check()
     disk.close(5)
 
@@ -191,10 +191,10 @@ def test_an_abort_cancels_the_restore(tmp_path: Path) -> None:
     disk._reader.submit(stuck.wait, 10)
     e.add(tiny.request("gone", PROMPT, 12))
     e.step()
-    assert e.tier._restores
+    assert e.offloader._restores
     e.abort("gone")
     stuck.set()
-    assert not e.tier._restores and not e.busy
+    assert not e.offloader._restores and not e.busy
     finish(e, disk)
     e.check()
     disk.close(5)
@@ -249,12 +249,12 @@ def test_close_saves_what_waits(tmp_path: Path) -> None:
 def test_waiting_chains_are_bounded(tmp_path: Path) -> None:
     e, disk = start(tmp_path, "qwen3")
     full = [tiny.request(f"r{i}", [i, *range(20)], 2) for i in range(MAX_CHAINS + 9)]
-    e.tier = None
+    e.offloader = None
     for r in full:
         e.add(r)
     while e.busy:
         e.step()
-    assert len(e.scheduler.tier._chains) == MAX_CHAINS
+    assert len(e.scheduler.offloader._chains) == MAX_CHAINS
     disk.close(5)
 
 
@@ -269,7 +269,8 @@ def test_reads_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(3):
         e.step()
         assert (
-            sum(len(restore.reads) for restore in e.tier._restores.values() if restore) == MAX_READS
+            sum(len(restore.reads) for restore in e.offloader._restores.values() if restore)
+            == MAX_READS
         )
     stuck.set()
     outputs = finish(e, disk)

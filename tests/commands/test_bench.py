@@ -117,7 +117,7 @@ def test_both_sides_are_plain_decoding_and_nothing_is_cached(
 
     def watched(engine: Engine, speculator: object, requests: list) -> object:
         answers = run(engine, speculator, requests)
-        order.append((isinstance(speculator, NoisyOracle), engine.counters["cached"]))
+        order.append((isinstance(speculator, NoisyOracle), engine.counters["cached_tokens"]))
         return answers
 
     monkeypatch.setattr(bench, "run_group", watched)

@@ -19,14 +19,6 @@ def test_a_step_beside_decodes_stays_inside_the_gap(fixed: float, row: float) ->
     assert fixed + row * rows * 1.5 > 0.15 or rows == MAX_ROWS, "far below what would fit"
 
 
-def test_warm_up_gives_the_first_estimate() -> None:
-    pace = PrefillBudget(gap=0.25)
-    pace.calibrate(64, 0.4)
-    assert (pace.shared, pace.alone) == pytest.approx((36, 144))
-    pace.calibrate(64, 1e-9)
-    assert pace.rows(True) == pace.rows(False) == MAX_ROWS
-
-
 def test_small_fast_steps_teach_nothing_and_a_fixed_budget_stays() -> None:
     pace = PrefillBudget()
     pace.learn(10, True, 0.01)

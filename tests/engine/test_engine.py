@@ -13,7 +13,7 @@ from mlxspec.engine import structured
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.pressure import WARN
 from mlxspec.model.runner import Layout, Step
-from mlxspec.types import NULL_BLOCK, Logprob, Sampling, UserError
+from mlxspec.types import NULL_BLOCK, Logprob, Sampling
 from tests import tiny
 from tests.liar import NoisyOracle
 
@@ -195,7 +195,7 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
 
     assert growth(some) < layer / 2
     # What a window of its own has passed goes first.
-    assert e.counters["cached"] >= (70 if kind == "gpt_oss" else 40 + 50 + 60 + 70)
+    assert e.counters["cached_tokens"] >= (70 if kind == "gpt_oss" else 40 + 50 + 60 + 70)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:
     tiny.run(e)
     e.add(tiny.request("r", range(24), 3))
     e.step()
-    assert e.counters["cached"] == 23 and e.runner.view.slots[None] == slice(0, 1)
+    assert e.counters["cached_tokens"] == 23 and e.runner.view.slots[None] == slice(0, 1)
     e.step()
     (own,) = range(8 * 64)[e.runner.view.slots[None]]
     shared = e.scheduler.running[0].table[:3]
@@ -363,19 +363,7 @@ def test_random_cancels_leak_nothing(qwen3) -> None:
     assert e.scheduler.pool.used == 0 and not e._live
 
 
-@pytest.mark.parametrize("prompt, bias", [([1, 320], ()), ([-1], ()), ([1], ((999, 1.0),))])
-def test_ids_outside_the_vocabulary_are_refused(qwen3, prompt, bias) -> None:
-    e = tiny.engine(qwen3, vocab=tiny.VOCAB)
-    with pytest.raises(UserError, match="vocabulary of 320"):
-        e.add(tiny.request("r", prompt, 4, logit_bias=bias))
-    assert not e.busy
-
-
-def test_progress_of_a_long_prompt(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("mlxspec.engine.engine.PROGRESS_S", 0.0)
-    caplog.set_level("INFO", "mlxspec")
+def test_what_is_left_of_a_long_prompt() -> None:
     e = tiny.engine(tiny.model("llama"), budget=10)
     e.add(tiny.request("long", range(25), 2))
     assert e.stats().prompt_left == 25
@@ -384,10 +372,6 @@ def test_progress_of_a_long_prompt(
         e.step()
         seen.append(e.stats().prompt_left)
     assert seen[:3] == [15, 5, 0] and not any(seen[3:])
-    assert [r.message for r in caplog.records if "read" in r.message] == [
-        "long: 10 of 25 prompt tokens read",
-        "long: 20 of 25 prompt tokens read",
-    ]
 
 
 def test_the_watch_of_kernels_is_told_of_steps_without_a_prompt(
@@ -418,7 +402,7 @@ def test_the_watch_of_kernels_is_told_of_steps_without_a_prompt(
     ]
     assert all(seconds > 0.2 for _, seconds, *_ in told[:-1])
     count = len(told)
-    e.guard = SimpleNamespace(poll=lambda: WARN, read=0.0, level=WARN, footprint=0)
+    e.monitor = SimpleNamespace(poll=lambda: WARN, read=0.0, level=WARN, footprint=0)
     e.add(tiny.request("b", range(5), 4))
     tiny.run(e)
     assert len(told) == count, "memory is short"

@@ -49,7 +49,7 @@ def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
     assert info.kv_blocks == memory.CONTEXTS * 512 // 16 + 1
     pools = [p for pages in e.runner.caches for p in pages.pools()]
     assert info.kv_bytes == sum(p.nbytes for p in pools) and info.weight_bytes > 0
-    assert info.prefill_budget == e.scheduler.pace.rows(decoding=True) > 0
+    assert e.scheduler.pace.rows(decoding=True) > 0
     stats = e.stats()
     assert (stats.steps, stats.blocks_cached, stats.blocks_used) == (0, 0, 0), (
         "warm-up leaves no trace"
@@ -73,9 +73,9 @@ def test_a_lack_of_memory_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"1.0 KB are free of"):
         load_engine(path, "tiny", settings())
     monkeypatch.setattr(memory, "available", lambda: memory.headroom() + (380 << 10))
-    with pytest.raises(UserError, match="for the cache of one sequence"):
+    with pytest.raises(UserError, match=r"KB for caches, but"):
         load_engine(path, "tiny", settings())
-    with pytest.raises(UserError, match=r"for --kv-blocks 20, .*leave out --kv-blocks"):
+    with pytest.raises(UserError, match=r"for caches, .*leave out --kv-blocks"):
         load_engine(path, "tiny", settings(kv_blocks=20))
 
 
@@ -127,14 +127,14 @@ def test_an_oversize_model_is_refused_before_a_weight_is_read(tmp_path: Path) ->
     loader.load(tmp_path)  # imports what it needs
     gc.collect()  # of what other tests left, which would be held already
     mx.clear_cache()
-    before, free = memory.footprint(), memory.free()
+    before, free = memory.footprint(), memory.available()
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    told = r"48.0 GB for weights .* but (39|40)\.\d GB are left of --memory-gb"
+    told = r"48.0 GB for weights, .* but (39|40)\.\d GB are left of --memory-gb"
     with pytest.raises(UserError, match=told):
         load_engine(tmp_path, "wide", settings(memory_gb=40))
     assert mx.get_peak_memory() - active < 1 << 20 and memory.footprint() - before < 16 << 20
-    assert free is not None and free - (memory.free() or 0) < 1 << 30
+    assert free - memory.available() < 1 << 30
 
 
 def test_a_context_of_one_token_is_refused(path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_pool_that_could_not_grow_tries_again(
         done.append(self)
         real(self, blocks)
 
-    engine.scheduler.groups.pool.allocate(200)
+    engine.scheduler.kv.pool.allocate(200)
     with monkeypatch.context() as broken:
         broken.setattr(Pages, "grow", short)
         with pytest.raises(RuntimeError, match="malloc"):
@@ -236,10 +236,10 @@ def test_the_next_start_uses_the_warmup_cache(
     monkeypatch.setattr(calibrate, "_time", None)  # and so would measuring
     second, again = load_engine(path, "tiny", options)
     assert replace(again, created=info.created) == info
-    assert second.scheduler.pace.alone == first.scheduler.pace.alone
     assert second.counters["steps"] == 0
     assert isinstance(first.proposer, Proposer) and isinstance(second.proposer, Proposer)
-    assert replace(second.proposer.costs, factors={}) == replace(first.proposer.costs, factors={})
+    measured = [[list(x) for x in e.proposer.costs.measured] for e in (first, second)]
+    assert measured[0] == measured[1]
     load_engine(path, "tiny", replace(options, speculate="off"))  # forgets nothing
     with monkeypatch.context() as other:
         other.setitem(
@@ -252,7 +252,7 @@ def test_the_next_start_uses_the_warmup_cache(
         load_engine(path, "tiny", options, remeasure=True)
     (kept,) = (cache / "costs").iterdir()
     whole = json.loads(kept.read_text())
-    short = {**whole, "costs": {**whole["costs"], "measured": [[1], [0]]}}
+    short = {**whole, "costs": {**whole["costs"], "measured": "fast"}}
     for text in (
         json.dumps(short),
         "",
@@ -277,11 +277,9 @@ def test_speculation_is_on_by_default(path: Path, cache: Path) -> None:
     assert isinstance(off.proposer, NoSpeculation)
 
 
-def test_a_draft_model_drafts(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mlxspec")
+def test_a_draft_model_drafts(path: Path) -> None:
     e, info = load_engine(path, "tiny", settings(block_size=16, kv_blocks=20), path)
     assert isinstance(e.proposer, Proposer) and small_model(e.proposer)
-    assert "ms a token" in caplog.text
     alone = load_engine(path, "tiny", settings(block_size=16, kv_blocks=20))[1]
     assert (info.kv_bytes, info.weight_bytes) == (2 * alone.kv_bytes, 2 * alone.weight_bytes)
     e.add(tiny.request("r", [1, 2, 3], 30))
@@ -320,7 +318,7 @@ def test_quantized_kv_sizes_are_known_before_loading(tmp_path: Path) -> None:
     m = tiny.model("qwen3:4")
     for bits in (0, 4, 8):
         assert geometry(m, bits)[0] == find_layout(m, kv_bits=bits).token_bytes
-    with pytest.raises(UserError, match=r"kv_blocks = 1: .* give 2 or more"):
+    with pytest.raises(UserError, match=r"a context of 0 tokens .* raise --context or --kv-blocks"):
         load_engine(tmp_path, "tiny", settings(kv_blocks=1))
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import random
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.model import meter
-from mlxspec.types import MAX_DEPTH, OutOfMemory, Request, Sampling, UserError
+from mlxspec.types import MAX_DEPTH, OutOfMemory, Request, Sampling
 from tests import tiny
 
 GIB = 1 << 30
@@ -72,14 +71,12 @@ MAC = {
 def on_mac(monkeypatch: pytest.MonkeyPatch, libc: Any) -> None:
     monkeypatch.setattr(memory, "DARWIN", True)
     monkeypatch.setattr(memory, "LIBC", libc)
-    memory._warn_once.cache_clear()
 
 
 def on_linux(monkeypatch: pytest.MonkeyPatch, root: Path, **files: str) -> None:
     """`files` are /proc's, their slashes written as two underscores."""
     monkeypatch.setattr(memory, "DARWIN", False)
     monkeypatch.setattr(memory, "PROC", root)
-    memory._warn_once.cache_clear()
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(exist_ok=True)
@@ -104,37 +101,27 @@ def test_macos_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     on_mac(monkeypatch, Libc(MAC, words))
     assert memory.total() == 16 * GIB and memory.headroom() == GIB
-    assert memory.free() == memory.available() == (1000 + 20000 + 300) * 16384
+    assert memory.available() == (1000 + 20000 + 300) * 16384
     assert memory.footprint() == 9 * GIB
 
 
-@pytest.mark.parametrize("libc", [Libc({}), object()], ids=["refuses", "has no such call"])
-def test_unknown_figures_are_assumed_and_logged_once(
-    libc: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    on_mac(monkeypatch, libc)
-    assert memory.total() > GIB and memory.free() is None and memory.footprint() == 0
+def test_unknown_figures_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_mac(monkeypatch, Libc({}))
+    assert memory.total() > GIB and memory.footprint() == 0
     assert memory.available() == memory.available() == memory.total() * 3 // 4
-    assert len(caplog.records) == 2 and "three quarters are assumed" in caplog.text
-
-
-def test_one_missing_figure_makes_free_memory_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("vm.pagesize", *memory.FREE_PAGES):
-        on_mac(monkeypatch, Libc({k: v for k, v in MAC.items() if k != name}))
-        assert memory.free() is None
 
 
 def test_linux_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meminfo = "MemTotal:       8000000 kB\nMemFree: 100 kB\nMemAvailable:    3000000 kB\nHugePages_Total: 0\n"
     status = "VmRSS:\t 9000 kB\nRssAnon:\t 500 kB\nRssFile:\t 8000 kB\nRssShmem:\t 20 kB\nVmSwap:\t 3 kB\n"
     on_linux(monkeypatch, tmp_path, meminfo=meminfo, self__status=status)
-    assert memory.free() == memory.available() == 3000000 << 10
+    assert memory.available() == 3000000 << 10
     assert memory.footprint() == 523 << 10
 
 
 def test_a_linux_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_linux(monkeypatch, tmp_path)
-    assert memory.free() is None and memory.footprint() == 0
+    assert memory.footprint() == 0
     assert memory.available() == memory.total() * 3 // 4 > 0
 
 
@@ -238,8 +225,6 @@ def test_a_plan_keeps_its_share_and_serves_one_sequence(
     try:
         got = plan(caches, free, context, share=share, **settings)
     except OutOfMemory as error:
-        if fix := re.search(r"--context (\d+) fits", str(error)):
-            assert plan(caches, free, int(fix[1]), share=share, **settings).blocks > 0
         assert error.need > free
         return
     budget = free * memory.CACHE_SHARE
@@ -275,15 +260,13 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
         "8.0 GB are free of 16.0 GB",
     ):
         assert figure in str(large.value)
-    with pytest.raises(OutOfMemory, match="--context 4064 fits"):
+    with pytest.raises(OutOfMemory, match="set --kv-bits or a lower --context"):
         cache_bytes(6.5, 65536, 8)
     with pytest.raises(OutOfMemory, match="raise --memory-gb"):
         cache_bytes(1, 65536, 0.5, memory_gb=0.5)
     with pytest.raises(OutOfMemory, match="leave out --kv-blocks") as fixed:
         cache_bytes(1, 65536, 4, kv_blocks=2000)
     assert fixed.value.need == 2 * GIB + 2000 * 32 * 65536
-    with pytest.raises(UserError, match="kv_blocks"):
-        cache_bytes(1, 65536, 8, kv_blocks=1)
 
 
 def resident() -> int:
@@ -303,15 +286,15 @@ def serve(e: Engine, requests: int, vocab: int, longest: int, rng: random.Random
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
-def test_500_requests_leave_the_process_as_large_as_50(kind: str) -> None:
+def test_200_requests_leave_the_process_as_large_as_40(kind: str) -> None:
     e, rng = tiny.engine(tiny.model(kind), blocks=400), random.Random(1)
-    serve(e, 50, tiny.VOCAB, 100, rng)
+    serve(e, 40, tiny.VOCAB, 60, rng)
     early = resident()
-    serve(e, 450, tiny.VOCAB, 100, rng)
+    serve(e, 160, tiny.VOCAB, 60, rng)
     assert resident() < 1.05 * early
 
 
-def test_300_requests_with_cancels_leave_nothing_behind() -> None:
+def test_120_requests_with_cancels_leave_nothing_behind() -> None:
     e, rng = tiny.engine(tiny.model("qwen3"), blocks=200), random.Random(2)
 
     def churn(requests: int) -> tuple[int, int]:
@@ -329,10 +312,10 @@ def test_300_requests_with_cancels_leave_nothing_behind() -> None:
         e.check()
         return meter.arrays(), mx.get_active_memory()
 
-    churn(30)  # makes the pools
-    early = churn(30)
+    churn(20)  # makes the pools
+    early = churn(20)
     assert early[0] > 20
-    live, active = churn(300)
+    live, active = churn(120)
     assert live == early[0]
     # The last step's positions and tables stay, and how many rows it has is up to the pace, which
     # is time.

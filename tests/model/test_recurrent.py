@@ -68,7 +68,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
     e.proposer = NoisyOracle({(PROMPT, i): told for i in range(2)})
     stop = frozenset({told[22]})
     e.add(tiny.request("r", PROMPT, 30, choices=2, stop_tokens=stop))
-    drop, seen, ended = e.scheduler.groups.free, [], []
+    drop, seen, ended = e.scheduler.kv.free, [], []
 
     def check(seq: Sequence) -> None:
         cache = make_prompt_cache(m)
@@ -85,7 +85,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
             ended.append(seq.finish)
         drop(seq)
 
-    monkeypatch.setattr(type(e.scheduler.groups), "free", lambda self, seq: dropped(seq))
+    monkeypatch.setattr(type(e.scheduler.kv), "free", lambda self, seq: dropped(seq))
     while e.busy:
         e.step()
         for seq in e.scheduler.running:

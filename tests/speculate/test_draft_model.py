@@ -134,7 +134,7 @@ def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> No
     for i, (name, prompt) in enumerate(prompts.items()):
         r = tiny.request(name, prompt, N, temperature=temperature, seed=i)
         twins.all_kept(twins(r))
-    assert twins.engine.counters["cached"] > 6 * BLOCK
+    assert twins.engine.counters["cached_tokens"] > 6 * BLOCK
     batch = [
         tiny.request(f"{name}2", [*prompt, i], N, temperature=temperature, seed=i + 9)
         for i, (name, prompt) in enumerate(prompts.items())

@@ -154,7 +154,7 @@ def test_a_dry_run_prints_the_service_on_any_platform() -> None:
     words = ("some/model", "--port", "81")
     done = run("service", "install", "--dry-run", *words, MLXSPEC_PIN="a", PATH="/none")
     assert done.returncode == 0 and done.stderr == ""
-    text = done.stdout[done.stdout.index("<?xml") : done.stdout.index("would run")]
+    text = done.stdout[done.stdout.index("<?xml") :]
     agent = plistlib.loads(text.encode())
     assert agent["ProgramArguments"][3:] == ["serve", "some/model", "--port", "81", "--pin", "a"]
 
@@ -195,7 +195,7 @@ def test_the_menu_bar_shows_the_server(
         monkeypatch.setenv("MLXSPEC_PORT", port)
     words = ["menubar", "--url", url] if url else ["menubar"]
     assert CliRunner().invoke(cli.app, words).exit_code == 0
-    assert port in menus[0].items[0].title
+    assert any(port in item.title for item in menus[0].items)
 
 
 def unused_port() -> int:

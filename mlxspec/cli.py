@@ -31,14 +31,13 @@ from mlxspec.config import Config, ConfigError, load
 from mlxspec.files import format_size
 from mlxspec.types import UserError
 
-RUN, USE, LOOK, MEASURE = "Run", "Use", "Look", "Measure"  # panels of --help
 LOAD_S = 3600  # a model that is loaded or unloaded may take so long
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 cache = typer.Typer(no_args_is_help=True, help="Show or delete the prompt cache on disk.")
-app.add_typer(cache, name="cache", rich_help_panel=LOOK)
-app.add_typer(service, name="service", rich_help_panel=RUN)
-app.add_typer(menubar, name="menubar", rich_help_panel=RUN)
+app.add_typer(cache, name="cache")
+app.add_typer(service, name="service")
+app.add_typer(menubar, name="menubar")
 
 
 def main() -> None:
@@ -84,7 +83,7 @@ def about(
     """A local server for language models on Apple Silicon, built on MLX."""
 
 
-@app.command(rich_help_panel=RUN)
+@app.command()
 @with_settings
 def serve(**flags: str | list[str] | None) -> None:
     """Serve models: directories in mlx-lm's format or Hugging Face ids. Default: built in."""
@@ -105,7 +104,7 @@ def serve(**flags: str | list[str] | None) -> None:
     sys.exit(serve_model(config))
 
 
-@app.command(rich_help_panel=USE)
+@app.command()
 def chat(
     url: Url = None,
     api_key: Key = None,
@@ -120,7 +119,7 @@ def chat(
     run(*server_of(url, api_key), system, temperature)
 
 
-@app.command(rich_help_panel=USE, context_settings={"allow_interspersed_args": False})
+@app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     agent: Annotated[
         str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(agents.AGENTS)}.")
@@ -138,7 +137,7 @@ def launch(
     agents.launch(agent, args or [], *server_of(url, api_key), show)
 
 
-@app.command(rich_help_panel=MEASURE)
+@app.command()
 def bench(
     model: Model = None,
     draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A small draft model.")] = None,
@@ -166,7 +165,7 @@ def bench(
     sys.exit(bench(config, workload, prompts, max_tokens, temperature, streams, rounds, json))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command()
 def doctor(model: Model = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """Check the machine, the installation, the model and the service, and say what to fix.
 
@@ -178,7 +177,7 @@ def doctor(model: Model = None, cache_dir: CacheDir = None, json: Json = False) 
     sys.exit(doctor(model, cache_dir, json))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command()
 def status(url: Url = None, api_key: Key = None, json: Json = False) -> None:
     """Show whether the server runs, what it does and how fast. Exits with 1 if it is down."""
     from mlxspec.service.status import DOWN, get_status, print_status
@@ -188,7 +187,7 @@ def status(url: Url = None, api_key: Key = None, json: Json = False) -> None:
     sys.exit(now.state in DOWN)
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command()
 def models(
     url: Url = None, api_key: Key = None, cache_dir: CacheDir = None, json: Json = False
 ) -> None:
@@ -200,7 +199,7 @@ def models(
     show(found, get_status(*server_of(url, api_key)).models, json)
 
 
-@app.command(rich_help_panel=RUN)
+@app.command()
 def pull(model: Model = None, cache_dir: CacheDir = None) -> None:
     """Download and convert a model without serving it."""
     from mlxspec.commands.models import pull
@@ -209,13 +208,13 @@ def pull(model: Model = None, cache_dir: CacheDir = None) -> None:
         print(f"{one.name} is in {one.path}, {format_size(one.bytes)}")
 
 
-@app.command("load", rich_help_panel=RUN)
+@app.command("load")
 def load_model(model: Served, url: Url = None, api_key: Key = None) -> None:
     """Load a model of the running server."""
     _change(url, api_key, "load", model=model)
 
 
-@app.command(rich_help_panel=RUN)
+@app.command()
 def stop(
     model: Served,
     force: Annotated[bool, typer.Option("--force", help="Also if it is pinned.")] = False,
@@ -259,16 +258,11 @@ def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the cache. A running server goes on and fills it again."""
-    from mlxspec.commands.cache import clear, survey
+    from mlxspec.commands.cache import clear
     from mlxspec.model.hub import prompts_of
 
     root = prompts_of(_settings(cache_dir=cache_dir))
-    found = survey(root)
-    if not found:
-        print(f"nothing is cached in {root}")
-        return
     if not yes:
-        size = format_size(sum(model.bytes for model in found))
-        typer.confirm(f"Delete {size} of prompt cache in {root}?", abort=True)
+        typer.confirm(f"Delete the prompt cache in {root}?", abort=True)
     files, freed = clear(root)
     print(f"{format_size(freed)} freed; files deleted: {files}")

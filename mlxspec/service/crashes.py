@@ -140,15 +140,11 @@ def _keep_small(path: Path) -> None:
 
 
 def rotate(path: Path, limit: int = LOG_BYTES) -> None:
-    """Start a new log where stderr is `path` and longer than `limit` bytes; the old one becomes
-    `path`.1."""
-    try:
-        now = os.fstat(2)
-        if now.st_size > limit and os.path.samestat(now, path.stat()):
+    """Start a new log where `path`, which gets our output, is longer than `limit` bytes; the old
+    one becomes `path`.1."""
+    with suppress(OSError):
+        if path.stat().st_size > limit:
             path.replace(f"{path}.1")
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(fd, 1)
-            os.dup2(fd, 2)
-            os.close(fd)
-    except OSError as error:
-        log.debug("%s: %s", path, error)
+            with path.open("ab") as new:
+                os.dup2(new.fileno(), 1)
+                os.dup2(new.fileno(), 2)

@@ -31,14 +31,12 @@ VARIABLES = ("MLXSPEC_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CA
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 EXIT_S = 20  # to exit, in addition to `drain_s`
 SLACK_S = 10.0  # that launchd may take longer than the definition says
-# Statuses of launchctl: the label is unknown (3, 113), or its process is still ending (36, 5, 37).
-BOOTOUT_OK = (3, 36, 113)
-BOOTSTRAP_AGAIN = (5, 37)
-BOOTSTRAP_S = 5.0
+BOOTOUT_OK = (3, 36, 113)  # statuses: the label is unknown, or its process is still ending
 POLL_S = 0.1
 
 
 def log_file() -> Path:
+    """Where launchd sends the output."""
     return Path.home() / "Library/Logs/mlxspec/mlxspec.log"
 
 
@@ -213,12 +211,7 @@ def load_agent(agent: Mapping[str, Any]) -> None:
     label = agent["Label"]
     write_atomic(agent_file(label), plistlib.dumps(dict(agent)))
     _launchctl("enable", _target(label))
-    again: Sequence[int] = BOOTSTRAP_AGAIN
-    deadline = time.monotonic() + BOOTSTRAP_S
-    while _launchctl("bootstrap", _domain(), str(agent_file(label)), ok=again):
-        time.sleep(POLL_S)
-        if time.monotonic() > deadline:
-            again = ()  # the last attempt fails with its reason
+    _launchctl("bootstrap", _domain(), str(agent_file(label)))
 
 
 def unload(label: str = LABEL) -> None:

@@ -46,7 +46,6 @@ class Status:
     why: str = ""  # what is wrong, and the fix
     note: str = ""  # set in safe mode
     version: str = ""
-    pid: int = 0
     models: tuple[Model, ...] = ()
     running: int = 0
     waiting: int = 0
@@ -112,7 +111,6 @@ def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
         page["unwell"],
         page["note"],
         page["version"],
-        page["pid"],
         tuple(models),
         running,
         waiting,
@@ -158,7 +156,7 @@ def facts(now: Status) -> dict[str, str]:
         lines["speed"] = f"{now.speed:.1f} tokens/s, {now.tokens_per_round:.1f} per round"
         lines["drafts"] = f"{now.accepted:.0%} accepted"
         lines["memory"] = format_size(now.footprint)
-        lines["version"] = f"{now.version}, process {now.pid}"
+        lines["version"] = now.version
     elif now.state == "stopped":
         lines["fix"] = now.why
     return lines

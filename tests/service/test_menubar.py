@@ -21,7 +21,7 @@ from tests.service.test_launchd import DOCUMENTED, faults
 
 URL = "http://127.0.0.1:8080"
 BIG, SMALL = Model("org/big", "loaded", 3 << 30), Model("small", "unloaded", 98_000_000)
-UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.1.0", "pid": 42}
+UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.1.0"}
 UP |= {"models": (BIG, SMALL), "speed": 41.25, "footprint": 5 << 30}
 
 STATES = {

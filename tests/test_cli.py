@@ -70,12 +70,18 @@ def test_help_has_every_flag() -> None:
     ],
 )
 def test_mistakes_end_in_a_line_and_status_2(
-    words: tuple[str, ...], env: dict[str, str], message: str
+    words: tuple[str, ...],
+    env: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run(*words, **env)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
-    assert done.stdout == ""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert command(monkeypatch, *words) == 2
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err
+    assert said.out == ""
 
 
 def test_no_color_is_honoured() -> None:

@@ -74,7 +74,7 @@ def examine(model: str | None, cache_dir: str | None) -> Iterator[Check]:
 
 def _system() -> Check:
     mac, arch = platform.mac_ver()[0], platform.machine()
-    text = f"{platform.system()} {mac} {arch}"
+    text = f"{platform.system()} {mac or platform.release()} {arch}"
     if mac and int(mac.partition(".")[0]) < MACOS:
         return Check("system", f"{text}: MLX needs macOS {MACOS}; update macOS", broken=True)
     if sys.platform == "darwin" and arch != "arm64":

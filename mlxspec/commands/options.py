@@ -10,8 +10,6 @@ import typer
 
 from mlxspec.config import ARGUMENTS, DEFAULTS, TABLE, flag, limits, load, url_of
 
-METAVARS = {str: "TEXT", int: "N", float: "N", tuple: "A,B"}
-
 Model = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help="The model, as for serve.", show_default=False),
@@ -71,8 +69,7 @@ def _parameter(name: str) -> inspect.Parameter:
         text += f" Values: {limits(row)}."
     if row.default:
         text += f" Default: {row.default}."
-    metavar = METAVARS[type(row.default)]
-    info: Any = typer.Option(flag(name), help=text, show_default=False, metavar=metavar)
+    info: Any = typer.Option(flag(name), help=text, show_default=False)
     if name in ARGUMENTS:
         info = typer.Argument(help=text, show_default=False, metavar=flag(name))
     value: Any = list[str] if name == "others" else str

@@ -99,10 +99,21 @@ def flags_of(name: str, server: Server) -> list[str]:
         env = _claude(server)
         del env["ANTHROPIC_AUTH_TOKEN"]
         return ["--settings", json.dumps({"env": env})]
+    if name != "codex":
+        return []
+    settings = {
+        "model_provider": "mlxspec",
+        "model": server.model,
+        "model_context_window": server.context,
+        "model_auto_compact_token_limit": int(server.context * COMPACT_AT),
+        "model_providers.mlxspec.name": "mlxspec",
+        "model_providers.mlxspec.base_url": f"{server.url}/v1",
+        "model_providers.mlxspec.env_key": "MLXSPEC_API_KEY",
+        "model_providers.mlxspec.wire_api": "responses",
+    }
     flags = []
-    if name == "codex":
-        for key, value in _codex(server).items():
-            flags += ["-c", f"{key}={json.dumps(value)}"]  # JSON is TOML too, for these values
+    for key, value in settings.items():
+        flags += ["-c", f"{key}={json.dumps(value)}"]  # JSON is TOML too, for these values
     return flags
 
 
@@ -124,19 +135,6 @@ def _claude(server: Server) -> dict[str, str]:
     for kind in CLAUDE_MODELS:
         env[f"ANTHROPIC_{kind}MODEL"] = server.model
     return env
-
-
-def _codex(server: Server) -> dict[str, str | int]:
-    return {
-        "model_provider": "mlxspec",
-        "model": server.model,
-        "model_context_window": server.context,
-        "model_auto_compact_token_limit": int(server.context * COMPACT_AT),
-        "model_providers.mlxspec.name": "mlxspec",
-        "model_providers.mlxspec.base_url": f"{server.url}/v1",
-        "model_providers.mlxspec.env_key": "MLXSPEC_API_KEY",
-        "model_providers.mlxspec.wire_api": "responses",
-    }
 
 
 def _opencode(server: Server) -> dict[str, object]:

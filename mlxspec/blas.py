@@ -8,17 +8,17 @@ symbols. On macOS MLX uses Accelerate and Metal.
 import ctypes
 import ctypes.util
 import functools
+import glob
 import importlib
 import logging
 import os
 import resource
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 log = logging.getLogger("mlxspec")
 
 PATHS = (
+    "$CONDA_PREFIX/lib/libopenblas.so*",
     "/usr/lib/*-linux-gnu/openblas-pthread/libopenblas.so.0",
     "/usr/lib*/libopenblasp.so.0",
     "/usr/lib*/libopenblas.so*",
@@ -71,11 +71,9 @@ def _import_mlx_lm() -> None:
         resource.setrlimit = setrlimit
 
 
-def _candidates() -> Iterator[str]:
+def _candidates() -> list[str]:
     """Names and paths to try, the best first."""
-    if found := ctypes.util.find_library("openblas"):
-        yield found
-    if prefix := os.environ.get("CONDA_PREFIX"):
-        yield from map(str, Path(prefix).glob("lib/libopenblas.so*"))
+    found = [ctypes.util.find_library("openblas") or "libopenblas.so"]
     for path in PATHS:
-        yield from sorted(map(str, Path("/").glob(path.removeprefix("/"))))
+        found += sorted(glob.glob(os.path.expandvars(path)))
+    return found

@@ -8,15 +8,13 @@ import json as jsonlib
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mlxspec import __version__
 from mlxspec.client import printable, request
-from mlxspec.commands.launch import AGENTS
-from mlxspec.commands.launch import launch as start_agent
+from mlxspec.commands import launch as agents
 from mlxspec.commands.options import (
     CacheDir,
     Json,
@@ -33,21 +31,20 @@ from mlxspec.config import Config, ConfigError, load
 from mlxspec.files import format_size
 from mlxspec.types import UserError
 
-RUN, USE, LOOK, MEASURE = "Run", "Use", "Look", "Measure"  # panels of --help
 LOAD_S = 3600  # a model that is loaded or unloaded may take so long
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 cache = typer.Typer(no_args_is_help=True, help="Show or delete the prompt cache on disk.")
-app.add_typer(cache, name="cache", rich_help_panel=LOOK)
-app.add_typer(service, name="service", rich_help_panel=RUN)
-app.add_typer(menubar, name="menubar", rich_help_panel=RUN)
+app.add_typer(cache, name="cache")
+app.add_typer(service, name="service")
+app.add_typer(menubar, name="menubar")
 
 
 def main() -> None:
     """Run the command in `sys.argv`."""
     try:
         app(prog_name="mlxspec")
-    except (ConfigError, UserError) as error:
+    except (ConfigError, UserError, OSError) as error:
         from rich.console import Console
         from rich.text import Text
 
@@ -58,10 +55,16 @@ def main() -> None:
 
 def log_to_stderr(level: str) -> None:
     """Our own log at `level`; warnings and errors of other libraries."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+    )
     logging.getLogger("mlxspec").setLevel(level.upper())
+
+
+def _settings(**flags: str | None) -> Config:
+    return load(flags, os.environ)
 
 
 def _show_version(wanted: bool) -> None:
@@ -80,11 +83,12 @@ def about(
     """A local server for language models on Apple Silicon, built on MLX."""
 
 
-@app.command(rich_help_panel=RUN)
+@app.command()
 @with_settings
 def serve(**flags: str | list[str] | None) -> None:
     """Serve models: directories in mlx-lm's format or Hugging Face ids. Default: built in."""
     log_to_stderr("info")
+    from mlxspec.service import crashes
     from mlxspec.service.launchd import activated_socket, log_file
 
     def settings() -> Config:
@@ -93,8 +97,6 @@ def serve(**flags: str | list[str] | None) -> None:
         return config
 
     if listener := activated_socket():
-        from mlxspec.service import crashes
-
         sys.exit(crashes.serve(settings, listener, log_file()))
     config = settings()
     from mlxspec.server.process import serve_model
@@ -102,7 +104,7 @@ def serve(**flags: str | list[str] | None) -> None:
     sys.exit(serve_model(config))
 
 
-@app.command(rich_help_panel=USE)
+@app.command()
 def chat(
     url: Url = None,
     api_key: Key = None,
@@ -117,9 +119,11 @@ def chat(
     run(*server_of(url, api_key), system, temperature)
 
 
-@app.command(rich_help_panel=USE, context_settings={"allow_interspersed_args": False})
+@app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
+    agent: Annotated[
+        str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(agents.AGENTS)}.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the agent.")
     ] = None,
@@ -130,10 +134,10 @@ def launch(
     api_key: Key = None,
 ) -> None:
     """Start a coding agent on the running server. It changes none of the agent's files."""
-    start_agent(agent, args or [], *server_of(url, api_key), show)
+    agents.launch(agent, args or [], *server_of(url, api_key), show)
 
 
-@app.command(rich_help_panel=MEASURE)
+@app.command()
 def bench(
     model: Model = None,
     draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A small draft model.")] = None,
@@ -154,14 +158,14 @@ def bench(
 
     Exits with 1 if any answer differs.
     """
-    config = load({"model": model, "draft": draft}, os.environ)
+    config = _settings(model=model, draft=draft)
     log_to_stderr(config.log_level)
     from mlxspec.commands.bench import bench
 
     sys.exit(bench(config, workload, prompts, max_tokens, temperature, streams, rounds, json))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command()
 def doctor(model: Model = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """Check the machine, the installation, the model and the service, and say what to fix.
 
@@ -170,10 +174,10 @@ def doctor(model: Model = None, cache_dir: CacheDir = None, json: Json = False) 
     from mlxspec.commands.doctor import doctor
 
     log_to_stderr("error")
-    sys.exit(doctor({"model": model, "cache_dir": cache_dir}, os.environ, json))
+    sys.exit(doctor(model, cache_dir, json))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command()
 def status(url: Url = None, api_key: Key = None, json: Json = False) -> None:
     """Show whether the server runs, what it does and how fast. Exits with 1 if it is down."""
     from mlxspec.service.status import DOWN, get_status, print_status
@@ -183,7 +187,7 @@ def status(url: Url = None, api_key: Key = None, json: Json = False) -> None:
     sys.exit(now.state in DOWN)
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command()
 def models(
     url: Url = None, api_key: Key = None, cache_dir: CacheDir = None, json: Json = False
 ) -> None:
@@ -191,28 +195,26 @@ def models(
     from mlxspec.commands.models import local_models, show
     from mlxspec.service.status import get_status
 
-    found = local_models(load({"cache_dir": cache_dir}, os.environ))
+    found = local_models(_settings(cache_dir=cache_dir))
     show(found, get_status(*server_of(url, api_key)).models, json)
 
 
-@app.command(rich_help_panel=RUN)
+@app.command()
 def pull(model: Model = None, cache_dir: CacheDir = None) -> None:
     """Download and convert a model without serving it."""
     from mlxspec.commands.models import pull
 
-    for one in pull(load({"model": model, "cache_dir": cache_dir}, os.environ)):
+    for one in pull(_settings(model=model, cache_dir=cache_dir)):
         print(f"{one.name} is in {one.path}, {format_size(one.bytes)}")
 
 
-@app.command("load", rich_help_panel=RUN)
+@app.command("load")
 def load_model(model: Served, url: Url = None, api_key: Key = None) -> None:
     """Load a model of the running server."""
-    with working(f"loading {model}"):
-        done = _post(url, api_key, "/v1/models/load", {"model": model})
-    print(f"{done['id']} is loaded, after {done['seconds']:.1f} s")
+    _change(url, api_key, "load", model=model)
 
 
-@app.command(rich_help_panel=RUN)
+@app.command()
 def stop(
     model: Served,
     force: Annotated[bool, typer.Option("--force", help="Also if it is pinned.")] = False,
@@ -220,34 +222,34 @@ def stop(
     api_key: Key = None,
 ) -> None:
     """Unload a model of the running server, when its running answers have ended."""
-    with working(f"unloading {model}"):
-        done = _post(url, api_key, "/v1/models/unload", {"model": model, "force": force})
-    print(f"{done['id']} is unloaded, after {done['seconds']:.1f} s")
+    _change(url, api_key, "unload", model=model, force=force)
 
 
-def _post(url: str | None, api_key: str | None, path: str, body: dict[str, Any]) -> Any:
-    with request(*server_of(url, api_key), "POST", path, body, timeout=LOAD_S) as response:
-        return printable(jsonlib.load(response))
+def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> None:
+    """Load or unload a model of the server."""
+    at, path = server_of(url, api_key), f"/v1/models/{verb}"
+    with (
+        working(f"{verb}ing {body['model']}"),
+        request(*at, "POST", path, body, timeout=LOAD_S) as response,
+    ):
+        done = printable(jsonlib.load(response))
+    print(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s")
 
 
 @cache.command("ls")
 def cache_ls(cache_dir: CacheDir = None) -> None:
     """Show what is cached, by model."""
-    from rich.console import Console
-
     from mlxspec.commands.cache import show
 
-    show(_prompts(cache_dir)[0], Console())
+    show(_settings(cache_dir=cache_dir))
 
 
 @cache.command("stats")
 def cache_stats(cache_dir: CacheDir = None) -> None:
     """Show the size of the cache and its limit."""
-    from rich.console import Console
-
     from mlxspec.commands.cache import totals
 
-    totals(*_prompts(cache_dir), Console())
+    totals(_settings(cache_dir=cache_dir))
 
 
 @cache.command("clear")
@@ -256,22 +258,11 @@ def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the cache. A running server goes on and fills it again."""
-    from mlxspec.commands.cache import clear, survey
-
-    root = _prompts(cache_dir)[0]
-    held = sum(model.bytes for model in survey(root))
-    if held and not yes:
-        typer.confirm(f"Delete {format_size(held)} of prompt cache in {root}?", abort=True)
-    files, freed = clear(root)
-    if files:
-        print(f"{format_size(freed)} freed; files deleted: {files}")
-    else:
-        print(f"nothing is cached in {root}")
-
-
-def _prompts(cache_dir: str | None) -> tuple[Path, int]:
-    """The directory of the prompt cache, and its limit in bytes."""
+    from mlxspec.commands.cache import clear
     from mlxspec.model.hub import prompts_of
 
-    config = load({"cache_dir": cache_dir}, os.environ)
-    return prompts_of(config), config.disk_bytes
+    root = prompts_of(_settings(cache_dir=cache_dir))
+    if not yes:
+        typer.confirm(f"Delete the prompt cache in {root}?", abort=True)
+    files, freed = clear(root)
+    print(f"{format_size(freed)} freed; files deleted: {files}")

@@ -3,7 +3,7 @@
 import http.client
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,10 +22,6 @@ class NotRunning(ClientError):
     """Nothing listens at the URL."""
 
 
-class Unauthorized(ClientError):
-    """The API key is wrong or missing."""
-
-
 @contextmanager
 def request(
     url: str, api_key: str, method: str, path: str, body: Any = None, timeout: float = TIMEOUT_S
@@ -34,42 +30,33 @@ def request(
 
     Raises ClientError, also for whatever goes wrong while the caller reads the response.
     """
-    if not is_url(url):
-        raise ClientError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
-    parts = urlsplit(url)
-    secure = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    data = json.dumps(body) if body else None
     try:
-        data = json.dumps(body) if body else None
-        connection.request(method, parts.path.rstrip("/") + path, data, headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise _error(response, url)
-        yield response
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ClientError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
+        kind: type[http.client.HTTPConnection] = http.client.HTTPConnection
+        if parts.scheme == "https":
+            kind = http.client.HTTPSConnection
+        with closing(kind(parts.hostname, parts.port, timeout=timeout)) as connection:
+            connection.request(method, parts.path.rstrip("/") + path, data, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _error(response, url)
+            yield response
     except ClientError:
         raise
     except ConnectionRefusedError as error:
         raise NotRunning(f"no server at {url}; start one with: mlxspec serve") from error
     except (OSError, http.client.HTTPException) as error:
-        said = str(error) or type(error).__name__
-        raise ClientError(f"{url}: {said}; see the server's log") from error
+        raise ClientError(
+            f"{url}: {error or type(error).__name__}; see the server's log"
+        ) from error
     except NOT_OURS as error:
         raise ClientError(f"{_foreign(url)} ({error!r})") from error
-    finally:
-        connection.close()
-
-
-def is_url(text: str) -> bool:
-    """Whether it is an HTTP URL with a host."""
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # the port is not a number
-        return False
 
 
 def printable(value: Any) -> Any:
@@ -87,11 +74,10 @@ def _error(response: http.client.HTTPResponse, url: str) -> ClientError:
     """The server's own message where it is one of ours."""
     try:
         message = printable(str(json.loads(response.read(MAX_LINE))["error"]["message"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return ClientError(f"{_foreign(url)} ({response.status})")
-    if response.status == 401:
-        return Unauthorized(f"the server answered 401: {message}; give --api-key")
-    return ClientError(f"the server answered {response.status}: {message}")
+    fix = "; give --api-key" if response.status == 401 else ""
+    return ClientError(f"the server answered {response.status}: {message}{fix}")
 
 
 def _foreign(url: str) -> str:

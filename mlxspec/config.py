@@ -5,7 +5,6 @@ Precedence: file < `MLXSPEC_*` variables < flags. Values are checked here, and a
 source, the setting, the value and what is allowed.
 """
 
-import difflib
 import math
 import shlex
 import tomllib
@@ -29,9 +28,9 @@ class ConfigError(ValueError):
 def option(
     default: T,
     help: str,
-    *,
     low: float = 0,
     high: float = math.inf,
+    *,
     choices: tuple[T, ...] = (),
     secret: bool = False,
 ) -> T:
@@ -57,7 +56,7 @@ class Config:
     )
     name: str = option("", "Name of the (first) model in the API; empty: the model's own name.")
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8080, "Port to listen on; 0: any free port.", high=65535)
+    port: int = option(8080, "Port to listen on; 0: any free port.", 0, 65535)
     api_key: str = option("", "API key that clients must send; empty: no key.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
         (), "Names allowed in `Host` and `Origin` headers, in addition to the loopback names."
@@ -66,38 +65,36 @@ class Config:
     idle_ttl: float = option(
         1800.0,
         "Idle seconds after which a model that is not pinned is unloaded; 0: never.",
-        high=10**7,
+        0,
+        10**7,
     )
-    max_sequences: int = option(16, "Most sequences in one step.", low=1, high=256)
-    max_queue: int = option(
-        64, "Most requests that wait; further ones get status 429.", low=1, high=4096
-    )
+    max_sequences: int = option(16, "Most sequences in one step.", 1, 256)
+    max_queue: int = option(64, "Most requests that wait; further ones get status 429.", 1, 4096)
     context: int = option(
-        0, "Context length (prompt and output) in tokens; 0: the model's.", high=2**24
+        0, "Context length (prompt and output) in tokens; 0: the model's.", 0, 2**24
     )
-    block_size: int = option(32, "Tokens in a KV block.", low=1, high=512)
-    kv_blocks: int = option(0, "Number of KV blocks; 0: chosen by free memory.", high=2**24)
+    block_size: int = option(32, "Tokens in a KV block.", 1, 512)
+    kv_blocks: int = option(0, "Number of KV blocks; 0: chosen by free memory.", 0, 2**24)
     memory_gb: float = option(
         0.0,
         "Memory limit in GiB for weights, caches and headroom; 0: what is free.",
-        high=2**16,
+        0,
+        2**16,
     )
     kv_bits: int = option(
-        0, "Bits per value of the KV cache; 0: not quantized.", high=8, choices=(0, 4, 8)
+        0, "Bits per value of the KV cache; 0: not quantized.", 0, 8, choices=(0, 4, 8)
     )
     layout: str = option(
         "auto",
         "Batch layout; auto picks the fastest one that matches mlx-lm.",
         choices=("auto", "rows", "rect", "gather", "solo"),
     )
-    prefill_budget: int = option(
-        0, "Prompt tokens computed in one step; 0: set by time.", high=2**16
-    )
+    prefill_budget: int = option(0, "Prompt tokens computed in one step; 0: set by time.", 0, 2**16)
     decode_gap_ms: int = option(
         250,
         "Target limit in ms on how long a prefill may delay running requests.",
-        low=1,
-        high=60_000,
+        1,
+        60_000,
     )
     strict_model_names: str = option(
         "off",
@@ -113,17 +110,17 @@ class Config:
     draft: str = option(
         "", "Draft model for the (first) model; empty: the one that its card names, if any."
     )
-    max_body_mb: int = option(32, "Largest request body, in MB.", low=1, high=1024)
+    max_body_mb: int = option(32, "Largest request body, in MB.", 1, 1024)
     keepalive_s: float = option(
-        5.0, "Seconds of silence after which a stream sends a keep-alive.", low=0.1, high=60
+        5.0, "Seconds of silence after which a stream sends a keep-alive.", 0.1, 60
     )
-    drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", high=3600)
+    drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", 0, 3600)
     cache_dir: str = option(
         "",
         "Directory for converted models, measurements and the prompt cache; empty: the platform's.",
     )
     cache_gb: float = option(
-        10.0, "Disk space for the prompt cache in GiB; 0: no prompt cache.", high=2**20
+        10.0, "Disk space for the prompt cache in GiB; 0: no prompt cache.", 0, 2**20
     )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
@@ -142,25 +139,20 @@ DEFAULTS = Config()
 TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 
 
-def load(
-    flags: Mapping[str, str | Sequence[str] | None],
-    env: Mapping[str, str],
-    path: Path | None = None,
-) -> Config:
+def load(flags: Mapping[str, str | Sequence[str] | None], env: Mapping[str, str]) -> Config:
     """The settings from file, variables and flags. A flag of None or [] and an empty variable count
     as unset.
 
-    A file named by `path` or `$MLXSPEC_CONFIG` must exist; the default file need not. Raises
-    ConfigError.
+    A file named by `$MLXSPEC_CONFIG` must exist; the default file need not. Raises ConfigError.
     """
-    values = _read_file(path, env)
+    values = _read_file(env)
     for variable, text in env.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and text and name != "config":
-            values[name] = _parse(name, text, variable)
+            values[name] = _checked(name, text, variable, from_text=True)
     for name, given in flags.items():
         if isinstance(given, str):
-            values[name] = _parse(name, given, flag(name))
+            values[name] = _checked(name, given, flag(name), from_text=True)
         elif given:
             values[name] = tuple(given)
     return Config(**values)
@@ -169,11 +161,6 @@ def load(
 def flag(name: str) -> str:
     """The setting on the command line: an argument for the models, a flag for all else."""
     return ARGUMENTS.get(name) or "--" + name.replace("_", "-")
-
-
-def kind(row: Field[Any]) -> type:
-    """The type of a setting: a key of KINDS."""
-    return type(row.default)
 
 
 def as_flags(config: Config, base: Config = DEFAULTS) -> str:
@@ -215,14 +202,14 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _read_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
-    named = path or env.get("MLXSPEC_CONFIG")
+def _read_file(env: Mapping[str, str]) -> dict[str, Any]:
+    named = env.get("MLXSPEC_CONFIG")
     file = Path(named or FILE).expanduser()
+    if not named and not file.exists():
+        return {}
     try:
         found = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
-        if not named and isinstance(error, FileNotFoundError):
-            return {}
         raise ConfigError(
             f"{file}: {error.strerror}; make it a readable file or unset MLXSPEC_CONFIG"
         ) from error
@@ -231,41 +218,37 @@ def _read_file(path: Path | None, env: Mapping[str, str]) -> dict[str, Any]:
     return {name: _checked(name, value, str(file)) for name, value in found.items()}
 
 
-def _parse(name: str, text: str, source: str) -> Any:
-    """The value of a variable or flag. Raises ConfigError."""
-    type_ = kind(_row(name, source))
-    value: Any = text
-    if type_ is tuple:
-        value = [part.strip() for part in text.split(",") if part.strip()]
-    elif type_ is not str:
-        try:
-            value = type_(text)
-        except ValueError:
-            pass  # it stays text, which is refused below
-    return _checked(name, value, source)
-
-
-def _checked(name: str, value: Any, source: str) -> Any:
+def _checked(name: str, value: Any, source: str, from_text: bool = False) -> Any:
     """`value` in the type of the setting. Raises ConfigError."""
-    row = _row(name, source)
-    type_, meta = kind(row), row.metadata
-    if type_ is float and type(value) is int:
+    if name not in TABLE:
+        raise ConfigError(
+            f"{source}: there is no setting {name!r}; docs/configuration.md lists them all"
+        )
+    row = TABLE[name]
+    kind, meta = type(row.default), row.metadata
+    if from_text:
+        value = _parsed(value, kind)
+    if kind is float and type(value) is int:
         value = float(value)
-    if type_ is tuple and isinstance(value, list) and all(isinstance(x, str) for x in value):
+    if kind is tuple and isinstance(value, list) and all(isinstance(x, str) for x in value):
         value = tuple(value)
-    allowed = type(value) is type_ and (not meta["choices"] or value in meta["choices"])
-    if allowed and type_ in (int, float):
+    allowed = type(value) is kind and (not meta["choices"] or value in meta["choices"])
+    if allowed and kind in (int, float):
         allowed = meta["low"] <= value <= meta["high"]  # also refuses nan
     if allowed:
         return value
     shown = "the value" if meta["secret"] else repr(value)
-    what = ", ".join(filter(None, (KINDS[type_], limits(row))))
+    what = KINDS[kind]
+    if limits(row):
+        what += f", {limits(row)}"
     raise ConfigError(f"{source}: {name} = {shown} is not allowed; give {what}")
 
 
-def _row(name: str, source: str) -> Field[Any]:
-    if name in TABLE:
-        return TABLE[name]
-    near = difflib.get_close_matches(name, TABLE, n=1)
-    hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists them all"
-    raise ConfigError(f"{source}: there is no setting {name!r}; {hint}")
+def _parsed(text: str, kind: type) -> Any:
+    """The value of a variable or flag; the text itself where it is no such value."""
+    if kind is tuple:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return kind(text)
+    except ValueError:
+        return text

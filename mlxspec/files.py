@@ -25,11 +25,9 @@ def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
     finally:
         part.unlink(missing_ok=True)
     if durable:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # not every file system can flush a folder
-                flush_to_medium(folder)
-        finally:
+        with suppress(OSError):  # not every file system can flush a folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            flush_to_medium(folder)
             os.close(folder)
 
 
@@ -61,9 +59,16 @@ def lock(path: Path, wait: bool = True) -> Iterator[bool]:
 
 def format_size(count: int) -> str:
     """Bytes for people: "512 B", "1.5 GB"; 1 KB is 1024 bytes."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1024 or unit == "GB":
-            break
+    if count < 1024:
+        return f"{count} B"
+    value = count / 1024
+    for unit in ("KB", "MB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}"
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    return f"{value:.1f} GB"
+
+
+def weight_bytes(model: Path) -> int:
+    """The size of the weights in a model's directory."""
+    return sum(file.stat().st_size for file in model.glob("model*.safetensors") if file.exists())

@@ -18,7 +18,7 @@ from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
-from mlxspec.files import format_size
+from mlxspec.files import format_size, weight_bytes
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, find_local, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.runner import owed
@@ -61,9 +61,9 @@ class ResolvedModel:
         inner = config.get("text_config")
         if isinstance(inner, dict):
             config = inner | config
-        weights = list(self.path.glob("model*.safetensors"))
+        weights = weight_bytes(self.path)
         if self.draft:
-            weights += self.draft.path.glob("model*.safetensors")
+            weights += weight_bytes(self.draft.path)
         return ModelInfo(
             name=self.name,
             context=min(context_of(config), self.config.context or 1 << 31),
@@ -72,23 +72,22 @@ class ResolvedModel:
             block_size=self.config.block_size,
             kv_blocks=0,
             kv_bytes=0,
-            weight_bytes=sum(file.stat().st_size for file in weights),
+            weight_bytes=weights,
             created=int(time.time()),
         )
 
 
-def models_of(config: Config) -> list[tuple[str, int]]:
-    """Names of all models, each followed by its draft model, with their bits per K/V value."""
-    known, found = cards(), list[tuple[str, int]]()
+def models_of(config: Config) -> list[str]:
+    """Names of all models, each followed by its draft model."""
+    known, found = cards(), []
     draft = config.draft  # of the first model
     for each in (config.model, *config.others):
-        name = _split_name(each)[1]
-        card = known.get(name or DEFAULT)
-        found.append((name, config.kv_bits))
-        if card and not draft:
-            draft = card.draft
+        name = _split_name(each)[1] or DEFAULT
+        found.append(name)
+        if name in known and not draft:
+            draft = known[name].draft
         if draft and config.speculate == "on":
-            found.append((draft, 0))
+            found.append(draft)
         draft = ""
     return found
 
@@ -117,13 +116,16 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
     """All models of the settings, with equal parts of the memory. Raises ConfigError and
     UnsupportedModel."""
     share = 1 / (1 + len(config.others))
-    others = [replace(config, model=each, name="", draft="") for each in config.others]
-    models = [resolve_model(each, share) for each in (config, *others)]
-    names = [each.name for each in models]
-    for name, other in zip(names[1:], config.others, strict=True):
-        if names.count(name) > 1:
-            path = _split_name(other)[1]
-            raise ConfigError(f"others: two models are named {name!r}; give one as NAME={path}")
+    models = [resolve_model(config, share)]
+    names = [models[0].name]
+    for other in config.others:
+        model = resolve_model(replace(config, model=other, name="", draft=""), share)
+        if model.name in names:
+            raise ConfigError(
+                f"others: two models are named {model.name!r}; give one as NAME={model.path}"
+            )
+        models.append(model)
+        names.append(model.name)
     for name in config.pin:
         if name not in names:
             raise ConfigError(f"pin = {name!r} is not a model; give some of {', '.join(names)}")
@@ -134,23 +136,23 @@ def make_manager(
     models: Sequence[ResolvedModel], config: Config, asleep: bool = False
 ) -> ModelManager:
     """The models for the engine thread. `asleep`: none is loaded before its first request."""
-    slots = [ModelSlot(each.load, each.info, each.name in config.pin) for each in models]
+    slots = {each.name: ModelSlot(each.load, each.info, each.name in config.pin) for each in models}
 
     def memory_check(name: str, held: int, freed: int) -> str:
         """Why a model does not fit now, "" if it does. `held` are the bytes of loaded models with
         full pools, `freed` those of models about to be evicted."""
-        slot = next(each for each in slots if each.info.name == name)
+        slot = slots[name]
         need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
-        free = memory.available() - owed()
+        free = memory.available() - owed() + freed
         if config.memory_gb:
-            free = config.memory_bytes - held
-        if need <= free + freed:
+            free = config.memory_bytes - held + freed
+        if need <= free:
             return ""
-        there = format_size(max(0, free + freed))
+        there = format_size(max(0, free))
         fixes = "close other programs, unpin models or raise --memory-gb"
         return f"it needs {format_size(need)} and {there} are available; {fixes}"
 
-    return ModelManager(slots, memory_check, config.idle_ttl, lazy=asleep)
+    return ModelManager(list(slots.values()), memory_check, config.idle_ttl, lazy=asleep)
 
 
 def _split_name(model: str) -> tuple[str, str]:

@@ -70,12 +70,18 @@ def test_help_has_every_flag() -> None:
     ],
 )
 def test_mistakes_end_in_a_line_and_status_2(
-    words: tuple[str, ...], env: dict[str, str], message: str
+    words: tuple[str, ...],
+    env: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run(*words, **env)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
-    assert done.stdout == ""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert command(monkeypatch, *words) == 2
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err
+    assert said.out == ""
 
 
 def test_no_color_is_honoured() -> None:
@@ -154,7 +160,7 @@ def test_a_dry_run_prints_the_service_on_any_platform() -> None:
     words = ("some/model", "--port", "81")
     done = run("service", "install", "--dry-run", *words, MLXSPEC_PIN="a", PATH="/none")
     assert done.returncode == 0 and done.stderr == ""
-    text = done.stdout[done.stdout.index("<?xml") : done.stdout.index("would run")]
+    text = done.stdout[done.stdout.index("<?xml") :]
     agent = plistlib.loads(text.encode())
     assert agent["ProgramArguments"][3:] == ["serve", "some/model", "--port", "81", "--pin", "a"]
 
@@ -195,7 +201,7 @@ def test_the_menu_bar_shows_the_server(
         monkeypatch.setenv("MLXSPEC_PORT", port)
     words = ["menubar", "--url", url] if url else ["menubar"]
     assert CliRunner().invoke(cli.app, words).exit_code == 0
-    assert port in menus[0].items[0].title
+    assert any(port in item.title for item in menus[0].items)
 
 
 def unused_port() -> int:

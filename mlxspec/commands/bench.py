@@ -7,7 +7,6 @@ costs and acceptance rates stay, as in a server.
 import inspect
 import json
 import pkgutil
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,9 +16,9 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from mlxspec import blas
+from mlxspec.commands.table import print_table
 from mlxspec.config import Config, ConfigError
 from mlxspec.types import Output, Request, Sampling
 
@@ -122,13 +121,12 @@ def edits() -> list[Task]:
 
 @dataclass(slots=True)
 class Answer:
-    """One prompt's answer on one side. `decoded` tokens came in `seconds` after the first output;
-    `last` is the time of the last one, in seconds from the start."""
+    """One prompt's answer on one side. `first` and `last` are the times of its outputs, in seconds
+    from the start."""
 
     tokens: list[int] = field(default_factory=list)
+    first: float = 0.0
     last: float = 0.0
-    seconds: float = 0.0
-    decoded: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -136,57 +134,45 @@ class Answer:
     def add(self, output: Output, now: float) -> None:
         self.rounds, self.drafted = output.rounds, output.drafted
         self.accepted = sum(n for _, n in output.accepted)
-        if not output.tokens:
-            return
-        if self.tokens:
-            self.decoded += len(output.tokens)
-            self.seconds += now - self.last
-        self.last = now
-        self.tokens += output.tokens
+        if output.tokens:
+            self.first = self.first or now
+            self.last = now
+            self.tokens += output.tokens
+
+    @property
+    def seconds(self) -> float:
+        """From the first token to the last."""
+        return max(self.last - self.first, 1e-9)
 
     @property
     def speed(self) -> float:
         """Tokens/s behind the prompt."""
-        return self.decoded / max(self.seconds, 1e-9)
+        return (len(self.tokens) - 1) / self.seconds
 
 
-Answers = dict[str, Answer]  # by prompt
+# Of each prompt: its name, and its answers without speculation and with it.
+Pairs = list[tuple[str, Answer, Answer]]
 
 
-@dataclass(slots=True)
-class Result:
-    """All answers of a workload with so many streams. Each group of prompts is a trial: its
-    answers without and with speculation."""
-
-    workload: str
-    streams: int
-    trials: list[tuple[Answers, Answers]] = field(default_factory=list)
-
-    def differing(self) -> set[str]:
-        """Prompts whose tokens are not the same on both sides."""
-        return {
-            name
-            for plain, drafted in self.trials
-            for name, answer in plain.items()
-            if answer.tokens != drafted[name].tokens
-        }
-
-    def figures(self) -> dict[str, float]:
-        """Speeds are of one stream while it decodes; the speedup compares the sums of their
-        times."""
-        plain, drafted = ([a for t in self.trials for a in t[side].values()] for side in (0, 1))
-        tokens, seconds = sum(len(a.tokens) for a in drafted), sum(a.seconds for a in drafted)
-        return {
-            "tokens": tokens,
-            "tokens_per_s_plain": median(a.speed for a in plain),
-            "tokens_per_s": median(a.speed for a in drafted),
-            "speedup": sum(a.seconds for a in plain) / max(seconds, 1e-9),
-            "tokens_per_round": tokens / sum(a.rounds for a in drafted),
-            "accepted": sum(a.accepted for a in drafted) / max(1, sum(a.drafted for a in drafted)),
-        }
+def figures(pairs: Pairs) -> dict[str, float]:
+    """Speeds are of one stream while it decodes; the speedup compares the sums of their times."""
+    _, plain, fast = zip(*pairs, strict=True)
+    tokens = sum(len(answer.tokens) for answer in fast)
+    drafted = sum(answer.drafted for answer in fast)
+    seconds = sum(answer.seconds for answer in fast)
+    return {
+        "tokens": tokens,
+        "tokens_per_s_plain": median(answer.speed for answer in plain),
+        "tokens_per_s": median(answer.speed for answer in fast),
+        "speedup": sum(answer.seconds for answer in plain) / seconds,
+        "tokens_per_round": tokens / sum(answer.rounds for answer in fast),
+        "accepted": sum(answer.accepted for answer in fast) / max(drafted, 1),
+    }
 
 
-def run_group(engine: Engine, speculator: Speculator, requests: Sequence[Request]) -> Answers:
+def run_group(
+    engine: Engine, speculator: Speculator, requests: Sequence[Request]
+) -> dict[str, Answer]:
     """Run the requests at the same time. Raises InvalidRequest for a prompt that is too long."""
     engine.proposer = speculator
     engine.reset()
@@ -212,18 +198,19 @@ def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def groups_of(workload: str, streams: str, prompts: int) -> list[tuple[str, list[Task]]]:
     """Workload and tasks of every group that runs together. Raises ConfigError."""
-    names = list(WORKLOADS) if workload == "all" else [workload]
-    if not set(names) <= set(WORKLOADS):
+    if workload not in (*WORKLOADS, "all"):
         raise ConfigError(f"--workload = {workload!r} is none of {', '.join(WORKLOADS)}, all")
-    if not re.fullmatch(r"[1-9]\d?(,[1-9]\d?)*", streams):
-        raise ConfigError(f"--streams = {streams!r} is not a list of numbers; give one such as 1,4")
     groups = []
-    for name in names:
+    for name in WORKLOADS:
+        if workload not in (name, "all"):
+            continue
         tasks = tasks_of(name)
-        for size in map(int, streams.split(",")):
-            if size > len(tasks):
+        for text in streams.split(","):
+            size = int(text) if text.isdecimal() else 0
+            if not 1 <= size <= len(tasks):
                 raise ConfigError(
-                    f"--streams = {size} is more than the {len(tasks)} prompts of {name}"
+                    f"--streams = {streams!r} is not allowed; give numbers such as 1,4, at most"
+                    f" the {len(tasks)} prompts of {name}"
                 )
             last = min(len(tasks) - size, prompts - 1)
             groups += [(name, tasks[at : at + size]) for at in range(0, last + 1, size)]
@@ -253,54 +240,40 @@ def bench(
         return Request(task.name, prompt, most, Sampling(temperature), stop)
 
     results = measure(engine, [(name, list(map(request, tasks))) for name, tasks in groups], rounds)
-    console = Console()
-    console.print(f"{info.name}, up to {max_tokens} tokens a prompt, temperature {temperature:g}")
-    console.print(table(results))
+    print(f"{info.name}, up to {max_tokens} tokens a prompt, temperature {temperature:g}")
+    rows, report, differing = [], [], set()
+    for (name, size), pairs in results.items():
+        found = figures(pairs)
+        rows.append([name, size, *(f"{value:.4g}" for value in found.values())])
+        report.append({"workload": name, "streams": size, **found, "answers": pairs})
+        differing |= {prompt for prompt, plain, fast in pairs if plain.tokens != fast.tokens}
+    print_table(["workload", "streams", *found], rows)
     if file:
-        report = {"model": info.name, "results": list(map(asdict, results))}
-        json.dump(report | {"figures": [result.figures() for result in results]}, file)
-    differing = set().union(*(result.differing() for result in results))
+        json.dump({"model": info.name, "results": report}, file, default=asdict)
     if differing:
-        console.print("Answers that differ with speculation:", *sorted(differing), style="red")
+        print("Answers that differ with speculation:", *sorted(differing))
         return 1
-    console.print("Every answer is the same with and without speculation.")
+    print("Every answer is the same with and without speculation.")
     return 0
 
 
 def measure(
     engine: Engine, groups: Sequence[tuple[str, list[Request]]], rounds: int
-) -> list[Result]:
-    """Run every group on both sides, `rounds` times; the side that goes first alternates."""
-    sides = NoSpeculation(), engine.proposer
-    for side in sides:
-        run_group(
-            engine, side, [replace(r, max_tokens=min(16, r.max_tokens)) for r in groups[0][1]]
-        )
-    results: dict[tuple[str, int], Result] = {}
-    jobs = [group for _ in range(rounds) for group in groups]
-    for n, (workload, requests) in enumerate(track(jobs, console=Console(stderr=True))):
-        key = workload, len(requests)
-        order = (1, 0) if (n + n // len(groups)) % 2 else (0, 1)
-        trial = {side: run_group(engine, sides[side], requests) for side in order}
-        results.setdefault(key, Result(*key)).trials.append((trial[0], trial[1]))
-    return list(results.values())
-
-
-def table(results: Sequence[Result]) -> Table:
-    """One line for each result."""
-    made = Table(box=None, pad_edge=False)
-    made.add_column("workload")
-    for name in (
-        "streams",
-        "tokens",
-        "tok/s\nwithout",
-        "tok/s\nwith",
-        "speedup",
-        "tokens\n/round",
-        "accepted",
-    ):
-        made.add_column(name, justify="right")
-    for result in results:
-        numbers = (f"{x:.4g}" for x in result.figures().values())
-        made.add_row(result.workload, str(result.streams), *numbers)
-    return made
+) -> dict[tuple[str, int], Pairs]:
+    """Run every group on both sides, `rounds` times; the side that goes first alternates. Returns
+    the answers by workload and number of streams."""
+    plain, speculator = NoSpeculation(), engine.proposer
+    short = [replace(r, max_tokens=min(16, r.max_tokens)) for r in groups[0][1]]
+    run_group(engine, plain, short)
+    run_group(engine, speculator, short)
+    results: dict[tuple[str, int], Pairs] = {}
+    jobs = [(turn + at, *groups[at]) for turn in range(rounds) for at in range(len(groups))]
+    for number, workload, requests in track(jobs, console=Console(stderr=True)):
+        if number % 2:
+            fast = run_group(engine, speculator, requests)
+        slow = run_group(engine, plain, requests)
+        if not number % 2:
+            fast = run_group(engine, speculator, requests)
+        pairs = results.setdefault((workload, len(requests)), [])
+        pairs += [(name, slow[name], fast[name]) for name in slow]
+    return results

@@ -5,12 +5,12 @@ Answers go to stdout and everything else to stderr, so that a pipe gets only the
 
 import http.client
 import importlib
-import importlib.util
 import json
 import sys
 import time
 import unicodedata
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +30,17 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
 
 
-def run(url: str, api_key: str = "", system: str = "", temperature: float | None = None) -> None:
+def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
     """Chat until stdin ends or /exit. In a terminal, only a missing server raises ClientError."""
-    chat = Chat(url, api_key, temperature)
     with request(url, api_key, "GET", "/v1/models") as response:
-        chat.model = json.load(response)["data"][0]["id"]
+        model = json.load(response)["data"][0]["id"]
     opening = []
     if system:
         opening.append({"role": "system", "content": system})
-    chat.messages = list(opening)
+    chat = Chat(url, api_key, temperature, model, list(opening))
     interactive = sys.stdin.isatty()
     if interactive:
-        _note(f"{chat.model} at {url}. {HELP}. Ctrl-C stops an answer.")
+        _note(f"{model} at {url}. {HELP}. Ctrl-C stops an answer.")
     for line in _prompt() if interactive else sys.stdin:
         text = line.strip()
         if text == "/exit":
@@ -61,33 +60,33 @@ def answer(chat: Chat, text: str) -> None:
     """Print one answer as it streams. Ctrl-C stops it; what came stays in the conversation."""
     messages = [*chat.messages, {"role": "user", "content": text}]
     body: dict[str, Any] = {"model": chat.model, "messages": messages, "stream": True}
-    body["stream_options"] = {"include_usage": True}
     if chat.temperature is not None:
         body["temperature"] = chat.temperature
-    reply, tokens, started, first, stopped = "", 0, time.perf_counter(), 0.0, False
+    body["stream_options"] = {"include_usage": True}
+    reply, note, began, first = "", "", time.perf_counter(), 0.0
     try:
         with request(chat.url, chat.api_key, "POST", "/v1/chat/completions", body) as response:
             for event in _events(response):
-                if usage := event.get("usage"):
-                    tokens = usage["completion_tokens"]
                 for choice in event["choices"]:
-                    if piece := choice["delta"].get("content"):
-                        first = first or time.perf_counter()
-                        reply += piece
-                        print(_plain(piece), end="", flush=True)
+                    piece = choice["delta"].get("content") or ""
+                    if not reply:
+                        first = time.perf_counter()
+                    reply += piece
+                    print(_plain(piece), end="", flush=True)
+                if event.get("usage"):
+                    tokens, now = event["usage"]["completion_tokens"], time.perf_counter()
+                    rate = (tokens - 1) / (now - first)  # the first token's time is the prompt's
+                    note = f"{tokens} tokens, {rate:.1f} tokens/s"
+                    note += f", first token after {first - began:.2f} s"
     except KeyboardInterrupt:
-        stopped = True
+        note = "stopped"
     finally:
         if reply:
             print(flush=True)
-    if reply or not stopped:
+    if reply:
         chat.messages = [*messages, {"role": "assistant", "content": reply}]
-    now = time.perf_counter()
-    if stopped:
-        _note(f"stopped after {now - started:.1f} s")
-    elif tokens > 1 and first:
-        rate = (tokens - 1) / (now - first)  # the first token's time is the prompt's
-        _note(f"{tokens} tokens, {rate:.1f} tokens/s, first token after {first - started:.2f} s")
+    if note:
+        _note(note)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -106,8 +105,8 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 def _prompt() -> Iterator[str]:
     """The lines that a user types."""
-    if importlib.util.find_spec("readline"):  # line editing and history, where Python has it
-        importlib.import_module("readline")
+    with suppress(ImportError):
+        importlib.import_module("readline")  # line editing and history, where Python has it
     while True:
         try:
             yield input("> ")

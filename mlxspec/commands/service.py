@@ -62,7 +62,8 @@ def service_status() -> None:
         sys.exit(4)
     now = get_status(url, load({}, os.environ).api_key)
     print_status(now)
-    sys.exit(3 if now.state in DOWN else 0)
+    if now.state in DOWN:
+        sys.exit(3)
 
 
 @service.command("logs")
@@ -71,10 +72,12 @@ def service_logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for new lines.")] = False,
 ) -> None:
     """Show the service's log."""
-    from mlxspec.service.launchd import log_command
+    from mlxspec.service.launchd import log_file
 
-    command = log_command(lines, follow)
-    os.execvp(command[0], command)
+    command = ["tail", "-n", str(lines), str(log_file())]
+    if follow:
+        command.insert(1, "-F")  # by name, since the log is rotated
+    os.execvp("tail", command)
 
 
 @menubar.callback()
@@ -82,14 +85,14 @@ def menubar_show(context: typer.Context, url: Url = None, api_key: Key = None) -
     """Show the server in the menu bar of a Mac."""
     if context.invoked_subcommand:
         return
-    from mlxspec.service.menubar import Menu, error_menu, menu_of, show
-    from mlxspec.service.status import get_status
+    from mlxspec.service.menubar import Menu, menu_of, show
+    from mlxspec.service.status import Status, get_status
 
     def poll() -> Menu:
         try:
             return menu_of(get_status(*server_of(url, api_key)))
         except ConfigError as error:
-            return error_menu(str(error))
+            return menu_of(Status(url or "", "unwell", why=str(error)))
 
     show(poll)
 

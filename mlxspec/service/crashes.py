@@ -33,11 +33,7 @@ class Record(BaseModel):
     """What outlives the process: whether it runs, and when crashes were noticed, in unix time."""
 
     running: bool = False
-    crashes: list[float] = []
-
-    @property
-    def safe_mode(self) -> bool:
-        return len(self.crashes) >= SAFE_CRASHES
+    crashes: list[float] = []  # at most SAFE_CRASHES
 
 
 def files() -> tuple[Path, Path]:
@@ -54,10 +50,10 @@ def is_running() -> bool:
 
 def read(path: Path) -> Record:
     """The record; an empty one where the file is missing or damaged."""
+    if not path.exists():
+        return Record()
     try:
         return Record.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return Record()
     except (OSError, ValidationError):
         log.warning("%s is damaged; earlier crashes are not counted", path)
         return Record()
@@ -96,40 +92,32 @@ def serve(settings: Callable[[], Config], listener: socket.socket, log_file: Pat
             if status == 0:
                 write(path, Record(crashes=record.crashes))
 
-        status = _serve(settings, listener, record.safe_mode, ended)
+        note = ""
+        try:
+            config = settings()
+            if len(record.crashes) == SAFE_CRASHES:
+                config = replace(config, speculate="off", kernels="off")
+                note = f"safe mode, without speculation: {SAFE_CRASHES} crashes in 10 minutes"
+                log.warning("%s; `mlxspec service restart` ends it", note)
+            from mlxspec.server.process import serve_model  # fails in a broken installation
+
+            status = serve_model(config, listener.dup(), note=note, ended=ended)
+        except (ConfigError, UserError, ImportError) as error:
+            ended(0)  # it is no crash, however it ends
+            refuse(listener, f"{error}; then run: mlxspec service restart")
+            return 0
         ended(status)
         return status
-
-
-def _serve(
-    settings: Callable[[], Config],
-    listener: socket.socket,
-    safe_mode: bool,
-    ended: Callable[[int], None],
-) -> int:
-    note = ""
-    try:
-        config = settings()
-        if safe_mode:
-            config = replace(config, speculate="off", kernels="off")
-            note = f"safe mode, without speculation: {SAFE_CRASHES} crashes in 10 minutes"
-            log.warning("%s; `mlxspec service restart` ends it", note)
-        from mlxspec.server.process import serve_model  # fails in a broken installation
-
-        return serve_model(config, listener.dup(), note=note, ended=ended)
-    except (ConfigError, UserError, ImportError) as error:
-        refuse(listener, f"{error}; then run: mlxspec service restart")
-        return 0
 
 
 def refuse(listener: socket.socket, reason: str) -> None:
     """Answer requests with 503 and the reason, for a while."""
     log.error("the server cannot start: %s", reason)
     error = {"message": f"mlxspec cannot start: {reason}", "type": "unavailable"}
-    body = json.dumps({"status": "unhealthy", "reason": reason, "error": error}).encode()
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 60\r\n"
-        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = json.dumps({"error": error})
+    answer = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     )
     end = time.monotonic() + REFUSE_S
     while (left := end - time.monotonic()) > 0:
@@ -139,7 +127,7 @@ def refuse(listener: socket.socket, reason: str) -> None:
             with client:
                 client.settimeout(CLIENT_S)
                 client.recv(1 << 16)
-                client.sendall(head.encode() + body)
+                client.sendall(answer.encode())
                 client.shutdown(socket.SHUT_WR)
                 while client.recv(1 << 16):  # to close before all is read would cut the answer off
                     pass
@@ -152,15 +140,11 @@ def _keep_small(path: Path) -> None:
 
 
 def rotate(path: Path, limit: int = LOG_BYTES) -> None:
-    """Start a new log where stderr is `path` and longer than `limit` bytes; the old one becomes
-    `path`.1."""
-    try:
-        now = os.fstat(2)
-        if now.st_size > limit and os.path.samestat(now, path.stat()):
+    """Start a new log where `path`, which gets our output, is longer than `limit` bytes; the old
+    one becomes `path`.1."""
+    with suppress(OSError):
+        if path.stat().st_size > limit:
             path.replace(f"{path}.1")
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(fd, 1)
-            os.dup2(fd, 2)
-            os.close(fd)
-    except OSError as error:
-        log.debug("%s: %s", path, error)
+            with path.open("ab") as new:
+                os.dup2(new.fileno(), 1)
+                os.dup2(new.fileno(), 2)

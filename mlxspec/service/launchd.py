@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,30 @@ VARIABLES = ("MLXSPEC_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CA
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 EXIT_S = 20  # to exit, in addition to `drain_s`
 SLACK_S = 10.0  # that launchd may take longer than the definition says
-UNKNOWN_LABEL = (3, 113)  # statuses of launchctl
-BOOTOUT_RUNNING = 36
-NOT_GONE_YET = (5, 37)  # a bootstrap soon after a bootout
-BOOTSTRAP_S = 5.0
+BOOTOUT_OK = (3, 36, 113)  # statuses: the label is unknown, or its process is still ending
 POLL_S = 0.1
 
 
 def log_file() -> Path:
+    """Where launchd sends the output."""
     return Path.home() / "Library/Logs/mlxspec/mlxspec.log"
 
 
 def agent_file(label: str = LABEL) -> Path:
     return Path.home() / f"Library/LaunchAgents/{label}.plist"
+
+
+# ---- definitions
+
+
+def make_agent(label: str, words: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
+    """The launch agent that runs `mlxspec` with these words: launchd/LABEL.plist, completed."""
+    agent: dict[str, Any] = plistlib.loads((data_dir("launchd") / f"{label}.plist").read_bytes())
+    agent["ProgramArguments"] = [*PROGRAM, *words]
+    agent["EnvironmentVariables"] = variables
+    # Where `python -m mlxspec` finds this package, installed or not.
+    agent["WorkingDirectory"] = str(Path(__file__).resolve().parents[2])
+    return agent
 
 
 def definition(
@@ -58,8 +69,7 @@ def definition(
     if config.api_key != base.api_key:
         file = variables.get("MLXSPEC_CONFIG", FILE)
         raise ConfigError(
-            f"api_key: the service does not get flags or variables that are secret; write api_key"
-            f" into {file} and run: chmod 600 {file}"
+            f"api_key: the service stores no secret; write it into {file} and run: chmod 600 {file}"
         )
     if not config.port:
         raise ConfigError("port = 0: the service needs a fixed port; give another --port")
@@ -68,14 +78,11 @@ def definition(
         model=_absolute(config.model),
         others=tuple(map(_absolute, config.others)),
         draft=_absolute(config.draft),
-        cache_dir=config.cache_dir and os.path.abspath(os.path.expanduser(config.cache_dir)),
+        cache_dir=config.cache_dir and _full_path(config.cache_dir),
     )
     if config.others != base.others:  # they follow the model on the command line
         base = replace(base, model="")
-    agent: dict[str, Any] = plistlib.loads((data_dir("launchd") / f"{LABEL}.plist").read_bytes())
-    agent["ProgramArguments"] = [*PROGRAM, "serve", *shlex.split(as_flags(config, base))]
-    agent["EnvironmentVariables"] = variables
-    agent["WorkingDirectory"] = package_parent()
+    agent = make_agent(LABEL, ["serve", *shlex.split(as_flags(config, base))], variables)
     agent["ExitTimeOut"] = round(config.drain_s) + EXIT_S
     agent["StandardOutPath"] = agent["StandardErrorPath"] = str(log_file())
     agent["Sockets"][SOCKET] |= {
@@ -88,53 +95,68 @@ def definition(
 
 def service_variables(env: Mapping[str, str]) -> dict[str, str]:
     """The environment of a launch agent. Raises ConfigError for one with a secret."""
-    variables = {name: env[name] for name in VARIABLES if env.get(name)}
+    variables = {"PATH": PATH}
+    for name in VARIABLES:
+        if env.get(name):
+            variables[name] = env[name]
     if "@" in variables.get("HF_ENDPOINT", ""):
-        raise ConfigError(
-            "HF_ENDPOINT: it contains a user name or password, which the service must not store;"
-            " run mlxspec pull with it, then install the service without it"
-        )
-    if file := variables.get("MLXSPEC_CONFIG"):
-        variables["MLXSPEC_CONFIG"] = os.path.abspath(os.path.expanduser(file))
-    return {"PATH": PATH, **variables}
+        raise ConfigError("HF_ENDPOINT: give one without a password, which the service would store")
+    if "MLXSPEC_CONFIG" in variables:
+        variables["MLXSPEC_CONFIG"] = _full_path(variables["MLXSPEC_CONFIG"])
+    return variables
 
 
-def package_parent() -> str:
-    """The directory in which `python -m mlxspec` finds this package, installed or not."""
-    return str(Path(__file__).resolve().parents[2])
+def _full_path(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _absolute(model: str) -> str:
     """A model, or NAME=MODEL, with an absolute path where it is a path."""
     name, equals, path = model.rpartition("=")
-    if path and Path(path).expanduser().exists():
-        return name + equals + os.path.abspath(os.path.expanduser(path))
+    if path and os.path.exists(_full_path(path)):
+        return name + equals + _full_path(path)
     return model
 
 
-def install(agent: Mapping[str, Any], dry_run: bool = False) -> str:
-    """Install or change the service, and listen. With `dry_run`, only print what would be done.
+def _address(agent: Mapping[str, Any]) -> tuple[str, int]:
+    listen = agent["Sockets"][SOCKET]
+    return listen["SockNodeName"], int(listen["SockServiceName"])
 
-    Raises UserError and ConfigError.
+
+def _installed(label: str = LABEL) -> dict[str, Any]:
+    """The installed definition; {} where there is none."""
+    try:
+        agent: dict[str, Any] = plistlib.loads(agent_file(label).read_bytes())
+        return agent
+    except FileNotFoundError:
+        return {}
+
+
+def installed_url() -> str:
+    """Where the installed service listens; "" if none is installed."""
+    agent = _installed()
+    return url_of(*_address(agent)) if agent else ""
+
+
+# ---- commands; they raise UserError and OSError
+
+
+def install(agent: Mapping[str, Any], dry_run: bool = False) -> str:
+    """Install or change the service, and listen. With `dry_run`, only say what would be done.
+
+    Raises ConfigError for a port in use.
     """
     from mlxspec.server.process import bind
 
-    data, file = plistlib.dumps(dict(agent)), agent_file()
     if dry_run:
-        load_command = shlex.join(["launchctl", "bootstrap", _domain(), str(file)])
-        return f"would write {file}:\n{data.decode()}would run: {load_command}"
+        return f"would write {agent_file()}:\n{plistlib.dumps(dict(agent)).decode()}"
     host, port = _address(agent)
-    url = url_of(host, port)
-    if is_loaded():
-        if file.exists() and file.read_bytes() == data:
-            return f"the service is installed already and listens at {url}/v1"
-        unload()
-    bind(Config(host=host, port=port)).close()  # a port in use fails here, with its name
-    write_agent(data)
+    unload()
+    bind(Config(host=host, port=port)).close()
     log_file().parent.mkdir(0o700, parents=True, exist_ok=True)  # or launchd starts nothing
     crashes.forget()
-    load_agent()
-    return f"the service listens at {url}/v1, now and after each login"
+    load_agent(agent)
+    return f"the service listens at {url_of(host, port)}/v1, now and after each login"
 
 
 def uninstall() -> str:
@@ -147,153 +169,80 @@ def uninstall() -> str:
     return "the service is removed"
 
 
-def remove_agent(label: str) -> bool:
-    """End an agent and delete its definition; whether there was one."""
-    found = agent_file(label).exists()
-    if is_loaded(label):
-        found = True
-        unload(label)
-    agent_file(label).unlink(missing_ok=True)
-    return found
-
-
 def start() -> str:
-    _require_installed()
-    if is_loaded() and crashes.is_running():
+    if crashes.is_running():
         return "the service is running already"
     return restart()
 
 
 def restart() -> str:
     """Also ends safe mode."""
-    _require_installed()
-    if is_loaded():
-        unload()
+    agent = _require_installed()
+    unload()
     crashes.forget()
-    load_agent()
+    load_agent(agent)
     _launchctl("kickstart", _target(LABEL))
     return "the service is started"
 
 
 def stop() -> str:
     _require_installed()
-    if not is_loaded():
-        return "the service is stopped already"
     unload()
     return "the service is stopped, until `mlxspec service start` or the next login"
 
 
-def installed_url() -> str:
-    """Where the installed service listens; "" if none is installed."""
-    try:
-        return url_of(*_address(_read_agent(LABEL)))
-    except (KeyError, TypeError, ValueError):
-        return ""
+def _require_installed() -> dict[str, Any]:
+    agent = _installed()
+    if not agent:
+        raise UserError("the service is not installed; run: mlxspec service install")
+    return agent
 
 
-def log_command(lines: int, follow: bool) -> list[str]:
-    """The command that shows the log, by name (-F), since the log is rotated."""
-    _require_installed()
-    command = ["tail", "-n", str(lines)]
-    if follow:
-        command.append("-F")
-    return [*command, str(log_file())]
-
-
-def write_agent(data: bytes, label: str = LABEL) -> None:
-    """Raises UserError."""
-    try:
-        write_atomic(agent_file(label), data)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or agent_file(label)}: {error.strerror}; make it writable"
-        ) from error
+# ---- launchctl
 
 
 def is_loaded(label: str = LABEL) -> bool:
     """Whether launchd listens for the service, or runs another agent."""
-    return _run("print", _target(label)).returncode == 0
+    return _launchctl("print", _target(label), ok=range(256)) == 0
 
 
-def load_agent(label: str = LABEL) -> None:
-    """Start now and after each login. Raises UserError."""
+def load_agent(agent: Mapping[str, Any]) -> None:
+    """Write the definition, and start it now and after each login."""
+    label = agent["Label"]
+    write_atomic(agent_file(label), plistlib.dumps(dict(agent)))
     _launchctl("enable", _target(label))
-    command = ("bootstrap", _domain(), str(agent_file(label)))
-    deadline = time.monotonic() + BOOTSTRAP_S
-    while time.monotonic() < deadline:
-        if not _launchctl(*command, ok=NOT_GONE_YET):
-            return
-        time.sleep(POLL_S)
-    _launchctl(*command)
+    _launchctl("bootstrap", _domain(), str(agent_file(label)))
 
 
 def unload(label: str = LABEL) -> None:
-    """End the process and stop listening until the next login.
+    """End the process, if it runs, and stop listening until the next login.
 
-    Returns when launchd has forgotten the label, before which a bootstrap fails. Raises UserError.
+    Returns when launchd has forgotten the label, before which a bootstrap fails.
     """
-    _launchctl("bootout", _target(label), ok=(*UNKNOWN_LABEL, BOOTOUT_RUNNING))
-    deadline = time.monotonic() + _read_agent(label).get("ExitTimeOut", EXIT_S) + SLACK_S
+    _launchctl("bootout", _target(label), ok=BOOTOUT_OK)
+    deadline = time.monotonic() + _installed(label).get("ExitTimeOut", EXIT_S) + SLACK_S
     while is_loaded(label):
         if time.monotonic() > deadline:
             raise UserError(f"launchd has not ended {label}; try again in a minute")
         time.sleep(POLL_S)
 
 
-def activated_socket() -> socket.socket | None:
-    """The listening socket of the service; None for a process that launchd did not start.
-
-    Can be called once. Raises UserError.
-    """
-    if sys.platform != "darwin":
-        return None
-    fds = activate(SOCKET, ctypes.CDLL(None))
-    if not fds:
-        return None
-    os.set_inheritable(fds[0], False)
-    return socket.socket(fileno=fds[0])
-
-
-def activate(name: str, library: Any) -> list[int]:
-    """launch_activate_socket(3): the file descriptors of a socket in the definition; none for a
-    process that launchd did not start. Raises UserError, also the second time."""
-    fds, count = ctypes.POINTER(ctypes.c_int)(), ctypes.c_size_t()
-    function = library.launch_activate_socket
-    pointer = ctypes.POINTER(ctypes.POINTER(ctypes.c_int))
-    function.argtypes, function.restype = [ctypes.c_char_p, pointer, ctypes.c_void_p], ctypes.c_int
-    status = function(name.encode(), ctypes.byref(fds), ctypes.byref(count))
-    if status in (errno.ESRCH, errno.ENOENT):
-        return []
-    if status:
-        raise UserError(f"launchd does not hand over the socket {name!r}: {os.strerror(status)}")
-    found = fds[: count.value]
-    library.free.argtypes, library.free.restype = [ctypes.c_void_p], None
-    library.free(fds)
+def remove_agent(label: str) -> bool:
+    """End an agent and delete its definition; whether there was one."""
+    unload(label)
+    found = agent_file(label).exists()
+    agent_file(label).unlink(missing_ok=True)
     return found
 
 
-def _require_installed() -> None:
-    if not agent_file().exists():
-        raise UserError("the service is not installed; run: mlxspec service install")
-
-
-def _read_agent(label: str) -> dict[str, Any]:
-    """The installed definition; {} where there is none that can be read."""
-    try:
-        agent: dict[str, Any] = plistlib.loads(agent_file(label).read_bytes())
-        return agent
-    except (OSError, ValueError):
-        return {}
-
-
-def _address(agent: Mapping[str, Any]) -> tuple[str, int]:
-    listen = agent["Sockets"][SOCKET]
-    return str(listen["SockNodeName"]), int(listen["SockServiceName"])
-
-
-def _launchctl(*args: str, ok: Collection[int] = ()) -> int:
+def _launchctl(*args: str, ok: Sequence[int] = ()) -> int:
     """The status: 0, or one of `ok`. Raises UserError for any other."""
-    done = _run(*args)
+    try:
+        done = subprocess.run(
+            ("launchctl", *args), capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise UserError("the service needs macOS; elsewhere run: mlxspec serve") from error
     if done.returncode and done.returncode not in ok:
         raise UserError(
             f"launchctl {shlex.join(args)} failed with status {done.returncode}:"
@@ -302,19 +251,32 @@ def _launchctl(*args: str, ok: Collection[int] = ()) -> int:
     return done.returncode
 
 
-def _run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = ("launchctl", *args)
-    try:
-        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    except FileNotFoundError as error:
-        raise UserError(
-            "launchctl is missing: the service needs macOS; elsewhere run: mlxspec serve"
-        ) from error
-
-
 def _domain() -> str:
     return f"gui/{os.getuid()}"
 
 
 def _target(label: str) -> str:
     return f"{_domain()}/{label}"
+
+
+# ---- the socket
+
+
+def activated_socket() -> socket.socket | None:
+    """The listening socket of the service, by launch_activate_socket(3); None for a process that
+    launchd did not start.
+
+    Can be called once. Raises UserError.
+    """
+    if sys.platform != "darwin":
+        return None
+    fds, count = ctypes.POINTER(ctypes.c_int)(), ctypes.c_size_t()
+    status = ctypes.CDLL(None).launch_activate_socket(
+        SOCKET.encode(), ctypes.byref(fds), ctypes.byref(count)
+    )
+    if status in (errno.ESRCH, errno.ENOENT):
+        return None
+    if status:
+        raise UserError(f"launchd does not hand over the socket: {os.strerror(status)}")
+    os.set_inheritable(fds[0], False)
+    return socket.socket(fileno=fds[0])

@@ -4,11 +4,11 @@ Rule: asking starts nothing, so a service that waits for its first request is no
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from mlxspec.client import ClientError, NotRunning, Unauthorized, printable, request
+from mlxspec.client import ClientError, NotRunning, printable, request
 from mlxspec.files import format_size
 from mlxspec.service import crashes, launchd
 from mlxspec.types import UserError
@@ -46,7 +46,6 @@ class Status:
     why: str = ""  # what is wrong, and the fix
     note: str = ""  # set in safe mode
     version: str = ""
-    pid: int = 0
     models: tuple[Model, ...] = ()
     running: int = 0
     waiting: int = 0
@@ -54,7 +53,6 @@ class Status:
     tokens_per_round: float = 0.0  # in the last answers
     accepted: float = 0.0  # share of their drafted tokens
     footprint: int = 0  # bytes of the process, 0 before it has worked
-    locked: bool = False  # the API key is wrong
     requests: tuple[Mapping[str, Any], ...] = ()  # that run or wait: rows of the page
 
 
@@ -72,18 +70,17 @@ def get_status(url: str, api_key: str = "") -> Status:
             why = "the service is stopped; run: mlxspec service start"
         return Status(url, "stopped", service, why)
     except ClientError as error:
-        locked = isinstance(error, Unauthorized)
-        return Status(url, "unwell", service, str(error), locked=locked)
+        return Status(url, "unwell", service, str(error))
 
 
 def service_at(url: str) -> Service:
     """The state of the service if it listens at `url`; "none" if it listens elsewhere."""
+    installed = launchd.installed_url()
+    if not installed:
+        return "not installed"
+    if installed != url.rstrip("/"):
+        return "none"
     try:
-        installed = launchd.installed_url()
-        if not installed:
-            return "not installed"
-        if installed != url.rstrip("/"):
-            return "none"
         if not launchd.is_loaded():
             return "stopped"
     except UserError:  # not macOS
@@ -93,9 +90,16 @@ def service_at(url: str) -> Service:
 
 def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
     """The status from the server's /page/now."""
-    models, stats = page["models"], [one["stats"] for one in page["models"]]
     rows = page["requests"]
     live = tuple(row for row in rows if not row["outcome"])
+    models, running, waiting = [], 0, 0
+    for model in page["models"]:
+        size = model["weight_bytes"]
+        if model["status"] == "loaded":
+            size += model["kv_bytes"]
+        models.append(Model(model["name"], model["status"], size))
+        running += model["stats"]["running"]
+        waiting += model["stats"]["waiting"]
 
     def total(name: str) -> int:
         return sum(row[name] for row in rows)
@@ -107,22 +111,15 @@ def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
         page["unwell"],
         page["note"],
         page["version"],
-        page["pid"],
-        tuple(map(_model, models)),
-        running=sum(one["running"] for one in stats),
-        waiting=sum(one["waiting"] for one in stats),
+        tuple(models),
+        running,
+        waiting,
         speed=sum(row["rate"] for row in live or rows[:1]),
         tokens_per_round=total("generated") / max(total("rounds"), 1),
         accepted=total("kept") / max(total("drafted"), 1),
-        footprint=int(page["process"]["footprint_bytes"]),
+        footprint=page["process"]["footprint_bytes"],
         requests=live,
     )
-
-
-def _model(one: Mapping[str, Any]) -> Model:
-    loaded = one["status"] == "loaded"
-    size = one["weight_bytes"] + (one["kv_bytes"] if loaded else 0)
-    return Model(one["name"], one["status"], size)
 
 
 def _state(page: Mapping[str, Any]) -> State:
@@ -159,7 +156,7 @@ def facts(now: Status) -> dict[str, str]:
         lines["speed"] = f"{now.speed:.1f} tokens/s, {now.tokens_per_round:.1f} per round"
         lines["drafts"] = f"{now.accepted:.0%} accepted"
         lines["memory"] = format_size(now.footprint)
-        lines["version"] = f"{now.version}, process {now.pid}"
+        lines["version"] = now.version
     elif now.state == "stopped":
         lines["fix"] = now.why
     return lines
@@ -168,17 +165,6 @@ def facts(now: Status) -> dict[str, str]:
 def print_status(now: Status, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps({"up": now.state not in DOWN} | asdict(now), indent=2))
-    else:
-        for name, text in facts(now).items():
-            print(f"{name:9} {text}")
-
-
-def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Plain columns; nothing without rows."""
-    if not rows:
         return
-    lines = [[name.upper() for name in names], *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print(printable("   ".join(cells).rstrip()))
+    for name, text in facts(now).items():
+        print(f"{name:9} {text}")

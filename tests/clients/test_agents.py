@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.commands.launch import AGENTS as LAUNCHED
-from mlxspec.commands.launch import Server
+from mlxspec.commands.launch import Server, flags_of, variables_of
 from tests.clients import install
 from tests.clients.conftest import BROKEN, KEY, MENDED, World
 from tests.clients.script import DONE, INFO, NAME, SUMMARY, Play, call, reading, steps, think
@@ -216,9 +215,9 @@ def test_summarizes_when_a_prompt_is_too_long(name: str, window: int, world: Wor
     agent = AGENTS[name]
     world.player.info = replace(INFO, context=window)
     world.player.play = reader(world, agent)
-    launched, wrong = LAUNCHED[name], Server(world.url, KEY, NAME, INFO.context)
-    words = [name, *launched.flags(wrong), *agent.words]
-    env = launched.variables(wrong) | agent.env
+    wrong = Server(world.url, KEY, NAME, INFO.context)
+    words = [name, *flags_of(name, wrong), *agent.words]
+    env = variables_of(name, wrong) | agent.env
     assert DONE in world.run(agent.path(), *words, status=(0, 1), **env)
     refused = [e for e in world.exchanges if e.status != 200]
     assert refused and all(e.status == 400 and b"prompt is too long" in e.answer for e in refused)

@@ -11,7 +11,7 @@ import pytest
 
 from mlxspec import cli
 from mlxspec.commands import bench
-from mlxspec.commands.bench import Answer, Result, Task
+from mlxspec.commands.bench import Answer, Pairs, Task
 from mlxspec.config import ConfigError
 from mlxspec.engine.engine import Engine
 from mlxspec.text.chat import encode, load_tokenizer, render_chat
@@ -63,7 +63,7 @@ def test_from_flags_to_table_and_json(
     config = loaded.config
     assert (config.model, config.draft, config.max_sequences) == ("some/model", "small", 2)
     results = json.loads(file.read_text())["results"]
-    assert [(r["streams"], len(r["trials"])) for r in results] == [(1, 6), (2, 4)]
+    assert [(r["streams"], len(r["answers"])) for r in results] == [(1, 6), (2, 8)]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,10 @@ def lying_engine() -> tuple[Engine, dict[str, list[int]]]:
     return tiny.engine(tiny.model("llama"), proposer=NoisyOracle(known), vocab=tiny.VOCAB), truth
 
 
-def measured(engine: Engine, streams: int = 2) -> Result:
+def measured(engine: Engine, streams: int = 2) -> Pairs:
     requests = [tiny.request(name, list(prompt), TOKENS) for name, prompt in PROMPTS.items()]
     groups = [("edits", requests[i : i + streams]) for i in range(0, len(requests), streams)]
-    (result,) = bench.measure(engine, groups, rounds=1)
-    return result
+    return bench.measure(engine, groups, rounds=1)["edits", streams]
 
 
 def test_both_sides_are_plain_decoding_and_nothing_is_cached(
@@ -121,14 +120,13 @@ def test_both_sides_are_plain_decoding_and_nothing_is_cached(
         return answers
 
     monkeypatch.setattr(bench, "run_group", watched)
-    result = measured(engine)
+    pairs = measured(engine)
     assert [drafts for drafts, _ in order[2:]] == [False, True, True, False]
-    assert {cached for _, cached in order} == {0} and result.differing() == set()
-    for plain, drafted in result.trials:
-        for name in plain:
-            assert plain[name].tokens == drafted[name].tokens == truth[name]
-            assert plain[name].drafted == 0 < drafted[name].accepted < drafted[name].drafted
-    assert result.figures()["tokens_per_round"] > 1.3
+    assert {cached for _, cached in order} == {0} and len(pairs) == len(PROMPTS)
+    for name, plain, drafted in pairs:
+        assert plain.tokens == drafted.tokens == truth[name]
+        assert plain.drafted == 0 < drafted.accepted < drafted.drafted
+    assert bench.figures(pairs)["tokens_per_round"] > 1.3
 
 
 def test_an_answer_that_differs_is_seen(
@@ -136,9 +134,9 @@ def test_an_answer_that_differs_is_seen(
 ) -> None:
     measure = bench.measure
 
-    def differ(*args: object) -> list[Result]:
+    def differ(*args: object) -> dict[tuple[str, int], Pairs]:
         results = measure(*args)
-        results[0].trials[0][1]["t0"].tokens[0] += 1
+        results["edits", 1][0][2].tokens[0] += 1
         return results
 
     monkeypatch.setattr(bench, "measure", differ)
@@ -157,7 +155,7 @@ def test_the_figures_of_a_scripted_run() -> None:
     plain = answer([(2.0 + i, 1) for i in range(9)])
     fast = answer([(2.0, 1), (3.0, 4), (4.0, 4)], drafted=8, accepted=6)
     fast.add(Output("a", 0, (), finish="stop", rounds=3, drafted=8, accepted=(("copy", 6),)), 9.0)
-    assert Result("edits", 1, [({"a": plain}, {"a": fast})]).figures() == {
+    assert bench.figures([("a", plain, fast)]) == {
         "tokens": 9,
         "tokens_per_s_plain": 1.0,
         "tokens_per_s": 4.0,

@@ -119,7 +119,7 @@ def test_weights_that_were_cut_off(model: Path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     code, _, broken = report(str(model))
-    assert code == 1 and f"{file} has " in broken and "mlxspec pull" in broken
+    assert code == 1 and f"{file}: " in broken and "mlxspec pull" in broken
 
 
 def test_a_model_too_large_for_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,18 +136,14 @@ def test_the_version_of_macos(
     assert report(str(model))[0] == code
 
 
-def test_the_port(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_with_something_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         monkeypatch.setenv("MLXSPEC_PORT", str(port))
         monkeypatch.setattr("mlxspec.service.status.TIMEOUT_S", 0.05)
         assert report(str(model))[0] == 1  # it does not answer
     code, texts, _ = report(str(model))
-    assert code == 0 and "free" in texts["server"][0]
-    with socket.socket() as other:  # has the port and does not listen
-        other.bind(("127.0.0.1", port))
-        code, _, broken = report(str(model))
-        assert code == 1 and f"lsof -i :{port}" in broken
+    assert code == 0 and "start one with: mlxspec serve" in texts["server"][0]
 
 
 @pytest.mark.parametrize(
@@ -164,10 +160,8 @@ def test_the_service(
     url = "http://127.0.0.1:9"
     monkeypatch.setattr("mlxspec.commands.doctor.installed_url", lambda: url)
     monkeypatch.setattr("mlxspec.commands.doctor.get_status", lambda *_: Status(url, **now))
-    for port, name in (("0", "service"), ("9", "server")):
-        monkeypatch.setenv("MLXSPEC_PORT", port)
-        code, texts, broken = report(str(model))
-        assert len(texts[name]) == 1 and code == bool(text) and text in broken
+    code, texts, broken = report(str(model))
+    assert len(texts["server"]) == 1 and code == bool(text) and text in broken
 
 
 def test_safe_mode_is_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

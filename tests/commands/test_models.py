@@ -38,13 +38,13 @@ def test_damage(model: Path) -> None:
     assert models.damage(model) == []
     whole = file.read_bytes()
     for data, said in (
-        (whole[:-1], "header says"),
-        (whole + b"x", "header says"),
-        (whole[:20], "is not a safetensors file"),
-        (b"", "is not a safetensors file"),
-        (struct.pack("<Q", 1 << 60), "is not a safetensors file"),
-        (struct.pack("<Q", 2) + b"[]", "is not a safetensors file"),
-        (struct.pack("<Q", 8) + b'{"w": 1}', "is not a safetensors file"),
+        (whole[:-1], "not fully covered"),
+        (whole + b"x", "not fully covered"),
+        (whole[:20], "invalid header length"),
+        (b"", "header too small"),
+        (struct.pack("<Q", 1 << 60), "header too large"),
+        (struct.pack("<Q", 2) + b"[]", "invalid JSON in header"),
+        (struct.pack("<Q", 8) + b'{"w": 1}', "invalid JSON in header"),
     ):
         file.write_bytes(data)
         assert [said in flaw and str(file) in flaw for flaw in models.damage(model)] == [True], (
@@ -86,7 +86,7 @@ def test_models_and_pull(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert run("pull", str(model)).startswith(f"model is in {model}, ")
     monkeypatch.setenv("MLXSPEC_MODEL", str(model))
     lines = run("models", "--url", "http://127.0.0.1:1").splitlines()
-    assert lines[0].split() == ["NAME", "SIZE", "STATE", "PATH"]
+    assert lines[0].split() == ["name", "size", "state", "path"]
     assert "on disk" in lines[1] and "~/model" in lines[1] and "not downloaded" in lines[2]
     rows = json.loads(run("models", "--url", "http://127.0.0.1:1", "--json"))
     assert rows[0]["path"] == str(model) and rows[0]["bytes"] > 64

@@ -39,9 +39,12 @@ class Activator:
 
     def __exit__(self, *_: object) -> None:
         self._ending.set()
-        if self.process:
-            self.process.terminate()
-        self._thread.join(60)
+        for _ in range(60):
+            if self.process:
+                self.process.terminate()  # which may have been started meanwhile
+            self._thread.join(1)
+            if not self._thread.is_alive():
+                break
         self.listener.close()
 
     def _run(self) -> None:

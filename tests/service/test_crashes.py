@@ -39,14 +39,14 @@ def crash_at(times: list[float]) -> Record:
 
 def test_three_crashes_bring_safe_mode() -> None:
     seen = [crash_at([1000.0 + 10 * n for n in range(starts)]) for starts in range(1, 7)]
-    assert [one.safe_mode for one in seen] == [n >= SAFE_CRASHES for n in range(6)]
-    assert len(seen[-1].crashes) == SAFE_CRASHES
+    assert [len(one.crashes) for one in seen] == [min(n, SAFE_CRASHES) for n in range(6)]
     later = begin(Record(crashes=seen[-1].crashes), 1060 + WINDOW_S)
-    assert not later.safe_mode and later.crashes == []
+    assert later.crashes == []
 
 
 def test_crashes_far_apart_are_forgotten() -> None:
-    assert not crash_at([1000 + n * WINDOW_S * 0.6 for n in range(50)]).safe_mode
+    record = crash_at([1000 + n * WINDOW_S * 0.6 for n in range(50)])
+    assert len(record.crashes) < SAFE_CRASHES
 
 
 def test_clean_exits_are_not_crashes() -> None:
@@ -59,7 +59,7 @@ def test_clean_exits_are_not_crashes() -> None:
 @pytest.mark.parametrize("now", [100.0, 1e9])
 def test_a_clock_that_was_set_forgets(now: float) -> None:
     record = crash_at([5000, 5010, 5020, 5030])
-    assert record.safe_mode and not begin(record, now).safe_mode
+    assert len(record.crashes) == SAFE_CRASHES > len(begin(record, now).crashes)
 
 
 def test_the_file_is_private(tmp_path: Path) -> None:
@@ -114,9 +114,6 @@ def test_the_log_is_rotated(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.log", "a.log.1"]
     kept = ((tmp_path / "a.log.1").read_text() + file.read_text()).split()
     assert kept == [str(n) for n in range(30 - len(kept), 30)] and len(kept) > 7
-    with (tmp_path / "other").open("ab") as out:  # a terminal is not rotated
-        subprocess.run([sys.executable, "-c", code], stdout=out, stderr=out, check=True, timeout=60)
-    assert (tmp_path / "other").read_text().split() == [str(n) for n in range(30)]
 
 
 # ---- the real program
@@ -202,19 +199,15 @@ def refusal(url: str) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.parametrize("settings", ["prot = 9000", "pin = ['nobody']", "", "broken"])
+@pytest.mark.parametrize("settings", ["prot = 9000", ""])
 def test_a_server_that_cannot_start_says_why(model: Path, settings: str) -> None:
     """It is no crash, and no loop of restarts."""
     file = model / ".config/mlxspec/config.toml"
     file.parent.mkdir(parents=True)
-    file.write_text("" if settings == "broken" else settings)
+    file.write_text(settings)
     with service(model, str(model) if settings else "no-such-model") as running:
-        if settings == "broken":
-            (model / "model.safetensors").unlink()
-            (model / "config.json").unlink()
         for _ in range(2):
-            found = refusal(running.url)
-            assert found["reason"] in found["error"]["message"]
+            assert refusal(running.url)["error"]["message"].startswith("mlxspec cannot start: ")
         assert running.statuses == []
         running.signal(signal.SIGTERM)
         wait_for(lambda: running.statuses)
@@ -222,14 +215,15 @@ def test_a_server_that_cannot_start_says_why(model: Path, settings: str) -> None
 
 
 def test_a_refusal_bears_idle_clients_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crashes, "REFUSE_S", 3.0)
+    monkeypatch.setattr(crashes, "REFUSE_S", 1.0)
     monkeypatch.setattr(crashes, "CLIENT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         idle = [socket.create_connection(address) for _ in range(3)]
         thread = threading.Thread(target=crashes.refuse, args=(listener, "a reason"), daemon=True)
         thread.start()
-        assert refusal(f"http://127.0.0.1:{address[1]}")["reason"] == "a reason"
+        found = refusal(f"http://127.0.0.1:{address[1]}")
+        assert found["error"]["message"] == "mlxspec cannot start: a reason"
         thread.join(10)
         assert not thread.is_alive()
         for one in idle:

@@ -32,6 +32,7 @@ DOCUMENTED: dict[str, Any] = {
     "WorkingDirectory": str,
     "Umask": (int, str),
     "RunAtLoad": bool,
+    "LimitLoadToSessionType": str,
     "KeepAlive": {"SuccessfulExit": bool, "Crashed": bool, "PathState": {str: bool}},
     "ThrottleInterval": int,
     "ExitTimeOut": int,
@@ -172,7 +173,6 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake.Launchctl:
     monkeypatch.setattr(launchd, "POLL_S", 0.001)
-    monkeypatch.setattr(launchd, "BOOTSTRAP_S", 1.0)
     return fake.install(tmp_path / "fake", monkeypatch)
 
 
@@ -185,20 +185,20 @@ def test_a_whole_life(tool: fake.Launchctl) -> None:
     url = f"http://127.0.0.1:{mine['Sockets']['http']['SockServiceName']}"
     assert launchd.installed_url() == ""
     assert url in launchd.install(mine)
-    assert tool.loaded and tool.calls() == ["enable", "bootstrap"]
+    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap"]
     assert plistlib.loads(launchd.agent_file().read_bytes()) == mine
     assert launchd.installed_url() == url
 
-    assert "installed already" in launchd.install(mine) and tool.calls() == []
     launchd.install(mine | {"ExitTimeOut": 51})
     assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap"]
 
     crashes.write(crashes.files()[0], crashes.Record(crashes=[1.0]))
     launchd.stop()
     assert not tool.loaded and tool.calls() == ["bootout"]
-    assert "already" in launchd.stop() and tool.calls() == []
+    launchd.stop()
+    assert not tool.loaded and tool.calls() == ["bootout"]
     launchd.start()
-    assert tool.loaded and tool.calls() == ["enable", "bootstrap", "kickstart"]
+    assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap", "kickstart"]
     assert crashes.read(crashes.files()[0]) == crashes.Record()
     launchd.restart()
     assert tool.loaded and tool.calls() == ["bootout", "enable", "bootstrap", "kickstart"]
@@ -222,7 +222,7 @@ def test_a_running_service_is_not_started_again(
 
 def test_a_dry_run_does_nothing(tool: fake.Launchctl) -> None:
     said = launchd.install(agent(), dry_run=True)
-    assert "launchctl bootstrap gui/" in said and "<string>--port</string>" in said
+    assert "<string>--port</string>" in said
     assert tool.calls() == [] and not launchd.agent_file().exists()
 
 
@@ -251,7 +251,7 @@ def test_a_port_in_use_is_named(tool: fake.Launchctl) -> None:
 
 def test_a_file_in_the_way_is_named(tool: fake.Launchctl, tmp_path: Path) -> None:
     (tmp_path / "Library").write_text("")
-    with pytest.raises(UserError, match="Library"):
+    with pytest.raises(OSError, match="Library"):
         launchd.install(agent())
 
 
@@ -263,23 +263,12 @@ def test_a_bootstrap_waits_until_the_label_is_gone(tool: fake.Launchctl) -> None
     assert tool.loaded and not (tool.root / "linger").read_text()
 
 
-@pytest.mark.parametrize("status", [5, 37])
-def test_a_bootstrap_is_tried_again(tool: fake.Launchctl, status: int) -> None:
-    (tool.root / "busy").write_text(f"{status}\n" * 2)
-    launchd.install(agent())
-    assert tool.loaded and tool.calls() == ["enable", *["bootstrap"] * 3]
-
-
 def test_waiting_for_launchd_ends(tool: fake.Launchctl, monkeypatch: pytest.MonkeyPatch) -> None:
     launchd.install(agent())
     monkeypatch.setattr(launchd, "SLACK_S", -49.95)
-    (tool.root / "linger").write_text("\n" * 10_000)
+    (tool.root / "linger").write_text("\n" * 1000)
     with pytest.raises(UserError, match="has not ended"):
         launchd.stop()
-    (tool.root / "linger").write_text("")
-    (tool.root / "busy").write_text("5\n" * 10_000)
-    with pytest.raises(UserError, match="status 5"):
-        launchd.start()
 
 
 def test_a_disabled_label_is_enabled(tool: fake.Launchctl) -> None:
@@ -294,19 +283,11 @@ def test_without_launchctl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         launchd.uninstall()
 
 
-def test_the_log(tool: fake.Launchctl) -> None:
-    launchd.install(agent())
-    assert launchd.log_command(5, False) == ["tail", "-n", "5", str(launchd.log_file())]
-    assert "-F" in launchd.log_command(5, True)
-
-
 # ---- the socket
 
 SOURCE = f"""
-static int given[4]; static unsigned long number; static int taken, freed;
+static int given[4]; static unsigned long number; static int taken;
 void give(int fd) {{ given[number++] = fd; }}
-int count_freed(void) {{ return freed; }}
-void free(void *p) {{ freed += p == given; }}
 static int same(const char *a, const char *b) {{ while (*a && *a == *b) a++, b++; return *a == *b; }}
 int launch_activate_socket(const char *name, int **fds, unsigned long *count) {{
     if (!number) return {errno.ESRCH};
@@ -334,14 +315,16 @@ def test_launchd_hands_over_a_socket(library: Any, monkeypatch: pytest.MonkeyPat
     assert launchd.activated_socket() is None  # ESRCH: started by hand
     with socket.create_server(("127.0.0.1", 0)) as listener:
         library.give(os.dup(listener.fileno()))
-        assert launchd.activate("other", library) == []  # ENOENT
+        with monkeypatch.context() as patch:
+            patch.setattr(launchd, "SOCKET", "other")
+            assert launchd.activated_socket() is None  # ENOENT
         with socket.create_connection(listener.getsockname()) as client:
             taken = launchd.activated_socket()
-            assert taken and not taken.get_inheritable() and library.count_freed() == 1
+            assert taken and not taken.get_inheritable()
             with taken, taken.accept()[0] as mine:
                 mine.sendall(b"hello")
                 assert client.recv(5) == b"hello"
-    with pytest.raises(UserError, match="'http'"):
+    with pytest.raises(UserError, match="does not hand over"):
         launchd.activated_socket()
 
 

@@ -13,14 +13,15 @@ import typer
 
 from mlxspec import cli
 from mlxspec.service import launchd, menubar
-from mlxspec.service.menubar import Item, Menu, error_menu, menu_of
+from mlxspec.service.menubar import Item, Menu, menu_of
 from mlxspec.service.status import Model, Status
 from mlxspec.types import UserError
 from tests.service import fake
+from tests.service.test_launchd import DOCUMENTED, faults
 
 URL = "http://127.0.0.1:8080"
 BIG, SMALL = Model("org/big", "loaded", 3 << 30), Model("small", "unloaded", 98_000_000)
-UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.1.0", "pid": 42}
+UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.1.0"}
 UP |= {"models": (BIG, SMALL), "speed": 41.25, "footprint": 5 << 30}
 
 STATES = {
@@ -33,40 +34,41 @@ STATES = {
     "by hand": Status(state="idle", **UP | {"service": "not installed"}),
     "safe mode": Status(state="idle", note="safe mode: 3 crashes", **UP),
     "unwell": Status(state="unwell", why="no progress for 75 s", **UP),
-    "locked": Status(URL, "unwell", "not installed", "the server answered 401", locked=True),
+    "locked": Status(URL, "unwell", "not installed", "the server answered 401"),
     "short": Status(state="short", running=1, **UP),
 }
-SERVICE = {"Start", "Stop", "Restart", "Install the service"}
+SERVICE = {f"{verb} the service" for verb in ("Start", "Stop", "Restart", "Install")}
 
 
 @pytest.mark.parametrize(
     ("name", "title", "actions"),
     [
-        ("not installed", "○", {"Install the service"}),
+        ("not installed", "○", {"Install"}),
         ("stopped", "○", {"Start"}),
         ("waiting", "◌", {"Start", "Stop"}),
         ("loading", "◐", {"Stop", "Restart"}),
         ("idle", "●", {"Stop", "Restart"}),
         ("busy", "● 41 tok/s", {"Stop", "Restart"}),
-        ("by hand", "●", {"Install the service"}),
+        ("by hand", "●", {"Install"}),
         ("safe mode", "⚠", {"Stop", "Restart"}),
         ("unwell", "⚠", {"Stop", "Restart"}),
-        ("locked", "⚠", {"Install the service"}),
+        ("locked", "⚠", {"Install"}),
         ("short", "⚠ 41 tok/s", {"Stop", "Restart"}),
     ],
 )
 def test_the_menu_of_each_state(name: str, title: str, actions: set[str]) -> None:
     menu = menu_of(STATES[name])
     titles = [item.title for item in menu.items]
-    assert menu.title == title and set(titles) & SERVICE == actions
-    assert ("Open the page" in titles) == (name not in ("not installed", "stopped", "unwell"))
+    assert menu.title == title
+    assert set(titles) & SERVICE == {f"{verb} the service" for verb in actions}
+    assert ("Open the page" in titles) == (name not in ("not installed", "stopped"))
     assert ("What is wrong" in titles) == (name in ("unwell", "locked"))
     assert f"server: {URL}" in titles
 
 
 def test_models_are_loaded_and_unloaded() -> None:
     items = menu_of(STATES["idle"]).items
-    assert Item("Stop org/big", menubar.mlxspec("stop", "org/big", "--url", URL), True) in items
+    assert Item("Stop org/big", menubar.mlxspec("stop", "org/big", "--url", URL)) in items
     assert Item("Load small", menubar.mlxspec("load", "small", "--url", URL)) in items
 
 
@@ -100,7 +102,6 @@ def test_the_actions_are_commands() -> None:
 def test_long_titles_are_cut() -> None:
     menu = menu_of(Status(URL, "unwell", why="x" * 200))
     assert max(len(item.title) for item in menu.items) == 80
-    assert len(error_menu("y" * 200).items[0].title) == 80
 
 
 # ---- rumps
@@ -111,7 +112,7 @@ class Node(dict[str, Any]):
 
     def __init__(self, title: str = "", callback: Any = None) -> None:
         super().__init__()
-        self.title, self.callback, self.state = title, callback, 0
+        self.title, self.callback = title, callback
 
     def add(self, node: Any) -> None:
         self.setdefault(node.title if isinstance(node, Node) else f"rule {len(self)}", node)
@@ -137,7 +138,6 @@ def rumps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     policy = SimpleNamespace(setActivationPolicy_=lambda policy: None)
     kit = SimpleNamespace(NSApplication=SimpleNamespace(sharedApplication=lambda: policy))
     monkeypatch.setitem(sys.modules, "rumps", made)
-    monkeypatch.setattr(menubar.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "AppKit", kit)
     monkeypatch.setattr(menubar, "POLL_S", 0.001)
     return made
@@ -166,7 +166,9 @@ def test_rumps_shows_the_menu(rumps: SimpleNamespace, monkeypatch: pytest.Monkey
     assert until("○") == [item.title for item in now.items if item.title] + ["Quit"]
     ran: list[Any] = []
     monkeypatch.setattr(menubar.subprocess, "Popen", lambda words, **_: ran.append(words))
-    [start] = [one for one in rumps.app.menu.values() if getattr(one, "title", "") == "Start"]
+    [start] = [
+        one for one in rumps.app.menu.values() if getattr(one, "title", "") == "Start the service"
+    ]
     start.callback(start)
     assert ran == [menubar.mlxspec("service", "start")]
 
@@ -180,13 +182,15 @@ def test_install_and_uninstall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None
 ) -> None:
     tool = fake.install(tmp_path / "fake", monkeypatch)
-    monkeypatch.setattr(menubar.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "rumps", SimpleNamespace())
     monkeypatch.setenv("MLXSPEC_API_KEY", "secret")
     file = launchd.agent_file(launchd.MENUBAR)
-    assert "not installed" in menubar.uninstall() and not tool.calls()
+    assert "not installed" in menubar.uninstall()
     for _ in range(2):
         menubar.install()
-        command = plistlib.loads(file.read_bytes())["ProgramArguments"]
+        agent = plistlib.loads(file.read_bytes())
+        assert faults(agent, DOCUMENTED) == [] and agent["Label"] == launchd.MENUBAR
+        command = agent["ProgramArguments"]
         assert command == [*launchd.PROGRAM, "menubar"] and b"secret" not in file.read_bytes()
     assert not launchd.agent_file().exists()
     menubar.uninstall()

@@ -1,0 +1,24 @@
+"""Tables of the commands."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mlxspec.client import printable
+
+WIDTH = 240  # characters, where stdout is no terminal
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A line for each row; what is too wide for the terminal is folded."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
+    console.print(table)

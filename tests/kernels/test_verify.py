@@ -176,10 +176,10 @@ def test_relative_error() -> None:
         relative_error(twice, want, 1e-6, mx.bfloat16)
 
 
-def start(folder: Path, *cases: Case, again: bool = False, **facts: str) -> dict[str, Verdict]:
+def start(folder: Path, *cases: Case, **facts: str) -> dict[str, Verdict]:
     """What a new process finds."""
     KERNELS.reset()
-    return verify(cases, VerdictFile(folder, FACTS | facts), again=again)
+    return verify(cases, VerdictFile(folder, FACTS | facts))
 
 
 def test_a_verdict_is_reused_on_the_next_start(tmp_path: Path, clock: Time) -> None:
@@ -188,8 +188,6 @@ def test_a_verdict_is_reused_on_the_next_start(tmp_path: Path, clock: Time) -> N
     calls = clock.calls
     assert first["fake 8x8"].way == "plain"
     assert start(tmp_path / "kernels", made) == first == KERNELS.verdicts and clock.calls == calls
-    start(tmp_path / "kernels", made, again=True)
-    assert clock.calls > calls
 
 
 @pytest.mark.parametrize("fact", list(FACTS))
@@ -232,8 +230,6 @@ def test_a_kernel_that_ended_the_process_is_off(tmp_path: Path, clock: Time) -> 
     found = start(tmp_path, made, other)
     assert found[made.name] == crashed and found[other.name].way == "plain"
     assert start(tmp_path, made)[made.name] == crashed, "after another trial's marker too"
-    assert start(tmp_path, made, again=True)[made.name].way == "plain"
-    assert start(tmp_path, made)[made.name].way == "plain"
 
 
 def test_being_stopped_is_no_crash(tmp_path: Path, clock: Time) -> None:
@@ -293,7 +289,7 @@ def test_a_lack_of_memory_is_not_kept(tmp_path: Path, clock: Time) -> None:
 def test_seconds_are_bounded(tmp_path: Path, clock: Time) -> None:
     slow = [case(clock, f"slow{i}", plain=(1.0, same)) for i in range(9)]
     told: list[tuple[int, int]] = []
-    found = verify(slow, VerdictFile(tmp_path, FACTS), tell=lambda *what: told.append(what))
+    found = verify(slow, VerdictFile(tmp_path, FACTS), report=lambda *what: told.append(what))
     assert clock.now <= 20 + 2, "one call beyond"
     assert "too short" in found["slow0 8x8"].why and not any(v.way for v in found.values())
     assert told == [(n, 9) for n in range(1, 10)]

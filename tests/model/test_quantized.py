@@ -180,9 +180,9 @@ def test_what_is_compiled_leaves_a_kernel_that_is_parked(monkeypatch: pytest.Mon
     ours, _ = installed(layer())
     used: list[int] = []
 
-    def kernel(x: mx.array, w: mx.array, *_: Any) -> mx.array:
+    def kernel(x: mx.array, weights: Any, *_: Any) -> mx.array:
         used.append(len(x))
-        return mx.zeros((len(x), len(w)), x.dtype)
+        return mx.zeros((len(x), len(weights.w)), x.dtype)
 
     monkeypatch.setattr(matmul, "small_qmm", kernel)
     f, x = mx.compile(lambda x: ours(x)), mx.random.normal((3, 96)).astype(mx.float16)

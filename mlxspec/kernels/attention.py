@@ -101,16 +101,12 @@ def _shape(a: Attention) -> Shape | None:
         window=a.window or 0,
         sinks=a.sinks is not None,
     )
-    same_heads = len(a.keys) == len(a.values) and shape.heads % shape.kv_heads == 0
-    supported = same_heads and shape.gqa <= 64 and shape.bits in (0, 4, 8)
-    for dim in (shape.dim, shape.dim_v):
-        supported = supported and dim % 8 == 0 and 16 <= dim <= 256
-    if shape.bits:
-        supported = supported and a.packings == shape.packings()
-    else:
-        dtypes = {a.q.dtype, a.keys.dtype, a.values.dtype}
-        supported = supported and of_v is None and len(dtypes) == 1 and a.keys.shape[2] == shape.dim
-    return shape if supported else None
+    dims_fit = all(dim % 8 == 0 and 16 <= dim <= 256 for dim in (shape.dim, shape.dim_v))
+    if not dims_fit or shape.gqa > 64 or a.packings != shape.packings():
+        return None
+    if not shape.bits and not a.q.dtype == a.keys.dtype == a.values.dtype:
+        return None
+    return shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +146,12 @@ def _placement(groups: tuple[Group, ...], window: int) -> Placement:
             tables.append(table)
             row += group.length
         late.append(mx.zeros(len(group.starts), mx.int32) if group.late is None else group.late)
-    where = mx.array(np.array(at, np.int32))
+    where = mx.array(at)
     if any(group.late is not None for group in groups):
         where[:, 0] += mx.concatenate(late)
     width = max(SMALLEST, *map(len, tables))
-    return Placement(where, block_array(tables, width), parts, max(g.length for g in groups))
+    length = max(group.length for group in groups)
+    return Placement(where, block_array(tables, width), parts, length)
 
 
 @cache

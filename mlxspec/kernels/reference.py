@@ -5,7 +5,7 @@ Rule: every Metal kernel must equal its function here. Pools are [kv_heads, slot
 gathered block is contiguous within its head.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -220,8 +220,12 @@ def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
     and whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T)
     (Gumbel-max)."""
     keys = mx.stack([seeds, positions], axis=1).astype(mx.uint32)
-    draw: Callable[[mx.array], mx.array] = mx.vmap(lambda key: mx.random.gumbel((vocab,), key=key))
-    return draw(keys)
+
+    def draw(key: mx.array) -> mx.array:
+        return mx.random.gumbel((vocab,), key=key)
+
+    noise: mx.array = mx.vmap(draw)(keys)
+    return noise
 
 
 def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:

@@ -316,7 +316,10 @@ def _case(shape: Shape, name: str, sequences: Sequence[Trial]) -> Case:
 
 
 def _scattered(
-    sequences: Sequence[Trial], rows: int, blocks: Sequence[int], block_size: int
+    sequences: Sequence[Trial],
+    rows: int,
+    blocks: Sequence[int],
+    block_size: int,
 ) -> list[Group]:
     """Each sequence of a case with its number of blocks, which lie anywhere."""
     free = (np.random.default_rng(0).permutation(sum(blocks)) + 1).tolist()

@@ -103,7 +103,10 @@ def small_qmm(x: mx.array, weights: Weights, matrix: bool = False) -> mx.array:
 
 
 def gather_small_qmm(
-    x: mx.array, weights: Weights, experts: mx.array, tokens: int = ROWS
+    x: mx.array,
+    weights: Weights,
+    experts: mx.array,
+    tokens: int = ROWS,
 ) -> mx.array:
     """As reference.gather_small_qmm, for at most MAX_PAIRS pairs. An expert's weights are read
     again after `tokens` of its pairs."""
@@ -123,7 +126,12 @@ def gather_small_qmm(
 
 
 def _random_weights(
-    shape: tuple[int, ...], k: int, bits: int, group: int, dtype: mx.Dtype, key: mx.array
+    shape: tuple[int, ...],
+    k: int,
+    bits: int,
+    group: int,
+    dtype: mx.Dtype,
+    key: mx.array,
 ) -> Inputs:
     """Arrays of weights [*shape, k] made of random bits: quantizing random weights would take eight
     times their memory."""
@@ -150,7 +158,12 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         return mx.concatenate([reference.small_qmm(row, weights) for row in rows])
 
     def kernel(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *, matrix: bool
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        *,
+        matrix: bool,
     ) -> mx.array:
         return small_qmm(x, Weights(w, scales, biases, group, bits), matrix)
 
@@ -169,7 +182,14 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
 
 @cache
 def gather_small_qmm_case(
-    e: int, n: int, k: int, bits: int, group: int, dtype: mx.Dtype, top: int, apart: bool
+    e: int,
+    n: int,
+    k: int,
+    bits: int,
+    group: int,
+    dtype: mx.Dtype,
+    top: int,
+    apart: bool,
 ) -> Case:
     """For e experts of weights [n, k], `top` of them for a token.
 

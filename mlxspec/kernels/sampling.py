@@ -40,7 +40,10 @@ MERGE = MetalKernel(
 
 
 def sample_accept(
-    logits: mx.array, draws: Draws, inputs: mx.array | None = None, drafts: Drafts = ()
+    logits: mx.array,
+    draws: Draws,
+    inputs: mx.array | None = None,
+    drafts: Drafts = (),
 ) -> Results:
     """As reference.sample_accept, by the kernel where it is proven."""
     rows, vocab = logits.shape
@@ -51,7 +54,10 @@ def sample_accept(
 
 
 def by_kernel(
-    logits: mx.array, draws: Draws, inputs: mx.array | None = None, drafts: Drafts = ()
+    logits: mx.array,
+    draws: Draws,
+    inputs: mx.array | None = None,
+    drafts: Drafts = (),
 ) -> Results:
     """As reference.sample_accept, by the kernel."""
     rows, vocab = logits.shape

@@ -213,7 +213,9 @@ def verify(
 
 
 def _try_all(
-    cases: list[Case], file: VerdictFile, report: Callable[[int, int], None]
+    cases: list[Case],
+    file: VerdictFile,
+    report: Callable[[int, int], None],
 ) -> dict[str, Verdict]:
     """The verdicts of the cases that there is time for, none if another process tries kernels.
 
@@ -318,7 +320,10 @@ def compare(case: Case, rejected: dict[str, str], until: float) -> dict[str, flo
 
 
 def relative_error(
-    got: mx.array, want: mx.array, tolerance: float, dtype: mx.Dtype = mx.float32
+    got: mx.array,
+    want: mx.array,
+    tolerance: float,
+    dtype: mx.Dtype = mx.float32,
 ) -> float:
     """The largest difference relative to the largest value; integers must be equal.
 
@@ -369,7 +374,10 @@ def race(case: Case, variants: list[str], until: float) -> dict[str, dict[int, f
 
 
 def _measure(
-    sides: Mapping[str, Call], inputs: Iterator[Inputs], calls: int, until: float
+    sides: Mapping[str, Call],
+    inputs: Iterator[Inputs],
+    calls: int,
+    until: float,
 ) -> dict[str, float]:
     """Seconds per call of each side."""
     seconds = {}

@@ -40,7 +40,11 @@ class Transfer:
         return arrays
 
     def place(
-        self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]
+        self,
+        group: int,
+        blocks: Sequence[int],
+        arrays: Arrays,
+        which: Sequence[int],
     ) -> bool:
         """Write blocks number `which` of an export into `blocks`; False where it does not fit."""
         self.runner.grow()

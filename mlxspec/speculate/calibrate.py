@@ -82,7 +82,10 @@ def sampling(vocab: int) -> dict[str, float]:
 
 
 def _measure(
-    runner: Runner, seq: Sequence, contexts: tuple[int, int], report: Callable[[int, int], None]
+    runner: Runner,
+    seq: Sequence,
+    contexts: tuple[int, int],
+    report: Callable[[int, int], None],
 ) -> np.ndarray:
     """Seconds [contexts, rows of GRID], the best of as many turns as there is time for; at least
     two where kernels are compiled at their first use."""

@@ -84,7 +84,8 @@ class Shape:
         """Of K and V."""
         if not self.bits:
             return None, None
-        return Packing(self.dim, self.dtype, self.bits), Packing(self.dim_v, self.dtype, self.bits)
+        of_k = Packing(self.dim, self.dtype, self.bits)
+        return of_k, replace(of_k, dim=self.dim_v)
 
 
 def _shape(a: Attention) -> Shape | None:
@@ -101,8 +102,10 @@ def _shape(a: Attention) -> Shape | None:
         window=a.window or 0,
         sinks=a.sinks is not None,
     )
-    dims_fit = all(dim % 8 == 0 and 16 <= dim <= 256 for dim in (shape.dim, shape.dim_v))
-    if not dims_fit or shape.gqa > 64 or a.packings != shape.packings():
+    for dim in (shape.dim, shape.dim_v):
+        if dim % 8 or not 16 <= dim <= 256:
+            return None
+    if shape.gqa > 64 or a.packings != shape.packings():
         return None
     if not shape.bits and not a.q.dtype == a.keys.dtype == a.values.dtype:
         return None
@@ -139,13 +142,19 @@ def _placement(groups: tuple[Group, ...], window: int) -> Placement:
     parts = 1
     row = 0
     for group in groups:
-        for start, (low, table) in zip(group.starts, group.visible(window or None), strict=True):
-            first, last = _part(low, window), _part(start + group.spread + group.length - 1, window)
+        visible = group.visible(window or None)
+        for start, (low, table) in zip(group.starts, visible, strict=True):
+            block = low // group.block_size
+            first = _part(low, window)
+            last = _part(start + group.spread + group.length - 1, window)
             parts = max(parts, last - first + 1)
-            at.append((start, row, group.length, first, low // group.block_size, 0, 0, 0))
+            at.append((start, row, group.length, first, block, 0, 0, 0))
             tables.append(table)
             row += group.length
-        late.append(mx.zeros(len(group.starts), mx.int32) if group.late is None else group.late)
+        if group.late is None:
+            late.append(mx.zeros(len(group.starts), mx.int32))
+        else:
+            late.append(group.late)
     where = mx.array(at)
     if any(group.late is not None for group in groups):
         where[:, 0] += mx.concatenate(late)
@@ -171,7 +180,7 @@ def _launch(a: Attention, shape: Shape, matrix: bool) -> mx.array:
     tiles, simds, splits = _plan(shape, placed.length)
     common = {"T": shape.dtype, "DV": shape.dim_v, "WINDOW": shape.window}
     # A template takes no floats: the scale's fp32 bits, for powers of 2 instead of e.
-    scale_bits = struct.unpack("i", struct.pack("f", a.scale * log2(e)))[0]
+    scale = struct.pack("f", a.scale * log2(e))
     count = len(placed.at)
     parts = (len(a.q), shape.heads, placed.parts)
     sums, stats = PART(
@@ -188,7 +197,7 @@ def _launch(a: Attention, shape: Shape, matrix: bool) -> mx.array:
         GQA=shape.gqa,
         TILES=tiles,
         SIMDS=simds,
-        SCALE=scale_bits,
+        SCALE=struct.unpack("i", scale)[0],
     )
     return MERGE(
         [sums, stats, placed.at, placed.at if a.sinks is None else a.sinks],
@@ -262,7 +271,9 @@ def paged_attention_cases(shape: Shape) -> list[Case]:
 
 def _case(shape: Shape, name: str, sequences: Sequence[Trial]) -> Case:
     packings = shape.packings()
-    blocks = [ceil((start + 2 * late + ROWS) / shape.block_size) for start, late, _ in sequences]
+    blocks = []
+    for start, late, _ in sequences:
+        blocks.append(ceil((start + 2 * late + ROWS) / shape.block_size))
     slots = (1 + sum(blocks)) * shape.block_size
     copies = ceil(slots / DRAWN)
     drawn = ceil(slots / copies / shape.block_size) * shape.block_size
@@ -270,11 +281,15 @@ def _case(shape: Shape, name: str, sequences: Sequence[Trial]) -> Case:
 
     def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
         of_q, of_sinks, *of_kv = mx.random.split(mx.random.key(seed), 4)
-        q = mx.random.normal((ROWS, len(sequences), shape.heads, shape.dim), shape.dtype, key=of_q)
+        size = (ROWS, len(sequences), shape.heads, shape.dim)
+        q = mx.random.normal(size, shape.dtype, key=of_q)
         arrays = [q[:rows]]
-        for dim, packing, key in zip((shape.dim, shape.dim_v), packings, of_kv, strict=True):
-            x = mx.random.normal((shape.kv_heads, drawn, dim), shape.dtype, key=key)
-            arrays.append(mx.tile(packing.pack(x) if packing else x, (1, copies, 1)))
+        dims = (shape.dim, shape.dim_v)
+        for dim, packing, key in zip(dims, packings, of_kv, strict=True):
+            pool = mx.random.normal((shape.kv_heads, drawn, dim), shape.dtype, key=key)
+            if packing:
+                pool = packing.pack(pool)
+            arrays.append(mx.tile(pool, (1, copies, 1)))
         # Sinks as heavy as all keys together, so that mistakes with them show.
         seen = min(context, shape.window or context)
         sinks = mx.random.normal((shape.heads,), key=of_sinks) + log(seen) + 0.5
@@ -288,8 +303,9 @@ def _case(shape: Shape, name: str, sequences: Sequence[Trial]) -> Case:
     def run(attend: Callable[[Attention], mx.array], *arrays: mx.array) -> mx.array:
         q, keys, values, sinks = arrays
         own = groups(len(q))
+        flat = mx.concatenate([q[: group.length, n] for n, group in enumerate(own)])
         call = Attention(
-            mx.concatenate([q[: group.length, n] for n, group in enumerate(own)]),
+            flat,
             keys,
             values,
             own,
@@ -299,7 +315,10 @@ def _case(shape: Shape, name: str, sequences: Sequence[Trial]) -> Case:
             packings,
         )
         out = attend(call)
-        each = [mx.repeat(out[g.lo : g.hi], len(q) // g.length, axis=0) for g in own]
+        each = []
+        for group in own:
+            rows = out[group.lo : group.hi]
+            each.append(mx.repeat(rows, len(q) // group.length, axis=0))
         return mx.stack(each, axis=1)
 
     return Case(
@@ -322,15 +341,17 @@ def _scattered(
     block_size: int,
 ) -> list[Group]:
     """Each sequence of a case with its number of blocks, which lie anywhere."""
-    free = (np.random.default_rng(0).permutation(sum(blocks)) + 1).tolist()
+    rng = np.random.default_rng(0)
+    free = (1 + rng.permutation(sum(blocks))).tolist()
     groups = []
     lo = 0
     for (start, late, own), count in zip(sequences, blocks, strict=True):
         hi = lo + (own or rows)
         table, free = free[:count], free[count:]
-        behind = mx.array([late]) if late else None
-        starts = [start - late]
-        groups.append(Group(lo, hi, hi - lo, starts, {None: [table]}, block_size, behind, 2 * late))
+        group = Group(lo, hi, hi - lo, [start - late], {None: [table]}, block_size)
+        if late:
+            group.late, group.spread = mx.array([late]), 2 * late
+        groups.append(group)
         lo = hi
     return groups
 
@@ -343,7 +364,8 @@ def _exact(a: Attention) -> mx.array:
     with mx.stream(mx.cpu):
         for head in range(len(a.keys)):
             heads = slice(head * gqa, (head + 1) * gqa)
-            part = replace(a, q=a.q[:, heads].astype(mx.float32), packings=(None, None))
+            part = replace(a, packings=(None, None))
+            part.q = a.q[:, heads].astype(mx.float32)
             part.keys = _fp32(a.keys[head : head + 1], a.packings[0])
             part.values = _fp32(a.values[head : head + 1], a.packings[1])
             if a.sinks is not None:

@@ -58,8 +58,9 @@ class Packing:
 
     def unpack(self, rows: mx.array, compute: mx.Dtype | None = None) -> mx.array:
         """uint32 [..., width] -> [..., dim], computed in `dtype` or `compute`."""
-        values, tail = rows[..., : self.words], rows[..., self.words :]
-        scales, biases = mx.split(tail.view(self.dtype).astype(compute or self.dtype), 2, axis=-1)
+        values, tail = mx.split(rows, [self.words], axis=-1)
+        tail = tail.view(self.dtype).astype(compute or self.dtype)
+        scales, biases = mx.split(tail, 2, axis=-1)
         return mx.dequantize(values, scales, biases, self.group, self.bits)
 
     def exact(self, rows: mx.array) -> mx.array:

@@ -114,7 +114,8 @@ def gather(
         dense = pool[None, :, blocks]
     else:
         dense = pool.reshape(heads, -1, block_size, dim)[:, blocks]
-        dense = dense.reshape(heads, len(blocks), -1, dim)[:, :, keep].swapaxes(0, 1)
+        dense = dense.reshape(heads, len(blocks), -1, dim)
+        dense = dense[:, :, keep].swapaxes(0, 1)
     return packing.unpack(dense) if packing else dense
 
 
@@ -150,7 +151,8 @@ def paged_attention(a: Attention) -> mx.array:
         blocks, mask, keep = group.select(a.window)
         k = gather(a.keys, blocks, group.block_size, keep, a.packings[0])
         v = gather(a.values, blocks, group.block_size, keep, a.packings[1])
-        q = a.rows([group]).reshape(-1, group.length, heads, dim).swapaxes(1, 2)
+        q = a.rows([group]).reshape(-1, group.length, heads, dim)
+        q = q.swapaxes(1, 2)
         o = mx.fast.scaled_dot_product_attention(q, k, v, scale=a.scale, mask=mask, sinks=a.sinks)
         out.append(o.swapaxes(1, 2).flatten(0, 1))
     return mx.concatenate(out)
@@ -178,7 +180,10 @@ def small_qmm(x: mx.array, weights: Weights) -> mx.array:
     x [M, K] float. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit.
     """
     y = mx.quantized_matmul(
-        x.astype(mx.float32), *weights.fp32(), group_size=weights.group_size, bits=weights.bits
+        x.astype(mx.float32),
+        *weights.fp32(),
+        group_size=weights.group_size,
+        bits=weights.bits,
     )
     return y.astype(x.dtype)
 
@@ -189,7 +194,8 @@ def gather_small_qmm(x: mx.array, weights: Weights, experts: mx.array) -> mx.arr
     `experts` int [P] of P (token, expert) pairs; x [R, K] has a row for P / R pairs in turn.
     Returns [P, N] in x's dtype. A kernel's row must be that of small_qmm, to the bit.
     """
-    rows = mx.repeat(x.astype(mx.float32), experts.size // len(x), axis=0)
+    rows = x.astype(mx.float32)
+    rows = mx.repeat(rows, experts.size // len(x), axis=0)
     y = mx.gather_qmm(
         rows[:, None],
         *weights.fp32(),
@@ -236,7 +242,8 @@ def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:
     packed = b"".join(mask or b"\xff" * width for mask in masks)
     rows = np.frombuffer(packed, np.uint8).reshape(len(masks), width)
     allowed = np.unpackbits(rows, axis=1, count=x.shape[-1], bitorder="little")
-    return mx.where(mx.array(allowed.view(np.bool_)), x, -mx.inf)
+    allowed = allowed.view(np.bool_)
+    return mx.where(mx.array(allowed), x, -mx.inf)
 
 
 def sample_accept(
@@ -263,7 +270,8 @@ def sample_accept(
         positions = mx.array(draws.positions, mx.uint32)
         if draws.late is not None:
             positions = positions + draws.late.astype(mx.uint32)
-        x = x + gumbel(mx.array(draws.seeds, mx.uint32), positions, x.shape[-1])
+        seeds = mx.array(draws.seeds, mx.uint32)
+        x = x + gumbel(seeds, positions, x.shape[-1])
         tokens = mx.where(hot, mx.argmax(x, axis=-1), tokens)
     tokens = tokens.astype(mx.int32)
     if inputs is None or not drafts:
@@ -278,7 +286,8 @@ def accept(tokens: mx.array, inputs: mx.array, drafts: Sequence[tuple[int, int]]
     rows = np.cumsum(1 + counts, axis=0) - 1 - counts
     steps = np.arange(max(1, counts.max()))
     drafted = steps < counts
-    sampled = tokens[mx.array(np.where(drafted, rows + steps, 0))]
-    proposed = inputs[mx.array(np.where(drafted, firsts + steps, 0))]
-    same = (sampled == proposed) & mx.array(drafted)
+    at_tokens = np.where(drafted, rows + steps, 0)
+    at_inputs = np.where(drafted, firsts + steps, 0)
+    same = tokens[mx.array(at_tokens)] == inputs[mx.array(at_inputs)]
+    same &= mx.array(drafted)
     return mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1)

@@ -171,12 +171,14 @@ class VerdictFile:
         with suppress(OSError, ValueError):
             verdicts = VERDICTS_JSON.validate_json(self.path("json").read_bytes())
         with suppress(OSError, ValueError):
-            verdicts[self.path("trying").read_text("utf-8")] = Verdict(why=CRASHED, parked=True)
+            name = self.path("trying").read_text("utf-8")
+            verdicts[name] = Verdict(why=CRASHED, parked=True)
         return verdicts
 
     def save(self, verdicts: Mapping[str, Verdict]) -> None:
         """Add to the file. Raises OSError."""
-        write_atomic(self.path("json"), VERDICTS_JSON.dump_json({**self.load(), **verdicts}), True)
+        data = VERDICTS_JSON.dump_json({**self.load(), **verdicts})
+        write_atomic(self.path("json"), data, durable=True)
 
 
 def missing() -> str:

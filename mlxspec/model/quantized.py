@@ -40,7 +40,8 @@ def _multiply(layer: Any, x: mx.array) -> mx.array | None:
     variant = _variant(layer, x, prod(batch))
     if not variant:
         return None
-    y = matmul.small_qmm(x.reshape(-1, k), _weights(layer), variant == "matrix")
+    rows = x.reshape(-1, k)
+    y = matmul.small_qmm(rows, _weights(layer), variant == "matrix")
     return y.reshape(*batch, -1)
 
 
@@ -80,9 +81,12 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
         count = indices.size // max(1, self.top)
         if not known or self.case is None or not _variant(self, x, count):
             return super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
-        y = matmul.gather_small_qmm(x.reshape(-1, k), _weights(self), indices.flatten(), count)
+        flat, pairs = x.reshape(-1, k), indices.flatten()
+        y = matmul.gather_small_qmm(flat, _weights(self), pairs, count)
         y = y.reshape(*indices.shape, 1, -1)
-        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+        if "bias" in self:
+            y += mx.expand_dims(self["bias"][indices], -2)
+        return y
 
 
 CLASSES: dict[Any, Any] = {

@@ -50,10 +50,14 @@ def calibrate(
         return known
     times = _measure(runner, _sequence(runner, table, high), contexts, report)
     # More rows and more context are never cheaper: what says so is noise.
-    times = np.maximum.accumulate(np.maximum.accumulate(times, axis=0), axis=1)
-    low, top = times.tolist()
-    one, most = 1e3 * low[0], 1e3 * low[-1]
-    log.info("a step takes %.1f ms with 1 row, %.1f ms with %d rows", one, most, GRID[-1])
+    times = np.maximum.accumulate(times, axis=0)
+    low, top = np.maximum.accumulate(times, axis=1).tolist()
+    log.info(
+        "a step takes %.1f ms with 1 row, %.1f ms with %d rows",
+        1e3 * low[0],
+        1e3 * low[-1],
+        GRID[-1],
+    )
     return Costs(contexts, GRID, (low, top), sampling(vocab))
 
 
@@ -68,7 +72,8 @@ def one_row(runner: Runner, table: list[int]) -> float:
 
 def sampling(vocab: int) -> dict[str, float]:
     """Seconds of drawing a row's token beyond a greedy one, by Sampling.kind."""
-    logits, inputs = mx.zeros((SAMPLED_ROWS, vocab)), mx.zeros((1,), mx.int32)
+    logits = mx.zeros((SAMPLED_ROWS, vocab))
+    inputs = mx.zeros((1,), mx.int32)
     times = {}
     for params in [*SAMPLINGS, *(replace(each, presence_penalty=0.1) for each in SAMPLINGS)]:
         tokens = np.zeros(HISTORY, int).tolist()
@@ -76,7 +81,8 @@ def sampling(vocab: int) -> dict[str, float]:
         row = Row(Entry(seq, HISTORY - 1, 1, True), params, HISTORY, 1)
         for _ in range(2):  # the first compiles
             began = time.perf_counter()
-            mx.eval(sample(logits, [row, row], inputs, [0, 0]).tokens)
+            sampled = sample(logits, [row, row], inputs, [0, 0])
+            mx.eval(sampled.tokens)
             times[params.kind] = time.perf_counter() - began
     return {kind: max(0.0, t - times["greedy"]) / SAMPLED_ROWS for kind, t in times.items()}
 
@@ -99,14 +105,19 @@ def _measure(
             for i, context in enumerate(contexts):
                 if turn >= least and time.perf_counter() > until:
                     return best
-                best[i, j] = min(best[i, j], _time(runner, seq, context, rows))
+                seconds = _time(runner, seq, context, rows)
+                best[i, j] = min(best[i, j], seconds)
     return best
 
 
 def _sequence(runner: Runner, table: list[int], context: int) -> Sequence:
-    windows = [[NULL_BLOCK for _ in table] for _ in list(runner.view.blocks)[1:]]
-    tokens = np.zeros(context + 1, int).tolist()
-    return Sequence(Request("measure", (0,), 1), tokens=tokens, table=table, windows=windows)
+    unused = [NULL_BLOCK for _ in table]
+    return Sequence(
+        Request("measure", (0,), 1),
+        tokens=np.zeros(context + 1, int).tolist(),
+        table=table,
+        windows=[unused for _ in list(runner.view.blocks)[1:]],
+    )
 
 
 def _time(runner: Runner, seq: Sequence, context: int, rows: int) -> float:

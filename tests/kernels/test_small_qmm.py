@@ -140,7 +140,7 @@ def test_weights_are_read_once_for_any_count_of_rows(
     full. And rows are those of 16 to the bit."""
     x, weights = some(16, ODD, k, group, bits, mx.bfloat16)
     whole = simulated(x, weights, group, bits, matrix)
-    for rows in range(1, 17):
+    for rows in (1, 2, 4, 5, 9, 15, 16):
         assert mx.array_equal(simulated(x[:rows], weights, group, bits, matrix), whole[:rows]), rows
         read = {name: each.read for name, each in metalsim.last().traffic.items()}
         for name, array in zip(("w", "scales", "biases"), weights, strict=True):

@@ -65,6 +65,7 @@ def small(shape: attention.Shape, monkeypatch: pytest.MonkeyPatch) -> list[Case]
 def test_the_kernel_matches_its_cases(
     bits: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(verify, "SEEDS", 1)
     shape = attention.Shape(mx.bfloat16, 4, 2, 32, 64, 16, bits, window, True)
     for case in small(shape, monkeypatch):
         assert case.rows == tuple(range(1, 17)) and set(case.raced) < set(case.rows)

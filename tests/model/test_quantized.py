@@ -104,6 +104,13 @@ def test_a_parked_kernel_is_not_asked_again() -> None:
     assert not used and mx.array_equal(y, layer()(x))
 
 
+def test_a_layer_of_few_scales_is_mlxs() -> None:
+    """MLX would pass them in another address space than the kernel takes."""
+    few = layer(2)
+    quantized.install(few)
+    assert few.scales.size < 8 and type(few) is nn.QuantizedLinear
+
+
 def test_rows_of_another_dtype_than_the_scales_are_mlxs() -> None:
     ours, _ = installed(layer())
     for dtype in (mx.float32, mx.bfloat16):

@@ -22,7 +22,8 @@ from mlxspec.kernels.verify import KERNELS, Case
 
 ROWS = 16  # of a sequence, at most
 TILES = (1, 2, 4, 8, 16)  # of 8 (row, head) pairs: the instances of the kernel
-SHORT, LONG = 512, 32768  # contexts of the cases
+SHORT = 512  # context of a case
+LONG = 32768  # context of a case, at most
 MAX_POOL_BYTES = 128 << 20  # of K and V in a case
 DRAWN = 4096  # random slots of a case's pool; the others repeat them
 RACED = (1, 2, 4, 8, 16)  # with 8 heads to each of K and V, one for each instance
@@ -138,7 +139,9 @@ def _part(at: int, window: int) -> int:
 @lru_cache(maxsize=8)
 def _placement(groups: tuple[Group, ...], window: int) -> Placement:
     """Of groups with adjacent rows; a Group is hashed by identity, which tells steps apart."""
-    at, tables, late = [], [], []
+    at = []
+    tables = []
+    late = []
     parts = 1
     row = 0
     for group in groups:
@@ -347,10 +350,12 @@ def _scattered(
     lo = 0
     for (start, late, own), count in zip(sequences, blocks, strict=True):
         hi = lo + (own or rows)
-        table, free = free[:count], free[count:]
+        table = free[:count]
+        free = free[count:]
         group = Group(lo, hi, hi - lo, [start - late], {None: [table]}, block_size)
         if late:
-            group.late, group.spread = mx.array([late]), 2 * late
+            group.late = mx.array([late])
+            group.spread = 2 * late
         groups.append(group)
         lo = hi
     return groups

@@ -19,10 +19,12 @@ ROWS = 16  # small_qmm takes at most
 MAX_PAIRS = 128  # (token, expert) pairs that gather_small_qmm takes at most
 RACED = (1, 2, 3, 5, 8, 9, 16)  # the fewest and the most rows of each instance
 SORTED = 64  # pairs from which on mlx-lm sorts them by expert
-COLUMNS, SPAN = 4, 256  # columns, and values at once, of a SIMD-group; as in small_qmm.metal
+COLUMNS = 4  # of a SIMD-group; as in small_qmm.metal
+SPAN = 256  # values of K that a SIMD-group reads at once; as in small_qmm.metal
 MAX_SPLIT = 8  # SIMD-groups that share K
 FILL = 2048  # SIMD-groups that keep a GPU busy: 25 for each core of the largest, not measured
-MATRIX_SIMDS, MATRIX_COLUMNS = 4, 16  # of a threadgroup with simdgroup_matrix
+MATRIX_SIMDS = 4  # of a threadgroup with simdgroup_matrix
+MATRIX_COLUMNS = 16  # of such a threadgroup
 TOLERANCE = 1e-5  # for another order of summing
 
 _PLACE = (
@@ -86,10 +88,12 @@ def small_qmm(x: mx.array, weights: Weights, matrix: bool = False) -> mx.array:
     if matrix:
         threads = 32 * MATRIX_SIMDS
         grid = threads * ceil(columns / MATRIX_COLUMNS)
-        kernel, template = SMALL_QMM_MATRIX, {"M": _capacity(max(8, rows))}
+        kernel = SMALL_QMM_MATRIX
+        template = {"M": _capacity(max(8, rows))}
     else:
         split, threads, grid = _plain(columns, k)
-        kernel, template = SMALL_QMM, {"M": _capacity(rows), "SPLIT": split}
+        kernel = SMALL_QMM
+        template = {"M": _capacity(rows), "SPLIT": split}
     return kernel(
         [x, weights.w, weights.scales, weights.biases],
         (grid, 1, 1),
@@ -110,7 +114,8 @@ def gather_small_qmm(
 ) -> mx.array:
     """As reference.gather_small_qmm, for at most MAX_PAIRS pairs. An expert's weights are read
     again after `tokens` of its pairs."""
-    pairs, columns = experts.size, weights.w.shape[1]
+    pairs = experts.size
+    columns = weights.w.shape[1]
     split, threads, grid = _plain(columns, x.shape[1])
     return GATHER_SMALL_QMM(
         [x, experts.astype(mx.uint32), weights.w, weights.scales, weights.biases],
@@ -212,7 +217,8 @@ def gather_small_qmm_case(
         """As mlx-lm calls MLX's own operation."""
         ordered = experts.size >= SORTED
         if len(x) < experts.size:
-            x, experts = x[:, None], experts.reshape(-1, top)
+            x = x[:, None]
+            experts = experts.reshape(-1, top)
         y = mx.gather_qmm(
             x[..., None, :],
             weights.w,
@@ -235,7 +241,8 @@ def gather_small_qmm_case(
         """`multiply` all pairs; many are sorted by expert, as mlx-lm does."""
         x, experts, w, scales, biases = arrays
         weights = Weights(w, scales, biases, group, bits)
-        rows, pairs = x.flatten(0, 1), experts.flatten()
+        rows = x.flatten(0, 1)
+        pairs = experts.flatten()
         if pairs.size < SORTED:
             return multiply(rows, weights, pairs)
         order = mx.argsort(pairs)

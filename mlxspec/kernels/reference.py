@@ -63,11 +63,13 @@ class Group:
         return self._selections[window]
 
     def _select(self, window: int | None) -> Selection:
-        size, rows = self.block_size, self.length
+        size = self.block_size
+        rows = self.length
         visible = self.visible(window)
         tables = [blocks for _, blocks in visible]
         width = max(map(len, tables))
-        low, end = visible[0][0], self.starts[0] + rows
+        low = visible[0][0]
+        end = self.starts[0] + rows
         keep = slice(0, width * size)
         mask: mx.array | str | None = None
         lone = len(tables) == 1 and self.late is None

@@ -16,7 +16,8 @@ from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS, Case, Inputs
 
 VARIANT = "two passes"
-PAIRS, SIMDS = 512, 4  # pairs of tokens of a SIMD-group; SIMD-groups of a threadgroup
+PAIRS = 512  # pairs of tokens of a SIMD-group
+SIMDS = 4  # SIMD-groups of a threadgroup
 Drafts = Sequence[tuple[int, int]]
 Results = tuple[mx.array, mx.array | None]
 PART = MetalKernel(

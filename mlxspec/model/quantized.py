@@ -77,11 +77,13 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
         if tokens:
             apart = batch == [*tokens, top]
             known = known and (apart or batch == [*tokens, 1])
-            self.top, self.case = top, matmul.gather_small_qmm_case(*_shape(self), top, apart)
+            self.top = top
+            self.case = matmul.gather_small_qmm_case(*_shape(self), top, apart)
         count = indices.size // max(1, self.top)
         if not known or self.case is None or not _variant(self, x, count):
             return super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
-        flat, pairs = x.reshape(-1, k), indices.flatten()
+        flat = x.reshape(-1, k)
+        pairs = indices.flatten()
         y = matmul.gather_small_qmm(flat, _weights(self), pairs, count)
         y = y.reshape(*indices.shape, 1, -1)
         if "bias" in self:

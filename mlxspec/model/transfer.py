@@ -49,7 +49,8 @@ class Transfer:
         """Write blocks number `which` of an export into `blocks`; False where it does not fit."""
         self.runner.grow()
         view = self.runner.view
-        source, slots = np.array(view.slots_of(which)), view.slots_of(blocks)
+        source = np.array(view.slots_of(which))
+        slots = view.slots_of(blocks)
         rows = []
         for i, pool in enumerate(self._pools(group)):
             array = arrays.get(_name(i, pool.dtype))

@@ -26,7 +26,8 @@ from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use
 from mlxspec.files import format_size
-from mlxspec.kernels.verify import Case, HangDetector, VerdictFile, missing, verify
+from mlxspec.kernels.trial import Case
+from mlxspec.kernels.verify import HangDetector, VerdictFile, missing, verify
 from mlxspec.model import meter, recurrent
 from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import (

@@ -18,7 +18,8 @@ from mlxspec.kernels import reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.reference import Attention, Group, PackingPair, block_array
-from mlxspec.kernels.verify import KERNELS, Case
+from mlxspec.kernels.trial import Case
+from mlxspec.kernels.verify import KERNELS
 
 ROWS = 16  # of a sequence, at most
 TILES = (1, 2, 4, 8, 16)  # of 8 (row, head) pairs: the instances of the kernel
@@ -277,27 +278,6 @@ def _case(shape: Shape, name: str, sequences: Sequence[Trial]) -> Case:
     blocks = []
     for start, late, _ in sequences:
         blocks.append(ceil((start + 2 * late + ROWS) / shape.block_size))
-    slots = (1 + sum(blocks)) * shape.block_size
-    copies = ceil(slots / DRAWN)
-    drawn = ceil(slots / copies / shape.block_size) * shape.block_size
-    context = sequences[-1][0]
-
-    def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
-        of_q, of_sinks, *of_kv = mx.random.split(mx.random.key(seed), 4)
-        size = (ROWS, len(sequences), shape.heads, shape.dim)
-        q = mx.random.normal(size, shape.dtype, key=of_q)
-        arrays = [q[:rows]]
-        dims = (shape.dim, shape.dim_v)
-        for dim, packing, key in zip(dims, packings, of_kv, strict=True):
-            pool = mx.random.normal((shape.kv_heads, drawn, dim), shape.dtype, key=key)
-            if packing:
-                pool = packing.pack(pool)
-            arrays.append(mx.tile(pool, (1, copies, 1)))
-        # Sinks as heavy as all keys together, so that mistakes with them show.
-        seen = min(context, shape.window or context)
-        sinks = mx.random.normal((shape.heads,), key=of_sinks) + log(seen) + 0.5
-        arrays.append(sinks.astype(shape.dtype))
-        return tuple(arrays)
 
     @cache
     def groups(rows: int) -> list[Group]:
@@ -328,13 +308,41 @@ def _case(shape: Shape, name: str, sequences: Sequence[Trial]) -> Case:
         name=name,
         rows=tuple(range(1, ROWS + 1)),
         raced=RACED,
-        inputs=inputs,
+        inputs=partial(_inputs, shape, sequences, 1 + sum(blocks)),
         stock=partial(run, reference.paged_attention),
         reference=partial(run, _exact),
         variants={way: partial(run, partial(paged_attention, variant=way)) for way in VARIANTS},
         tolerance=TOLERANCE,
         nested=True,
     )
+
+
+def _inputs(
+    shape: Shape,
+    sequences: Sequence[Trial],
+    blocks: int,
+    rows: int,
+    seed: int,
+) -> tuple[mx.array, ...]:
+    """q [rows, sequences, heads, D], the pools of K and V, and sinks of a case."""
+    copies = ceil(blocks * shape.block_size / DRAWN)
+    drawn = ceil(blocks / copies) * shape.block_size
+    of_q, of_sinks, *of_kv = mx.random.split(mx.random.key(seed), 4)
+    size = (ROWS, len(sequences), shape.heads, shape.dim)
+    q = mx.random.normal(size, shape.dtype, key=of_q)
+    arrays = [q[:rows]]
+    dims = (shape.dim, shape.dim_v)
+    for dim, packing, key in zip(dims, shape.packings(), of_kv, strict=True):
+        pool = mx.random.normal((shape.kv_heads, drawn, dim), shape.dtype, key=key)
+        if packing:
+            pool = packing.pack(pool)
+        arrays.append(mx.tile(pool, (1, copies, 1)))
+    # Sinks as heavy as all keys together, so that mistakes with them show.
+    context = sequences[-1][0]
+    seen = min(context, shape.window or context)
+    sinks = mx.random.normal((shape.heads,), key=of_sinks) + log(seen) + 0.5
+    arrays.append(sinks.astype(shape.dtype))
+    return tuple(arrays)
 
 
 def _scattered(

@@ -13,7 +13,7 @@ import numpy as np
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import MetalKernel, dtype_name
 from mlxspec.kernels.reference import Weights
-from mlxspec.kernels.verify import Case, Inputs
+from mlxspec.kernels.trial import Case, Inputs
 
 ROWS = 16  # small_qmm takes at most
 MAX_PAIRS = 128  # (token, expert) pairs that gather_small_qmm takes at most
@@ -185,6 +185,49 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
     )
 
 
+Product = Callable[[mx.array, Weights, mx.array], mx.array]
+
+
+def _mlx_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+    """reference.gather_small_qmm as mlx-lm calls MLX's own operation."""
+    pairs = experts.size
+    if len(x) < pairs:
+        experts = experts.reshape(len(x), -1)
+        x = x[:, None]
+    y = mx.gather_qmm(
+        x[..., None, :],
+        weights.w,
+        weights.scales,
+        weights.biases,
+        rhs_indices=experts,
+        group_size=weights.group_size,
+        bits=weights.bits,
+        sorted_indices=pairs >= SORTED,
+    )
+    return y.reshape(pairs, -1)
+
+
+def _exact_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+    return reference.gather_small_qmm(x.astype(mx.float32), weights, experts)
+
+
+def _by_expert(
+    multiply: Product,
+    x: mx.array,
+    experts: mx.array,
+    weights: Weights,
+) -> mx.array:
+    """`multiply` x [tokens, 1 or top, K] and experts [tokens, top]; many pairs are sorted by
+    expert, as mlx-lm does."""
+    rows = x.flatten(0, 1)
+    pairs = experts.flatten()
+    if pairs.size < SORTED:
+        return multiply(rows, weights, pairs)
+    order = mx.argsort(pairs)
+    rows = rows[order // (pairs.size // len(rows))]
+    return multiply(rows, weights, pairs[order])[mx.argsort(order)]
+
+
 @cache
 def gather_small_qmm_case(
     e: int,
@@ -213,41 +256,12 @@ def gather_small_qmm_case(
         weights = _random_weights((len(used), n), k, bits, group, dtype, key)
         return x[:rows], experts[:rows], *weights
 
-    def stock(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
-        """As mlx-lm calls MLX's own operation."""
-        ordered = experts.size >= SORTED
-        if len(x) < experts.size:
-            x = x[:, None]
-            experts = experts.reshape(-1, top)
-        y = mx.gather_qmm(
-            x[..., None, :],
-            weights.w,
-            weights.scales,
-            weights.biases,
-            rhs_indices=experts,
-            group_size=group,
-            bits=bits,
-            sorted_indices=ordered,
-        )
-        return y.reshape(-1, n)
-
-    def exact(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
-        return reference.gather_small_qmm(x.astype(mx.float32), weights, experts)
-
     def kernel(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
         return gather_small_qmm(x, weights, experts, tokens=experts.size // top)
 
-    def run(multiply: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
-        """`multiply` all pairs; many are sorted by expert, as mlx-lm does."""
+    def run(multiply: Product, *arrays: mx.array) -> mx.array:
         x, experts, w, scales, biases = arrays
-        weights = Weights(w, scales, biases, group, bits)
-        rows = x.flatten(0, 1)
-        pairs = experts.flatten()
-        if pairs.size < SORTED:
-            return multiply(rows, weights, pairs)
-        order = mx.argsort(pairs)
-        rows = rows[order // (pairs.size // len(rows))]
-        return multiply(rows, weights, pairs[order])[mx.argsort(order)]
+        return _by_expert(multiply, x, experts, Weights(w, scales, biases, group, bits))
 
     shape = f"{e}x{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}, top {top}"
     return Case(
@@ -255,8 +269,8 @@ def gather_small_qmm_case(
         rows=tuple(range(1, 1 + most)),
         raced=(*(rows for rows in RACED if rows < most), most),
         inputs=inputs,
-        stock=partial(run, stock),
-        reference=partial(run, exact),
+        stock=partial(run, _mlx_gather),
+        reference=partial(run, _exact_gather),
         variants={"plain": partial(run, kernel)},
         tolerance=TOLERANCE,
         nested=True,

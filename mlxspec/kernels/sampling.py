@@ -13,7 +13,8 @@ import numpy as np
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.reference import Draws
-from mlxspec.kernels.verify import KERNELS, Case, Inputs
+from mlxspec.kernels.trial import Case, Inputs
+from mlxspec.kernels.verify import KERNELS
 
 VARIANT = "two passes"
 PAIRS = 512  # pairs of tokens of a SIMD-group

@@ -16,7 +16,8 @@ from mlxspec.kernels import matmul
 from mlxspec.kernels.metal import FLOATS, SMALLEST
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case
-from mlxspec.kernels.verify import KERNELS, Case
+from mlxspec.kernels.trial import Case
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.types import Entry, Request, Sequence
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlxspec.kernels import Attention, Packing, attention, reference, verify
-from mlxspec.kernels.verify import KERNELS, Case, Verdict
+from mlxspec.kernels import Attention, Packing, attention, reference, trial
+from mlxspec.kernels.trial import Case, Verdict
+from mlxspec.kernels.verify import KERNELS
 from tests import metalsim, tiny
 from tests.kernels import on_simulator
 from tests.kernels.test_attention import STEP, Step, reports
@@ -65,13 +66,13 @@ def small(shape: attention.Shape, monkeypatch: pytest.MonkeyPatch) -> list[Case]
 def test_the_kernel_matches_its_cases(
     bits: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "SEEDS", 1)
+    monkeypatch.setattr(trial, "SEEDS", 1)
     shape = attention.Shape(mx.bfloat16, 4, 2, 32, 64, 16, bits, window, True)
     for case in small(shape, monkeypatch):
         assert case.rows == tuple(range(1, 17)) and set(case.raced) < set(case.rows)
         less, out = replace(case, rows=(1, 3)), {}
         with metalsim.patch():
-            assert sorted(verify.compare(less, out, math.inf)) == [
+            assert sorted(trial.compare(less, out, math.inf)) == [
                 "matrix",
                 "plain",
             ], out
@@ -129,7 +130,7 @@ def test_a_case_tells_right_from_wrong(
         want = reference_of(*inputs)
         for what, case in made.items():
             got = case.variants["matrix"](*inputs)
-            off = verify.relative_error(got, want, math.inf, dtype)
+            off = trial.relative_error(got, want, math.inf, dtype)
             assert what != "right" or off < case.tolerance / 10
             noticed[what] = max(noticed.get(what, 0.0), off)
     for what in MISTAKES:

@@ -6,7 +6,7 @@ import pytest
 
 from mlxspec.kernels import matmul, metal, reference
 from mlxspec.kernels.reference import Weights
-from mlxspec.kernels.verify import Rejected, relative_error
+from mlxspec.kernels.trial import Rejected, relative_error
 from tests import metalsim
 from tests.kernels import on_simulator
 

@@ -11,7 +11,9 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.files import lock
+from mlxspec.kernels import trial
 from mlxspec.kernels import verify as module
+from mlxspec.kernels.trial import Case, Rejected, Verdict, judge, relative_error, winning_rows
 from mlxspec.kernels.verify import (
     CRASHED,
     FIRST_HANG_S,
@@ -19,16 +21,10 @@ from mlxspec.kernels.verify import (
     KERNELS,
     MIN_STEPS,
     UNTRIED,
-    Case,
     HangDetector,
-    Rejected,
-    Verdict,
     VerdictFile,
-    judge,
     machine,
-    relative_error,
     verify,
-    winning_rows,
 )
 from mlxspec.model import quantized
 from tests import metalsim
@@ -58,14 +54,15 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
-    monkeypatch.setattr(module, "perf_counter", lambda: made.now)
+    for each in (trial, module):
+        monkeypatch.setattr(each, "perf_counter", lambda: made.now)
     return made
 
 
 @pytest.fixture(autouse=True)
 def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "missing", lambda: "")
-    monkeypatch.setattr(module, "ROTATED_BYTES", 1 << 12)
+    monkeypatch.setattr(trial, "ROTATED_BYTES", 1 << 12)
     yield
     KERNELS.reset()
     mx.enable_compile()
@@ -212,11 +209,11 @@ CHILD = """
 import os, sys
 from pathlib import Path
 import mlx.core as mx
-from mlxspec.kernels import verify
+from mlxspec.kernels import trial, verify
 verify.missing = lambda: ""
 inputs = lambda rows, seed: (mx.ones((rows, 8)), mx.ones((8, 8)))
 dies = {"plain": lambda *a: os._exit(3)}
-case = verify.Case("fake 8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
+case = trial.Case("fake 8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
 verify.verify([case], verify.VerdictFile(Path(sys.argv[1]), eval(sys.argv[2])))
 """
 
@@ -318,9 +315,9 @@ def test_the_facts_of_this_machine() -> None:
 def test_small_qmm_in_the_simulator(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator says nothing about speed, so the clock only counts."""
     ticks = count()
-    monkeypatch.setattr(module, "perf_counter", lambda: 1e-4 * next(ticks))
+    monkeypatch.setattr(trial, "perf_counter", lambda: 1e-4 * next(ticks))
     for name in ("TURNS", "MIN_CALLS", "MAX_CALLS", "MAX_SETS", "SEEDS"):
-        monkeypatch.setattr(module, name, 1)
+        monkeypatch.setattr(trial, name, 1)
     model = nn.Sequential(nn.Linear(64, 32, bias=False))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, 32, 4)

@@ -40,9 +40,9 @@ class ResolvedModel:
     config: Config
     share: float = 1.0
 
-    def load(self, remeasure: bool = False) -> tuple[Engine, ModelInfo]:
+    def load(self) -> tuple[Engine, ModelInfo]:
         draft = self.draft.path if self.draft else None
-        return load_engine(self.path, self.name, self.config, draft, self.share, remeasure)
+        return load_engine(self.path, self.name, self.config, draft, self.share)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -24,15 +24,8 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use, versions
-from mlxspec.kernels.verify import (
-    AT_START_S,
-    TUNING_S,
-    Case,
-    HangDetector,
-    VerdictFile,
-    missing,
-    verify,
-)
+from mlxspec.kernels.trial import Case
+from mlxspec.kernels.verify import HangDetector, VerdictFile, missing, verify
 from mlxspec.model import meter, recurrent
 from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import (
@@ -67,12 +60,11 @@ def load_engine(
     config: Config,
     draft: Path | None = None,
     share: float = 1.0,
-    remeasure: bool = False,
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path`, and maybe a draft model. This thread owns MLX from now on.
 
-    `share` is the model's part of the memory for caches. `remeasure` ignores what earlier starts
-    measured. Raises UnsupportedModel with the reason and the fix.
+    `share` is the model's part of the memory for caches. Raises UnsupportedModel with the reason
+    and the fix.
     """
     # Load. The weights stay on disk until the plan shows that they fit.
     began = time.perf_counter()
@@ -89,7 +81,7 @@ def load_engine(
 
     # Choose the layout, as an earlier start did, and the kernels.
     file = cache_file(path, config)
-    cache = None if remeasure else WarmupCache.load(file)
+    cache = WarmupCache.load(file)
     fresh = cache is None
     if cache is None:
         try:
@@ -98,7 +90,7 @@ def load_engine(
             raise UnsupportedModel(f"{path}: {error}") from error
     layout = cache.layout
     small = fit_small(draft, *loaded[1], layout) if draft else None
-    stalls = _verify_kernels(cases, config, remeasure)  # before the pools take memory
+    stalls = _verify_kernels(cases, config)  # before the pools take memory
 
     # Plan again with what the layout really keeps, build the engine, warm up, calibrate.
     plan = plan_for([layout.cache_bytes, *([small.fit.cache_bytes] if small else [])])
@@ -107,7 +99,7 @@ def load_engine(
     engine.stalls = stalls
     _warm_up(engine, fresh)
     if config.speculate == "on":
-        _speculate(engine, cache, small, remeasure)
+        _speculate(engine, cache, small)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
         disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
@@ -159,11 +151,11 @@ def _free_bytes(config: Config) -> int:
     return max(0, free - owed())
 
 
-def _verify_kernels(cases: Sequence[Case], config: Config, remeasure: bool) -> HangDetector | None:
+def _verify_kernels(cases: Sequence[Case], config: Config) -> HangDetector | None:
     """Decide which kernels are used. None if none is used."""
     began, file = time.perf_counter(), VerdictFile(cache_of(config) / KERNELS_DIR)
     with progress("Trying kernels") as report:
-        verdicts = verify(cases, file, TUNING_S if remeasure else AT_START_S, remeasure, report)
+        verdicts = verify(cases, file, report)
     used = [name for name, verdict in verdicts.items() if verdict.way]
     if verdicts and not missing():
         took = time.perf_counter() - began
@@ -252,9 +244,7 @@ def _run(engine: Engine, numbers: Sequence[int], rows: int, tokens: int) -> None
         engine.step()
 
 
-def _speculate(
-    engine: Engine, cache: WarmupCache, small: SmallModel | None, remeasure: bool
-) -> None:
+def _speculate(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> None:
     """Measure what steps cost, unless the cache knows, and give the idle engine its drafters."""
     runner, pool = engine.runner, engine.scheduler.pool
     if not engine.scheduler.drafts:

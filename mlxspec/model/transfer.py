@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlxspec.kernels.metal import dtype_name
 from mlxspec.model.pages import Pages
 from mlxspec.model.runner import Runner
 
@@ -39,21 +40,25 @@ class Transfer:
         return arrays
 
     def place(
-        self, group: int, blocks: Sequence[int], arrays: Arrays, which: Sequence[int]
+        self,
+        group: int,
+        blocks: Sequence[int],
+        arrays: Arrays,
+        which: Sequence[int],
     ) -> bool:
         """Write blocks number `which` of an export into `blocks`; False where it does not fit."""
         self.runner.grow()
-        view, pools = self.runner.view, self._pools(group)
+        view = self.runner.view
         source = np.array(view.slots_of(which))
+        slots = view.slots_of(blocks)
         rows = []
-        for i, pool in enumerate(pools):
+        for i, pool in enumerate(self._pools(group)):
             array = arrays.get(_name(i, pool.dtype))
             if array is None or array.shape[::2] != pool.shape[::2]:
                 return False
             rows.append(_device(array[:, source], pool.dtype))
-        slots = view.slots_of(blocks)
-        for pages, k, v in zip(self._pages(group), rows[::2], rows[1::2], strict=True):
-            pages.put(slots, k, v)
+        for i, pages in enumerate(self._pages(group)):
+            pages.put(slots, rows[2 * i], rows[2 * i + 1])
         mx.async_eval(self._pools(group))
         return True
 
@@ -77,11 +82,15 @@ class Transfer:
         return [pages for pages in self.runner.pages() if pages.pool == key]
 
     def _pools(self, group: int) -> list[mx.array]:
-        return [pool for pages in self._pages(group) for pool in pages.pools()]
+        """K and V of each layer in turn."""
+        pools: list[mx.array] = []
+        for pages in self._pages(group):
+            pools.extend(pages.pools())
+        return pools
 
 
 def _name(i: int, dtype: mx.Dtype) -> str:
-    return f"{i}:{str(dtype).removeprefix('mlx.core.')}"
+    return f"{i}:{dtype_name(dtype)}"
 
 
 def _device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:

@@ -6,7 +6,7 @@ controller corrects it by the steps that follow.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
@@ -15,8 +15,7 @@ import numpy as np
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
 from mlxspec.speculate.controller import GRID, Costs
-from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Sampling
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Sampling, Sequence
 
 log = logging.getLogger("mlxspec")
 
@@ -49,20 +48,17 @@ def calibrate(
     contexts = (min(CONTEXTS[0], high), high)
     if known and known.contexts == contexts:
         return known
-    began = time.perf_counter()
-    times = _measure(runner, _sequence(runner, table, high), contexts, began + SECONDS, report)
+    times = _measure(runner, _sequence(runner, table, high), contexts, report)
     # More rows and more context are never cheaper: what says so is noise.
-    low = np.maximum.accumulate([times[contexts[0], rows] for rows in GRID])
-    top = np.maximum.accumulate(np.maximum(low, [times[high, rows] for rows in GRID]))
-    ratios = ", ".join(f"{t / low[0]:.2f}x for {rows}" for rows, t in zip(GRID, low, strict=True))
+    times = np.maximum.accumulate(times, axis=0)
+    low, top = np.maximum.accumulate(times, axis=1).tolist()
     log.info(
-        "a step of 1 row takes %.1f ms at %d tokens of context; by rows: %s; measured in %.1f s",
-        low[0] * 1e3,
-        contexts[0],
-        ratios,
-        time.perf_counter() - began,
+        "a step takes %.1f ms with 1 row, %.1f ms with %d rows",
+        1e3 * low[0],
+        1e3 * low[-1],
+        GRID[-1],
     )
-    return Costs(contexts, GRID, (low.tolist(), top.tolist()), sampling(vocab))
+    return Costs(contexts, GRID, (low, top), sampling(vocab))
 
 
 def one_row(runner: Runner, table: list[int]) -> float:
@@ -70,59 +66,65 @@ def one_row(runner: Runner, table: list[int]) -> float:
     out."""
     context = min(CONTEXTS[0], len(table) * runner.view.block_size - 2)
     seq = _sequence(runner, table, context)
-    return min([_time(runner, seq, context, 1) for _ in range(4)][1:])
+    _time(runner, seq, context, 1)
+    return min(_time(runner, seq, context, 1) for _ in range(3))
 
 
 def sampling(vocab: int) -> dict[str, float]:
     """Seconds of drawing a row's token beyond a greedy one, by Sampling.kind."""
-    logits, none = mx.zeros((SAMPLED_ROWS, vocab)), mx.zeros((1,), mx.int32)
+    logits = mx.zeros((SAMPLED_ROWS, vocab))
+    inputs = mx.zeros((1,), mx.int32)
     times = {}
     for params in [*SAMPLINGS, *(replace(each, presence_penalty=0.1) for each in SAMPLINGS)]:
-        tokens = [0 for _ in range(HISTORY)]
-        seq = Seq(Request("measure", tuple(tokens), 1, params), tokens=tokens)
+        tokens = np.zeros(HISTORY, int).tolist()
+        seq = Sequence(Request("measure", (0,), 1, params), tokens=tokens)
         row = Row(Entry(seq, HISTORY - 1, 1, True), params, HISTORY, 1)
-        seconds = []
-        for _ in range(2):
+        for _ in range(2):  # the first compiles
             began = time.perf_counter()
-            mx.eval(sample(logits, [row, row], none, [0, 0]).tokens)
-            seconds.append(time.perf_counter() - began)
-        times[params.kind] = min(seconds)
+            sampled = sample(logits, [row, row], inputs, [0, 0])
+            mx.eval(sampled.tokens)
+            times[params.kind] = time.perf_counter() - began
     return {kind: max(0.0, t - times["greedy"]) / SAMPLED_ROWS for kind, t in times.items()}
 
 
 def _measure(
     runner: Runner,
-    seq: Seq,
-    contexts: Sequence[int],
-    until: float,
+    seq: Sequence,
+    contexts: tuple[int, int],
     report: Callable[[int, int], None],
-) -> dict[tuple[int, int], float]:
-    """Seconds by (context, rows), the best of as many turns as there is time for; at least two
-    where kernels are compiled at their first use."""
-    points = [(context, rows) for rows in GRID for context in contexts]
+) -> np.ndarray:
+    """Seconds [contexts, rows of GRID], the best of as many turns as there is time for; at least
+    two where kernels are compiled at their first use."""
+    until = time.perf_counter() + SECONDS
     least = 2 if mx.metal.is_available() else 1
-    times: dict[tuple[int, int], float] = {}
+    best = np.full((len(contexts), len(GRID)), np.inf)
     _time(runner, seq, contexts[0], 1)
     for turn in range(TURNS):
-        for n, (context, rows) in enumerate(points):
-            report(turn * len(points) + n, TURNS * len(points))
-            if time.perf_counter() > until and turn >= least:
-                return times
-            seconds = _time(runner, seq, context, rows)
-            times[context, rows] = min(seconds, times.get((context, rows), seconds))
-    return times
+        for j, rows in enumerate(GRID):
+            report(turn * len(GRID) + j, TURNS * len(GRID))
+            for i, context in enumerate(contexts):
+                if turn >= least and time.perf_counter() > until:
+                    return best
+                seconds = _time(runner, seq, context, rows)
+                best[i, j] = min(best[i, j], seconds)
+    return best
 
 
-def _sequence(runner: Runner, table: list[int], context: int) -> Seq:
-    windows = [[NULL_BLOCK for _ in table] for _ in list(runner.view.blocks)[1:]]
-    tokens = [0 for _ in range(context + 1)]
-    return Seq(Request("measure", (0,), 1), tokens=tokens, table=table, windows=windows)
+def _sequence(runner: Runner, table: list[int], context: int) -> Sequence:
+    unused = [NULL_BLOCK for _ in table]
+    return Sequence(
+        Request("measure", (0,), 1),
+        tokens=np.zeros(context + 1, int).tolist(),
+        table=table,
+        windows=[unused for _ in list(runner.view.blocks)[1:]],
+    )
 
 
-def _time(runner: Runner, seq: Seq, context: int, rows: int) -> float:
+def _time(runner: Runner, seq: Sequence, context: int, rows: int) -> float:
     """Seconds of a step with `rows` rows behind `context` tokens, half of whose draft is rejected.
     What the blocks and the state hold does not matter."""
-    entry = Entry(seq, context, 1, True, draft=Draft([0 for _ in range(rows - 1)]))
+    draft = Draft(np.zeros(rows - 1, int).tolist())
+    entry = Entry(seq, context, 1, True, draft=draft)
     began = time.perf_counter()
     mx.eval(mx.argmax(runner.logits([entry]), axis=-1))
     runner.rollback([entry], [1 + (rows - 1) // 2])

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec.kernels import matmul
+from mlxspec.kernels.reference import Weights
 from tests import metalsim
 from tests.kernels import test_attention as attention
 from tests.kernels import test_moe as moe
@@ -80,7 +81,9 @@ def small_qmm() -> Iterator[Trial]:
         ):
             yield partial(small_qmm_trial, *case, matrix)
         x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
-        yield partial(all_are_needed, partial(matmul.small_qmm, x, *weights, 32, 8, matrix))
+        yield partial(
+            all_are_needed, partial(matmul.small_qmm, x, Weights(*weights, 32, 8), matrix)
+        )
         yield partial(nothing_is_past_the_end, matrix)
 
 

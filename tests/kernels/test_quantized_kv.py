@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.kernels import Group, Packing, paged_attention
+from mlxspec.kernels import Attention, Group, Packing, paged_attention
 from mlxspec.types import UserError
 
 KINDS = st.tuples(
@@ -77,5 +77,5 @@ def test_attention_is_that_over_rounded_pools(window: int | None, bits: int) -> 
     q, sinks = some(2, 5, 4, 64), some(3, 4)
     packed = [p.pack(x) for p, x in zip(packings, pools, strict=True)]
     rounded = [p.round(x) for p, x in zip(packings, pools, strict=True)]
-    got = paged_attention(q, *packed, groups, 0.3, window, sinks, packings)
-    assert mx.array_equal(got, paged_attention(q, *rounded, groups, 0.3, window, sinks))
+    got = paged_attention(Attention(q, *packed, groups, 0.3, window, sinks, packings))
+    assert mx.array_equal(got, paged_attention(Attention(q, *rounded, groups, 0.3, window, sinks)))

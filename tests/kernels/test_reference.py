@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import Group, Packing, paged_attention
+from mlxspec.kernels import Attention, Group, Packing, paged_attention
 
 HEADS, KV, DIM, SIZE, BLOCKS = 4, 2, 16, 8, 24
 WIDE = 32  # what a head must divide into to be quantized
@@ -61,7 +61,7 @@ def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
             q = rng.normal(size=(length, HEADS, DIM)).astype(np.float32)
             qs.append(q)
             want.append(truth(q, keys, values, table, start, 0.3, window, sink))
-    got = paged_attention(
+    given = Attention(
         mx.array(np.concatenate(qs)).astype(dtype),
         mx.array(keys).astype(dtype),
         mx.array(values).astype(dtype),
@@ -70,6 +70,7 @@ def test_equals_numpy(shapes, window, sinks, dtype, tolerance) -> None:
         window,
         mx.array(sink).astype(dtype) if sinks else None,
     )
+    got = paged_attention(given)
     assert got.dtype == dtype and got.shape == (lo, HEADS, DIM)
     assert np.abs(np.array(got.astype(mx.float32)) - np.concatenate(want)).max() < tolerance
 
@@ -96,7 +97,9 @@ def test_blocks_in_a_row_are_not_gathered_and_give_the_same_bits(
     for (keys, values), blocks in ((pools, table), (moved, list(range(2, 2 + n)))):
         group = Group(0, length, length, [start], {None: [blocks]}, SIZE)
         found.append(
-            paged_attention(q, keys, values, [group], 0.3, window, None, (packing, packing))
+            paged_attention(
+                Attention(q, keys, values, [group], 0.3, window, None, (packing, packing))
+            )
         )
         assert isinstance(group.select(window)[0], slice) == (blocks != table or n == 1)
     assert mx.array_equal(*found)

@@ -11,7 +11,9 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.files import lock
+from mlxspec.kernels import trial
 from mlxspec.kernels import verify as module
+from mlxspec.kernels.trial import Case, Rejected, Verdict, judge, relative_error, winning_rows
 from mlxspec.kernels.verify import (
     CRASHED,
     FIRST_HANG_S,
@@ -19,16 +21,10 @@ from mlxspec.kernels.verify import (
     KERNELS,
     MIN_STEPS,
     UNTRIED,
-    Case,
     HangDetector,
-    Rejected,
-    Verdict,
     VerdictFile,
-    judge,
     machine,
-    relative_error,
     verify,
-    winning_rows,
 )
 from mlxspec.model import quantized
 from tests import metalsim
@@ -58,14 +54,15 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
-    monkeypatch.setattr(module, "perf_counter", lambda: made.now)
+    for each in (trial, module):
+        monkeypatch.setattr(each, "perf_counter", lambda: made.now)
     return made
 
 
 @pytest.fixture(autouse=True)
 def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "missing", lambda: "")
-    monkeypatch.setattr(module, "ROTATED_BYTES", 1 << 12)
+    monkeypatch.setattr(trial, "ROTATED_BYTES", 1 << 12)
     yield
     KERNELS.reset()
     mx.enable_compile()
@@ -176,10 +173,10 @@ def test_relative_error() -> None:
         relative_error(twice, want, 1e-6, mx.bfloat16)
 
 
-def start(folder: Path, *cases: Case, again: bool = False, **facts: str) -> dict[str, Verdict]:
+def start(folder: Path, *cases: Case, **facts: str) -> dict[str, Verdict]:
     """What a new process finds."""
     KERNELS.reset()
-    return verify(cases, VerdictFile(folder, FACTS | facts), again=again)
+    return verify(cases, VerdictFile(folder, FACTS | facts))
 
 
 def test_a_verdict_is_reused_on_the_next_start(tmp_path: Path, clock: Time) -> None:
@@ -188,8 +185,6 @@ def test_a_verdict_is_reused_on_the_next_start(tmp_path: Path, clock: Time) -> N
     calls = clock.calls
     assert first["fake 8x8"].way == "plain"
     assert start(tmp_path / "kernels", made) == first == KERNELS.verdicts and clock.calls == calls
-    start(tmp_path / "kernels", made, again=True)
-    assert clock.calls > calls
 
 
 @pytest.mark.parametrize("fact", list(FACTS))
@@ -214,11 +209,11 @@ CHILD = """
 import os, sys
 from pathlib import Path
 import mlx.core as mx
-from mlxspec.kernels import verify
+from mlxspec.kernels import trial, verify
 verify.missing = lambda: ""
 inputs = lambda rows, seed: (mx.ones((rows, 8)), mx.ones((8, 8)))
 dies = {"plain": lambda *a: os._exit(3)}
-case = verify.Case("fake 8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
+case = trial.Case("fake 8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
 verify.verify([case], verify.VerdictFile(Path(sys.argv[1]), eval(sys.argv[2])))
 """
 
@@ -232,8 +227,6 @@ def test_a_kernel_that_ended_the_process_is_off(tmp_path: Path, clock: Time) -> 
     found = start(tmp_path, made, other)
     assert found[made.name] == crashed and found[other.name].way == "plain"
     assert start(tmp_path, made)[made.name] == crashed, "after another trial's marker too"
-    assert start(tmp_path, made, again=True)[made.name].way == "plain"
-    assert start(tmp_path, made)[made.name].way == "plain"
 
 
 def test_being_stopped_is_no_crash(tmp_path: Path, clock: Time) -> None:
@@ -293,7 +286,7 @@ def test_a_lack_of_memory_is_not_kept(tmp_path: Path, clock: Time) -> None:
 def test_seconds_are_bounded(tmp_path: Path, clock: Time) -> None:
     slow = [case(clock, f"slow{i}", plain=(1.0, same)) for i in range(9)]
     told: list[tuple[int, int]] = []
-    found = verify(slow, VerdictFile(tmp_path, FACTS), tell=lambda *what: told.append(what))
+    found = verify(slow, VerdictFile(tmp_path, FACTS), report=lambda *what: told.append(what))
     assert clock.now <= 20 + 2, "one call beyond"
     assert "too short" in found["slow0 8x8"].why and not any(v.way for v in found.values())
     assert told == [(n, 9) for n in range(1, 10)]
@@ -322,9 +315,9 @@ def test_the_facts_of_this_machine() -> None:
 def test_small_qmm_in_the_simulator(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator says nothing about speed, so the clock only counts."""
     ticks = count()
-    monkeypatch.setattr(module, "perf_counter", lambda: 1e-4 * next(ticks))
+    monkeypatch.setattr(trial, "perf_counter", lambda: 1e-4 * next(ticks))
     for name in ("TURNS", "MIN_CALLS", "MAX_CALLS", "MAX_SETS", "SEEDS"):
-        monkeypatch.setattr(module, name, 1)
+        monkeypatch.setattr(trial, name, 1)
     model = nn.Sequential(nn.Linear(64, 32, bias=False))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, 32, 4)

@@ -25,22 +25,28 @@ def attention(model: nn.Module, block: int, bits: int = 0) -> list[str]:
 @pytest.mark.parametrize(
     "kind, names",
     [
-        ("llama", ["float32 4/2x16 block 8"]),
-        ("gpt_oss", ["float32 4/2x16 block 8 window 12 sinks", "float32 4/2x16 block 8 sinks"]),
-        ("qwen3_next", ["float32 4/2x16 block 8"]),  # rect
+        ("llama", ["4/2x16+16 block 8 window 0 kv_bits 0 sinks 0"]),
+        (
+            "gpt_oss",
+            [
+                "4/2x16+16 block 8 window 12 kv_bits 0 sinks 1",
+                "4/2x16+16 block 8 window 0 kv_bits 0 sinks 1",
+            ],
+        ),
+        ("qwen3_next", ["4/2x16+16 block 8 window 0 kv_bits 0 sinks 0"]),  # rect
         ("deepseek_v3", []),  # gather: its attention is its own
         ("llama4", []),  # solo
     ],
 )
 def test_the_shapes_of_a_step(kind: str, names: list[str]) -> None:
-    assert attention(tiny.model(kind), 8) == [f"paged_attention {name}" for name in names]
+    assert attention(tiny.model(kind), 8) == [f"paged_attention float32 {name}" for name in names]
 
 
 def test_each_has_its_own() -> None:
     """Not those of models that were asked before."""
     first, second = tiny.model("llama"), tiny.model("gpt_oss")
     assert attention(first, 8) == attention(first, 8) != attention(second, 8)
-    assert attention(first, 16) == ["paged_attention float32 4/2x16 block 16"]
+    assert attention(first, 16)[0].startswith("paged_attention float32 4/2x16+16 block 16 ")
     assert attention(first, 2), "a step may take several blocks"
 
 
@@ -57,7 +63,7 @@ def test_quantized_weights_and_kv() -> None:
     quantized.install(model)
     found = attention(model, 8, 8)
     (paged,) = (name for name in found if name.startswith("paged_attention float32 "))
-    assert paged.endswith("block 8 kv_bits 8")
+    assert paged.endswith("block 8 window 0 kv_bits 8 sinks 0")
     assert len(found) > 2 and sum(name.startswith("small_qmm ") for name in found) == len(found) - 1
 
 

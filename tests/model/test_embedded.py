@@ -380,13 +380,10 @@ def test_after_a_full_disk_the_next_start_tries_again(
     assert embedded.embedded("tiny", card, tmp_path / "cache", "fp32").is_dir()
 
 
-def test_the_index_is_that_of_uv_or_pip(tmp_path: Path, monkeypatch) -> None:
+def test_the_index_is_that_of_uv_or_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in embedded.INDEX_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(embedded, "PIP_CONFIGS", (str(tmp_path / "pip.conf"),))
     assert embedded.index_url() == embedded.PYPI
-    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://pip/%7Eme/simple\n")
-    assert embedded.index_url() == "https://pip/%7Eme/simple"
     monkeypatch.setenv("PIP_INDEX_URL", "https://pip")
     monkeypatch.setenv("UV_INDEX_URL", "https://uv")
     assert embedded.index_url() == "https://uv"

@@ -104,6 +104,13 @@ def test_a_parked_kernel_is_not_asked_again() -> None:
     assert not used and mx.array_equal(y, layer()(x))
 
 
+def test_a_layer_of_few_scales_is_mlxs() -> None:
+    """MLX would pass them in another address space than the kernel takes."""
+    few = layer(2)
+    quantized.install(few)
+    assert few.scales.size < 8 and type(few) is nn.QuantizedLinear
+
+
 def test_rows_of_another_dtype_than_the_scales_are_mlxs() -> None:
     ours, _ = installed(layer())
     for dtype in (mx.float32, mx.bfloat16):
@@ -180,9 +187,9 @@ def test_what_is_compiled_leaves_a_kernel_that_is_parked(monkeypatch: pytest.Mon
     ours, _ = installed(layer())
     used: list[int] = []
 
-    def kernel(x: mx.array, w: mx.array, *_: Any) -> mx.array:
+    def kernel(x: mx.array, weights: Any, *_: Any) -> mx.array:
         used.append(len(x))
-        return mx.zeros((len(x), len(w)), x.dtype)
+        return mx.zeros((len(x), len(weights.w)), x.dtype)
 
     monkeypatch.setattr(matmul, "small_qmm", kernel)
     f, x = mx.compile(lambda x: ours(x)), mx.random.normal((3, 96)).astype(mx.float16)

@@ -29,7 +29,7 @@ def test_all_rows_at_two_contexts(runner: Runner, caplog: pytest.LogCaptureFixtu
     assert costs is not None
     assert tuple(costs.rows) == GRID and costs.contexts == (64, 12 * SIZE - 33)
     assert all(0 < low <= high < 5 for low, high in zip(*costs.measured, strict=True))
-    assert "x for 32" in caplog.text
+    assert "with 32 rows" in caplog.text
     kinds = {"greedy", "drawn", "narrow", "sorted"}
     assert set(costs.sampling) == kinds | {f"{kind}+penalized" for kind in kinds}
     assert costs.sampling["greedy"] == 0 <= min(costs.sampling.values())

@@ -34,7 +34,7 @@ class View:
     blocks: Mapping[int | None, int]
     positions: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
     slots: dict[int | None, mx.array | slice] = field(default_factory=dict)
-    groups: Sequence[Group] = ()
+    groups: list[Group] = field(default_factory=list)
     sampled: Any = None
     kv_bits: int = 0
     held: dict[int | None, int] = field(default_factory=dict)

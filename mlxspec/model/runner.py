@@ -8,8 +8,6 @@ as [B, L], for layers that need the time axis; `gather` likewise, with K/V hande
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -20,10 +18,20 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, recurrent
-from mlxspec.model.batch import Step, bucket, build_inputs, joined, per_row, spans_of, stage
+from mlxspec.model.batch import (
+    Step,
+    alike,
+    bucket,
+    build_inputs,
+    drafts_of,
+    joined,
+    owners_of,
+    stage,
+    starts_of,
+)
 from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import LayerState, RecurrentStates
-from mlxspec.model.sampler import Row, Sampled, drafts_of, rows_of, sample
+from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.types import Entry, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
@@ -35,21 +43,6 @@ Layout = Literal["rows", "rect", "gather", "solo"]
 def owed() -> int:
     """Bytes by which pools of this process may still grow."""
     return sum(runner.owed() for runner in GROWING)
-
-
-@dataclass(slots=True)
-class Forward:
-    """A plan's lazy forward. `ids` int32 [T]; `spans` the index of each entry's first sampled row;
-    `logits` [R, vocab] of the sampled rows; `taps` [T, D] each; `rows` those that are
-    sampled; all in plan order."""
-
-    plan: Sequence[Entry]
-    ids: mx.array
-    spans: Sequence[int]
-    offsets: mx.array | None
-    logits: mx.array
-    taps: dict[Tap, mx.array]
-    rows: list[Row]
 
 
 class Runner:
@@ -157,57 +150,54 @@ class Runner:
         if not copies:
             return
         self.grow()
-        moves = {}
         for group, pool in enumerate(self.view.blocks):
-            mine = [(source, target) for of, source, target in copies if of == group]
-            moves[pool] = [self.view.slots_of([pair[i] for pair in mine]) for i in (0, 1)]
-        # Read first, then write: a pool with a reader in flight is copied whole, not in place.
-        held = [[pool[:, moves[p.pool][0]] for pool in p.pools()] for p in self.pages()]
-        mx.eval(held)
-        for pages, (k, v) in zip(self.pages(), held, strict=True):
-            pages.put(moves[pages.pool][1], k, v)
+            sources = self.view.slots_of([source for of, source, _ in copies if of == group])
+            targets = self.view.slots_of([target for of, _, target in copies if of == group])
+            layers = [pages for pages in self.pages() if pages.pool == pool]
+            # Read first, then write: a pool with a reader in flight is copied whole, not in place.
+            held = [[each[:, sources] for each in pages.pools()] for pages in layers]
+            mx.eval(held)
+            for pages, (k, v) in zip(layers, held, strict=True):
+                pages.put(targets, k, v)
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(self, plan: Sequence[Entry], previous: Step | None) -> Forward:
+    def forward(self, plan: Sequence[Entry], previous: Step | None) -> Step:
         """The plan's lazy forward. `previous` is the step in flight, which holds pending tokens."""
-        offsets = None
+        offsets = row_offsets = None
         if previous is not None and any(e.inflight_drafts for e in plan):
             offsets = previous.offsets(plan)
-        ids, spans = build_inputs(plan, previous, offsets)
-        logits, taps = self._forward(plan, ids, spans, offsets)
-        return Forward(plan, ids, spans, offsets, logits, taps, rows_of(plan))
+            row_offsets = offsets[owners_of(e.sampled for e in plan)]
+        ids = build_inputs(plan, previous, offsets)
+        logits, taps = self._forward(plan, ids, offsets)
+        return Step(plan, ids, rows_of(plan), row_offsets, logits, taps)
 
-    def sample(self, forward: Forward) -> Sampled | None:
+    def sample(self, step: Step) -> Sampled | None:
         """Lazy samples of a forward's sampled rows; None where no entry samples."""
-        plan, rows = forward.plan, forward.rows
-        if not rows:
+        if not step.rows:
             return None
-        firsts = [s for e, s in zip(plan, forward.spans, strict=True) for _ in range(e.sampled)]
-        offsets = forward.offsets
-        if offsets is not None:
-            offsets = per_row(offsets, plan, lambda e: e.sampled)
-        drafts = drafts_of(plan, forward.spans)
-        return sample(forward.logits, rows, forward.ids, firsts, offsets, drafts)
+        spans = [step.spans[row.entry.seq] for row in step.rows]
+        drafts = drafts_of(step.plan)
+        return sample(step.logits, step.rows, step.ids, spans, step.row_offsets, drafts)
 
-    def submit(self, forward: Forward, sampled: Sampled | None) -> Step:
+    def submit(self, step: Step, sampled: Sampled | None) -> Step:
         """Start the step on the device, without waiting for it."""
-        plan = forward.plan
-        own = self._own_caches(plan) if self.layout == "solo" else []
-        # The samples need every pool. Without any, K and V of the last layer depend on all before.
-        # MLX holds an array that is named until the whole step is done, and would copy a pool that
-        # the next step writes before that: so the marker of a step is new memory, not a pool.
+        own = self._own_caches(step.plan)
+        results = [*own, *step.taps.values()]
         if sampled:
-            marks = [sampled.tokens]
+            results += sampled.arrays()
+            step.marker = sampled.tokens
         else:
-            ends = own[-1:] or self._pools()[-2:] or list(plan[-1].seq.state[-1:])
-            marks = [end.flatten()[:1] + 0 for end in ends]
-        results = sampled.arrays() if sampled else []
+            # Without samples, the last layer's K and V, or state, depend on all before.
+            # MLX holds an array that is named until the whole step is done, and would copy a pool
+            # that the next step writes before that: so new memory is named, not a pool.
+            ends = own[-1:] or self._pools()[-2:] or step.plan[-1].seq.state[-1:]
+            markers = [end.flatten()[:1] + 0 for end in ends]
+            results += markers
+            step.marker = markers[-1]
+        step.sampled, step.logits = sampled, None
         began = time.perf_counter()
-        mx.async_eval(*marks, *results, *own, *forward.taps.values())
-        step = Step(
-            plan, forward.ids, forward.spans, forward.rows, sampled, marks[-1], forward.taps
-        )
+        mx.async_eval(step.marker, *results)
         step.submit_seconds = time.perf_counter() - began
         return step
 
@@ -218,86 +208,92 @@ class Runner:
 
     def logits(self, plan: Sequence[Entry]) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known; for warm-up."""
-        return self.forward(plan, None).logits
+        logits: mx.array = self.forward(plan, None).logits
+        return logits
 
     def forward_rows(
         self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
     ) -> mx.array:
         """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
-        logits, _ = self._forward(plan, ids, spans_of(plan), offsets)
+        logits, _ = self._forward(plan, ids, offsets)
         mx.async_eval(logits)
         return logits
 
     def _own_caches(self, plan: Sequence[Entry]) -> list[mx.array]:
-        """The arrays in mlx-lm's own caches."""
+        """The arrays in mlx-lm's own caches, of the solo layout."""
+        if self.layout != "solo":
+            return []
         leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
         return [a for _, a in leaves if isinstance(a, mx.array)]
 
     def _forward(
-        self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int], offsets: mx.array | None
+        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
+        """Logits [R, vocab] of the sampled rows, and taps [T, D] each."""
         if self.layout == "rows":
-            return self._forward_rows(plan, ids, spans, offsets)
+            return self._forward_rows(plan, ids, offsets)
         assert offsets is None, "only the rows layout overlaps a draft in flight"
         return self._forward_rect(plan, ids)
 
     def _forward_rows(
-        self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int], offsets: mx.array | None
+        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
-        """One forward [T, 1] for the whole plan, its entries in bucket order."""
-        size, view = self.view.block_size, self.view
-        order = sorted(range(len(plan)), key=lambda i: bucket(plan[i], size))
-        starts = list(accumulate((e.rows for e in plan), initial=0))
-        place = dict(zip(order, accumulate((plan[i].rows for i in order), initial=0), strict=False))
-        reordered = order != sorted(order)
+        """One forward [T, 1] for the whole plan, like entries beside each other."""
+        view = self.view
+        groups = alike(plan, lambda e: bucket(e, view.block_size))
+        entries = [e for group in groups for e in group]
+        reordered = entries != list(plan)
         if reordered:
-            ids = ids[joined(range(starts[i], starts[i + 1]) for i in order)]
+            starts = starts_of(plan)
+            ids = ids[joined(range(starts[e], starts[e] + e.rows) for e in entries)]
             if offsets is not None:
-                offsets = offsets[mx.array(order)]
+                places = {e: i for i, e in enumerate(plan)}
+                offsets = offsets[mx.array([places[e] for e in entries])]
         self.grow()
-        stage(view, [plan[i] for i in order], offsets, self.shares)
-        firsts = [place[n] + span - starts[n] for n, span in enumerate(spans)]
-        view.sampled = joined(range(at, at + e.sampled) for at, e in zip(firsts, plan, strict=True))
+        stage(view, groups, offsets, self.shares)
+        starts = starts_of(entries)
+        ends = {e: starts[e] + e.rows for e in plan}
+        view.sampled = joined(range(ends[e] - e.sampled, ends[e]) for e in plan)
         logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
+        if not self.trunk:
+            logits = logits[view.sampled]
         taps = {tap: hidden[:, 0] for tap, hidden in view.take_taps().items()}
         if reordered and taps:
-            rows = joined(range(place[n], place[n] + e.rows) for n, e in enumerate(plan))
+            rows = joined(range(starts[e], ends[e]) for e in plan)
             taps = {tap: hidden[rows] for tap, hidden in taps.items()}
-        return (logits if self.trunk else logits[view.sampled]), taps
+        return logits, taps
 
     def _forward_rect(
         self, plan: Sequence[Entry], ids: mx.array
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
         """A forward [B, L] per group of entries with equal rows, or per entry if `lone`."""
-        size, view, states = self.view.block_size, self.view, self.states
-        starts = list(accumulate((e.rows for e in plan), initial=0))
-        sampled: dict[int, mx.array] = {}
-        tapped: dict[Tap, dict[int, mx.array]] = {tap: {} for tap in view.taps}
+        view, states = self.view, self.states
+        starts = starts_of(plan)
+        logits: dict[Entry, mx.array] = {}
+        taps: dict[Tap, dict[Entry, mx.array]] = {tap: {} for tap in view.taps}
         states.begin_step(plan)
-        forms = [(*bucket(e, size), states.form(e)) for e in plan]
-        order = sorted(range(len(plan)), key=forms.__getitem__)
-        for _, members in groupby(order, key=lambda i: i if self.lone else forms[i]):
-            batch = list(members)
-            entries = [plan[i] for i in batch]
+
+        def form(e: Entry) -> Any:
+            return e if self.lone else (bucket(e, view.block_size), states.form(e))
+
+        for entries in alike(plan, form):
             rows = entries[0].rows
-            index = mx.array([list(range(starts[i], starts[i] + rows)) for i in batch])
+            index = [list(range(starts[e], starts[e] + rows)) for e in entries]
             most = max(e.sampled for e in entries)
             view.sampled = (slice(None), slice(rows - most, None))
-            logits = self._forward_group(entries, ids[index])
-            for i, e, row in zip(batch, entries, logits, strict=True):
+            found = self._forward_group(entries, ids[mx.array(index)])
+            for e, row in zip(entries, found, strict=True):
                 if e.samples:
-                    sampled[i] = row[most - e.sampled :]
+                    logits[e] = row[most - e.sampled :]
             for tap, hidden in view.take_taps().items():
-                tapped[tap].update(zip(batch, hidden, strict=True))
-        taps = {
-            tap: mx.concatenate([rows[i] for i in range(len(plan))]) for tap, rows in tapped.items()
-        }
-        if not sampled:
-            return mx.zeros((0, 1)), taps
-        return mx.concatenate([sampled[i] for i in sorted(sampled)]), taps
+                taps[tap].update(zip(entries, hidden, strict=True))
+        joined_taps = {tap: mx.concatenate([of[e] for e in plan]) for tap, of in taps.items()}
+        if not logits:
+            return mx.zeros((0, 1)), joined_taps
+        return mx.concatenate([logits[e] for e in plan if e.samples]), joined_taps
 
-    def _forward_group(self, entries: Sequence[Entry], tokens: mx.array) -> mx.array:
+    def _forward_group(self, entries: list[Entry], tokens: mx.array) -> mx.array:
         """Submitted logits [B, sampled, vocab] of tokens int32 [B, L]."""
         view, states = self.view, self.states
         caches: Any = self.caches
@@ -306,7 +302,7 @@ class Runner:
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
-            stage(view, entries, write_shared=self.shares)
+            stage(view, [entries], None, self.shares)
             view.positions = mx.array([e.start for e in entries])
         try:
             recorder = states.load(entries)

@@ -163,7 +163,7 @@ def held(runner: Runner, work: list[list[Entry]]) -> int:
         for e in plan:
             mx.eval(e.seq.state)
             e.seq.computed = e.end
-    runner.view.groups = ()  # its masks live until the next step
+    runner.view.groups = []  # its masks live until the next step
     return mx.get_active_memory()
 
 

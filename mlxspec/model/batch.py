@@ -5,9 +5,9 @@ step in flight is lazy. `offsets` int32 [entries] is how many drafted tokens of 
 were accepted: entries with drafts in flight begin so much later than their `start`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import mlx.core as mx
@@ -129,67 +129,43 @@ def bucket(entry: Entry, block_size: int) -> tuple[int, int]:
     return entry.rows, (-(-entry.end // block_size) - 1).bit_length()
 
 
-def alike(plan: Iterable[Entry], key: Callable[[Entry], Any]) -> list[list[Entry]]:
-    """The entries by equal keys; the groups as they begin in the plan."""
-    groups: dict[Any, list[Entry]] = {}
-    for e in plan:
-        groups.setdefault(key(e), []).append(e)
-    return list(groups.values())
-
-
-def stage(
-    view: View, groups: Sequence[list[Entry]], offsets: mx.array | None, write_shared: bool
-) -> None:
-    """Fill the view with positions, slots and groups of like entries, whose rows follow in this
-    order. `offsets` are in this order too."""
+def stage(view: View, plan: Sequence[Entry], offsets: mx.array | None, write_shared: bool) -> None:
+    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group."""
     size = view.block_size
-    plan = [e for group in groups for e in group]
-    tables = {pool: [e.seq.tables[i] for e in plan] for i, pool in enumerate(view.blocks)}
-    shared = [0 if write_shared else e.seq.shared for e in plan]
+    where: mx.array | None = None  # of each row's slot, among those of all possible positions
     view.positions = joined(range(e.start, e.end) for e in plan)
-    if offsets is None:
-        for pool in tables:
-            view.slots[pool] = placed(_slots(plan, tables[pool], shared, size))
-    else:
-        owners = owners_of(e.rows for e in plan)
-        view.positions = view.positions + offsets[owners]
-        for pool in tables:
-            blocks = _writable(tables[pool], shared, size)[owners, view.positions // size]
-            view.slots[pool] = blocks * size + view.positions % size
+    if offsets is not None:
+        moved = offsets[owners_of(e.rows for e in plan)]
+        view.positions = view.positions + moved
+        begins = accumulate((e.rows + e.inflight_drafts for e in plan), initial=0)
+        where = joined(range(at, at + e.rows) for at, e in zip(begins, plan, strict=False)) + moved
+    for i, pool in enumerate(view.blocks):
+        slots: list[int] = []
+        for e in plan:
+            slots += _slots(e, e.seq.tables[i], size, write_shared)
+        view.slots[pool] = placed(slots) if where is None else mx.array(slots, mx.int32)[where]
     view.groups = []
     row, first = 0, 0
-    for group in groups:
-        rows, last = group[0].rows, first + len(group)
-        end = row + rows * len(group)
+    for (rows, _), members in groupby(plan, key=lambda e: bucket(e, size)):
+        group = list(members)
+        end, last = row + rows * len(group), first + len(group)
+        starts = [e.start for e in group]
+        tables = {pool: [e.seq.tables[i] for e in group] for i, pool in enumerate(view.blocks)}
         spread = max(e.inflight_drafts for e in group)
         late = None
         if offsets is not None and spread:
             late = offsets[first:last]
-        own = {pool: every[first:last] for pool, every in tables.items()}
-        starts = [e.start for e in group]
-        view.groups.append(Group(row, end, rows, starts, own, size, late, spread))
+        view.groups.append(Group(row, end, rows, starts, tables, size, late, spread))
         row, first = end, last
 
 
-def _slots(
-    plan: Sequence[Entry], tables: Sequence[list[int]], shared: Sequence[int], size: int
-) -> list[int]:
-    """Where the rows write. Shared blocks are not written: such rows go to the null block."""
-    slots: list[int] = []
-    for e, table, kept in zip(plan, tables, shared, strict=True):
-        for at in range(e.start, e.end):
-            slots.append(table[at // size] * size + at % size if at >= kept else NULL_BLOCK)
+def _slots(entry: Entry, table: list[int], size: int, write_shared: bool) -> list[int]:
+    """Where rows of the entry may write. Shared blocks are not written: the null block instead."""
+    shared = 0 if write_shared else entry.seq.shared
+    slots = []
+    for at in range(entry.start, entry.end + entry.inflight_drafts):
+        slots.append(table[at // size] * size + at % size if at >= shared else NULL_BLOCK)
     return slots
-
-
-def _writable(tables: Sequence[list[int]], shared: Sequence[int], size: int) -> mx.array:
-    """int32 [entries, width]: the tables, padded, with the null block in place of shared blocks."""
-    width = max(map(len, tables))
-    rows = []
-    for table, kept in zip(tables, shared, strict=True):
-        nulls = kept // size
-        rows.append([NULL_BLOCK] * nulls + table[nulls:] + [NULL_BLOCK] * (width - len(table)))
-    return mx.array(rows, mx.int32)
 
 
 def starts_of(plan: Iterable[Entry]) -> dict[Entry, int]:

@@ -7,7 +7,8 @@ as [B, L], for layers that need the time axis; `gather` likewise, with K/V hande
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -20,11 +21,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from mlxspec.model import attention, recurrent
 from mlxspec.model.batch import (
     Step,
-    alike,
     bucket,
     build_inputs,
     drafts_of,
-    joined,
     owners_of,
     stage,
     starts_of,
@@ -70,10 +69,6 @@ class Runner:
         self.lone = lone or layout == "solo"
         self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
         self._given: Callable[[], Sequence[int]] | None = None
-        if kv_bits and layout == "solo":
-            raise UnsupportedModel(
-                f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0"
-            )
         self.caches: list[Any] = []
         if layout != "solo":
             attention.install(model)
@@ -85,14 +80,14 @@ class Runner:
         self.states = RecurrentStates([c for c in flat if isinstance(c, LayerState)], rollback)
         if self.states.layers:
             recurrent.install(model)
-        attention.ungraft(model)  # of a runner that was tried before this one
-        self.trunk = trunk and attention.graft(model, self.view)
+        self.trunk = attention.graft(model, self.view) if trunk else None
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Raises UnsupportedModel."""
-        if taps and not self.trunk:
+        if self.trunk:
+            attention.tap(self.trunk, self.view, taps)
+        elif taps:
             raise UnsupportedModel("this model's hidden states cannot be read")
-        attention.tap(self.model, self.view, taps)
 
     def _cache(self, cache: Any) -> Any:
         """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""
@@ -162,8 +157,10 @@ class Runner:
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(self, plan: Sequence[Entry], previous: Step | None) -> Step:
-        """The plan's lazy forward. `previous` is the step in flight, which holds pending tokens."""
+    def forward(self, plan: Iterable[Entry], previous: Step | None) -> Step:
+        """The plan's lazy forward, its entries sorted so that like ones are neighbours. `previous`
+        is the step in flight, which holds pending tokens."""
+        plan = sorted(plan, key=self._form)
         offsets = row_offsets = None
         if previous is not None and any(e.inflight_drafts for e in plan):
             offsets = previous.offsets(plan)
@@ -203,10 +200,9 @@ class Runner:
 
     def rollback(self, plan: Sequence[Entry], kept_rows: Sequence[int]) -> None:
         """Drop rejected drafts from recurrent states: see RecurrentStates.rollback."""
-        if self.states.layers:
-            self.states.rollback(plan, kept_rows)
+        self.states.rollback(plan, kept_rows)
 
-    def logits(self, plan: Sequence[Entry]) -> mx.array:
+    def logits(self, plan: Iterable[Entry]) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known; for warm-up."""
         logits: mx.array = self.forward(plan, None).logits
         return logits
@@ -220,99 +216,72 @@ class Runner:
         mx.async_eval(logits)
         return logits
 
+    def _form(self, e: Entry) -> tuple[Any, ...]:
+        """Only entries that are equal in it share a forward [B, L]."""
+        return bucket(e, self.view.block_size), self.states.form(e)
+
+    def _forward(
+        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
+    ) -> tuple[mx.array, dict[Tap, mx.array]]:
+        """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
+        batches = [list(plan)]
+        if self.lone:
+            batches = [[e] for e in plan]
+        elif self.layout != "rows":
+            batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
+        self.states.begin_step(plan)
+        logits: list[mx.array] = []
+        taps: dict[Tap, list[mx.array]] = {tap: [] for tap in self.view.taps}
+        row = 0
+        for batch in batches:
+            rows = sum(e.rows for e in batch)
+            logits.append(self._forward_batch(batch, ids[row : row + rows], offsets))
+            for tap, hidden in self.view.take_taps().items():
+                taps[tap].append(hidden.flatten(0, 1))
+            row += rows
+        return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
+
+    def _forward_batch(
+        self, batch: Sequence[Entry], ids: mx.array, offsets: mx.array | None
+    ) -> mx.array:
+        """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others."""
+        view, caches = self.view, self.caches
+        length = 1
+        sampled: list[int] = []
+        for e, start in starts_of(batch).items():
+            sampled += range(start + e.rows - e.sampled, start + e.rows)
+        index: Any = mx.array(sampled, mx.int32)
+        if self.layout == "solo":
+            seq = batch[0].seq
+            caches = seq.state = seq.state or make_prompt_cache(self.model)
+        else:
+            self.grow()
+            stage(view, batch, offsets, self.shares)
+        if self.layout != "rows":
+            length = batch[0].rows
+            at = np.array(sampled, np.int32)[:, None]
+            index = mx.array(at // length), mx.array(at % length)
+            view.positions = mx.array([e.start for e in batch])
+        view.sampled = index
+        try:
+            recorder = self.states.load(batch)
+            logits: mx.array = self.model(ids.reshape(-1, length), cache=caches)
+            left = self.states.store(batch, recorder)
+        finally:
+            self.states.release()
+            view.sampled = None
+        if not self.trunk:
+            logits = logits[index]
+        if self.layout != "rows":
+            # The next forward writes the pools that this one reads; in one graph MLX would copy
+            # them. Naming them holds them until all is done, so only where the logits do not need
+            # them all.
+            mx.async_eval(logits, *left, *(self._pools() if self._several else ()))
+        return logits[:, 0]
+
     def _own_caches(self, plan: Sequence[Entry]) -> list[mx.array]:
         """The arrays in mlx-lm's own caches, of the solo layout."""
         if self.layout != "solo":
             return []
         leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
         return [a for _, a in leaves if isinstance(a, mx.array)]
-
-    def _forward(
-        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
-    ) -> tuple[mx.array, dict[Tap, mx.array]]:
-        """Logits [R, vocab] of the sampled rows, and taps [T, D] each."""
-        if self.layout == "rows":
-            return self._forward_rows(plan, ids, offsets)
-        assert offsets is None, "only the rows layout overlaps a draft in flight"
-        return self._forward_rect(plan, ids)
-
-    def _forward_rows(
-        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
-    ) -> tuple[mx.array, dict[Tap, mx.array]]:
-        """One forward [T, 1] for the whole plan, like entries beside each other."""
-        view = self.view
-        groups = alike(plan, lambda e: bucket(e, view.block_size))
-        entries = [e for group in groups for e in group]
-        reordered = entries != list(plan)
-        if reordered:
-            starts = starts_of(plan)
-            ids = ids[joined(range(starts[e], starts[e] + e.rows) for e in entries)]
-            if offsets is not None:
-                places = {e: i for i, e in enumerate(plan)}
-                offsets = offsets[mx.array([places[e] for e in entries])]
-        self.grow()
-        stage(view, groups, offsets, self.shares)
-        starts = starts_of(entries)
-        ends = {e: starts[e] + e.rows for e in plan}
-        view.sampled = joined(range(ends[e] - e.sampled, ends[e]) for e in plan)
-        logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
-        if not self.trunk:
-            logits = logits[view.sampled]
-        taps = {tap: hidden[:, 0] for tap, hidden in view.take_taps().items()}
-        if reordered and taps:
-            rows = joined(range(starts[e], ends[e]) for e in plan)
-            taps = {tap: hidden[rows] for tap, hidden in taps.items()}
-        return logits, taps
-
-    def _forward_rect(
-        self, plan: Sequence[Entry], ids: mx.array
-    ) -> tuple[mx.array, dict[Tap, mx.array]]:
-        """A forward [B, L] per group of entries with equal rows, or per entry if `lone`."""
-        view, states = self.view, self.states
-        starts = starts_of(plan)
-        logits: dict[Entry, mx.array] = {}
-        taps: dict[Tap, dict[Entry, mx.array]] = {tap: {} for tap in view.taps}
-        states.begin_step(plan)
-
-        def form(e: Entry) -> Any:
-            return e if self.lone else (bucket(e, view.block_size), states.form(e))
-
-        for entries in alike(plan, form):
-            rows = entries[0].rows
-            index = [list(range(starts[e], starts[e] + rows)) for e in entries]
-            most = max(e.sampled for e in entries)
-            view.sampled = (slice(None), slice(rows - most, None))
-            found = self._forward_group(entries, ids[mx.array(index)])
-            for e, row in zip(entries, found, strict=True):
-                if e.samples:
-                    logits[e] = row[most - e.sampled :]
-            for tap, hidden in view.take_taps().items():
-                taps[tap].update(zip(entries, hidden, strict=True))
-        joined_taps = {tap: mx.concatenate([of[e] for e in plan]) for tap, of in taps.items()}
-        if not logits:
-            return mx.zeros((0, 1)), joined_taps
-        return mx.concatenate([logits[e] for e in plan if e.samples]), joined_taps
-
-    def _forward_group(self, entries: list[Entry], tokens: mx.array) -> mx.array:
-        """Submitted logits [B, sampled, vocab] of tokens int32 [B, L]."""
-        view, states = self.view, self.states
-        caches: Any = self.caches
-        if self.layout == "solo":
-            seq = entries[0].seq
-            caches = seq.state = seq.state or make_prompt_cache(self.model)
-        else:
-            self.grow()
-            stage(view, [entries], None, self.shares)
-            view.positions = mx.array([e.start for e in entries])
-        try:
-            recorder = states.load(entries)
-            logits: mx.array = self.model(tokens, cache=caches)
-            left = states.store(entries, recorder)
-        finally:
-            states.release()
-        if not self.trunk:
-            logits = logits[view.sampled]
-        # The next forward writes the pools that this one reads; in one graph MLX would copy them.
-        # Naming them holds them until all is done, so only where the logits do not need them all.
-        mx.async_eval(logits, *left, *(self._pools() if self._several else ()))
-        return logits

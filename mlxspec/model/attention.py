@@ -33,10 +33,6 @@ def attention(
     if not isinstance(keys, Pages):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     batch, heads, length, dim = queries.shape
-    if batch * length != keys.view.groups[-1].hi:
-        raise TypeError(
-            f"attention for {batch * length} rows in a step of {keys.view.groups[-1].hi}"
-        )
     q = (queries if length == 1 else queries.transpose(0, 2, 1, 3)).reshape(-1, heads, dim)
     k, v = keys.pools()
     out = paged_attention(q, k, v, keys.view.groups, scale, keys.window, sinks, keys.packings)

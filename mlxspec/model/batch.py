@@ -66,11 +66,10 @@ class Step:
         counts = dict(zip(self.first_row, accepted, strict=True))
         results: list[tuple[list[int], list[Logprob]]] = []
         for e in self.plan:
-            if not e.samples:
-                results.append(([], []))
-                continue
-            first = self.first_row[e.seq]
-            stop = first + 1 + counts[e.seq]
+            first = self.first_row.get(e.seq, 0)
+            stop = first
+            if e.samples:
+                stop += 1 + counts[e.seq]
             asked = [logprob for logprob in logprobs[first:stop] if logprob]
             results.append((tokens[first:stop], asked))
         return results
@@ -91,36 +90,29 @@ def build_inputs(
     plan: Sequence[Entry], previous: Step | None, offsets: mx.array | None
 ) -> mx.array:
     """Input tokens int32 [T] in plan order. Tokens in flight are taken lazily from `previous`."""
-    host: list[int] = []  # with a 0 for each token in flight
-    drafts: list[tuple[int, mx.array]] = []  # lazy drafts and where they begin
-    pending: list[int] = []  # where pending tokens belong,
-    sources: list[int] = []  # the sampled rows of `previous` that they come from,
-    owners: list[int] = []  # and the indices of their entries
-    for n, e in enumerate(plan):
+    host: list[int] = []  # with a 0 for each token in flight and each lazy draft
+    for e in plan:
         known = e.seq.tokens[e.start : e.start + e.count]
-        host += known
-        host += [0] * (e.count - len(known))
-        if e.pending:
-            assert previous is not None
-            pending.append(len(host) - 1)
-            sources.append(previous.first_row[e.seq])
-            owners.append(n)
-        if isinstance(e.draft.tokens, mx.array):
-            drafts.append((len(host), e.draft.tokens))
-            host += [0] * len(e.draft)
-        else:
-            host += e.draft.tokens
+        drafted = e.draft.tokens
+        if isinstance(drafted, mx.array):
+            drafted = [0] * len(drafted)
+        host += [*known, *([0] * (e.count - len(known))), *drafted]
     ids = mx.array(host, mx.int32)
-    if previous is not None and previous.sampled is not None and pending:
+    starts = starts_of(plan)
+    pending = [e for e in plan if e.pending]
+    if pending and previous is not None and previous.sampled is not None:
         sampled = previous.sampled.tokens
+        sources = [previous.first_row[e.seq] for e in pending]
         if len(pending) == len(host) and sources == list(range(sampled.size)):
             return sampled  # the common case: the same sequences decode, without drafts
         rows = mx.array(sources)
         if offsets is not None:
-            rows = rows + offsets[mx.array(owners)]
-        ids[mx.array(pending)] = sampled[rows]
-    for first, tokens in drafts:
-        ids[first : first + len(tokens)] = tokens
+            rows = rows + offsets[mx.array([n for n, e in enumerate(plan) if e.pending])]
+        ids[mx.array([starts[e] + e.count - 1 for e in pending])] = sampled[rows]
+    for e in plan:
+        if isinstance(e.draft.tokens, mx.array):
+            first = starts[e] + e.count
+            ids[first : first + len(e.draft)] = e.draft.tokens
     return ids
 
 

@@ -8,9 +8,8 @@ ragged batches, prompts cut anywhere, drafts of which a part is accepted.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ from mlx_lm.utils import load_model
 
 from mlxspec.kernels import Packing
 from mlxspec.model import quantized
-from mlxspec.model.pages import Pages
-from mlxspec.model.runner import Layout, Runner
+from mlxspec.model.runner import Layout, Runner, flat_caches
 from mlxspec.types import Draft, Entry, Request, UnsupportedModel, blame, line_of
 from mlxspec.types import Sequence as Seq
 
@@ -121,13 +119,9 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
     UnsupportedModel."""
     try:
         model, config = load_model(path, lazy=True)
-    except Exception as error:  # foreign code reads foreign files
+    except (Exception, SystemExit) as error:  # some models exit where a package is missing
         raise UnsupportedModel(
             f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory"
-        ) from error
-    except SystemExit as error:  # some of its models exit where a package is missing
-        raise UnsupportedModel(
-            f"mlx-lm cannot load {path}: the package it names above is missing"
         ) from error
     # Each layer drew initial weights that nobody computes; MLX's random state would keep the graph
     # of all these draws.
@@ -178,7 +172,7 @@ def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
 def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
     """What mlx-lm's caches take that hold one sequence, if K/V are quantized to `kv_bits`."""
     token, state, windows = 0, 0, Counter[int]()
-    for cache in _parts(caches):
+    for cache in flat_caches(caches):
         if cache.empty():  # a model may make caches that it never uses
             continue
         if isinstance(cache, ArraysCache):
@@ -190,12 +184,6 @@ def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
         else:
             token += size
     return CacheBytes(token, tuple(sorted(windows.items())), state)
-
-
-def _parts(caches: Iterable[Any]) -> Iterator[Any]:
-    """The layers' caches, those inside a CacheList one by one."""
-    for cache in caches:
-        yield from getattr(cache, "caches", (cache,))
 
 
 def _token_bytes(kv: mx.array, kv_bits: int) -> int:
@@ -248,8 +236,10 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
             alone = ", one sequence at a time" if lone and layout != "solo" else ""
             refused[f"{layout}{alone}: {error}"] = None
             continue
-        if kv_bits:
-            check_quantized(runner, kv_bits)
+        if kv_bits and not runner.pages():
+            raise UnsupportedModel(
+                f"kv_bits = {kv_bits}: in the {layout} layout this model has no K/V pools; give 0"
+            )
         if layout == "solo":
             held = _bytes_of([cache.state for cache in caches])
             sizes = CacheBytes(-(-held // KV_STEP), (), 0)
@@ -299,11 +289,12 @@ def probe_logits(runner: Runner) -> list[mx.array]:
         seq.table = list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1)))
     logits: dict[Seq, list[mx.array]] = {seq: [] for seq in seqs}
 
-    def step(plan: list[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
+    def step(plan: Sequence[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
+        counts = dict(zip(plan, accepted, strict=False))
         done = runner.forward(plan, None)
         mx.eval(done.logits)
-        runner.rollback(plan, [e.count + n for e, n in zip(plan, accepted, strict=False)])
-        for e, n in zip(plan, accepted, strict=False):
+        runner.rollback(plan, [e.count + counts[e] for e in plan])
+        for e, n in counts.items():
             if e.samples:
                 row = done.first_row[e.seq]
                 logits[e.seq].append(done.logits[row : row + n + 1])
@@ -317,9 +308,9 @@ def probe_logits(runner: Runner) -> list[mx.array]:
     step([Entry(seq, 0, 2, False) for seq in seqs])
     step([Entry(seq, 2, seq.prompt_len - 2, True) for seq in seqs])
     if runner.layout != "solo" and runner.states.rollback_supported:
-        step([next_token(*each) for each in zip(seqs, DRAFTS, strict=True)], ACCEPTED)
+        step(list(map(next_token, seqs, DRAFTS)), ACCEPTED)
     while left := [seq for seq in seqs if seq.generated < len(CONTINUATION)]:
-        step([next_token(seq) for seq in left])
+        step(list(map(next_token, left)))
     return [mx.concatenate(logits[seq]) for seq in seqs]
 
 
@@ -335,40 +326,3 @@ def logits_error(logits: Sequence[mx.array], reference: Sequence[mx.array]) -> s
         if not error <= (TOLERANCE_FP32 if expected.dtype == mx.float32 else TOLERANCE_HALF):
             return f"logits are off by {error:.2g} standard deviations"
     return ""
-
-
-def check_quantized(plain: Runner, bits: int) -> None:
-    """Raise UnsupportedModel if the K/V of this runner cannot be quantized to `bits`.
-
-    The logits must equal those of unquantized pools that store rounded K/V. Comparing with
-    unrounded K/V would tell nothing: on meaningless prompts, rounding alone moves a good model's
-    logits by more than their standard deviation.
-    """
-    if plain.layout == "solo":
-        raise UnsupportedModel(f"kv_bits = {bits}: mlx-lm's own caches are not quantized; give 0")
-    if not plain.pages():
-        raise UnsupportedModel(f"kv_bits = {bits}: the model keeps no K/V; give 0")
-    rollback = plain.states.rollback_supported
-    new = partial(Runner, plain.model, plain.layout, BLOCK, BLOCKS, lone=plain.lone)
-    logits = probe_logits(new(rollback=rollback, kv_bits=bits))
-    rounding = new(rollback=rollback)
-    for cache in _parts(rounding.caches):
-        if isinstance(cache, Pages):
-            _round_kv(cache, bits)
-    error = logits_error(logits, probe_logits(rounding))
-    if error:
-        raise UnsupportedModel(
-            f"kv_bits = {bits}: quantized K/V are not read back as stored: {error}; give 0"
-        )
-
-
-def _round_kv(pages: Any, bits: int) -> None:
-    """Let a layer's pages store K/V that were quantized and dequantized."""
-
-    class Rounding(type(pages)):  # type: ignore[misc]
-        __slots__ = ()
-
-        def write(self, k: mx.array, v: mx.array) -> None:
-            super().write(*(Packing(x.shape[-1], x.dtype, bits).round(x) for x in (k, v)))
-
-    pages.__class__ = Rounding

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels import Group, Packing
@@ -44,15 +43,10 @@ class View:
     def __post_init__(self) -> None:
         self.held = dict(self.blocks)
 
-    def take_taps(self) -> dict[Tap, mx.array]:
-        """The hidden states [B, L, D] of the forward that was just built."""
-        tapped, self.tapped = self.tapped, {}
-        return tapped
-
     def slots_of(self, blocks: Sequence[int]) -> mx.array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
-        firsts = np.array(blocks, np.int32)[:, None] * self.block_size
-        return mx.array((firsts + np.arange(self.block_size, dtype=np.int32)).ravel())
+        size = self.block_size
+        return mx.array([block * size + i for block in blocks for i in range(size)], mx.int32)
 
 
 class Pages:
@@ -89,23 +83,15 @@ class Pages:
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
         """k, v: [T, kv_heads, 1, D]."""
         self.write(k, v)
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """K and V of the step in the view; later layers may share them."""
         return self, self
 
     def write(self, k: mx.array, v: mx.array) -> None:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel."""
-        if self.keys is None:
-            if not k.shape[3] * v.shape[3]:
-                # Some reads of such a pool would work, others end the process.
-                raise UnsupportedModel("a layer keeps keys without values, or the other way round")
-            if bits := self.view.kv_bits:
-                self.packings = (
-                    Packing(k.shape[3], k.dtype, bits),
-                    Packing(v.shape[3], v.dtype, bits),
-                )
+        dim, dim_v, bits = k.shape[3], v.shape[3], self.view.kv_bits
+        if not dim or not dim_v:  # some reads of such a pool would work, others end the process
+            raise UnsupportedModel("a layer keeps keys without values, or the other way round")
+        if self.keys is None and bits:
+            self.packings = Packing(dim, k.dtype, bits), Packing(dim_v, v.dtype, bits)
         if v.dtype == mx.float16:
             # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach
             # the sequence whose padding or block this slot becomes.
@@ -153,13 +139,15 @@ class DensePages(Pages):
             return mx.tri(N, keep.stop - keep.start, keep.stop - keep.start - N, dtype=mx.bool_)
         return mask
 
-    def keys_and_values(self) -> tuple[Any, Any]:
+    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
+        """Dense K and V [B, kv_heads, S, D] up to the step's rows."""
+        self.write(k, v)
         group = self.view.groups[0]
         blocks, _, keep = group.select(self.window)
         of_k, of_v = self.packings
-        k = gather(self.keys, blocks, group.block_size, keep, of_k)
-        v = gather(self.values, blocks, group.block_size, keep, of_v)
-        return k, v
+        keys = gather(self.keys, blocks, group.block_size, keep, of_k)
+        values = gather(self.values, blocks, group.block_size, keep, of_v)
+        return keys, values
 
 
 def window_of(cache: Any) -> int | None:

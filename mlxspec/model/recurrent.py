@@ -160,10 +160,10 @@ class RecurrentStates:
             return ()
         return tuple(a.shape for a in entry.seq.state)
 
-    def load(self, entries: Sequence[Entry]) -> StateRecorder | None:
+    def load(self, entries: Sequence[Entry]) -> None:
         """Hand the layers the entries' states; starts recording if one of them has a draft."""
         if not self.layers:
-            return None
+            return
         parts = [e.seq.state for e in entries]
         arrays, same = entries[0].seq.batch or ((), ())
         if [id(part) for part in parts] != [id(part) for part in same]:
@@ -175,9 +175,8 @@ class RecurrentStates:
             layer.cache = [next(held, None) for _ in layer.cache]
         if self.rollback_supported and any(len(e.draft) for e in entries):
             _recorder.set(StateRecorder())
-        return _recorder.get()
 
-    def store(self, entries: Sequence[Entry], recorder: StateRecorder | None) -> Sequence[mx.array]:
+    def store(self, entries: Sequence[Entry]) -> Sequence[mx.array]:
         """Cut the layers' new states into the sequences' states; returns the arrays [B, ...]."""
         arrays = [a for layer in self.layers for a in layer.cache]
         if not arrays:
@@ -185,7 +184,8 @@ class RecurrentStates:
         if any(a is None for a in arrays):
             raise UnsupportedModel("a layer with a state left it empty")
         self.forms = [((1, *a.shape[1:]), a.dtype) for a in arrays]
-        if recorder is not None:
+        recorder = _recorder.get()
+        if recorder:
             recorder.finish(self.layers)
         parts = [tuple(arrays)]
         batch = None
@@ -193,10 +193,10 @@ class RecurrentStates:
             parts = [tuple(a[i : i + 1] for a in arrays) for i in range(len(entries))]
             batch = arrays, parts  # the next forward of the same sequences takes them as they are
         if entries[0].rows > MAX_RECORDED_ROWS:  # a slice would pin all that the pass read
-            parts, batch = [_copied(part) for part in parts], None
+            parts, batch = [own(part) for part in parts], None
             arrays = [a for part in parts for a in part]
         for i, (e, part) in enumerate(zip(entries, parts, strict=True)):
-            if recorder is not None and len(e.draft):
+            if recorder and len(e.draft):
                 self._recorded[e] = (recorder, i)
             e.seq.state, e.seq.batch = part, batch
         return arrays
@@ -227,10 +227,6 @@ class RecurrentStates:
 
 def own(state: StateArrays) -> StateArrays:
     """A copy in memory of its own, submitted: a slice pins the array it was cut from."""
-    made = _copied(state)
+    made = tuple(a + 0 for a in state)
     mx.async_eval(made)
     return made
-
-
-def _copied(state: StateArrays) -> StateArrays:
-    return tuple(a + 0 for a in state)

@@ -39,6 +39,11 @@ GROWING: "WeakSet[Runner]" = WeakSet()
 Layout = Literal["rows", "rect", "gather", "solo"]
 
 
+def flat_caches(caches: Iterable[Any]) -> list[Any]:
+    """The layers' caches, those inside a CacheList one by one."""
+    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
+
+
 def owed() -> int:
     """Bytes by which pools of this process may still grow."""
     return sum(runner.owed() for runner in GROWING)
@@ -73,7 +78,7 @@ class Runner:
         if layout != "solo":
             attention.install(model)
             self.caches = [self._cache(c) for c in make_prompt_cache(model)]
-        flat = [c for cache in self.caches for c in getattr(cache, "caches", [cache])]
+        flat = flat_caches(self.caches)
         # Several caches in a layer: deepseek_v32 makes one wait for the other.
         self._several = len(flat) > len(self.caches)
         self._paged = [c for c in flat if isinstance(c, Pages)]
@@ -179,7 +184,10 @@ class Runner:
 
     def submit(self, step: Step, sampled: Sampled | None) -> Step:
         """Start the step on the device, without waiting for it."""
-        own = self._own_caches(step.plan)
+        own = []
+        if self.layout == "solo":
+            leaves: Any = tree_flatten([c.state for e in step.plan for c in e.seq.state])
+            own = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
         results = [*own, *step.taps.values()]
         if sampled:
             results += sampled.arrays()
@@ -236,8 +244,8 @@ class Runner:
         for batch in batches:
             rows = sum(e.rows for e in batch)
             logits.append(self._forward_batch(batch, ids[row : row + rows], offsets))
-            for tap, hidden in self.view.take_taps().items():
-                taps[tap].append(hidden.flatten(0, 1))
+            for tap in taps:
+                taps[tap].append(self.view.tapped.pop(tap).flatten(0, 1))
             row += rows
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
@@ -264,9 +272,9 @@ class Runner:
             view.positions = mx.array([e.start for e in batch])
         view.sampled = index
         try:
-            recorder = self.states.load(batch)
+            self.states.load(batch)
             logits: mx.array = self.model(ids.reshape(-1, length), cache=caches)
-            left = self.states.store(batch, recorder)
+            states = self.states.store(batch)
         finally:
             self.states.release()
             view.sampled = None
@@ -276,12 +284,5 @@ class Runner:
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. Naming them holds them until all is done, so only where the logits do not need
             # them all.
-            mx.async_eval(logits, *left, *(self._pools() if self._several else ()))
+            mx.async_eval(logits, *states, *(self._pools() if self._several else ()))
         return logits[:, 0]
-
-    def _own_caches(self, plan: Sequence[Entry]) -> list[mx.array]:
-        """The arrays in mlx-lm's own caches, of the solo layout."""
-        if self.layout != "solo":
-            return []
-        leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
-        return [a for _, a in leaves if isinstance(a, mx.array)]

@@ -139,12 +139,14 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
     some = [rows[r] for r in chosen]
     in_prompt, counts = _token_counts(some, [spans[r] for r in chosen], inputs, x.shape[-1])
     seen = in_prompt | (counts > 0)
-    repetition = mx.array([row.sampling.repetition_penalty for row in some])[:, None]
-    frequency = mx.array([row.sampling.frequency_penalty for row in some])[:, None]
-    presence = mx.array([row.sampling.presence_penalty for row in some])[:, None]
+    asked = [row.sampling for row in some]
+    repetition = mx.array([each.repetition_penalty for each in asked])[:, None]
+    frequency = mx.array([each.frequency_penalty for each in asked])[:, None]
+    presence = mx.array([each.presence_penalty for each in asked])[:, None]
     y = _take(x, chosen)
     y = mx.where(seen, mx.where(y > 0, y / repetition, y * repetition), y)
-    return _put(x, chosen, y - counts * frequency - (counts > 0) * presence)
+    y = y - counts * frequency - (counts > 0) * presence
+    return _put(x, chosen, y)
 
 
 def _token_counts(

@@ -85,8 +85,12 @@ def test_chi_square(name: str) -> None:
     s, n = CASES[name], 20_000
     p = expected(s, PROMPT, OUTPUT)
     counts = np.zeros(VOCAB)
+    counted = entry(s, PROMPT, OUTPUT)
+    draw([counted])
     for start in range(0, n, 1000):
         batch = [entry(_seeded(s, start + i), PROMPT, OUTPUT) for i in range(1000)]
+        for e in batch:
+            e.seq.counts = counted.seq.counts  # the same history: it is counted once
         counts += np.bincount(draw(batch)[0], minlength=VOCAB)
     assert counts[p == 0].sum() == 0, "a token that was filtered out came"
     expect = p[p > 0] * n

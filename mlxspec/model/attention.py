@@ -75,7 +75,9 @@ def graft(model: Module, view: View) -> Module | None:
         if isinstance(inner, Tapped):  # of a runner that was tried before
             inner = inner._inner
             delattr(owner, name)
-        if isinstance(inner, Module) and any(isinstance(each, list) for each in inner.values()):
+        if not isinstance(inner, Module):
+            continue
+        if "layers" in inner or any(isinstance(each, list) for each in inner.values()):
             setattr(owner, name, Tapped(inner, FINAL_NORM, view))
             tap(inner, view, ())
             return inner

@@ -83,6 +83,10 @@ class Pages:
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
         """k, v: [T, kv_heads, 1, D]."""
         self.write(k, v)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """K and V of the step in the view; models ask for them in layers that share these."""
         return self, self
 
     def write(self, k: mx.array, v: mx.array) -> None:
@@ -139,9 +143,8 @@ class DensePages(Pages):
             return mx.tri(N, keep.stop - keep.start, keep.stop - keep.start - N, dtype=mx.bool_)
         return mask
 
-    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
+    def keys_and_values(self) -> tuple[Any, Any]:
         """Dense K and V [B, kv_heads, S, D] up to the step's rows."""
-        self.write(k, v)
         group = self.view.groups[0]
         blocks, _, keep = group.select(self.window)
         of_k, of_v = self.packings

@@ -38,7 +38,6 @@ from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.model import attention  # noqa: E402
 from mlxspec.model.batch import Step  # noqa: E402
 from mlxspec.model.pages import Pages  # noqa: E402
-from mlxspec.model.runner import Forward  # noqa: E402
 from mlxspec.resolve import resolve_model  # noqa: E402
 from mlxspec.speculate import NoSpeculation, Speculator  # noqa: E402
 from mlxspec.types import Entry, ModelInfo, Request, Sampling  # noqa: E402
@@ -188,8 +187,8 @@ class Recorder:
 
         return watched
 
-    def _forward(self, forward: Callable[..., Forward]) -> Callable[..., Forward]:
-        def timed(plan: Sequence[Entry], previous: Step | None) -> Forward:
+    def _forward(self, forward: Callable[..., Step]) -> Callable[..., Step]:
+        def timed(plan: Sequence[Entry], previous: Step | None) -> Step:
             if self._plan is not plan:
                 self._plan, self._build_began = plan, time.perf_counter()
             return forward(plan, previous)

@@ -238,7 +238,7 @@ def line_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error)[:2000].split())[:400]}"
 
 
-def blame(error: Exception) -> str:
+def blame(error: BaseException) -> str:
     """Why a model directory cannot be used, in a line. Code in it is never run."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own to run, which mlxspec never does"

@@ -33,10 +33,6 @@ def attention(
     if not isinstance(keys, Pages):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     batch, heads, length, dim = queries.shape
-    if batch * length != keys.view.groups[-1].hi:
-        raise TypeError(
-            f"attention for {batch * length} rows in a step of {keys.view.groups[-1].hi}"
-        )
     q = (queries if length == 1 else queries.transpose(0, 2, 1, 3)).reshape(-1, heads, dim)
     k, v = keys.pools()
     groups = keys.view.groups
@@ -53,93 +49,62 @@ def install(model: Module) -> None:
             setattr(module, _NAME, attention)
 
 
-class Trunk:
-    """Stands in for a model's inner module: hands out the hidden states that were asked for, and
-    only the sampled rows to lm_head.
-
-    Everything else (layers, tied embeddings) is looked up on the inner module.
-    """
-
-    def __init__(self, inner: Module, view: View) -> None:
-        self._inner, self._view = inner, view
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        hidden: mx.array = self._inner(*args, **kwargs)
-        if FINAL_NORM in self._view.taps:
-            self._view.tapped[FINAL_NORM] = hidden
-        if self._view.sampled is not None:
-            hidden = hidden[self._view.sampled]
-        return hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class TappedLayer:
-    """Stands in for a decoder layer whose output [B, L, D], the residual stream, is handed out."""
+class Tapped:
+    """Stands in for a decoder layer, or for the module that holds them: hands out its output
+    [B, L, D] where `tap` is asked for. All else is looked up on the inner module."""
 
     def __init__(self, inner: Module, tap: Tap, view: View) -> None:
         self._inner, self._tap, self._view = inner, tap, view
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._inner(*args, **kwargs)
-        self._view.tapped[self._tap] = out[0] if isinstance(out, tuple) else out
+        if self._tap in self._view.taps:
+            self._view.tapped[self._tap] = out[0] if isinstance(out, tuple) else out
+        if self._tap == FINAL_NORM and self._view.sampled is not None:
+            return out[self._view.sampled]  # only sampled rows go on to lm_head
         return out
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def graft(model: Module, view: View) -> bool:
-    """Put a Trunk round the module that holds the layers. False where there is none."""
+def graft(model: Module, view: View) -> Module | None:
+    """Make the module that holds the layers a Tapped one with this view, and return it. None where
+    there is none."""
     for owner, name in _seats(model):
         inner = getattr(owner, name)
-        if isinstance(inner, Module) and (
-            "layers" in inner or any(isinstance(x, list) for x in inner.values())
-        ):
-            setattr(owner, name, Trunk(inner, view))
-            return True
-    return False
-
-
-def ungraft(model: Module) -> None:
-    """Undo `graft` and `tap`."""
-    for owner, name in _seats(model):
-        trunk = getattr(owner, name)
-        if isinstance(trunk, Trunk):
-            _untap(trunk._inner)
+        if isinstance(inner, Tapped):  # of a runner that was tried before
+            inner = inner._inner
             delattr(owner, name)
-            setattr(owner, name, trunk._inner)
+        if not isinstance(inner, Module):
+            continue
+        if "layers" in inner or any(isinstance(each, list) for each in inner.values()):
+            setattr(owner, name, Tapped(inner, FINAL_NORM, view))
+            tap(inner, view, ())
+            return inner
+    return None
 
 
-def tap(model: Module, view: View, taps: Sequence[Tap]) -> None:
+def tap(trunk: Module, view: View, taps: Sequence[Tap]) -> None:
     """Hand out these hidden states of a grafted model. Raises UnsupportedModel for a layer that the
     model does not have."""
-    trunks = [getattr(owner, name) for owner, name in _seats(model)]
-    for trunk in trunks:
-        if not isinstance(trunk, Trunk):
-            continue
-        _untap(trunk._inner)
-        layers = trunk._inner.get("layers", [])
-        for i in taps:
-            if i == FINAL_NORM:
-                continue
-            if not 0 <= i < len(layers):
-                raise UnsupportedModel(f"layer {i} is to be read; the model has {len(layers)}")
-            layers[i] = TappedLayer(layers[i], i, view)
-    view.taps, view.tapped = tuple(taps), {}
-
-
-def _untap(inner: Module) -> None:
-    layers = inner.get("layers", [])
+    layers = trunk.get("layers", [])
     for i, layer in enumerate(layers):
-        if isinstance(layer, TappedLayer):
+        if isinstance(layer, Tapped):
             layers[i] = layer._inner
+    for i in set(taps) - {FINAL_NORM}:
+        if not 0 <= i < len(layers):
+            raise UnsupportedModel(f"layer {i} is to be read; the model has {len(layers)}")
+        layers[i] = Tapped(layers[i], i, view)
+    view.taps, view.tapped = tuple(taps), {}
 
 
 def _seats(model: Module) -> list[tuple[Module, str]]:
     """Where mlx-lm's models keep the module with the layers."""
-    owners = [o for o in (model, getattr(model, "language_model", None)) if isinstance(o, Module)]
-    names = ("model", "backbone", "transformer")
-    # A property cannot be set.
-    return [(o, n) for o in owners for n in names if n in o or n in vars(o)]
+    seats = []
+    for owner in (model, getattr(model, "language_model", None)):
+        for name in ("model", "backbone", "transformer"):
+            # A property cannot be set.
+            if isinstance(owner, Module) and (name in owner or name in vars(owner)):
+                seats.append((owner, name))
+    return seats

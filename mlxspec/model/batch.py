@@ -5,10 +5,13 @@ step in flight is lazy. `offsets` int32 [entries] is how many drafted tokens of 
 were accepted: entries with drafts in flight begin so much later than their `start`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain, groupby, repeat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, groupby
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxspec.kernels import Group
 from mlxspec.model.pages import View, placed
@@ -17,47 +20,38 @@ from mlxspec.types import NULL_BLOCK, Entry, Logprob, Tap
 from mlxspec.types import Sequence as Seq
 
 
+@dataclass(slots=True, eq=False)
 class Step:
-    """A submitted plan and its lazy results. `ids` int32 [T] are its input tokens, `rows` its
-    sampled rows, `taps` the hidden states [T, D] that drafters asked for, all in plan order.
-    `accepted` int32 [sampling entries] counts accepted drafts; None: nothing was drafted."""
+    """A plan's lazy forward, and its results once it is submitted; all in plan order.
 
-    __slots__ = (
-        "_nth",
-        "accepted",
-        "began",
-        "first_row",
-        "ids",
-        "marker",
-        "number",
-        "overlaps",
-        "plan",
-        "rows",
-        "sampled",
-        "spans",
-        "submit_seconds",
-        "taps",
-    )
+    `ids` int32 [T] are the input tokens, `rows` the sampled rows, `row_offsets` int32 [R] their
+    entries' offsets if not all 0, `logits` [R, vocab] theirs until the step is submitted, `taps`
+    the hidden states [T, D] that drafters asked for. For each sequence that samples, `spans` is the
+    index of its first sampled row among all rows, `first_row` among the sampled rows.
+    """
 
-    def __init__(
-        self,
-        plan: Sequence[Entry],
-        ids: mx.array,
-        spans: Sequence[int],
-        rows: list[Row],
-        sampled: Sampled | None,
-        marker: mx.array,
-        taps: dict[Tap, mx.array],
-    ) -> None:
-        self.plan, self.ids, self.rows, self.sampled = plan, ids, rows, sampled
-        self.marker, self.taps = marker, taps
-        self.accepted = sampled.accepted if sampled else None
-        self.number, self.began, self.overlaps, self.submit_seconds = 0, 0.0, False, 0.0
-        self.first_row: dict[Seq, int] = {}  # of each sampling sequence, among the sampled rows
-        for r, row in enumerate(rows):
-            self.first_row.setdefault(row.entry.seq, r)
-        self._nth = {seq: n for n, seq in enumerate(self.first_row)}
-        self.spans = {e.seq: span for e, span in zip(plan, spans, strict=True) if e.samples}
+    plan: Sequence[Entry]
+    ids: mx.array
+    rows: list[Row]
+    row_offsets: mx.array | None
+    logits: Any
+    taps: dict[Tap, mx.array]
+    spans: dict[Seq, int] = field(default_factory=dict)
+    first_row: dict[Seq, int] = field(default_factory=dict)
+    sampled: Sampled | None = None  # None: no entry samples
+    marker: Any = None  # an array that is computed last
+    number: int = 0
+    began: float = 0.0
+    overlaps: bool = False
+    submit_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        row = 0
+        for e, start in starts_of(self.plan).items():
+            if e.samples:
+                self.spans[e.seq] = start + e.count - 1
+                self.first_row[e.seq] = row
+                row += e.sampled
 
     def read(self) -> list[tuple[list[int], list[Logprob]]]:
         """Wait for the step; for each entry its accepted drafts and the token sampled behind them,
@@ -66,64 +60,60 @@ class Step:
         if not self.sampled:
             return [([], []) for _ in self.plan]
         tokens, logprobs = read(self.sampled, self.rows)
-        counts: list[int] | None = None if self.accepted is None else self.accepted.tolist()  # type: ignore[assignment]
+        accepted = [0 for _ in self.first_row]
+        if self.sampled.accepted is not None:
+            accepted = np.array(self.sampled.accepted).tolist()
+        counts = dict(zip(self.first_row, accepted, strict=True))
         results: list[tuple[list[int], list[Logprob]]] = []
-        row = 0
         for e in self.plan:
-            stop = row
+            first = self.first_row.get(e.seq, 0)
+            stop = first
             if e.samples:
-                stop += 1 + (counts[self._nth[e.seq]] if counts else 0)
-            results.append((tokens[row:stop], [lp for each in logprobs[row:stop] for lp in each]))
-            row += e.sampled
+                stop += 1 + counts[e.seq]
+            asked = [logprob for logprob in logprobs[first:stop] if logprob]
+            results.append((tokens[first:stop], asked))
         return results
 
     def offsets(self, plan: Sequence[Entry]) -> mx.array:
         """int32 [entries]: how much later than their `start` the next plan's entries begin."""
-        assert self.accepted is not None
-        accepted = mx.concatenate([self.accepted, mx.zeros((1,), mx.int32)])
-        none = len(self._nth)
-        return accepted[
-            mx.array([self._nth.get(e.seq, none) if e.inflight_drafts else none for e in plan])
-        ]
+        assert self.sampled is not None and self.sampled.accepted is not None
+        accepted = mx.concatenate([self.sampled.accepted, mx.zeros((1,), mx.int32)])
+        places = {seq: n for n, seq in enumerate(self.first_row)}
+        nothing = len(places)
+        found = []
+        for e in plan:
+            found.append(places.get(e.seq, nothing) if e.inflight_drafts else nothing)
+        return accepted[mx.array(found)]
 
 
 def build_inputs(
     plan: Sequence[Entry], previous: Step | None, offsets: mx.array | None
-) -> tuple[mx.array, list[int]]:
-    """Input tokens int32 [T] in plan order, and the index of each entry's first sampled row. Tokens
-    in flight are taken lazily from `previous`."""
-    host: list[int] = []
-    spans: list[int] = []
-    pending: list[tuple[int, int, int]] = []  # index in ids, sampled row of `previous`, entry
-    drafts: list[tuple[int, mx.array]] = []
-    for n, e in enumerate(plan):
-        spans.append(len(host) + e.count - 1)
-        if e.pending:
-            assert previous is not None
-            pending.append((spans[-1], previous.first_row[e.seq], n))
-        known = [] if e.inflight_drafts else e.seq.tokens[e.start : e.start + e.count]
-        host += known
-        host += [0] * (e.count - len(known))
-        if isinstance(e.draft.tokens, mx.array):
-            drafts.append((len(host), e.draft.tokens))
-            host += [0] * len(e.draft)
-        else:
-            host += e.draft.tokens
+) -> mx.array:
+    """Input tokens int32 [T] in plan order. Tokens in flight are taken lazily from `previous`."""
+    host: list[int] = []  # with a 0 for each token in flight and each lazy draft
+    for e in plan:
+        known = e.seq.tokens[e.start : e.start + e.count]
+        drafted = e.draft.tokens
+        if isinstance(drafted, mx.array):
+            drafted = [0] * len(drafted)
+        host += [*known, *([0] * (e.count - len(known))), *drafted]
+    ids = mx.array(host, mx.int32)
+    starts = starts_of(plan)
+    pending = [e for e in plan if e.pending]
     if pending and previous is not None and previous.sampled is not None:
-        holes, sources, owners = (list(column) for column in zip(*pending, strict=True))
         sampled = previous.sampled.tokens
-        if len(holes) == len(host) and sources == list(range(sampled.size)):
-            return sampled, spans  # the common case: the same sequences decode, without drafts
+        sources = [previous.first_row[e.seq] for e in pending]
+        if len(pending) == len(host) and sources == list(range(sampled.size)):
+            return sampled  # the common case: the same sequences decode, without drafts
         rows = mx.array(sources)
         if offsets is not None:
-            rows = rows + offsets[mx.array(owners)]
-        ids = mx.array(host, mx.int32)
-        ids[mx.array(holes)] = sampled[rows]
-    else:
-        ids = mx.array(host, mx.int32)
-    for first, tokens in drafts:
-        ids[first : first + len(tokens)] = tokens
-    return ids, spans
+            rows = rows + offsets[mx.array([n for n, e in enumerate(plan) if e.pending])]
+        ids[mx.array([starts[e] + e.count - 1 for e in pending])] = sampled[rows]
+    for e in plan:
+        if isinstance(e.draft.tokens, mx.array):
+            first = starts[e] + e.count
+            ids[first : first + len(e.draft)] = e.draft.tokens
+    return ids
 
 
 def bucket(entry: Entry, block_size: int) -> tuple[int, int]:
@@ -131,67 +121,67 @@ def bucket(entry: Entry, block_size: int) -> tuple[int, int]:
     return entry.rows, (-(-entry.end // block_size) - 1).bit_length()
 
 
-def stage(
-    view: View, plan: Sequence[Entry], offsets: mx.array | None = None, write_shared: bool = False
-) -> None:
-    """Fill the view with positions, slots and groups of entries that lie in bucket order."""
+def stage(view: View, plan: Sequence[Entry], offsets: mx.array | None, write_shared: bool) -> None:
+    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group."""
     size = view.block_size
+    where: mx.array | None = None  # of each row's slot, among those of all possible positions
     view.positions = joined(range(e.start, e.end) for e in plan)
     if offsets is not None:
-        view.positions = view.positions + per_row(offsets, plan, lambda e: e.rows)
-    for group, pool in enumerate(view.blocks):
-        slots = list(chain.from_iterable(_slots(e, group, size, write_shared) for e in plan))
-        if offsets is None:
-            view.slots[pool] = placed(slots)
-        else:
-            unknown = joined(repeat(e.inflight_drafts > 0, e.rows) for e in plan) > 0
-            lazy = _lazy_slots(plan, group, view.positions, size)
-            view.slots[pool] = mx.where(unknown, lazy, mx.array(slots, mx.int32))
-    groups, low, first = [], 0, 0
-    for _, members in groupby(plan, key=lambda e: bucket(e, size)):
-        batch = list(members)
-        high = low + batch[0].rows * len(batch)
-        most = max(e.inflight_drafts for e in batch)
+        moved = offsets[owners_of(e.rows for e in plan)]
+        view.positions = view.positions + moved
+        begins = accumulate((e.rows + e.inflight_drafts for e in plan), initial=0)
+        where = joined(range(at, at + e.rows) for at, e in zip(begins, plan, strict=False)) + moved
+    for i, pool in enumerate(view.blocks):
+        slots: list[int] = []
+        for e in plan:
+            slots += _slots(e, e.seq.tables[i], size, write_shared)
+        view.slots[pool] = placed(slots) if where is None else mx.array(slots, mx.int32)[where]
+    view.groups = []
+    row, first = 0, 0
+    for (rows, _), members in groupby(plan, key=lambda e: bucket(e, size)):
+        group = list(members)
+        end, last = row + rows * len(group), first + len(group)
+        starts = [e.start for e in group]
+        tables = {pool: [e.seq.tables[i] for e in group] for i, pool in enumerate(view.blocks)}
+        spread = max(e.inflight_drafts for e in group)
         late = None
-        if offsets is not None and most:
-            late = offsets[first : first + len(batch)]
-        tables = {pool: [e.seq.tables[i] for e in batch] for i, pool in enumerate(view.blocks)}
-        starts = [e.start for e in batch]
-        groups.append(Group(low, high, batch[0].rows, starts, tables, size, late, most))
-        low, first = high, first + len(batch)
-    view.groups = groups
+        if offsets is not None and spread:
+            late = offsets[first:last]
+        view.groups.append(Group(row, end, rows, starts, tables, size, late, spread))
+        row, first = end, last
 
 
-def _slots(entry: Entry, group: int, size: int, write_shared: bool) -> list[int]:
-    """Where the entry's rows write; positions in shared blocks go to the null block."""
-    table = entry.seq.tables[group]
+def _slots(entry: Entry, table: list[int], size: int, write_shared: bool) -> list[int]:
+    """Where rows of the entry may write. Shared blocks are not written: the null block instead."""
     shared = 0 if write_shared else entry.seq.shared
-    return [
-        table[at // size] * size + at % size if at >= shared else NULL_BLOCK
-        for at in range(entry.start, entry.end)
-    ]
+    slots = []
+    for at in range(entry.start, entry.end + entry.inflight_drafts):
+        slots.append(table[at // size] * size + at % size if at >= shared else NULL_BLOCK)
+    return slots
 
 
-def _lazy_slots(plan: Sequence[Entry], group: int, positions: mx.array, size: int) -> mx.array:
-    """Where rows write whose `positions` [T] depend on drafts in flight; never in shared blocks."""
-    tables = [e.seq.tables[group] for e in plan]
-    width = max(map(len, tables))
-    padded = mx.array([t + [NULL_BLOCK] * (width - len(t)) for t in tables], mx.int32)
-    owners = joined(repeat(n, e.rows) for n, e in enumerate(plan))
-    return padded[owners, positions // size] * size + positions % size
+def starts_of(plan: Iterable[Entry]) -> dict[Entry, int]:
+    """The index of each entry's first row among all rows."""
+    starts, row = {}, 0
+    for e in plan:
+        starts[e] = row
+        row += e.rows
+    return starts
 
 
-def per_row(offsets: mx.array, plan: Sequence[Entry], rows: Callable[[Entry], int]) -> mx.array:
-    """`offsets` [entries] repeated for each of an entry's `rows`."""
-    return offsets[joined(repeat(n, rows(e)) for n, e in enumerate(plan))]
+def drafts_of(plan: Sequence[Entry]) -> list[tuple[int, int]]:
+    """(index of its first row among all rows, length) of each sampling entry's draft; [] if nothing
+    was drafted."""
+    starts = starts_of(plan)
+    drafts = [(starts[e] + e.count, len(e.draft)) for e in plan if e.samples]
+    return drafts if any(length for _, length in drafts) else []
+
+
+def owners_of(counts: Iterable[int]) -> mx.array:
+    """int32: the index of each row's owner, of which number n has `counts[n]` rows."""
+    return joined([n] * count for n, count in enumerate(counts))
 
 
 def joined(parts: Iterable[Iterable[int]]) -> mx.array:
     """int32: the parts one after the other."""
     return mx.array(list(chain.from_iterable(parts)), mx.int32)
-
-
-def spans_of(plan: Sequence[Entry]) -> list[int]:
-    """The index of each entry's first sampled row among all rows of the plan."""
-    ends = accumulate(e.rows for e in plan)
-    return [end - 1 - len(e.draft) for e, end in zip(plan, ends, strict=True)]

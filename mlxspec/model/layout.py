@@ -8,7 +8,7 @@ ragged batches, prompts cut anywhere, drafts of which a part is accepted.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,9 +22,8 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.kernels import Packing
-from mlxspec.model import quantized, recurrent
-from mlxspec.model.pages import Pages
-from mlxspec.model.runner import Layout, Runner
+from mlxspec.model import quantized
+from mlxspec.model.runner import Layout, Runner, flat_caches
 from mlxspec.types import Draft, Entry, Request, UnsupportedModel, blame, line_of
 from mlxspec.types import Sequence as Seq
 
@@ -51,6 +50,7 @@ REJECTED = 5  # a token that is not in CONTINUATION
 DRAFTS = ((7, REJECTED), (7, 1), (REJECTED,))  # one for each prompt, after its first token
 ACCEPTED = (1, 2, 0)
 BLOCK, BLOCKS = 4, 16  # size and number of the blocks in the pools
+WIDTH = 5  # blocks of a prompt and its continuation
 TOLERANCE_FP32 = 1e-3  # root mean square error over the standard deviation of the logits
 TOLERANCE_HALF = 0.1
 
@@ -108,7 +108,6 @@ class LayoutChoice:
             block_size,
             blocks,
             windows=windows,
-            trunk=self.trunk,
             lone=self.lone,
             rollback=self.rollback,
             kv_bits=self.kv_bits,
@@ -120,13 +119,9 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
     UnsupportedModel."""
     try:
         model, config = load_model(path, lazy=True)
-    except Exception as error:  # foreign code reads foreign files
+    except (Exception, SystemExit) as error:  # some models exit where a package is missing
         raise UnsupportedModel(
             f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory"
-        ) from error
-    except SystemExit as error:  # some of its models exit where a package is missing
-        raise UnsupportedModel(
-            f"mlx-lm cannot load {path}: the package it names above is missing"
         ) from error
     # Each layer drew initial weights that nobody computes; MLX's random state would keep the graph
     # of all these draws.
@@ -165,36 +160,38 @@ def _arrays(tree: Any) -> list[mx.array]:
 def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
     """What the model's caches take, quantized to `kv_bits` if not 0, before any weight is read:
     found by a forward pass that is never evaluated. All 0 where the model's code cannot run so."""
-    token, state, windows = 0, 0, Counter[int]()
     try:
         caches = make_prompt_cache(model)
         model(mx.array([PROMPTS[0]]), cache=caches)
-        for cache in _parts(caches):
-            arrays = _arrays(cache.state)
-            size = sum(_token_bytes(array, kv_bits) for array in arrays if array.ndim == 4)
-            if isinstance(cache, ArraysCache):
-                state += _bytes_of(arrays)
-            elif isinstance(cache, RotatingKVCache):
-                windows[cache.max_size] += size
-            else:
-                token += size
+        return _measure(caches, kv_bits)
     except Exception as failure:  # the model's own code; `find_layout` reports it if it persists
         log.info("the size of the model's caches is unknown before it is loaded: %s", failure)
         return CacheBytes(0, (), 0)
+
+
+def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
+    """What mlx-lm's caches take that hold one sequence, if K/V are quantized to `kv_bits`."""
+    token, state, windows = 0, 0, Counter[int]()
+    for cache in flat_caches(caches):
+        if cache.empty():  # a model may make caches that it never uses
+            continue
+        if isinstance(cache, ArraysCache):
+            state += _bytes_of(cache.state)
+            continue
+        size = sum(_token_bytes(kv, kv_bits) for kv in _arrays(cache.state))
+        if isinstance(cache, RotatingKVCache):
+            windows[cache.max_size] += size
+        else:
+            token += size
     return CacheBytes(token, tuple(sorted(windows.items())), state)
-
-
-def _parts(caches: Iterable[Any]) -> Iterator[Any]:
-    """The layers' caches, those inside a CacheList one by one."""
-    for cache in caches:
-        yield from getattr(cache, "caches", (cache,))
 
 
 def _token_bytes(kv: mx.array, kv_bits: int) -> int:
     """Bytes of one token in K or V [1, heads, tokens, dim]."""
     _, heads, _, dim = kv.shape
-    row = 4 * Packing(dim, kv.dtype, kv_bits).width if kv_bits else dim * kv.dtype.size
-    return heads * row
+    if kv_bits:
+        return heads * 4 * Packing(dim, kv.dtype, kv_bits).width
+    return heads * dim * kv.dtype.size
 
 
 def load_weights(model: Module) -> None:
@@ -221,44 +218,42 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
 
     Raises UnsupportedModel, naming why each layout was refused.
     """
-    reference, solo_bytes = reference_logits(model)
-    refused: list[str] = []
+    reference, caches = reference_logits(model)
+    refused: dict[str, None] = {}
     sure = True
-    for (layout, lone), trunk, rollback in product(LAYOUTS, (True, False), (True, False)):
+    for (layout, lone), rollback in product(LAYOUTS, (True, False)):
         if wanted not in ("auto", layout):
             continue
-        name = _describe(layout, lone, trunk)
         try:
-            runner = Runner(model, layout, BLOCK, BLOCKS, trunk=trunk, lone=lone, rollback=rollback)
-            if runner.trunk != trunk or not (rollback or runner.states.layers):
-                continue  # the same as a combination that was tried before
-            if not rollback:
-                name += ", without drafts"
-            logits, state_bytes = probe_logits(runner)
-            error = logits_error(logits, reference)
+            runner = Runner(model, layout, BLOCK, BLOCKS, lone=lone, rollback=rollback)
+            if not (rollback or runner.states.layers):
+                continue  # the same as with rollback
+            error = logits_error(probe_logits(runner), reference)
         except Exception as failure:  # the model's own code decides what it raises
             error = line_of(failure)
             sure = sure and not isinstance(failure, MemoryError | RuntimeError)
         if error:
-            if f"{name}: {error}" not in refused:
-                refused.append(f"{name}: {error}")
+            alone = ", one sequence at a time" if lone and layout != "solo" else ""
+            refused[f"{layout}{alone}: {error}"] = None
             continue
-        if kv_bits:
-            runner = quantized_runner(runner, kv_bits)
-        sizes = Counter[int | None]()
+        if kv_bits and not runner.pages():
+            raise UnsupportedModel(
+                f"kv_bits = {kv_bits}: in the {layout} layout this model has no K/V pools; give 0"
+            )
         if layout == "solo":
-            sizes[None] = -(-solo_bytes // KV_STEP)
-        for pages in runner.pages():
-            sizes[pages.window] += sum(p.nbytes for p in pages.pools()) // (BLOCK * BLOCKS)
+            held = _bytes_of([cache.state for cache in caches])
+            sizes = CacheBytes(-(-held // KV_STEP), (), 0)
+        else:
+            sizes = _measure(caches, kv_bits)
         return LayoutChoice(
             layout,
-            trunk,
-            lone,
-            token_bytes=sizes.pop(None, 0),
-            windows={window: size for window, size in sizes.items() if window},
+            trunk=runner.trunk is not None,
+            lone=lone,
+            token_bytes=sizes.token,
+            windows=dict(sizes.windows),
             vocab=reference[0].shape[-1],
             refused=tuple(refused),
-            state_bytes=state_bytes,
+            state_bytes=sizes.state,
             rollback=rollback,
             kv_bits=kv_bits,
             sure=sure,
@@ -268,26 +263,15 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
     )
 
 
-def _describe(layout: Layout, lone: bool, trunk: bool) -> str:
-    parts: list[str] = [layout]
-    if lone and layout != "solo":
-        parts.append("one sequence at a time")
-    if not trunk:
-        parts.append("whole lm_head")
-    return ", ".join(parts)
-
-
-def reference_logits(model: Module) -> tuple[list[mx.array], int]:
-    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on.
-
-    Also the bytes that mlx-lm's own caches hold for one of them. Raises UnsupportedModel.
-    """
+def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:
+    """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on; and
+    its caches of the last prompt. Raises UnsupportedModel."""
     logits = []
     try:
         for prompt in PROMPTS:
-            cache = make_prompt_cache(model)
+            caches = make_prompt_cache(model)
             inputs = [list(prompt), *([token] for token in CONTINUATION)]
-            logits.append(mx.stack([model(mx.array([x]), cache=cache)[0, -1] for x in inputs]))
+            logits.append(mx.stack([model(mx.array([x]), cache=caches)[0, -1] for x in inputs]))
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises
         raise UnsupportedModel(
@@ -295,54 +279,39 @@ def reference_logits(model: Module) -> tuple[list[mx.array], int]:
         ) from failure
     if mx.isnan(mx.stack(logits)).any().item():
         raise UnsupportedModel("its logits are NaN: the weights are damaged; download them again")
-    return logits, _bytes_of([layer.state for layer in cache])
+    return logits, caches
 
 
-def probe_logits(runner: Runner) -> tuple[list[mx.array], int]:
-    """The runner's logits for what `reference_logits` computes, all prompts in one batch.
-
-    Also the bytes of one sequence's recurrent state.
-    """
+def probe_logits(runner: Runner) -> list[mx.array]:
+    """The runner's logits for what `reference_logits` computes, all prompts in one batch."""
     seqs = [Seq(Request("probe", prompt, 1), tokens=list(prompt)) for prompt in PROMPTS]
+    for i, seq in enumerate(seqs):
+        seq.table = list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1)))
     logits: dict[Seq, list[mx.array]] = {seq: [] for seq in seqs}
-    first_block = 1
-    for seq in seqs:
-        end = first_block - (len(seq.tokens) + len(CONTINUATION)) // -BLOCK
-        seq.table = list(range(first_block, end))
-        first_block = end
 
-    def step(plan: list[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
-        rows = runner.logits(plan)
-        mx.eval(rows)
-        runner.rollback(plan, [e.count + n for e, n in zip(plan, accepted, strict=False)])
-        row = 0
-        for entry, n in zip(plan, accepted, strict=False):
-            if entry.samples:
-                logits[entry.seq].append(rows[row : row + n + 1])
-            row += entry.sampled
-            entry.seq.tokens += entry.draft.tokens[:n]
-            entry.seq.computed = entry.start + entry.count + n
+    def step(plan: Sequence[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
+        counts = dict(zip(plan, accepted, strict=False))
+        done = runner.forward(plan, None)
+        mx.eval(done.logits)
+        runner.rollback(plan, [e.count + counts[e] for e in plan])
+        for e, n in counts.items():
+            if e.samples:
+                row = done.first_row[e.seq]
+                logits[e.seq].append(done.logits[row : row + n + 1])
+            e.seq.tokens += e.draft.tokens[:n]
+            e.seq.computed = e.start + e.count + n
+
+    def next_token(seq: Seq, draft: Sequence[int] = ()) -> Entry:
+        seq.tokens.append(CONTINUATION[seq.generated])
+        return Entry(seq, seq.computed, 1, True, draft=Draft(draft))
 
     step([Entry(seq, 0, 2, False) for seq in seqs])
-    step([Entry(seq, 2, len(seq.tokens) - 2, True) for seq in seqs])
+    step([Entry(seq, 2, seq.prompt_len - 2, True) for seq in seqs])
     if runner.layout != "solo" and runner.states.rollback_supported:
-        plan = []
-        for seq, draft in zip(seqs, DRAFTS, strict=True):
-            seq.tokens.append(CONTINUATION[0])
-            plan.append(Entry(seq, seq.computed, 1, True, draft=Draft(draft, "probe")))
-        step(plan, ACCEPTED)
-    while True:
-        plan = []
-        for seq in seqs:
-            generated = len(seq.tokens) - len(seq.request.prompt)
-            if generated < len(CONTINUATION):
-                seq.tokens.append(CONTINUATION[generated])
-                plan.append(Entry(seq, seq.computed, 1, True))
-        if not plan:
-            break
-        step(plan)
-    state_bytes = recurrent.nbytes(seqs[0].state) if runner.states.layers else 0
-    return [mx.concatenate(logits[seq]) for seq in seqs], state_bytes
+        step(list(map(next_token, seqs, DRAFTS)), ACCEPTED)
+    while left := [seq for seq in seqs if seq.generated < len(CONTINUATION)]:
+        step(list(map(next_token, left)))
+    return [mx.concatenate(logits[seq]) for seq in seqs]
 
 
 def logits_error(logits: Sequence[mx.array], reference: Sequence[mx.array]) -> str:
@@ -357,44 +326,3 @@ def logits_error(logits: Sequence[mx.array], reference: Sequence[mx.array]) -> s
         if not error <= (TOLERANCE_FP32 if expected.dtype == mx.float32 else TOLERANCE_HALF):
             return f"logits are off by {error:.2g} standard deviations"
     return ""
-
-
-def _round_kv(pages: Any, bits: int) -> None:
-    """Let a layer's pages store K/V that were quantized and dequantized."""
-
-    class Rounding(type(pages)):  # type: ignore[misc]
-        __slots__ = ()
-
-        def update_and_fetch(self, k: mx.array, v: mx.array) -> Any:
-            rounded = [Packing(x.shape[-1], x.dtype, bits).round(x) for x in (k, v)]
-            return super().update_and_fetch(*rounded)
-
-    pages.__class__ = Rounding
-
-
-def quantized_runner(plain: Runner, bits: int) -> Runner:
-    """The runner `plain` with K/V pools quantized to `bits`. Raises UnsupportedModel.
-
-    Its logits must equal those of unquantized pools that store rounded K/V. Comparing with
-    unrounded K/V would tell nothing: on meaningless prompts, rounding alone moves a good model's
-    logits by more than their standard deviation.
-    """
-    if not plain.pages() and plain.layout != "solo":
-        raise UnsupportedModel(f"kv_bits = {bits}: the model keeps no K/V; give 0")
-    options: dict[str, Any] = {
-        "trunk": plain.trunk,
-        "lone": plain.lone,
-        "rollback": plain.states.rollback_supported,
-    }
-    packed = Runner(plain.model, plain.layout, BLOCK, BLOCKS, kv_bits=bits, **options)
-    logits, _ = probe_logits(packed)  # before another runner takes over the model's layers
-    rounding = Runner(plain.model, plain.layout, BLOCK, BLOCKS, **options)
-    for cache in _parts(rounding.caches):
-        if isinstance(cache, Pages):
-            _round_kv(cache, bits)
-    error = logits_error(logits, probe_logits(rounding)[0])
-    if error:
-        raise UnsupportedModel(
-            f"kv_bits = {bits}: quantized K/V are not read back as stored: {error}; give 0"
-        )
-    return packed

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels import Group, Packing
@@ -34,7 +33,7 @@ class View:
     blocks: Mapping[int | None, int]
     positions: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
     slots: dict[int | None, mx.array | slice] = field(default_factory=dict)
-    groups: Sequence[Group] = ()
+    groups: list[Group] = field(default_factory=list)
     sampled: Any = None
     kv_bits: int = 0
     held: dict[int | None, int] = field(default_factory=dict)
@@ -44,15 +43,10 @@ class View:
     def __post_init__(self) -> None:
         self.held = dict(self.blocks)
 
-    def take_taps(self) -> dict[Tap, mx.array]:
-        """The hidden states [B, L, D] of the forward that was just built."""
-        tapped, self.tapped = self.tapped, {}
-        return tapped
-
     def slots_of(self, blocks: Sequence[int]) -> mx.array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
-        firsts = np.array(blocks, np.int32)[:, None] * self.block_size
-        return mx.array((firsts + np.arange(self.block_size, dtype=np.int32)).ravel())
+        size = self.block_size
+        return mx.array([block * size + i for block in blocks for i in range(size)], mx.int32)
 
 
 class Pages:
@@ -64,8 +58,8 @@ class Pages:
     def __init__(self, view: View, window: int | None) -> None:
         self.view, self.window = view, window
         self.pool = window if window in view.blocks else None
-        self.keys: mx.array | None = None  # [kv_heads, slots, D]
-        self.values: mx.array | None = None
+        self.keys: Any = None  # under these names, models make one cache wait for another
+        self.values: Any = None
         self.packings: tuple[Packing | None, Packing | None] = (None, None)
 
     @property
@@ -92,58 +86,46 @@ class Pages:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """K and V of the step in the view; later layers may share them."""
+        """K and V of the step in the view; models ask for them in layers that share these."""
         return self, self
 
     def write(self, k: mx.array, v: mx.array) -> None:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel."""
-        if self.keys is None or self.values is None:
-            if (
-                not k.shape[3] * v.shape[3]
-            ):  # some reads of such a pool would work, others end the process
-                raise UnsupportedModel("a layer keeps keys without values, or the other way round")
-            if bits := self.view.kv_bits:
-                self.packings = (
-                    Packing(k.shape[3], k.dtype, bits),
-                    Packing(v.shape[3], v.dtype, bits),
-                )
-            self.keys, self.values = map(self._pool, (k, v), self.packings)
-        # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach
-        # whoever's
-        # padding or freed block this becomes.
-        v = mx.where(mx.isfinite(v), v, 0) if v.dtype == mx.float16 else v
-        rows = (
-            p.pack(x) if p else x for p, x in zip(self.packings, (_rows(k), _rows(v)), strict=True)
-        )
+        dim, dim_v, bits = k.shape[3], v.shape[3], self.view.kv_bits
+        if not dim or not dim_v:  # some reads of such a pool would work, others end the process
+            raise UnsupportedModel("a layer keeps keys without values, or the other way round")
+        if self.keys is None and bits:
+            self.packings = Packing(dim, k.dtype, bits), Packing(dim_v, v.dtype, bits)
+        if v.dtype == mx.float16:
+            # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach
+            # the sequence whose padding or block this slot becomes.
+            v = mx.where(mx.isfinite(v), v, 0)
+        rows = []
+        for x, packing in zip((k, v), self.packings, strict=True):
+            flat = x.squeeze(0) if len(x) == 1 else x.swapaxes(0, 1).flatten(1, 2)
+            rows.append(packing.pack(flat) if packing else flat)
+        if self.keys is None:
+            slots = self.view.held[self.pool] * self.view.block_size
+            self.keys, self.values = (mx.zeros((len(x), slots, x.shape[2]), x.dtype) for x in rows)
         self.put(self.view.slots[self.pool], *rows)
 
     def put(self, slots: mx.array | slice, k: mx.array, v: mx.array) -> None:
         """Write k, v [kv_heads, n, D], as the pools hold them, at `slots` [n], in place."""
-        keys, values = self.pools()
-        keys[:, slots] = k
-        values[:, slots] = v
+        self.keys[:, slots] = k
+        self.values[:, slots] = v
 
     def pools(self) -> tuple[mx.array, mx.array]:
         """K and V of every slot, [kv_heads, slots, D] each; packed, uint32 [kv_heads, slots,
         width]."""
-        assert self.keys is not None and self.values is not None, "read before the first write"
         return self.keys, self.values
 
     def grow(self, blocks: int) -> None:
         """Grow the pools to so many blocks, keeping their content."""
-        slots, grown = blocks * self.view.block_size, []
-        if self.pools()[0].shape[1] == slots:
-            return
-        for pool in self.pools():
-            more = mx.zeros((pool.shape[0], slots - pool.shape[1], pool.shape[2]), pool.dtype)
-            grown.append(mx.concatenate([pool, more], axis=1))
-        mx.eval(grown)
-        self.keys, self.values = grown
-
-    def _pool(self, x: mx.array, packing: Packing | None) -> mx.array:
-        slots = self.view.held[self.pool] * self.view.block_size
-        width, dtype = (packing.width, mx.uint32) if packing else (x.shape[3], x.dtype)
-        return mx.zeros((x.shape[1], slots, width), dtype)
+        more = blocks * self.view.block_size - self.keys.shape[1]
+        if more:
+            grown = [mx.pad(pool, [(0, 0), (0, more), (0, 0)]) for pool in self.pools()]
+            mx.eval(grown)
+            self.keys, self.values = grown
 
 
 class DensePages(Pages):
@@ -162,13 +144,13 @@ class DensePages(Pages):
         return mask
 
     def keys_and_values(self) -> tuple[Any, Any]:
+        """Dense K and V [B, kv_heads, S, D] up to the step's rows."""
         group = self.view.groups[0]
         blocks, _, keep = group.select(self.window)
-        k, v = (
-            gather(pool, blocks, group.block_size, keep, packing)
-            for pool, packing in zip(self.pools(), self.packings, strict=True)
-        )
-        return k, v
+        of_k, of_v = self.packings
+        keys = gather(self.keys, blocks, group.block_size, keep, of_k)
+        values = gather(self.values, blocks, group.block_size, keep, of_v)
+        return keys, values
 
 
 def window_of(cache: Any) -> int | None:
@@ -186,10 +168,3 @@ def placed(slots: list[int]) -> mx.array | slice:
     piece and with fewer operations."""
     row = slice(slots[0], slots[0] + len(slots))
     return row if slots == list(range(row.start, row.stop)) else mx.array(slots, mx.int32)
-
-
-def _rows(x: mx.array) -> mx.array:
-    """[B, H, L, D] -> [H, B * L, D]."""
-    if x.shape[0] == 1:
-        return x.squeeze(0)
-    return x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1, x.shape[3])

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +22,8 @@ from mlxspec.types import Entry, UnsupportedModel
 from mlxspec.types import Sequence as Seq
 
 StateArrays = tuple[mx.array, ...]
-Select = Callable[[mx.array], mx.array]  # picks sequences of a batch
-Replay = Callable[[Select, int], mx.array]  # -> the state [n, ...] behind the first rows
+# Indices of sequences of a batch and a number of rows -> their state [n, ...] behind these rows.
+Replay = Callable[[mx.array, int], mx.array]
 
 # Known rows of an entry that may still take a draft: its inputs are recorded for all its rows.
 MAX_RECORDED_ROWS = 16
@@ -40,9 +40,7 @@ RECURRENCES: dict[str, tuple[int, tuple[str, ...], str]] = {
 class StateRecorder:
     """What the recurrences of one forward [B, L] read; `replays` has one per state array."""
 
-    layer: "LayerState | None" = (
-        None  # the layer at work: the last one that was asked for its state
-    )
+    layer: "LayerState | None" = None  # at work: the last one that was asked for its state
     convolutions: list[tuple["LayerState | None", mx.array]] = field(default_factory=list)
     recurrences: list[tuple[mx.array, Replay]] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
@@ -52,11 +50,10 @@ class StateRecorder:
         made_by = {id(new): replay for new, replay in self.recurrences}
         for layer in layers:
             windows = [x for owner, x in self.convolutions if owner is layer]
-            arrays: list[Any] = layer.cache
-            for array in arrays:
+            for array in layer.cache:
                 replay = made_by.get(id(array))
                 if replay is None and windows and windows[0].shape[::2] == array.shape[::2]:
-                    replay = _replay_window(windows.pop(0), array.shape[1])
+                    replay = partial(_window_behind, windows.pop(0), array.shape[1])
                 if replay is None:
                     raise UnsupportedModel("a recurrent layer's state update cannot be recorded")
                 self.replays.append(replay)
@@ -65,7 +62,7 @@ class StateRecorder:
     def state_behind(self, batch: Sequence[int], rows: int) -> list[mx.array]:
         """The states [n, ...] of these sequences of the batch behind their first `rows` rows."""
         index = mx.array(list(batch))
-        return [replay(lambda x: x[index], rows) for replay in self.replays]
+        return [replay(index, rows) for replay in self.replays]
 
 
 # The recorder of the forward that is being built. mlx-lm's layers call module-level functions, so
@@ -76,6 +73,8 @@ _recorder: ContextVar[StateRecorder | None] = ContextVar("recorder", default=Non
 class LayerState(ArraysCache):  # mlx-lm's models ask whether it is one
     """One layer's cache as the model sees it: the states of a forward's sequences, batched."""
 
+    cache: list[Any]
+
     def __getitem__(self, i: int) -> Any:
         if recorder := _recorder.get():
             recorder.layer = self
@@ -85,36 +84,37 @@ class LayerState(ArraysCache):  # mlx-lm's models ask whether it is one
 class RecordedConv1d(nn.Conv1d):
     """A layer's convolution over [state ++ rows]; tells the recorder what it reads."""
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array) -> Any:
         if recorder := _recorder.get():
             recorder.convolutions.append((recorder.layer, x))
-        y: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
-        return y
+        return super().__call__(x)  # type: ignore[no-untyped-call]
 
 
-def _replay_window(x: mx.array, keep: int) -> Replay:
-    return lambda select, rows: select(x[:, rows : rows + keep])
+def _window_behind(x: mx.array, keep: int, index: mx.array, rows: int) -> mx.array:
+    """A convolution's state: the last `keep` rows of [state ++ rows] that it keeps."""
+    return x[:, rows : rows + keep][index]
 
 
 def _recorded(update: Any, axis: int, inputs: Sequence[str], state: str) -> Any:
     """`update` that also tells the recorder how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
+    whole = [slice(None) for _ in range(axis)]
+
+    def state_behind(given: dict[str, Any], index: mx.array, rows: int) -> mx.array:
+        given = dict(given)
+        for name in inputs:
+            given[name] = given[name][index][*whole, :rows]
+        if given.get(state) is not None:
+            given[state] = given[state][index]
+        new: mx.array = update(**given)[1]
+        return new
 
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         y, new = update(*args, **kwargs)
         if recorder := _recorder.get():
-            given = dict(signature.bind(*args, **kwargs).arguments)
-
-            def replay(select: Select, rows: int) -> mx.array:
-                first_rows = (*[slice(None)] * axis, slice(rows))
-                some: dict[str, Any] = {n: select(given[n])[first_rows] for n in inputs}
-                old = given.get(state)
-                some[state] = None if old is None else select(old)
-                found: mx.array = update(**{**given, **some})[1]
-                return found
-
-            recorder.recurrences.append((new, replay))
+            given = signature.bind(*args, **kwargs).arguments
+            recorder.recurrences.append((new, partial(state_behind, given)))
         return y, new
 
     wrapper.recorded = True  # type: ignore[attr-defined]
@@ -124,27 +124,19 @@ def _recorded(update: Any, axis: int, inputs: Sequence[str], state: str) -> Any:
 def install(model: Module) -> None:
     """Make the recurrences and convolutions of a loaded model recordable. Idempotent."""
     modules = [m for _, m in model.named_modules()]
-    for module in {sys.modules[type(m).__module__] for m in modules}:
-        for name, how in RECURRENCES.items():
-            update = getattr(module, name, None)
+    for source in {sys.modules[type(m).__module__] for m in modules}:
+        for name, arguments in RECURRENCES.items():
+            update = getattr(source, name, None)
             if update is not None and not hasattr(update, "recorded"):
-                setattr(module, name, _recorded(update, *how))
+                setattr(source, name, _recorded(update, *arguments))
     for m in modules:
         if type(m) is nn.Conv1d:
             m.__class__ = RecordedConv1d
 
 
-@dataclass(slots=True, eq=False)
-class StateBatch:
-    """The state arrays [B, ...] that a forward left, and the slice of each of its sequences."""
-
-    arrays: Sequence[mx.array]
-    parts: Sequence[StateArrays]
-
-
 @dataclass(slots=True)
 class RecurrentStates:
-    """The recurrent layers of a model. `rollback`: forwards with drafts are recorded."""
+    """The recurrent layers of a model. `rollback_supported`: forwards with drafts are recorded."""
 
     layers: list[LayerState]
     rollback_supported: bool = True
@@ -154,11 +146,13 @@ class RecurrentStates:
 
     def begin_step(self, plan: Sequence[Entry]) -> None:
         """Give sequences that left the batch memory of their own: a slice pins the whole array."""
-        now = {e.seq for e in plan}
+        if not self.layers:
+            return
+        now = [e.seq for e in plan]
         for seq in self._last:
             if seq not in now and seq.state is not None:
                 seq.state, seq.batch = own(seq.state), None
-        self._last = list(now) if self.layers else []
+        self._last = now
 
     def form(self, entry: Entry) -> tuple[Any, ...]:
         """Shapes of an entry's state; only equal ones share a forward (None differs from zeros)."""
@@ -166,58 +160,57 @@ class RecurrentStates:
             return ()
         return tuple(a.shape for a in entry.seq.state)
 
-    def load(self, entries: Sequence[Entry]) -> StateRecorder | None:
+    def load(self, entries: Sequence[Entry]) -> None:
         """Hand the layers the entries' states; starts recording if one of them has a draft."""
         if not self.layers:
-            return None
+            return
         parts = [e.seq.state for e in entries]
-        batch = entries[0].seq.batch
-        arrays: Any = parts[0]
-        if batch is not None and [id(p) for p in batch.parts] == [id(p) for p in parts]:
-            arrays = batch.arrays
-        elif arrays is not None and len(parts) > 1:
-            arrays = [mx.concatenate(list(each)) for each in zip(*parts, strict=True)]
-        held = iter(arrays or ())
+        arrays, same = entries[0].seq.batch or ((), ())
+        if [id(part) for part in parts] != [id(part) for part in same]:
+            arrays = []
+            if parts[0] is not None:
+                arrays = [mx.concatenate(list(each)) for each in zip(*parts, strict=True)]
+        held = iter(arrays)
         for layer in self.layers:
             layer.cache = [next(held, None) for _ in layer.cache]
-        recorder = None
         if self.rollback_supported and any(len(e.draft) for e in entries):
-            recorder = StateRecorder()
-        _recorder.set(recorder)
-        return recorder
+            _recorder.set(StateRecorder())
 
-    def store(self, entries: Sequence[Entry], recorder: StateRecorder | None) -> Sequence[mx.array]:
+    def store(self, entries: Sequence[Entry]) -> Sequence[mx.array]:
         """Cut the layers' new states into the sequences' states; returns the arrays [B, ...]."""
-        if not self.layers:
+        arrays = [a for layer in self.layers for a in layer.cache]
+        if not arrays:
             return ()
-        arrays: list[Any] = [a for layer in self.layers for a in layer.cache]
         if any(a is None for a in arrays):
             raise UnsupportedModel("a layer with a state left it empty")
         self.forms = [((1, *a.shape[1:]), a.dtype) for a in arrays]
-        if recorder is not None:
+        recorder = _recorder.get()
+        if recorder:
             recorder.finish(self.layers)
-        if len(entries) == 1:
-            parts = [tuple(arrays)]
-        else:
+        parts = [tuple(arrays)]
+        batch = None
+        if len(entries) > 1:
             parts = [tuple(a[i : i + 1] for a in arrays) for i in range(len(entries))]
-        long = entries[0].rows > MAX_RECORDED_ROWS  # a slice would pin all that the pass read
-        if long:
-            parts = [_copied(p) for p in parts]
-        batch = None if long or len(parts) == 1 else StateBatch(arrays, parts)
+            batch = arrays, parts  # the next forward of the same sequences takes them as they are
+        if entries[0].rows > MAX_RECORDED_ROWS:  # a slice would pin all that the pass read
+            parts, batch = [own(part) for part in parts], None
+            arrays = [a for part in parts for a in part]
         for i, (e, part) in enumerate(zip(entries, parts, strict=True)):
-            if recorder is not None and len(e.draft):
+            if recorder and len(e.draft):
                 self._recorded[e] = (recorder, i)
             e.seq.state, e.seq.batch = part, batch
-        return [a for p in parts for a in p] if long else arrays
+        return arrays
 
     def release(self) -> None:
         """The forward is built, or failed: stop recording, and let go of the layers' arrays."""
         _recorder.set(None)
         for layer in self.layers:
-            layer.cache = [None] * len(layer.cache)
+            layer.cache = [None for _ in layer.cache]
 
     def rollback(self, plan: Sequence[Entry], kept_rows: Sequence[int]) -> None:
         """A step was read: bring each sequence's state to the one behind its first kept rows."""
+        if not self._recorded:
+            return
         replays: dict[tuple[StateRecorder, int], list[tuple[int, Seq]]] = {}
         for e, rows in zip(plan, kept_rows, strict=True):
             recorded = self._recorded.pop(e, None)
@@ -234,15 +227,6 @@ class RecurrentStates:
 
 def own(state: StateArrays) -> StateArrays:
     """A copy in memory of its own, submitted: a slice pins the array it was cut from."""
-    made = _copied(state)
+    made = tuple(a + 0 for a in state)
     mx.async_eval(made)
     return made
-
-
-def _copied(state: StateArrays) -> StateArrays:
-    return tuple(a + 0 for a in state)
-
-
-def nbytes(state: StateArrays | None) -> int:
-    """Bytes of a sequence's state."""
-    return sum(a.nbytes for a in state or ())

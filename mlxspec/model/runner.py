@@ -7,9 +7,8 @@ as [B, L], for layers that need the time axis; `gather` likewise, with K/V hande
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -20,10 +19,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, recurrent
-from mlxspec.model.batch import Step, bucket, build_inputs, joined, per_row, spans_of, stage
+from mlxspec.model.batch import (
+    Step,
+    bucket,
+    build_inputs,
+    drafts_of,
+    owners_of,
+    stage,
+    starts_of,
+)
 from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import LayerState, RecurrentStates
-from mlxspec.model.sampler import Row, Sampled, drafts_of, rows_of, sample
+from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.types import Entry, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
@@ -32,24 +39,14 @@ GROWING: "WeakSet[Runner]" = WeakSet()
 Layout = Literal["rows", "rect", "gather", "solo"]
 
 
+def flat_caches(caches: Iterable[Any]) -> list[Any]:
+    """The layers' caches, those inside a CacheList one by one."""
+    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
+
+
 def owed() -> int:
     """Bytes by which pools of this process may still grow."""
     return sum(runner.owed() for runner in GROWING)
-
-
-@dataclass(slots=True)
-class Forward:
-    """A plan's lazy forward. `ids` int32 [T]; `spans` the index of each entry's first sampled row;
-    `logits` [R, vocab] of the sampled rows; `taps` [T, D] each; `rows` those that are
-    sampled; all in plan order."""
-
-    plan: Sequence[Entry]
-    ids: mx.array
-    spans: Sequence[int]
-    offsets: mx.array | None
-    logits: mx.array
-    taps: dict[Tap, mx.array]
-    rows: list[Row]
 
 
 class Runner:
@@ -77,29 +74,25 @@ class Runner:
         self.lone = lone or layout == "solo"
         self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
         self._given: Callable[[], Sequence[int]] | None = None
-        if kv_bits and layout == "solo":
-            raise UnsupportedModel(
-                f"kv_bits = {kv_bits}: mlx-lm's own caches (layout solo) are not quantized; give 0"
-            )
         self.caches: list[Any] = []
         if layout != "solo":
             attention.install(model)
             self.caches = [self._cache(c) for c in make_prompt_cache(model)]
-        flat = [c for cache in self.caches for c in getattr(cache, "caches", [cache])]
+        flat = flat_caches(self.caches)
         # Several caches in a layer: deepseek_v32 makes one wait for the other.
         self._several = len(flat) > len(self.caches)
         self._paged = [c for c in flat if isinstance(c, Pages)]
         self.states = RecurrentStates([c for c in flat if isinstance(c, LayerState)], rollback)
         if self.states.layers:
             recurrent.install(model)
-        attention.ungraft(model)  # of a runner that was tried before this one
-        self.trunk = trunk and attention.graft(model, self.view)
+        self.trunk = attention.graft(model, self.view) if trunk else None
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Raises UnsupportedModel."""
-        if taps and not self.trunk:
+        if self.trunk:
+            attention.tap(self.trunk, self.view, taps)
+        elif taps:
             raise UnsupportedModel("this model's hidden states cannot be read")
-        attention.tap(self.model, self.view, taps)
 
     def _cache(self, cache: Any) -> Any:
         """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""
@@ -157,166 +150,139 @@ class Runner:
         if not copies:
             return
         self.grow()
-        moves = {}
         for group, pool in enumerate(self.view.blocks):
-            mine = [(source, target) for of, source, target in copies if of == group]
-            moves[pool] = [self.view.slots_of([pair[i] for pair in mine]) for i in (0, 1)]
-        # Read first, then write: a pool with a reader in flight is copied whole, not in place.
-        held = [[pool[:, moves[p.pool][0]] for pool in p.pools()] for p in self.pages()]
-        mx.eval(held)
-        for pages, (k, v) in zip(self.pages(), held, strict=True):
-            pages.put(moves[pages.pool][1], k, v)
+            sources = self.view.slots_of([source for of, source, _ in copies if of == group])
+            targets = self.view.slots_of([target for of, _, target in copies if of == group])
+            layers = [pages for pages in self.pages() if pages.pool == pool]
+            # Read first, then write: a pool with a reader in flight is copied whole, not in place.
+            held = [[each[:, sources] for each in pages.pools()] for pages in layers]
+            mx.eval(held)
+            for pages, (k, v) in zip(layers, held, strict=True):
+                pages.put(targets, k, v)
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(self, plan: Sequence[Entry], previous: Step | None) -> Forward:
-        """The plan's lazy forward. `previous` is the step in flight, which holds pending tokens."""
-        offsets = None
+    def forward(self, plan: Iterable[Entry], previous: Step | None) -> Step:
+        """The plan's lazy forward, its entries sorted so that like ones are neighbours. `previous`
+        is the step in flight, which holds pending tokens."""
+        plan = sorted(plan, key=self._form)
+        offsets = row_offsets = None
         if previous is not None and any(e.inflight_drafts for e in plan):
             offsets = previous.offsets(plan)
-        ids, spans = build_inputs(plan, previous, offsets)
-        logits, taps = self._forward(plan, ids, spans, offsets)
-        return Forward(plan, ids, spans, offsets, logits, taps, rows_of(plan))
+            row_offsets = offsets[owners_of(e.sampled for e in plan)]
+        ids = build_inputs(plan, previous, offsets)
+        logits, taps = self._forward(plan, ids, offsets)
+        return Step(plan, ids, rows_of(plan), row_offsets, logits, taps)
 
-    def sample(self, forward: Forward) -> Sampled | None:
+    def sample(self, step: Step) -> Sampled | None:
         """Lazy samples of a forward's sampled rows; None where no entry samples."""
-        plan, rows = forward.plan, forward.rows
-        if not rows:
+        if not step.rows:
             return None
-        firsts = [s for e, s in zip(plan, forward.spans, strict=True) for _ in range(e.sampled)]
-        offsets = forward.offsets
-        if offsets is not None:
-            offsets = per_row(offsets, plan, lambda e: e.sampled)
-        drafts = drafts_of(plan, forward.spans)
-        return sample(forward.logits, rows, forward.ids, firsts, offsets, drafts)
+        spans = [step.spans[row.entry.seq] for row in step.rows]
+        drafts = drafts_of(step.plan)
+        return sample(step.logits, step.rows, step.ids, spans, step.row_offsets, drafts)
 
-    def submit(self, forward: Forward, sampled: Sampled | None) -> Step:
+    def submit(self, step: Step, sampled: Sampled | None) -> Step:
         """Start the step on the device, without waiting for it."""
-        plan = forward.plan
-        own = self._own_caches(plan) if self.layout == "solo" else []
-        # The samples need every pool. Without any, K and V of the last layer depend on all before.
-        # MLX holds an array that is named until the whole step is done, and would copy a pool that
-        # the next step writes before that: so the marker of a step is new memory, not a pool.
+        own = []
+        if self.layout == "solo":
+            leaves: Any = tree_flatten([c.state for e in step.plan for c in e.seq.state])
+            own = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+        results = [*own, *step.taps.values()]
         if sampled:
-            marks = [sampled.tokens]
+            results += sampled.arrays()
+            step.marker = sampled.tokens
         else:
-            ends = own[-1:] or self._pools()[-2:] or list(plan[-1].seq.state[-1:])
-            marks = [end.flatten()[:1] + 0 for end in ends]
-        results = sampled.arrays() if sampled else []
+            # Without samples, the last layer's K and V, or state, depend on all before.
+            # MLX holds an array that is named until the whole step is done, and would copy a pool
+            # that the next step writes before that: so new memory is named, not a pool.
+            ends = own[-1:] or self._pools()[-2:] or step.plan[-1].seq.state[-1:]
+            markers = [end.flatten()[:1] + 0 for end in ends]
+            results += markers
+            step.marker = markers[-1]
+        step.sampled, step.logits = sampled, None
         began = time.perf_counter()
-        mx.async_eval(*marks, *results, *own, *forward.taps.values())
-        step = Step(
-            plan, forward.ids, forward.spans, forward.rows, sampled, marks[-1], forward.taps
-        )
+        mx.async_eval(step.marker, *results)
         step.submit_seconds = time.perf_counter() - began
         return step
 
     def rollback(self, plan: Sequence[Entry], kept_rows: Sequence[int]) -> None:
         """Drop rejected drafts from recurrent states: see RecurrentStates.rollback."""
-        if self.states.layers:
-            self.states.rollback(plan, kept_rows)
+        self.states.rollback(plan, kept_rows)
 
-    def logits(self, plan: Sequence[Entry]) -> mx.array:
+    def logits(self, plan: Iterable[Entry]) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known; for warm-up."""
-        return self.forward(plan, None).logits
+        logits: mx.array = self.forward(plan, None).logits
+        return logits
 
     def forward_rows(
         self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
     ) -> mx.array:
         """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
-        logits, _ = self._forward(plan, ids, spans_of(plan), offsets)
+        logits, _ = self._forward(plan, ids, offsets)
         mx.async_eval(logits)
         return logits
 
-    def _own_caches(self, plan: Sequence[Entry]) -> list[mx.array]:
-        """The arrays in mlx-lm's own caches."""
-        leaves: Any = tree_flatten([c.state for e in plan for c in e.seq.state])
-        return [a for _, a in leaves if isinstance(a, mx.array)]
+    def _form(self, e: Entry) -> tuple[Any, ...]:
+        """Only entries that are equal in it share a forward [B, L]."""
+        return bucket(e, self.view.block_size), self.states.form(e)
 
     def _forward(
-        self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int], offsets: mx.array | None
+        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
-        if self.layout == "rows":
-            return self._forward_rows(plan, ids, spans, offsets)
-        assert offsets is None, "only the rows layout overlaps a draft in flight"
-        return self._forward_rect(plan, ids)
+        """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
+        batches = [list(plan)]
+        if self.lone:
+            batches = [[e] for e in plan]
+        elif self.layout != "rows":
+            batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
+        self.states.begin_step(plan)
+        logits: list[mx.array] = []
+        taps: dict[Tap, list[mx.array]] = {tap: [] for tap in self.view.taps}
+        row = 0
+        for batch in batches:
+            rows = sum(e.rows for e in batch)
+            logits.append(self._forward_batch(batch, ids[row : row + rows], offsets))
+            for tap in taps:
+                taps[tap].append(self.view.tapped.pop(tap).flatten(0, 1))
+            row += rows
+        return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
-    def _forward_rows(
-        self, plan: Sequence[Entry], ids: mx.array, spans: Sequence[int], offsets: mx.array | None
-    ) -> tuple[mx.array, dict[Tap, mx.array]]:
-        """One forward [T, 1] for the whole plan, its entries in bucket order."""
-        size, view = self.view.block_size, self.view
-        order = sorted(range(len(plan)), key=lambda i: bucket(plan[i], size))
-        starts = list(accumulate((e.rows for e in plan), initial=0))
-        place = dict(zip(order, accumulate((plan[i].rows for i in order), initial=0), strict=False))
-        reordered = order != sorted(order)
-        if reordered:
-            ids = ids[joined(range(starts[i], starts[i + 1]) for i in order)]
-            if offsets is not None:
-                offsets = offsets[mx.array(order)]
-        self.grow()
-        stage(view, [plan[i] for i in order], offsets, self.shares)
-        firsts = [place[n] + span - starts[n] for n, span in enumerate(spans)]
-        view.sampled = joined(range(at, at + e.sampled) for at, e in zip(firsts, plan, strict=True))
-        logits: mx.array = self.model(ids[:, None], cache=self.caches)[:, 0]
-        taps = {tap: hidden[:, 0] for tap, hidden in view.take_taps().items()}
-        if reordered and taps:
-            rows = joined(range(place[n], place[n] + e.rows) for n, e in enumerate(plan))
-            taps = {tap: hidden[rows] for tap, hidden in taps.items()}
-        return (logits if self.trunk else logits[view.sampled]), taps
-
-    def _forward_rect(
-        self, plan: Sequence[Entry], ids: mx.array
-    ) -> tuple[mx.array, dict[Tap, mx.array]]:
-        """A forward [B, L] per group of entries with equal rows, or per entry if `lone`."""
-        size, view, states = self.view.block_size, self.view, self.states
-        starts = list(accumulate((e.rows for e in plan), initial=0))
-        sampled: dict[int, mx.array] = {}
-        tapped: dict[Tap, dict[int, mx.array]] = {tap: {} for tap in view.taps}
-        states.begin_step(plan)
-        forms = [(*bucket(e, size), states.form(e)) for e in plan]
-        order = sorted(range(len(plan)), key=forms.__getitem__)
-        for _, members in groupby(order, key=lambda i: i if self.lone else forms[i]):
-            batch = list(members)
-            entries = [plan[i] for i in batch]
-            rows = entries[0].rows
-            index = mx.array([list(range(starts[i], starts[i] + rows)) for i in batch])
-            most = max(e.sampled for e in entries)
-            view.sampled = (slice(None), slice(rows - most, None))
-            logits = self._forward_group(entries, ids[index])
-            for i, e, row in zip(batch, entries, logits, strict=True):
-                if e.samples:
-                    sampled[i] = row[most - e.sampled :]
-            for tap, hidden in view.take_taps().items():
-                tapped[tap].update(zip(batch, hidden, strict=True))
-        taps = {
-            tap: mx.concatenate([rows[i] for i in range(len(plan))]) for tap, rows in tapped.items()
-        }
-        if not sampled:
-            return mx.zeros((0, 1)), taps
-        return mx.concatenate([sampled[i] for i in sorted(sampled)]), taps
-
-    def _forward_group(self, entries: Sequence[Entry], tokens: mx.array) -> mx.array:
-        """Submitted logits [B, sampled, vocab] of tokens int32 [B, L]."""
-        view, states = self.view, self.states
-        caches: Any = self.caches
+    def _forward_batch(
+        self, batch: Sequence[Entry], ids: mx.array, offsets: mx.array | None
+    ) -> mx.array:
+        """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others."""
+        view, caches = self.view, self.caches
+        length = 1
+        sampled: list[int] = []
+        for e, start in starts_of(batch).items():
+            sampled += range(start + e.rows - e.sampled, start + e.rows)
+        index: Any = mx.array(sampled, mx.int32)
         if self.layout == "solo":
-            seq = entries[0].seq
+            seq = batch[0].seq
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
-            stage(view, entries, write_shared=self.shares)
-            view.positions = mx.array([e.start for e in entries])
+            stage(view, batch, offsets, self.shares)
+        if self.layout != "rows":
+            length = batch[0].rows
+            at = np.array(sampled, np.int32)[:, None]
+            index = mx.array(at // length), mx.array(at % length)
+            view.positions = mx.array([e.start for e in batch])
+        view.sampled = index
         try:
-            recorder = states.load(entries)
-            logits: mx.array = self.model(tokens, cache=caches)
-            left = states.store(entries, recorder)
+            self.states.load(batch)
+            logits: mx.array = self.model(ids.reshape(-1, length), cache=caches)
+            states = self.states.store(batch)
         finally:
-            states.release()
+            self.states.release()
+            view.sampled = None
         if not self.trunk:
-            logits = logits[view.sampled]
-        # The next forward writes the pools that this one reads; in one graph MLX would copy them.
-        # Naming them holds them until all is done, so only where the logits do not need them all.
-        mx.async_eval(logits, *left, *(self._pools() if self._several else ()))
-        return logits
+            logits = logits[index]
+        if self.layout != "rows":
+            # The next forward writes the pools that this one reads; in one graph MLX would copy
+            # them. Naming them holds them until all is done, so only where the logits do not need
+            # them all.
+            mx.async_eval(logits, *states, *(self._pools() if self._several else ()))
+        return logits[:, 0]

@@ -4,7 +4,8 @@ Rule: a token is a function of (its logits, its history, the request's sampling,
 The noise is keyed by (seed, position), so neither the batch nor a drafter can change a token.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -21,18 +22,17 @@ from mlxspec.types import Sequence as Seq
 @dataclass(slots=True)
 class Sampled:
     """Lazy results of a step. `tokens` int32 [R]; `accepted` int32 [sampling entries], how many
-    drafted tokens were accepted, None if nothing was drafted; the log-probabilities only if some
-    row asked for them: of the sampled tokens [R], and of the k best [R, k], unordered."""
+    drafted tokens were accepted, None if nothing was drafted. `logprobs`, only if some row asked
+    for them: the log-probabilities [R] of the sampled tokens; then, if alternatives are to be
+    reported, ids and log-probabilities [R, k] of the k best, unordered."""
 
     tokens: mx.array
     accepted: mx.array | None = None
-    chosen: mx.array | None = None
-    top: mx.array | None = None
-    top_logprobs: mx.array | None = None
+    logprobs: Sequence[mx.array] = ()
 
     def arrays(self) -> list[mx.array]:
-        some = (self.tokens, self.accepted, self.chosen, self.top, self.top_logprobs)
-        return [a for a in some if a is not None]
+        counts = [] if self.accepted is None else [self.accepted]
+        return [self.tokens, *counts, *self.logprobs]
 
 
 @dataclass(slots=True)
@@ -48,13 +48,14 @@ class Row:
     mask: bytes = b""
 
 
-def rows_of(plan: Sequence[Entry]) -> list[Row]:
+def rows_of(plan: Iterable[Entry]) -> list[Row]:
     """The sampled rows of a plan, in plan order."""
     rows = []
     for e in plan:
+        sampling, first = e.seq.request.sampling, e.start + e.count
         for i in range(e.sampled):
             mask = e.masks[i] if e.masks else b""
-            rows.append(Row(e, e.seq.request.sampling, e.start + e.count + i, i + 1, mask))
+            rows.append(Row(e, sampling, first + i, i + 1, mask))
     return rows
 
 
@@ -77,57 +78,55 @@ def sample(
 
     `inputs` int32 [T] are the step's input tokens, `spans[r]` the index in them of the first
     sampled row of row r's entry; `offsets` int32 [R] are added to the rows' positions; `drafts` as
-    of drafts_of.
+    of batch.drafts_of.
     """
     wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     x = logits.astype(mx.float32) if wanted else logits
-    logprobs = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else None
-    x = _penalize(_add_bias(x, rows), rows, inputs, spans)
-    tokens, accepted = sample_accept(x, _draws(x, rows, offsets), inputs, drafts)
-    result = Sampled(tokens, accepted)
-    if logprobs is not None:
-        result.chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    own = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else x
+    x = _add_bias(x, rows)
+    x = _penalize(x, rows, inputs, spans)
+    result = Sampled(*sample_accept(x, _draws(x, rows, offsets), inputs, drafts))
+    if wanted:
+        chosen = mx.take_along_axis(own, result.tokens[:, None], axis=-1)
+        result.logprobs = [chosen[:, 0]]
         k = min(max(wanted), x.shape[-1] - 1)
         if k:
-            result.top = mx.argpartition(-logprobs, k, axis=-1)[:, :k].astype(mx.int32)
-            result.top_logprobs = mx.take_along_axis(logprobs, result.top, axis=-1)
+            top = mx.argpartition(-own, k, axis=-1)[:, :k].astype(mx.int32)
+            result.logprobs += [top, mx.take_along_axis(own, top, axis=-1)]
     return result
 
 
-def drafts_of(plan: Sequence[Entry], spans: Sequence[int]) -> list[tuple[int, int]]:
-    """(first index in the step's input, length) of each sampling entry's draft; [] if there is
-    none."""
-    drafts = [(span + 1, len(e.draft)) for e, span in zip(plan, spans, strict=True) if e.samples]
-    return drafts if any(length for _, length in drafts) else []
-
-
-def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[list[Logprob]]]:
+def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[Logprob | None]]:
     """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities."""
     mx.eval(sampled.arrays())
     tokens = np.array(sampled.tokens).tolist()
-    if sampled.chosen is None:
-        return tokens, [[] for _ in rows]
-    chosen = np.array(sampled.chosen).tolist()
-    best: list[list[tuple[int, float]]] = [[] for _ in rows]
-    if sampled.top is not None:
-        ids, values = np.array(sampled.top), np.array(sampled.top_logprobs)
-        order = np.lexsort((ids, -values), axis=-1)
-        ids = np.take_along_axis(ids, order, -1).tolist()
-        values = np.take_along_axis(values, order, -1).tolist()
-        best = [list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)]
-    logprobs: list[list[Logprob]] = []
-    for row, token, logprob, top in zip(rows, tokens, chosen, best, strict=True):
+    logprobs: list[Logprob | None] = [None for _ in rows]
+    if not sampled.logprobs:
+        return tokens, logprobs
+    chosen, *best = [np.array(each).tolist() for each in sampled.logprobs]
+    for r, row in enumerate(rows):
         n = row.sampling.logprobs
-        logprobs.append([] if n is None else [Logprob(token, logprob, tuple(top[:n]))])
+        if n is None:
+            continue
+        top: list[tuple[int, float]] = []
+        if n:
+            pairs = zip(*(each[r] for each in best), strict=True)
+            top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+        logprobs[r] = Logprob(tokens[r], chosen[r], tuple(top[:n]))
     return tokens, logprobs
 
 
 def _add_bias(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    biases = [(r, token, v) for r, row in enumerate(rows) for token, v in row.sampling.logit_bias]
-    if not biases:
+    at, tokens, values = [], [], []
+    for r, row in enumerate(rows):
+        for token, value in row.sampling.logit_bias:
+            at.append(r)
+            tokens.append(token)
+            values.append(value)
+    if not at:
         return x
-    at, token, value = (mx.array(list(column)) for column in zip(*biases, strict=True))
-    return x.astype(mx.float32).at[at, token].add(value.astype(mx.float32))
+    where = mx.array(at), mx.array(tokens)
+    return x.astype(mx.float32).at[where].add(mx.array(values, mx.float32))
 
 
 def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequence[int]) -> mx.array:
@@ -137,24 +136,17 @@ def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequenc
     if not chosen:
         return x
     x = x.astype(mx.float32)
-    penalized = [rows[r] for r in chosen]
-    in_prompt, generated = _token_counts(penalized, [spans[r] for r in chosen], inputs, x.shape[-1])
-
-    def column(value: Callable[[Sampling], float]) -> mx.array:
-        return mx.array([value(row.sampling) for row in penalized])[:, None]
-
-    everything = len(chosen) == len(rows)
-    y = x if everything else x[mx.array(chosen)]
-    seen = in_prompt | (generated > 0)
-    repetition = column(lambda s: s.repetition_penalty)
+    some = [rows[r] for r in chosen]
+    in_prompt, counts = _token_counts(some, [spans[r] for r in chosen], inputs, x.shape[-1])
+    seen = in_prompt | (counts > 0)
+    asked = [row.sampling for row in some]
+    repetition = mx.array([each.repetition_penalty for each in asked])[:, None]
+    frequency = mx.array([each.frequency_penalty for each in asked])[:, None]
+    presence = mx.array([each.presence_penalty for each in asked])[:, None]
+    y = _take(x, chosen)
     y = mx.where(seen, mx.where(y > 0, y / repetition, y * repetition), y)
-    frequency = generated * column(lambda s: s.frequency_penalty)
-    presence = (generated > 0) * column(lambda s: s.presence_penalty)
-    y = y - frequency - presence
-    if everything:
-        return y
-    x[mx.array(chosen)] = y
-    return x
+    y = y - counts * frequency - (counts > 0) * presence
+    return _put(x, chosen, y)
 
 
 def _token_counts(
@@ -162,29 +154,22 @@ def _token_counts(
 ) -> tuple[mx.array, mx.array]:
     """For each row which tokens stand in the prompt, bool [R, vocab], and how often each was
     generated before it, float32 [R, vocab]; tokens of the step itself are counted lazily."""
-    index: dict[Seq, int] = {}
-    prompts: list[mx.array] = []
-    outputs: list[mx.array] = []
-    owners: list[int] = []  # of the rows, among the sequences
+    prompts, outputs = [], []
     at: list[int] = []  # input tokens of this step that a row comes behind,
     of: list[int] = []  # and that row
-    for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
+    for r, (row, span) in enumerate(zip(rows, spans, strict=True)):
         seq = row.entry.seq
         first = row.position - row.behind  # the span's first token may be unread, those before not
-        if seq not in index:
-            index[seq] = len(index)
-            prompt, output = _host_counts(seq, first, vocab)
-            prompts.append(prompt)
-            outputs.append(output)
-        owners.append(index[seq])
-        generated = range(span + max(0, seq.prompt_len - first), span + row.behind)
-        at += generated
-        of += [i for _ in generated]
-    owner = mx.array(owners)
-    in_prompt, counts = mx.stack(prompts)[owner], mx.stack(outputs)[owner]
+        prompt, output = _host_counts(seq, first, vocab)
+        prompts.append(prompt)
+        outputs.append(output)
+        for i in range(max(0, seq.prompt_len - first), row.behind):
+            at.append(span + i)
+            of.append(r)
+    counts = mx.stack(outputs)
     if at:
         counts = counts.at[mx.array(of), inputs[mx.array(at)]].add(1.0)
-    return in_prompt, counts
+    return mx.stack(prompts), counts
 
 
 def _host_counts(seq: Seq, upto: int, vocab: int) -> tuple[mx.array, mx.array]:
@@ -192,7 +177,7 @@ def _host_counts(seq: Seq, upto: int, vocab: int) -> tuple[mx.array, mx.array]:
     position `upto`, float32 [vocab]. Kept with the sequence: a step counts only what is new."""
     if seq.counts is None:
         prompt = mx.zeros((vocab,), mx.bool_)
-        prompt[mx.array(np.unique(np.array(seq.request.prompt, np.int32)))] = True
+        prompt[mx.array(seq.request.prompt)] = True
         seq.counts = seq.prompt_len, prompt, mx.zeros((vocab,))
     counted, prompt, output = seq.counts
     if upto > counted:
@@ -203,58 +188,70 @@ def _host_counts(seq: Seq, upto: int, vocab: int) -> tuple[mx.array, mx.array]:
 
 def _draws(x: mx.array, rows: Sequence[Row], offsets: mx.array | None) -> Draws:
     """How the rows of x [R, vocab] are drawn; filters become the lowest logit that stays."""
-    temperatures, seeds = [], []
-    for row in rows:
-        sampling = row.sampling
-        greedy = sampling.temperature == 0
-        temperatures.append(0.0 if greedy else max(sampling.temperature, COLDEST))
-        seeds.append(0 if greedy else seed32(sampling.seed, row.entry.seq.index))
-    positions, masks = [row.position for row in rows], [row.mask for row in rows]
-    draws = Draws(temperatures, seeds, positions, masks, offsets)
-    filtered = [r for r, row in enumerate(rows) if temperatures[r] and row.sampling.filtered]
-    if not filtered:
-        return draws
-    at, everything = mx.array(filtered), len(filtered) == len(rows)
-    y = allow((x if everything else x[at]).astype(mx.float32), [masks[r] for r in filtered])
-    y = y / mx.array([temperatures[r] for r in filtered])[:, None]
-    floors = _floors(y, [rows[r] for r in filtered])[:, 0]
-    if everything:
-        draws.floors = floors
-    else:
-        draws.floors = mx.full((len(rows),), -mx.inf)
-        draws.floors[at] = floors
+    draws = Draws([], [], [], [], offsets)
+    filtered = []
+    for r, row in enumerate(rows):
+        temperature = row.sampling.temperature
+        draws.temperatures.append(max(temperature, COLDEST) if temperature else 0.0)
+        draws.seeds.append(seed32(row.sampling.seed, row.entry.seq.index))
+        draws.positions.append(row.position)
+        draws.masks.append(row.mask)
+        if row.sampling.filtered:
+            filtered.append(r)
+    if filtered:
+        some = [rows[r] for r in filtered]
+        y = allow(_take(x, filtered).astype(mx.float32), [row.mask for row in some])
+        y = y / mx.array([draws.temperatures[r] for r in filtered])[:, None]
+        draws.floors = _put(mx.full((len(rows),), -mx.inf), filtered, _floors(y, some))
     return draws
 
 
 def _floors(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    """float32 [R, 1], the lowest of x [R, vocab] that stays: top_k, then top_p over what top_k
-    left, and min_p relative to the best; ties at a threshold stay. A row with a small top_k ranks
-    NARROW tokens alone, whichever rows it shares the batch with."""
+    """float32 [R], the lowest of x [R, vocab] that stays. A row with a small top_k ranks NARROW
+    tokens alone, whichever rows it shares the batch with."""
     vocab = x.shape[-1]
-    narrow = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k <= NARROW < vocab]
-    if not narrow:
-        return _floor(mx.sort(x, axis=-1)[:, ::-1], rows)
-    floors = mx.zeros((len(rows), 1), mx.float32)
-    at = mx.array(narrow)
-    ranked = mx.sort(mx.topk(x[at], NARROW, axis=-1), axis=-1)[:, ::-1]
-    floors[at] = _floor(ranked, [rows[i] for i in narrow])
-    rest = sorted(set(range(len(rows))) - set(narrow))
-    if rest:
-        at = mx.array(rest)
-        floors[at] = _floor(mx.sort(x[at], axis=-1)[:, ::-1], [rows[i] for i in rest])
+    narrow, wide = [], []
+    for r, row in enumerate(rows):
+        if 0 < row.sampling.top_k <= NARROW < vocab:
+            narrow.append(r)
+        else:
+            wide.append(r)
+    floors = mx.zeros((len(rows),))
+    for chosen in (narrow, wide):
+        if chosen:
+            y = _take(x, chosen)
+            if chosen is narrow:
+                y = mx.topk(y, NARROW, axis=-1)
+            ranked = mx.sort(y, axis=-1)[:, ::-1]
+            floor = _floor(ranked, [rows[r].sampling for r in chosen])
+            floors = _put(floors, chosen, floor)
     return floors
 
 
-def _floor(ranked: mx.array, rows: Sequence[Row]) -> mx.array:
-    """The lowest logit that stays, float32 [R, 1]. `ranked` [R, n]: the n >= top_k best, sorted."""
-    vocab = ranked.shape[-1]
-    top_k = mx.array([min(row.sampling.top_k or vocab, vocab) for row in rows])[:, None]
-    kept = mx.where(mx.arange(vocab)[None] < top_k, ranked, -mx.inf)
-    probs = mx.softmax(kept, axis=-1, precise=True)
+def _floor(ranked: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+    """float32 [R], the lowest logit that stays: top_k, then top_p over what top_k left, and min_p
+    relative to the best; ties at a threshold stay. `ranked` [R, n]: the n >= top_k best, sorted."""
+    n = ranked.shape[-1]
+    top_k = mx.array([min(s.top_k or n, n) for s in samplings])[:, None]
     # 2 where top_p is off: a sum that rounds to 1 must not cut the tail
-    top_p = [row.sampling.top_p if row.sampling.top_p < 1 else 2.0 for row in rows]
+    top_p = mx.array([s.top_p if s.top_p < 1 else 2.0 for s in samplings])[:, None]
+    min_p = mx.array([math.log(s.min_p) if s.min_p else -math.inf for s in samplings])
+    probs = mx.softmax(mx.where(mx.arange(n) < top_k, ranked, -mx.inf), axis=-1, precise=True)
     better = mx.cumsum(probs, axis=-1) - probs  # mass of the better tokens
-    last = ((better < mx.array(top_p)[:, None]) & (probs > 0)).sum(-1, keepdims=True)
-    floor = mx.take_along_axis(ranked, mx.maximum(mx.minimum(last, top_k), 1) - 1, axis=-1)
-    min_p = [np.log(row.sampling.min_p) if row.sampling.min_p else -np.inf for row in rows]
-    return mx.maximum(floor, ranked[:, :1] + mx.array(min_p, mx.float32)[:, None])
+    count = ((better < top_p) & (probs > 0)).sum(-1, keepdims=True)
+    last = mx.maximum(mx.minimum(count, top_k), 1) - 1
+    floor = mx.take_along_axis(ranked, last, axis=-1)[:, 0]
+    return mx.maximum(floor, ranked[:, 0] + min_p)
+
+
+def _take(x: mx.array, rows: list[int]) -> mx.array:
+    """These rows of x; x itself if they are all."""
+    return x if len(rows) == len(x) else x[mx.array(rows)]
+
+
+def _put(x: mx.array, rows: list[int], values: mx.array) -> mx.array:
+    """x with other values in these rows."""
+    if len(rows) == len(x):
+        return values
+    x[mx.array(rows)] = values
+    return x

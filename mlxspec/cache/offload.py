@@ -109,7 +109,7 @@ class KVOffloader:
     def _runs(self, keys: tuple[bytes, ...]) -> Iterator[Any]:
         """What the disk lacks of a chain, as (keys on disk, exported arrays), each exported when it
         is asked for. The blocks of windows count from the end: the same prompt leaves a token."""
-        for group, window in enumerate(self.cache.groups):
+        for group, window in enumerate(self.cache.layers):
             fitting = RUN_BYTES // max(1, self.transfer.block_bytes(group))
             size = max(1, min(RUN_BLOCKS, fitting))
             known = window.pool.by_key
@@ -134,7 +134,7 @@ class KVOffloader:
         """The first block of this group that a prompt needs which continues after `blocks`."""
         if group == STATE:
             return blocks - 1
-        return self.cache.groups[group].first(blocks * self.cache.pool.block_size)
+        return self.cache.layers[group].first(blocks * self.cache.pool.block_size)
 
     # ---- restoring
 
@@ -175,7 +175,7 @@ class KVOffloader:
         most = min((len(seq.tokens) - 1) // pool.block_size, len(pool.free_blocks))
         chain = pool.chain(seq.tokens[: most * pool.block_size])
         keys = list(takewhile(lambda key: self._has(0, key), chain))
-        others = [STATE, *range(1, len(self.cache.groups))]
+        others = [STATE, *range(1, len(self.cache.layers))]
         has = {group: [self._has(group, key) for key in keys] for group in others}
         for n in range(len(keys), match.length // pool.block_size + MIN_GAIN - 1, -1):
             if all(all(has[group][self._first(group, n) : n]) for group in others):
@@ -184,7 +184,7 @@ class KVOffloader:
 
     def _restore(self, keys: list[bytes]) -> Restore | None:
         places = {}
-        for group in reversed([*range(len(self.cache.groups)), STATE]):
+        for group in reversed([*range(len(self.cache.layers)), STATE]):
             first = self._first(group, len(keys))
             for i, key in enumerate(keys[first:], first):
                 if not self._in_memory(group, key):
@@ -239,7 +239,7 @@ class KVOffloader:
             fits: bool = self.transfer.place(group, blocks, run.arrays, list(found))
             for block, i in zip(blocks, found.values(), strict=True) if fits else ():
                 tokens = seq.tokens[i * pool.block_size : (i + 1) * pool.block_size]
-                pool.cache(block, restore.keys[i], pool.parent(restore.keys, i), tuple(tokens))
+                pool.cache(block, pool.parent(restore.keys, i), tuple(tokens), restore.keys[i])
         finally:
             pool.free(blocks)
         return fits

@@ -5,7 +5,7 @@ Rule: a sequence's tables grow together. A prefix is reused up to a position whe
 continue; blocks that left the window are freed and replaced by the null block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,12 @@ class Window:
         """Index of the first block that the row at `position` sees."""
         return max(0, position - self.tokens + 1) // self.pool.block_size
 
+    def table(self, keys: Sequence[bytes], position: int) -> list[int]:
+        """The cached blocks of a chain; those that the row at `position` cannot see are null."""
+        first = min(self.first(position), len(keys))
+        passed = [NULL_BLOCK for _ in range(first)]
+        return passed + [self.pool.by_key[key] for key in keys[first:]]
+
 
 FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
 
@@ -65,12 +71,12 @@ class KVCacheManager:
     pool: BlockPool
     windows: Sequence[Window] = ()
     states: StateCache | None = None
-    groups: list[Window] = field(init=False)  # full attention first, then the windows
+    layers: list[Window] = field(init=False)  # all pools: full attention first, then the windows
     pools: list[BlockPool] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.groups = [Window(FULL_ATTENTION, self.pool), *self.windows]
-        self.pools = [group.pool for group in self.groups]
+        self.layers = [Window(FULL_ATTENTION, self.pool), *self.windows]
+        self.pools = [window.pool for window in self.layers]
 
     @property
     def num_free(self) -> int:
@@ -85,51 +91,50 @@ class KVCacheManager:
         size, last = self.pool.block_size, len(tokens) - 1
         keys = self.pool.match(tokens)
         known = len(keys) * size
-        for n in self._resumable(keys, last):
-            start, parent = min(n * size, last), self.pool.parent(keys, n)
-            rest = tuple(tokens[start : min(start + size, last)]) if start == n * size else ()
-            if self.states is None:
-                sources, extra = self._match_partial(parent, rest)
-                return self._matched(keys[:n], start, sources, extra, known)
-            tails = self.states.tails(parent) if n * size <= last else []
-            for tail in tails:
-                sources, extra = self._match_partial(parent, tail)
-                if extra == len(tail) and rest[:extra] == tail:
-                    state = self.states.use((parent, tail))
-                    return self._matched(keys[:n], start, sources, extra, known, state)
+        for n, tail in self._candidates(keys, tokens[:last]):
+            start = min(n * size, last)
+            if not self._windows_hold(keys, n, start):
+                continue
+            parent, state = self.pool.parent(keys, n), None
+            found = [pool.match_partial(parent, tail) for pool in self.pools]
+            copied = min(length for _, length in found)
+            if self.states is not None:
+                if copied < len(tail):
+                    continue
+                state = self.states.use((parent, tail))
+            sources = [block for block, _ in found] if copied else []
+            tables = [window.table(keys[:n], start) for window in self.layers]
+            return PrefixMatch(start + copied, keys[:n], tables, sources, state, known)
         return PrefixMatch(known=known)
 
-    def _match_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """In each pool the block to copy from, and how many leading tokens all of them share."""
-        found = [pool.match_partial(parent, tokens) for pool in self.pools]
-        return [block for block, _ in found], min(n for _, n in found)
+    def _candidates(
+        self, keys: Sequence[bytes], tokens: Sequence[int]
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Where a prefix may end, the longest first: the number of cached blocks, and the tokens
+        behind them to look for. With recurrent layers these are the places that have a state."""
+        size = self.pool.block_size
+        if self.states is None:
+            for n in range(len(keys), -1, -1):
+                yield n, tuple(tokens[n * size : (n + 1) * size])
+            return
+        numbers = {self.pool.parent(keys, n): n for n in range(len(keys) + 1)}
+        found = []
+        for parent, tail in self.states:
+            if parent in numbers:
+                start = numbers[parent] * size
+                end = start + len(tail)
+                if end <= len(tokens) and tuple(tokens[start:end]) == tail:
+                    found.append((end, numbers[parent], tail))
+        for _, n, tail in sorted(found, reverse=True):
+            yield n, tail
 
-    def _matched(
-        self,
-        keys: Sequence[bytes],
-        start: int,
-        sources: Sequence[int],
-        extra: int,
-        known: int,
-        state: Any = None,
-    ) -> PrefixMatch:
-        tables = []
-        for group in self.groups:
-            first = group.first(start)
-            blocks = [group.pool.by_key[key] for key in keys[first:]]
-            tables.append([NULL_BLOCK] * (len(keys) - len(blocks)) + blocks)
-        return PrefixMatch(start + extra, keys, tables, sources if extra else (), state, known)
-
-    def _resumable(self, keys: Sequence[bytes], last: int) -> list[int]:
-        """The numbers of leading blocks after which every window can continue, highest first."""
-        found = set(range(len(keys) + 1))
+    def _windows_hold(self, keys: Sequence[bytes], n: int, position: int) -> bool:
+        """Whether every window has the blocks before block `n` that the row at `position` sees."""
         for window in self.windows:
-            run = 0  # cached blocks in a row before block n
-            for n in range(len(keys) + 1):
-                if run < n - window.first(min(n * self.pool.block_size, last)):
-                    found.discard(n)
-                run = run + 1 if n < len(keys) and keys[n] in window.pool.by_key else 0
-        return sorted(found, reverse=True)
+            for i in range(n - 1, window.first(position) - 1, -1):
+                if keys[i] not in window.pool.by_key:
+                    return False
+        return True
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
         """Index the full blocks of the sequence's first `upto` tokens, extending `seq.keys`."""
@@ -138,7 +143,7 @@ class KVCacheManager:
         for i, key in enumerate(self.pool.chain(seq.tokens[first * size : upto], parent), first):
             content = tuple(seq.tokens[i * size : (i + 1) * size])
             for pool, table in zip(self.pools, seq.tables, strict=True):
-                pool.cache(table[i], key, parent, content)
+                pool.cache(table[i], parent, content, key)
             seq.keys.append(key)
             parent = key
 
@@ -147,7 +152,7 @@ class KVCacheManager:
         parent, tail = self._name(seq, upto)
         if tail:
             for pool, table in zip(self.pools, seq.tables, strict=True):
-                pool.cache_partial(table[upto // pool.block_size], parent, tail)
+                pool.cache(table[upto // pool.block_size], parent, tail)
 
     def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
         """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
@@ -178,13 +183,17 @@ class KVCacheManager:
             self._free(tables)
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
         copies: Copies = []
-        for group, source in enumerate(match.sources):
-            tables[group] += self.pools[group].allocate(1) or ()
-            copies.append((group, source, tables[group][-1]))
+        for i, source in enumerate(match.sources):
+            tables[i] += self.pools[i].allocate(1) or ()
+            copies.append((i, source, tables[i][-1]))
         seq.table, *seq.windows = tables
-        seq.keys, seq.state, seq.computed = list(match.keys), match.state, match.length
+        seq.keys = list(match.keys)
+        seq.state = match.state
+        seq.computed = match.length
         seq.shared = len(match.keys) * size
-        seq.marks = [match.known // size] if match.known > match.length else []
+        seq.marks = []
+        if match.known > match.length:
+            seq.marks.append(match.known // size)
         if self.states is None or seq.prompt_len - match.length > MIN_PROMPT * size:
             seq.marks.append((seq.prompt_len - 1) // size)
         return copies
@@ -247,8 +256,8 @@ class KVCacheManager:
 
     def check(self, seqs: Iterable[Seq]) -> None:
         """Assert every invariant of the pools and of `seqs`, which are all there are."""
-        for group, pool in enumerate(self.pools):
-            pool.check([_owned(seq.tables[group]) for seq in seqs])
+        for i, pool in enumerate(self.pools):
+            pool.check([_owned(seq.tables[i]) for seq in seqs])
         for seq in seqs:
             assert len({len(table) for table in seq.tables}) == 1, "tables of different lengths"
             assert NULL_BLOCK not in seq.table, "a null block under full attention"

@@ -6,7 +6,6 @@ temperature or a large batch need no rule of their own: they lower a rate or rai
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +26,7 @@ Key = Hashable
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Proposal:
     """What one drafter could draft for one sequence.
 
@@ -164,7 +163,7 @@ class Controller:
         if not any(options):
             return [(0, None) for _ in stats]
         base = len(stats)
-        curve = self.costs.curve(base + MAX_ROWS, context, mode, draw)
+        curve = self.costs.curve(base + MAX_ROWS, context, mode, draw).tolist()
         plain = self.costs.step(base, context, "overlap", draw)
         picked = [_best(some, curve, base) for some in options]
         depths = share(picked, curve, plain)
@@ -176,7 +175,12 @@ class Controller:
         return list(zip(depths, picked, strict=True))
 
     def _should_probe(
-        self, stats: SequenceStats, option: Proposal, curve: Floats, plain: float, base: int
+        self,
+        stats: SequenceStats,
+        option: Proposal,
+        curve: Sequence[float],
+        plain: float,
+        base: int,
     ) -> bool:
         """Whether to draft one token, to see whether drafting would pay now."""
         every = probe_every(option, curve, plain, base)
@@ -193,65 +197,71 @@ class Controller:
                 rate.learn(key, i < accepted)
 
 
-def tokens_per_second(option: Proposal, rates: Sequence[float], curve: Floats, base: int) -> Floats:
-    """[depth]: expected tokens per second of a step in which one of `base` sequences drafts 1, 2,
-    ... tokens, accepted at these `rates`."""
-    depths = np.arange(1, len(rates) + 1)
-    tokens = base + np.cumsum(np.cumprod(rates))
-    seconds = curve[base : base + len(rates)] + option.fixed + option.seconds * depths
-    speeds: Floats = tokens / seconds
-    return speeds
+def tokens_per_second(
+    option: Proposal, rates: Sequence[float], curve: Sequence[float], base: int
+) -> float:
+    """The most expected tokens per second of a step in which one of `base` sequences drafts by
+    `option`, at these acceptance rates."""
+    best, tokens, reached = 0.0, float(base), 1.0
+    for depth, rate in enumerate(rates, 1):
+        reached *= rate
+        tokens += reached
+        seconds = curve[base + depth - 1] + option.fixed + option.seconds * depth
+        best = max(best, tokens / seconds)
+    return best
 
 
-def _best(options: Sequence[Proposal], curve: Floats, base: int) -> Proposal | None:
+def _best(options: Sequence[Proposal], curve: Sequence[float], base: int) -> Proposal | None:
     """The option that brings the most tokens per second."""
     best, best_speed = None, 0.0
     for option in options:
-        speed = float(tokens_per_second(option, option.rates, curve, base).max())
+        speed = tokens_per_second(option, option.rates, curve, base)
         if speed > best_speed:
             best, best_speed = option, speed
     return best
 
 
-def share(options: Sequence[Proposal | None], curve: Floats, plain: float) -> list[int]:
+def share(options: Sequence[Proposal | None], curve: Sequence[float], plain: float) -> list[int]:
     """How many tokens to draft for each sequence, for the most expected tokens per second.
 
     `curve[r - 1]` are the seconds of a drafting step with r rows, `plain` those of one without
     drafts; each sequence takes one row anyway. A model drafts for all sequences at once: one token
     more costs its seconds once, and its fixed cost is paid once.
     """
-    base, room = len(options), len(curve) - len(options)
-    positions = []  # (chance that it is reached and accepted, sequence, passes of a model before)
+    base = len(options)
+    positions = []  # (chance that it is reached and accepted, sequence, passes of a model)
     seconds = fixed = 0.0
     for i, option in enumerate(options):
         if option is None:
             continue
         seconds, fixed = max(seconds, option.seconds), max(fixed, option.fixed)
-        for depth, chance in enumerate(np.cumprod(option.rates), 1):
-            positions.append((float(chance), i, 0 if option.free else depth))
+        reached = 1.0
+        for depth, rate in enumerate(option.rates, 1):
+            reached *= rate
+            positions.append((reached, i, 0 if option.free else depth))
     positions.sort(key=lambda position: -position[0])
     best, best_speed = [0 for _ in options], base / plain
-    for passes in sorted({0, *(position[2] for position in positions)}):
-        taken = [position for position in positions if position[2] <= passes][:room]
-        if not taken:
-            continue
-        tokens = base + np.cumsum([chance for chance, _, _ in taken])
+    for passes in sorted({needed for _, _, needed in positions}):
         drafting = fixed + seconds * passes if passes else 0.0
-        speeds = tokens / (curve[base : base + len(taken)] + drafting)
-        deepest = int(np.argmax(speeds))
-        if speeds[deepest] > best_speed:
-            best_speed = float(speeds[deepest])
-            counts = Counter(i for _, i, _ in taken[: deepest + 1])
-            best = [counts[i] for i in range(base)]
+        depths = [0 for _ in options]
+        tokens, rows = float(base), base
+        for reached, i, needed in positions:
+            if needed <= passes and rows < len(curve):
+                depths[i] += 1
+                tokens += reached
+                speed = tokens / (curve[rows] + drafting)
+                rows += 1
+                if speed > best_speed:
+                    best, best_speed = depths.copy(), speed
     return best
 
 
-def probe_every(option: Proposal, curve: Floats, plain: float, base: int) -> int:
+def probe_every(option: Proposal, curve: Sequence[float], plain: float, base: int) -> int:
     """Rounds between two probes of a drafter that does not pay now, so that they take PROBE_SHARE
     of the time; 0 where it could not pay if every token were accepted."""
     sure = [1.0 for _ in option.rates]
-    if tokens_per_second(option, sure, curve, base).max() <= base / plain:
+    if tokens_per_second(option, sure, curve, base) <= base / plain:
         return 0
-    extra = float(curve[base]) + option.fixed + option.seconds - plain
+    extra = curve[base] + option.fixed + option.seconds - plain
     shortest, longest = PROBE_INTERVALS
     return max(shortest, min(longest, math.ceil(extra / plain / PROBE_SHARE)))

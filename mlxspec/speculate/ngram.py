@@ -5,12 +5,13 @@ Rule: adding a token and finding the longest earlier match take constant time; o
 size is all the memory. A copy needs tokens that the host has read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlxspec.model.batch import Step
+from mlxspec.speculate import Plan, Proposals
 from mlxspec.speculate.controller import Key, Proposal
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Tap
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Tap
 from mlxspec.types import Sequence as Seq
 
 LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest
@@ -26,7 +27,7 @@ CONTEXT = 8  # tokens of a prompt's end that are kept with the output that follo
 INDEXED_PER_STEP = 4096  # tokens: a few milliseconds
 
 # Acceptance rates to start from, by bucket of the matching tokens and by agreement.
-FIRST_RATE = {0: 0.5, 1: 0.3, 2: 0.35, 3: 0.6, 4: 0.8, 5: 0.9, 6: 0.96}
+FIRST_RATE = (0.5, 0.3, 0.35, 0.6, 0.8, 0.9, 0.96)
 AGREEMENT = (0.3, 0.7, 1.0)
 MOST = (0.5, 0.9)  # shares above which most, or nearly all, of the occurrences agree
 GRAMMAR = "grammar"  # the source of tokens that a grammar forces
@@ -71,7 +72,8 @@ class Index:
         stop = min(len(self.tokens), first + most)
         for size, before in self._before.items():
             for end in range(first, stop):
-                key = _key(self.tokens[max(0, end + 1 - size) : end + 1], size)
+                first_token = max(0, end + 1 - size)
+                key = _key(self.tokens[first_token : end + 1], size)
                 before.append(self._last.get(key, -1))
                 self._last[key] = end
         return stop - first
@@ -247,9 +249,7 @@ class NgramDrafter:
     def options(self, seq: Seq) -> list[Proposal]:
         return self._proposals.get(seq, [])
 
-    def draft(
-        self, plan: Sequence[Entry], previous: Step | None, chosen: Mapping[Seq, Proposal]
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         for e in plan:
             proposal = chosen.get(e.seq)
             if proposal:
@@ -260,13 +260,14 @@ class NgramDrafter:
         left = INDEXED_PER_STEP
         left -= self.corpus.index(left)
         for e, new in zip(step.plan, accepted, strict=True):
-            lookup = self._live.get(e.seq)
-            if lookup is None or e.seq.finish is not None:
+            if e.seq.finish is not None:
                 continue
+            lookup = self._live[e.seq]
             if new.tokens:
                 lookup.advance(new.drafts)
             left -= lookup.feed(e.seq.tokens, left)
-            self._proposals[e.seq] = self._propose(e.seq, lookup) if e.samples else []
+            if e.samples:
+                self._proposals[e.seq] = self._propose(e.seq, lookup)
 
     def learn_seconds(self, seconds: float, depth: int) -> None:
         """Copying costs nothing."""
@@ -275,7 +276,8 @@ class NgramDrafter:
         most = min(MAX_DEPTH, seq.room - 1)
         if most < 1:
             return []
-        copies = [lookup.propose(most), self.corpus.propose(seq.tokens[-MAX_MATCH:], most)]
+        context = seq.tokens[-MAX_MATCH:]
+        copies = [lookup.propose(most), self.corpus.propose(context, most)]
         forced: tuple[int, ...] = ()
         if seq.matcher is not None:
             forced = tuple(seq.matcher.forced(most))

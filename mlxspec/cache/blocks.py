@@ -114,6 +114,8 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block; an idle one keeps its content."""
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             if self.refs[block] == 0:
                 self._take(block)
             self.refs[block] += 1
@@ -123,6 +125,8 @@ class BlockPool:
 
         `low_priority` content is evicted before all other."""
         for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             self.refs[block] -= 1
             if self.refs[block]:
                 continue
@@ -148,7 +152,7 @@ class BlockPool:
         """Assert every invariant; `tables`, if given, are all the block tables with references."""
         assert self.free_blocks.keys() == {b for b in range(1, self.size) if not self.refs[b]}
         if tables is not None:
-            held = Counter(block for table in tables for block in table)
+            held = Counter(block for table in tables for block in table if block != NULL_BLOCK)
             assert held == Counter(dict(enumerate(self.refs))), "tables and references differ"
         assert self.low_priority.keys() <= self.idle.keys()
         assert list(self.idle) == [b for b in self.free_blocks if b in self.parents]

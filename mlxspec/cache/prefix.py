@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.blocks import BlockPool, Tokens
+from mlxspec.cache.states import Name, StateCache
 from mlxspec.types import NULL_BLOCK
 from mlxspec.types import Sequence as Seq
 
@@ -38,10 +38,10 @@ class Window:
         """Index of the first block that the row at `position` sees."""
         return max(0, position - self.tokens + 1) // self.pool.block_size
 
-    def table(self, keys: Sequence[bytes], position: int) -> list[int]:
-        """The cached blocks of a chain; those that the row at `position` cannot see are null."""
-        first = min(self.first(position), len(keys))
-        passed = [NULL_BLOCK for _ in range(first)]
+    def table(self, keys: Sequence[bytes]) -> list[int]:
+        """The cached blocks of a chain; those that the next row cannot see are null."""
+        first = self.first(len(keys) * self.pool.block_size)
+        passed = [NULL_BLOCK for _ in keys[:first]]
         return passed + [self.pool.by_key[key] for key in keys[first:]]
 
 
@@ -88,52 +88,50 @@ class KVCacheManager:
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest reusable prefix of `tokens`, their last token excepted. Changes nothing, but
         marks the state that it finds as used."""
-        size, last = self.pool.block_size, len(tokens) - 1
-        keys = self.pool.match(tokens)
+        prompt = tuple(tokens[:-1])
+        keys = self.pool.match(prompt)
+        size = self.pool.block_size
         known = len(keys) * size
-        for n, tail in self._candidates(keys, tokens[:last]):
-            start = min(n * size, last)
-            if not self._windows_hold(keys, n, start):
+        for n, tail in self._candidates(keys, prompt):
+            if not self._windows_hold(keys[:n]):
                 continue
-            parent, state = self.pool.parent(keys, n), None
+            parent = self.pool.parent(keys, n)
             found = [pool.match_partial(parent, tail) for pool in self.pools]
             copied = min(length for _, length in found)
+            state = None
             if self.states is not None:
                 if copied < len(tail):
                     continue
                 state = self.states.use((parent, tail))
             sources = [block for block, _ in found] if copied else []
-            tables = [window.table(keys[:n], start) for window in self.layers]
-            return PrefixMatch(start + copied, keys[:n], tables, sources, state, known)
+            tables = [window.table(keys[:n]) for window in self.layers]
+            return PrefixMatch(n * size + copied, keys[:n], tables, sources, state, known)
         return PrefixMatch(known=known)
 
-    def _candidates(
-        self, keys: Sequence[bytes], tokens: Sequence[int]
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _candidates(self, keys: Sequence[bytes], prompt: Tokens) -> Iterator[tuple[int, Tokens]]:
         """Where a prefix may end, the longest first: the number of cached blocks, and the tokens
         behind them to look for. With recurrent layers these are the places that have a state."""
         size = self.pool.block_size
         if self.states is None:
             for n in range(len(keys), -1, -1):
-                yield n, tuple(tokens[n * size : (n + 1) * size])
+                yield n, prompt[n * size : (n + 1) * size]
             return
         numbers = {self.pool.parent(keys, n): n for n in range(len(keys) + 1)}
         found = []
         for parent, tail in self.states:
             if parent in numbers:
-                start = numbers[parent] * size
-                end = start + len(tail)
-                if end <= len(tokens) and tuple(tokens[start:end]) == tail:
-                    found.append((end, numbers[parent], tail))
-        for _, n, tail in sorted(found, reverse=True):
+                n = numbers[parent]
+                if prompt[n * size :][: len(tail)] == tail:
+                    found.append((n, len(tail), tail))
+        for n, _, tail in sorted(found, reverse=True):
             yield n, tail
 
-    def _windows_hold(self, keys: Sequence[bytes], n: int, position: int) -> bool:
-        """Whether every window has the blocks before block `n` that the row at `position` sees."""
+    def _windows_hold(self, keys: Sequence[bytes]) -> bool:
+        """Whether every window has the last blocks of a chain that the next row sees."""
         for window in self.windows:
-            for i in range(n - 1, window.first(position) - 1, -1):
-                if keys[i] not in window.pool.by_key:
-                    return False
+            first = window.first(len(keys) * window.pool.block_size)
+            if not all(key in window.pool.by_key for key in reversed(keys[first:])):
+                return False
         return True
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
@@ -159,7 +157,7 @@ class KVCacheManager:
         assert self.states is not None
         self.states.put(self._name(seq, upto), state)
 
-    def _name(self, seq: Seq, upto: int) -> tuple[bytes, tuple[int, ...]]:
+    def _name(self, seq: Seq, upto: int) -> Name:
         """The key of the last full block before `upto`, and the tokens after it."""
         n = upto // self.pool.block_size
         tail = tuple(seq.tokens[n * self.pool.block_size : upto])
@@ -178,7 +176,7 @@ class KVCacheManager:
         size = self.pool.block_size
         tables = [list(table) for table in match.tables] or [[] for _ in self.pools]
         for pool, table in zip(self.pools, tables, strict=True):
-            pool.share(_owned(table))
+            pool.share(table)
         if match.sources and not self.num_free:  # no block to copy to
             self._free(tables)
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
@@ -252,18 +250,14 @@ class KVCacheManager:
 
     def _free(self, tables: Sequence[Sequence[int]]) -> None:
         for pool, table in zip(self.pools, tables, strict=True):
-            pool.free(_owned(table))
+            pool.free(table)
 
     def check(self, seqs: Iterable[Seq]) -> None:
         """Assert every invariant of the pools and of `seqs`, which are all there are."""
         for i, pool in enumerate(self.pools):
-            pool.check([_owned(seq.tables[i]) for seq in seqs])
+            pool.check([seq.tables[i] for seq in seqs])
         for seq in seqs:
             assert len({len(table) for table in seq.tables}) == 1, "tables of different lengths"
             assert NULL_BLOCK not in seq.table, "a null block under full attention"
         if self.states is not None:
             self.states.check()
-
-
-def _owned(table: Sequence[int]) -> list[int]:
-    return [block for block in table if block != NULL_BLOCK]

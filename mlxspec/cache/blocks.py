@@ -60,7 +60,8 @@ class BlockPool:
         content = np.asarray(tokens, np.int32).tobytes()
         size = TOKEN_BYTES * self.block_size
         for end in range(size, len(content) + 1, size):
-            key = blake2b(content[end - size : end], digest_size=16, key=key).digest()
+            block = content[end - size : end]
+            key = blake2b(block, digest_size=16, key=key).digest()
             yield key
 
     def match(self, tokens: Sequence[int]) -> list[bytes]:
@@ -150,9 +151,11 @@ class BlockPool:
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant; `tables`, if given, are all the block tables with references."""
-        assert self.free_blocks.keys() == {b for b in range(1, self.size) if not self.refs[b]}
+        for block in range(1, self.size):
+            assert (block in self.free_blocks) == (self.refs[block] == 0)
         if tables is not None:
-            held = Counter(block for table in tables for block in table if block != NULL_BLOCK)
+            held = Counter(block for table in tables for block in table)
+            del held[NULL_BLOCK]
             assert held == Counter(dict(enumerate(self.refs))), "tables and references differ"
         assert self.low_priority.keys() <= self.idle.keys()
         assert list(self.idle) == [b for b in self.free_blocks if b in self.parents]

@@ -8,7 +8,7 @@ content and is found there by the ordinary prefix match; what is not is computed
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
@@ -31,6 +31,7 @@ POLL_S = 0.01
 STATE = -1  # stands where else the number of a pool does
 
 Place = tuple[int, int]  # pool or STATE, index in a chain of blocks
+Places = dict[bytes, Place]  # by key on disk
 Job = Iterator[bool]  # goes on with each poll: whether that did something
 
 
@@ -107,11 +108,13 @@ class KVOffloader:
                 if lacking:
                     exported = self.transfer.export(number, list(lacking.values()))
                     yield True  # the device copies them meanwhile
-                    self.disk.save(Run(tuple(lacking), self.transfer.host(exported)))
+                    arrays = self.transfer.host(exported)
+                    self.disk.save(Run(tuple(lacking), arrays))
         for key in keys:
             state, name = self._state(key), _disk_key(key, STATE)
             if state is not None and name not in self.disk:
-                self.disk.save(Run((name,), self.transfer.host(state)))
+                arrays = self.transfer.host(state)
+                self.disk.save(Run((name,), arrays))
                 yield True
         self.disk.touch(keys)
 
@@ -159,27 +162,29 @@ class KVOffloader:
     def _plan(self, seq: Seq, match: PrefixMatch) -> Job | None:
         """Restore the longest prefix that memory and disk have together, if it is worth a wait."""
         pool = self.cache.pool
-        most = min((len(seq.tokens) - 1) // pool.block_size, len(pool.free_blocks))
-        chain = pool.chain(seq.tokens[: most * pool.block_size])
+        most = min(len(seq.tokens) - 1, len(pool.free_blocks) * pool.block_size)
+        chain = pool.chain(seq.tokens[:most])
         keys = list(takewhile(lambda key: self._has(0, key), chain))
         least = match.length // pool.block_size + MIN_GAIN
         for n in range(len(keys), least - 1, -1):
             if all(self._has(number, keys[i]) for number, i in self._needed(n)):
-                break
-        else:
-            return None
-        places = {}  # by key on disk
-        for number, i in self._needed(n):
+                return self._start(seq, keys[:n])
+        return None
+
+    def _start(self, seq: Seq, keys: list[bytes]) -> Job | None:
+        places: Places = {}
+        for number, i in self._needed(len(keys)):
             if not self._in_memory(number, keys[i]):
-                places[_disk_key(keys[i], number)] = (number, i)
+                places[_disk_key(keys[i], number)] = number, i
         for window in self.cache.layers:  # used now: what is restored must not evict it
-            known = [window.pool.by_key.get(key, NULL_BLOCK) for key in keys[:n]]
+            blocks = window.pool.by_key
+            known = [blocks.get(key, NULL_BLOCK) for key in keys]
             window.pool.share(known)
             window.pool.free(known)
         self.disk.touch(places)
         return self._restore(seq, keys, places) if places else None
 
-    def _restore(self, seq: Seq, keys: list[bytes], places: Mapping[bytes, Place]) -> Job:
+    def _restore(self, seq: Seq, keys: list[bytes], places: Places) -> Job:
         """Read the files that hold `places`, and make their content cached in the pools. Ends early
         where the disk takes too long, or something is lost or has no room."""
         files = deque(self.disk.files(places))
@@ -211,30 +216,31 @@ class KVOffloader:
                 return progress is not False
         return False
 
-    def _place(self, seq: Seq, keys: list[bytes], places: Mapping[bytes, Place], run: Run) -> bool:
+    def _place(self, seq: Seq, keys: list[bytes], places: Places, run: Run) -> bool:
         """Enter a run into its pool or the states; False where it has no room or does not fit."""
-        found = {n: places[name] for n, name in enumerate(run.keys) if name in places}
+        found = [places[name] for name in run.keys if name in places]
         if not found:
             return False
-        number, last = list(found.values())[-1]
+        number, last = found[-1]
         if number == STATE:
             state = self.transfer.place_state(run.arrays)
             if self.cache.states is not None and state is not None:
                 self.cache.states.put((keys[last], ()), state)
             return state is not None
         pool = self.cache.pools[number]
-        lacking = {n: i for n, (_, i) in found.items() if keys[i] not in pool.by_key}
-        blocks = pool.allocate(len(lacking))
+        blocks = pool.allocate(len(found))
         if blocks is None:
             return False
         try:
-            fits: bool = self.transfer.place(number, blocks, run.arrays, list(lacking))
+            which = [n for n, name in enumerate(run.keys) if name in places]
+            fits: bool = self.transfer.place(number, blocks, run.arrays, which)
             if fits:
-                for block, i in zip(blocks, lacking.values(), strict=True):
-                    tokens = seq.tokens[i * pool.block_size : (i + 1) * pool.block_size]
-                    pool.cache(block, pool.parent(keys, i), tuple(tokens), keys[i])
+                for block, (_, i) in zip(blocks, found, strict=True):
+                    start = i * pool.block_size
+                    tokens = tuple(seq.tokens[start : start + pool.block_size])
+                    pool.cache(block, pool.parent(keys, i), tokens, keys[i])
         finally:
-            pool.free(blocks)
+            pool.free(blocks)  # one whose key is cached already is blank again
         return fits
 
 

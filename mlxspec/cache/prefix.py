@@ -5,6 +5,7 @@ Rule: a sequence's tables grow together. A prefix is reused up to a position whe
 continue; blocks that left the window are freed and replaced by the null block.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,12 +32,15 @@ class Window:
     def min_blocks(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
         """Blocks, null block included, that always suffice for `sequences`: each holds its window
         and `1 + depth` rows of two steps; together they hold `chunk` prompt rows a step."""
-        each = -(-(tokens + 2 * (1 + depth)) // block_size) + 2
-        return 1 + sequences * each + -(-2 * chunk // block_size)
+        own = tokens + 2 * (1 + depth)
+        own_blocks = math.ceil(own / block_size) + 2
+        prompt_blocks = math.ceil(2 * chunk / block_size)
+        return 1 + sequences * own_blocks + prompt_blocks
 
     def first(self, position: int) -> int:
         """Index of the first block that the row at `position` sees."""
-        return max(0, position - self.tokens + 1) // self.pool.block_size
+        oldest = max(0, position - self.tokens + 1)
+        return oldest // self.pool.block_size
 
     def table(self, keys: Sequence[bytes]) -> list[int]:
         """The cached blocks of a chain; those that the next row cannot see are null."""
@@ -116,13 +120,12 @@ class KVCacheManager:
             for n in range(len(keys), -1, -1):
                 yield n, prompt[n * size : (n + 1) * size]
             return
-        numbers = {self.pool.parent(keys, n): n for n in range(len(keys) + 1)}
+        blocks = {key: n for n, key in enumerate([self.pool.root, *keys])}
         found = []
         for parent, tail in self.states:
-            if parent in numbers:
-                n = numbers[parent]
-                if prompt[n * size :][: len(tail)] == tail:
-                    found.append((n, len(tail), tail))
+            start = blocks.get(parent)
+            if start is not None and prompt[start * size :][: len(tail)] == tail:
+                found.append((start, len(tail), tail))
         for n, _, tail in sorted(found, reverse=True):
             yield n, tail
 
@@ -130,20 +133,23 @@ class KVCacheManager:
         """Whether every window has the last blocks of a chain that the next row sees."""
         for window in self.windows:
             first = window.first(len(keys) * window.pool.block_size)
-            if not all(key in window.pool.by_key for key in reversed(keys[first:])):
-                return False
+            for key in reversed(keys[first:]):
+                if key not in window.pool.by_key:
+                    return False
         return True
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
         """Index the full blocks of the sequence's first `upto` tokens, extending `seq.keys`."""
-        size, first = self.pool.block_size, len(seq.keys)
-        parent = self.pool.parent(seq.keys, first)
-        for i, key in enumerate(self.pool.chain(seq.tokens[first * size : upto], parent), first):
-            content = tuple(seq.tokens[i * size : (i + 1) * size])
+        size = self.pool.block_size
+        start = len(seq.keys) * size
+        parent = self.pool.parent(seq.keys, len(seq.keys))
+        for key in self.pool.chain(seq.tokens[start:upto], parent):
+            content = tuple(seq.tokens[start : start + size])
             for pool, table in zip(self.pools, seq.tables, strict=True):
-                pool.cache(table[i], parent, content, key)
+                pool.cache(table[start // size], parent, content, key)
             seq.keys.append(key)
             parent = key
+            start += size
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
         """Offer the partly filled block that ends at `upto` as a copy source."""
@@ -174,7 +180,9 @@ class KVCacheManager:
     def allocate_prefix(self, seq: Seq, match: PrefixMatch) -> Copies:
         """Give a sequence without blocks its cached prefix. Returns the blocks to copy."""
         size = self.pool.block_size
-        tables = [list(table) for table in match.tables] or [[] for _ in self.pools]
+        tables: list[list[int]] = [[] for _ in self.pools]
+        for table, shared in zip(tables, match.tables, strict=False):
+            table += shared
         for pool, table in zip(self.pools, tables, strict=True):
             pool.share(table)
         if match.sources and not self.num_free:  # no block to copy to
@@ -182,8 +190,9 @@ class KVCacheManager:
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
         copies: Copies = []
         for i, source in enumerate(match.sources):
-            tables[i] += self.pools[i].allocate(1) or ()
-            copies.append((i, source, tables[i][-1]))
+            for block in self.pools[i].allocate(1) or ():
+                tables[i].append(block)
+                copies.append((i, source, block))
         seq.table, *seq.windows = tables
         seq.keys = list(match.keys)
         seq.state = match.state
@@ -198,7 +207,8 @@ class KVCacheManager:
 
     def blocks_needed(self, seq: Seq, upto: int) -> int:
         """Blocks that each of the sequence's tables lacks to hold `upto` tokens."""
-        return max(0, -(-upto // self.pool.block_size) - len(seq.table))
+        needed = math.ceil(upto / self.pool.block_size)
+        return max(0, needed - len(seq.table))
 
     def allocate(self, seq: Seq, n: int) -> bool:
         """Append `n` blocks to each table, or nothing at all."""
@@ -211,26 +221,27 @@ class KVCacheManager:
     def free_passed(self, seq: Seq, position: int) -> None:
         """Free the window blocks that rows from `position` on cannot see. Blocks that a later hit
         may need are evicted like any other, the rest first."""
+        size = self.pool.block_size
         for window, table in zip(self.windows, seq.windows, strict=True):
-            for i in range(min(window.first(position), len(table)) - 1, -1, -1):
+            passed = table[: window.first(position)]
+            for i in reversed(range(len(passed))):
                 if table[i] == NULL_BLOCK:
                     break
-                window.pool.free([table[i]], low_priority=not self._useful(seq, window, i))
+                marks = _marks(seq, i, WINDOW_STRIDE)
+                useful = any(window.first(mark * size) <= i < mark for mark in marks)
+                window.pool.free([table[i]], low_priority=not useful)
                 table[i] = NULL_BLOCK
-
-    def _useful(self, seq: Seq, window: Window, i: int) -> bool:
-        """Whether a hit at one of the sequence's marks would need window block `i`."""
-        marks = [*seq.marks, (i // WINDOW_STRIDE + 1) * WINDOW_STRIDE]
-        return any(window.first(mark * self.pool.block_size) <= i < mark for mark in marks)
 
     def limit_rows(self, seq: Seq, rows: int) -> int:
         """At most `rows` next rows, fewer if a recurrent state is to be kept in between."""
         if self.states is None or not self.states.capacity:
             return rows
-        size, stride = self.pool.block_size, self.states.stride
-        at = seq.computed // size
-        marks = [*seq.marks, (at // stride + 1) * stride]
-        return min([rows, *(mark * size - seq.computed for mark in marks if mark > at)])
+        size = self.pool.block_size
+        block = seq.computed // size
+        for mark in _marks(seq, block, self.states.stride):
+            if mark > block:
+                rows = min(rows, mark * size - seq.computed)
+        return rows
 
     def keeps_state(self, seq: Seq, upto: int) -> bool:
         """Whether to keep the state after `upto` tokens: at the prompt's end, where prompts part,
@@ -244,7 +255,9 @@ class KVCacheManager:
     def free(self, seq: Seq) -> None:
         """Take all blocks and the state from the sequence."""
         self._free(seq.tables)
-        seq.table, seq.windows, seq.keys = [], [[] for _ in self.windows], []
+        seq.table = []
+        seq.windows = [[] for _ in self.windows]
+        seq.keys = []
         seq.state = seq.batch = None
         seq.computed = seq.shared = seq.cached = 0
 
@@ -257,7 +270,14 @@ class KVCacheManager:
         for i, pool in enumerate(self.pools):
             pool.check([seq.tables[i] for seq in seqs])
         for seq in seqs:
-            assert len({len(table) for table in seq.tables}) == 1, "tables of different lengths"
+            for table in seq.windows:
+                assert len(table) == len(seq.table), "tables of different lengths"
             assert NULL_BLOCK not in seq.table, "a null block under full attention"
         if self.states is not None:
             self.states.check()
+
+
+def _marks(seq: Seq, block: int, stride: int) -> list[int]:
+    """The blocks where a later prompt may branch off: known ones, and the next of every `stride`
+    after `block`."""
+    return [*seq.marks, (block // stride + 1) * stride]

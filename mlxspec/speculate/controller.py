@@ -64,11 +64,14 @@ class AcceptanceRate:
     def learn(self, key: Key, accepted: bool) -> None:
         hits, tries = self._faded(key)
         fade = 1 - 1 / MEMORY
-        self._seen[key] = (hits * fade + accepted, tries * fade + 1, self.round)
+        hits = hits * fade + accepted
+        tries = tries * fade + 1
+        self._seen[key] = hits, tries, self.round
 
     def _faded(self, key: Key) -> tuple[float, float]:
         hits, tries, last = self._seen.get(key, (0.0, 0.0, self.round))
-        fade = FORGETTING ** (self.round - last)
+        rounds = self.round - last
+        fade = FORGETTING**rounds
         return hits * fade, tries * fade
 
 
@@ -93,10 +96,12 @@ class Costs:
         each = np.arange(1, rows + 1, dtype=np.float64)
         low, high = (self._by_rows(measured, each) for measured in self.measured)
         short, long = self.contexts
-        position = max(0.0, (context - short) / max(1, long - short))
-        forward = np.maximum(low + position * (high - low), 1e-9)
-        seconds: Floats = (forward + draw * each) * self.factors.get(mode, 1.0)
-        return seconds
+        position = (context - short) / max(1, long - short)
+        position = max(0.0, position)
+        forward = low + position * (high - low)
+        forward = np.maximum(forward, 1e-9)
+        seconds: Floats = forward + draw * each
+        return seconds * self.factors.get(mode, 1.0)
 
     def step(self, rows: int, context: float, mode: str, draw: float = 0.0) -> float:
         """Seconds of a step with `rows` rows."""
@@ -104,19 +109,23 @@ class Costs:
 
     def draw(self, kinds: Sequence[str]) -> float:
         """Seconds of sampling a row, on average over sequences of these kinds."""
-        return sum(self.sampling.get(kind, 0.0) for kind in kinds) / max(1, len(kinds))
+        seconds = [self.sampling.get(kind, 0.0) for kind in kinds]
+        return sum(seconds) / max(1, len(seconds))
 
     def learn(
         self, rows: int, context: float, mode: str, seconds: float, draw: float = 0.0
     ) -> None:
         """A step of `rows` rows took `seconds`."""
-        ratio = seconds / self.step(rows, context, mode, draw)
-        self.factors[mode] = self.factors.get(mode, 1.0) * corrected(ratio)
+        expected = self.step(rows, context, mode, draw)
+        factor = self.factors.get(mode, 1.0)
+        self.factors[mode] = factor * corrected(seconds / expected)
 
     def _by_rows(self, measured: Sequence[float], rows: Floats) -> Floats:
-        slope = (measured[-1] - measured[-2]) / (self.rows[-1] - self.rows[-2])
+        last_rows = self.rows[-1] - self.rows[-2]
+        slope = (measured[-1] - measured[-2]) / last_rows
+        slope = max(0.0, slope)  # more rows are never cheaper
         beyond = np.maximum(0.0, rows - self.rows[-1])
-        return np.interp(rows, self.rows, measured) + max(0.0, slope) * beyond
+        return np.interp(rows, self.rows, measured) + slope * beyond
 
 
 def corrected(ratio: float) -> float:
@@ -131,7 +140,6 @@ class SequenceStats:
 
     rate: AcceptanceRate
     idle: int = 0  # rounds without a draft
-    promising: bool = False  # the last draft was right: the next probe may follow at once
 
 
 @dataclass(slots=True)
@@ -169,28 +177,16 @@ class Controller:
         depths = share(picked, curve, plain)
         if not any(depths):
             for i, option in enumerate(picked):
-                if option and self._should_probe(stats[i], option, curve, plain, base):
+                every = probe_every(option, curve, plain, base) if option else 0
+                if every and stats[i].idle >= every * base:
                     depths[i] = 1
                     break
         return list(zip(depths, picked, strict=True))
-
-    def _should_probe(
-        self,
-        stats: SequenceStats,
-        option: Proposal,
-        curve: Sequence[float],
-        plain: float,
-        base: int,
-    ) -> bool:
-        """Whether to draft one token, to see whether drafting would pay now."""
-        every = probe_every(option, curve, plain, base)
-        return every > 0 and (stats.promising or stats.idle >= every * base)
 
     def judge(self, stats: SequenceStats, keys: Sequence[Key], accepted: int) -> None:
         """`keys` are those of the drafted tokens, none for a plain round; the first `accepted` were
         accepted, the next was rejected, those behind it were not reached."""
         stats.idle = 0 if keys else stats.idle + 1
-        stats.promising = bool(keys) and accepted > 0
         for rate in (self.rate, stats.rate):
             rate.round += 1
             for i, key in enumerate(keys[: accepted + 1]):
@@ -234,7 +230,8 @@ def share(options: Sequence[Proposal | None], curve: Sequence[float], plain: flo
     for i, option in enumerate(options):
         if option is None:
             continue
-        seconds, fixed = max(seconds, option.seconds), max(fixed, option.fixed)
+        seconds = max(seconds, option.seconds)
+        fixed = max(fixed, option.fixed)
         reached = 1.0
         for depth, rate in enumerate(option.rates, 1):
             reached *= rate
@@ -263,5 +260,6 @@ def probe_every(option: Proposal, curve: Sequence[float], plain: float, base: in
     if tokens_per_second(option, sure, curve, base) <= base / plain:
         return 0
     extra = curve[base] + option.fixed + option.seconds - plain
+    every = math.ceil(extra / plain / PROBE_SHARE)
     shortest, longest = PROBE_INTERVALS
-    return max(shortest, min(longest, math.ceil(extra / plain / PROBE_SHARE)))
+    return max(shortest, min(longest, every))

@@ -120,7 +120,7 @@ class DraftModel:
 
     def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         """Read what is new, then fill the drafts, one pass for each further token."""
-        drafting = [e for e in plan if e.seq in chosen and self._ready(e.seq)]
+        drafting = [e for e in plan if e.seq in chosen]
         drafting.sort(key=lambda e: e.depth, reverse=True)
         reading = list(self._catch_up(e for e in plan if e not in drafting))
         entries = [*map(self._unread, drafting), *reading]
@@ -157,15 +157,14 @@ class DraftModel:
                 offsets = offsets[:n]
             entries = entries[:n]
             if depth:
-                entries = [
-                    Entry(e.seq, e.end, 1, True, inflight_drafts=e.inflight_drafts) for e in entries
-                ]
+                entries = [_next_row(e) for e in entries]
                 logits = self._forward(entries, passes[-1][:n], offsets)
             passes.append(self._sample(logits, entries, offsets))
         return passes
 
     def _forward(self, plan: Plan, ids: mx.array, offsets: mx.array | None) -> mx.array:
-        return self.runner.forward_rows(plan, mx.minimum(ids, self.own_vocab - 1), offsets)
+        ids = mx.minimum(ids, self.own_vocab - 1)
+        return self.runner.forward_rows(plan, ids, offsets)
 
     def _unread(self, e: Entry) -> Entry:
         """The rows to read before the first token is drafted. With a draft in flight, its last
@@ -173,9 +172,7 @@ class DraftModel:
         once more."""
         start = e.start - 1 if e.inflight_drafts else self._live[e.seq].read
         count = e.start + e.count - start
-        unread = Entry(e.seq, start, count, True, inflight_drafts=e.inflight_drafts)
-        unread.pending = e.pending
-        return unread
+        return replace(e, start=start, count=count)
 
     def _catch_up(self, plan: Iterable[Entry]) -> Iterator[Entry]:
         """Prompts as the target reads them, and sequences that lag far behind; read tokens only."""
@@ -194,19 +191,26 @@ class DraftModel:
         ids, last = build_inputs(entries, previous, offsets)
         overlapped = [n for n, e in enumerate(entries) if e.inflight_drafts]
         if overlapped and previous is not None and offsets is not None:
-            rows = mx.array([previous.spans[entries[n].seq] for n in overlapped])
-            before = previous.ids[rows + offsets[mx.array(overlapped)]]
-            ids[mx.array([last[n] - 1 for n in overlapped])] = before
+            spans = [previous.spans[entries[n].seq] for n in overlapped]
+            rows = mx.array(spans) + offsets[mx.array(overlapped)]
+            holes = [last[n] - 1 for n in overlapped]
+            ids[mx.array(holes)] = previous.ids[rows]
         return ids
 
     def _sample(self, logits: mx.array, entries: Plan, offsets: mx.array | None) -> mx.array:
         """The next token of each entry, int32 [entries], drawn as the target would."""
         lacking = self.vocab - logits.shape[-1]
         if lacking > 0:
-            logits = mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
-        rows = [Row(e, self._live[e.seq].sampling, e.end, 1) for e in entries]
+            width = [(0, 0), (0, lacking)]
+            logits = mx.pad(logits, width, constant_values=-mx.inf)
+        rows = []
+        for e in entries:
+            sampling = self._live[e.seq].sampling
+            rows.append(Row(e, sampling, e.end, 1))
+        counts = [0 for _ in rows]
         none = mx.zeros((0,), mx.int32)
-        return sample(logits[:, : self.vocab], rows, none, [0 for _ in rows], offsets).tokens
+        logits = logits[:, : self.vocab]
+        return sample(logits, rows, none, counts, offsets).tokens
 
     # ---- what its blocks hold ----------------------------------------------------------------
 
@@ -218,9 +222,11 @@ class DraftModel:
                 continue
             live = self._follower(e.seq)
             if e.draft.source == self.name:
-                live.read = e.start + min(len(e.draft), len(new.tokens))
-            for i in range(min(len(e.seq.keys), live.read // size)):
-                self._filled[e.seq.table[i]] = e.seq.keys[i]
+                kept = min(len(e.draft), len(new.tokens))
+                live.read = e.start + kept
+            full = e.seq.keys[: live.read // size]
+            for block, key in zip(e.seq.table, full, strict=False):
+                self._filled[block] = key
 
     def _follower(self, seq: Seq) -> Follower:
         """How far the sequence was read. Where it has new blocks, those from the prefix cache may
@@ -238,5 +244,11 @@ class DraftModel:
     def _forget_blocks(self, e: Entry) -> None:
         """Blocks that are written to hold nothing known until they are full."""
         size = self.runner.view.block_size
-        for block in e.seq.table[e.start // size : -(-e.end // size)]:
+        first, last = e.start // size, (e.end - 1) // size
+        for block in e.seq.table[first : last + 1]:
             self._filled.pop(block, None)
+
+
+def _next_row(e: Entry) -> Entry:
+    """The row behind an entry, for the token that was drafted there."""
+    return Entry(e.seq, e.end, 1, True, inflight_drafts=e.inflight_drafts)

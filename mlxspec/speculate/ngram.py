@@ -72,8 +72,8 @@ class Index:
         stop = min(len(self.tokens), first + most)
         for size, before in self._before.items():
             for end in range(first, stop):
-                first_token = max(0, end + 1 - size)
-                key = _key(self.tokens[first_token : end + 1], size)
+                start = max(0, end + 1 - size)
+                key = hash((size, *self.tokens[start : end + 1]))
                 before.append(self._last.get(key, -1))
                 self._last[key] = end
         return stop - first
@@ -83,7 +83,8 @@ class Index:
         `end` is the last matching position. At least SHORT tokens match."""
         for size, before in self._before.items():
             found = []
-            end = self._last.get(_key(context[-size:], size), -1)
+            key = hash((size, *context[-size:]))
+            end = self._last.get(key, -1)
             for _ in range(MAX_CANDIDATES):
                 if end < 0:
                     break
@@ -121,14 +122,14 @@ class Index:
         shares: list[float] = []
         while len(tokens) < most:
             behind = tokens if repeat else ()
-            next_tokens = [self._token(end + 1 + len(tokens), behind) for end in ends]
-            known = [token for token in next_tokens if token != SEPARATOR]
+            following = {end: self._token(end + 1 + len(tokens), behind) for end in ends}
+            known = [token for token in following.values() if token != SEPARATOR]
             if not known:
                 break
             token = max(known, key=known.count)
             tokens.append(token)
             shares.append(known.count(token) / len(ends))
-            ends = [end for end, each in zip(ends, next_tokens, strict=True) if each == token]
+            ends = [end for end in ends if following[end] == token]
         if not tokens:
             return None
         return Copy(source, tuple(tokens), match, tuple(shares))
@@ -240,7 +241,8 @@ class NgramDrafter:
     def end(self, seq: Seq) -> None:
         self._proposals.pop(seq, None)
         if self._live.pop(seq, None) and seq.generated:
-            prompt, output = seq.tokens[: seq.prompt_len], seq.tokens[seq.prompt_len :]
+            prompt = seq.tokens[: seq.prompt_len]
+            output = seq.tokens[seq.prompt_len :]
             self.corpus.add(prompt[-CONTEXT:], output)
 
     def clear(self) -> None:
@@ -281,14 +283,14 @@ class NgramDrafter:
         forced: tuple[int, ...] = ()
         if seq.matcher is not None:
             forced = tuple(seq.matcher.forced(most))
-        found = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
+        found: list[Proposal] = []
+        for copy in copies:
+            if copy and copy.tokens[: len(forced)] == forced:
+                found.append(_proposal(copy))
         if forced and not found:
-            found = [Copy(GRAMMAR, forced, MAX_MATCH, tuple(1.0 for _ in forced))]
-        return [Proposal(copy.source, keys=keys_of(copy), tokens=copy.tokens) for copy in found]
-
-
-def _key(ngram: Sequence[int], size: int) -> int:
-    return hash((size, *ngram))
+            sure = tuple(1.0 for _ in forced)
+            found.append(_proposal(Copy(GRAMMAR, forced, MAX_MATCH, sure)))
+        return found
 
 
 def bucket(match: int) -> int:
@@ -296,14 +298,14 @@ def bucket(match: int) -> int:
     return min(match, 63).bit_length()
 
 
-def keys_of(copy: Copy) -> list[Key]:
+def _proposal(copy: Copy) -> Proposal:
     """What a token's acceptance rate depends on: the source, the tokens that match if those before
     it are right, and how many of the occurrences agree."""
     keys: list[Key] = []
     for i, share in enumerate(copy.shares):
         agreement = sum(share > least for least in MOST)
         keys.append((copy.source, bucket(copy.match + i), agreement))
-    return keys
+    return Proposal(copy.source, keys=keys, tokens=copy.tokens)
 
 
 def first_rate(matching: int, agreement: int) -> float:

@@ -15,11 +15,12 @@ from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter, Plan
 from mlxspec.speculate.controller import Controller, Costs, Key, Proposal, SequenceStats
 from mlxspec.speculate.ngram import GRAMMAR, first_rate
-from mlxspec.types import Accepted, Draft, Sequence
+from mlxspec.types import Accepted, Draft, Entry, Sequence
 
 log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
+Options = dict[Proposal, Drafter]
 
 FIRST_RATE = 0.6  # of the first token of a model or head, before anything is known
 
@@ -93,8 +94,13 @@ class Proposer:
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
         for drafter in self.drafters:
-            entries = [e for e in plan if e.depth and self._chosen[e.seq].drafter is drafter]
-            proposals = {e.seq: self._chosen[e.seq].proposal for e in entries}
+            entries: list[Entry] = []
+            proposals: dict[Sequence, Proposal] = {}
+            for e in plan:
+                choice = self._chosen.get(e.seq)
+                if e.depth and choice and choice.drafter is drafter:
+                    entries.append(e)
+                    proposals[e.seq] = choice.proposal
             self._ask(drafter, drafter.draft, plan, previous, proposals)
             if drafter not in self.drafters:  # it may have failed half way
                 for e in entries:
@@ -120,18 +126,21 @@ class Proposer:
                 chosen[seq] = Choice(options[proposal], proposal, depth)
         return chosen
 
-    def _options(self, seq: Sequence, read: bool) -> dict[Proposal, Drafter]:
-        """What could be drafted for a sequence, with its present acceptance rates, and by whom."""
-        options: dict[Proposal, Drafter] = {}
+    def _options(self, seq: Sequence, read: bool) -> Options:
+        """What could be drafted for a sequence, with its present acceptance rates, and by whom.
+        Tokens that a grammar forces leave no other choice."""
+        rate = self._stats[seq].rate
+        options: Options = {}
         for drafter in self.drafters:
             if not (drafter.lazy or read):
                 continue
             for proposal in self._ask(drafter, drafter.options, seq) or []:
-                rates = {key: self._stats[seq].rate.of(key) for key in set(proposal.keys)}
+                rates = {key: rate.of(key) for key in set(proposal.keys)}
                 proposal.rates = [rates[key] for key in proposal.keys]
                 options[proposal] = drafter
-        forced = {p: drafter for p, drafter in options.items() if p.source == GRAMMAR}
-        return forced or options
+                if proposal.source == GRAMMAR:
+                    return {proposal: drafter}
+        return options
 
     def _prior(self, key: Key) -> float:
         """The acceptance rate of a key that was never tried: (source, position) starts from the
@@ -153,9 +162,10 @@ class Proposer:
         if seconds > 0:
             self._learn_costs(step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):
-            if new.tokens and e.seq.finish is None and e.seq in self._stats:
+            stats = self._stats.get(e.seq)
+            if stats and new.tokens and e.seq.finish is None:
                 keys = e.draft.keys[: len(e.draft)]
-                self.control.judge(self._stats[e.seq], keys, new.drafts)
+                self.control.judge(stats, keys, new.drafts)
         for drafter in self.drafters:
             self._ask(drafter, drafter.observe, step, accepted)
 
@@ -165,7 +175,8 @@ class Proposer:
         plan = step.plan
         if any(e.count > 1 for e in plan):
             return
-        rows, context = sum(e.rows for e in plan), sum(e.end for e in plan)
+        rows = sum(e.rows for e in plan)
+        context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "exact"
         draw = self._draw([e.seq for e in plan])
         depths: dict[str, int] = {}  # by model

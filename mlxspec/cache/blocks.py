@@ -14,6 +14,10 @@ import numpy as np
 from mlxspec.types import NULL_BLOCK
 
 MAX_PARTIALS = 8  # copy sources kept under one parent; the oldest is dropped first
+TOKEN_BYTES = 4  # of an int32
+
+Tokens = tuple[int, ...]
+Queue = OrderedDict[int, None]  # of blocks
 
 
 class BlockPool:
@@ -24,18 +28,19 @@ class BlockPool:
     """
 
     def __init__(self, size: int, block_size: int, salt: bytes = b"") -> None:
-        self.size, self.block_size = size, block_size
+        self.size = size
+        self.block_size = block_size
         self.root = blake2b(salt, digest_size=16).digest()  # the key before the first block
-        self.refs = [0] * size
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, size))
-        self.idle: OrderedDict[int, None] = OrderedDict()  # free blocks in the index
-        self.low_priority: OrderedDict[int, None] = OrderedDict()  # idle blocks to evict first
+        self.refs = [0 for _ in range(size)]
+        self.free_blocks: Queue = OrderedDict.fromkeys(range(1, size))
+        self.idle: Queue = OrderedDict()  # free blocks in the index
+        self.low_priority: Queue = OrderedDict()  # idle blocks to evict first
         self.highest = NULL_BLOCK  # the highest block ever allocated: memory is taken up to it
         self.save_memory = False  # evict idle blocks before going above `highest`
-        self.by_key: dict[bytes, int] = {}
-        self.keys: dict[int, bytes] = {}  # block -> its key
-        self.partials: dict[bytes, dict[int, tuple[int, ...]]] = {}  # parent -> block -> tokens
-        self.parents: dict[int, bytes] = {}  # block -> the key that it stands under in `partials`
+        self.by_key: dict[bytes, int] = {}  # full blocks
+        self.keys: dict[int, bytes] = {}
+        self.parents: dict[int, bytes] = {}  # every block in the index -> the key before it
+        self.partials: dict[bytes, dict[int, Tokens]] = {}  # parent -> its latest blocks' tokens
 
     @property
     def capacity(self) -> int:
@@ -52,9 +57,11 @@ class BlockPool:
     def chain(self, tokens: Sequence[int], parent: bytes = b"") -> Iterator[bytes]:
         """The keys of the full blocks of `tokens`, which follow the block with key `parent`."""
         key = parent or self.root
-        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            content = np.asarray(tokens[start : start + self.block_size], np.int32)
-            key = blake2b(content.tobytes(), digest_size=16, key=key).digest()
+        content = np.asarray(tokens, np.int32).tobytes()
+        size = TOKEN_BYTES * self.block_size
+        for end in range(size, len(content) + 1, size):
+            block = content[end - size : end]
+            key = blake2b(block, digest_size=16, key=key).digest()
             yield key
 
     def match(self, tokens: Sequence[int]) -> list[bytes]:
@@ -65,30 +72,37 @@ class BlockPool:
         """The block after `parent` that shares the most leading tokens with `tokens`, and how many.
 
         The null block and 0 where none shares any."""
-        best = (NULL_BLOCK, 0)
+        best, most = NULL_BLOCK, 0
         for block, content in self.partials.get(parent, {}).items():
-            n = _common_prefix(content, tokens)
-            if n > best[1]:
-                best = (block, n)
-        return best
+            shared = 0
+            for own, wanted in zip(content, tokens, strict=False):
+                if own != wanted:
+                    break
+                shared += 1
+            if shared > most:
+                best, most = block, shared
+        return best, most
 
     def parent(self, keys: Sequence[bytes], n: int) -> bytes:
         """The key of the block before block `n` of a chain."""
         return keys[n - 1] if n else self.root
 
-    def cache(self, block: int, key: bytes, parent: bytes, tokens: tuple[int, ...]) -> None:
-        """Index a full block, unless its key or the block itself is indexed already."""
-        if block != NULL_BLOCK and key not in self.by_key and block not in self.keys:
+    def cache(self, block: int, parent: bytes, tokens: Tokens, key: bytes = b"") -> None:
+        """Index a full block by its `key`. Without a key the block is partly filled: its first
+        slots can be copied, as they are never rewritten, whatever the owner adds behind them.
+
+        The first block of a key stays, and a block keeps its key."""
+        if block == NULL_BLOCK or block in self.keys or key in self.by_key:
+            return
+        self._evict(block)
+        if key:
             self.by_key[key] = block
             self.keys[block] = key
-            self._add_partial(block, parent, tokens)
-
-    def cache_partial(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
-        """Offer the first slots of a partly filled block as a copy source.
-
-        They are committed and never rewritten, whatever the owner adds after them."""
-        if block not in self.keys:
-            self._add_partial(block, parent, tokens)
+        self.parents[block] = parent
+        siblings = self.partials.setdefault(parent, {})
+        siblings[block] = tokens
+        if len(siblings) > MAX_PARTIALS:
+            del siblings[_first(siblings)]
 
     # ---- references
 
@@ -101,6 +115,8 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block; an idle one keeps its content."""
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             if self.refs[block] == 0:
                 self._take(block)
             self.refs[block] += 1
@@ -110,45 +126,51 @@ class BlockPool:
 
         `low_priority` content is evicted before all other."""
         for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             self.refs[block] -= 1
             if self.refs[block]:
                 continue
             self.free_blocks[block] = None
-            if self._cached(block):
-                self.idle[block] = None
-                if low_priority:
-                    self.low_priority[block] = None
-            else:
+            if block not in self.parents:
                 self.free_blocks.move_to_end(block, last=False)
+                continue
+            self.idle[block] = None
+            if low_priority:
+                self.low_priority[block] = None
 
     def evict_idle(self) -> int:
         """Evict all idle blocks; how many they were."""
-        blocks = list(self.idle)
-        for block in reversed(blocks):
+        evicted = len(self.idle)
+        for block in reversed(self.idle):
             self._evict(block)
-            self._make_blank(block)
-        return len(blocks)
+            self.free_blocks.move_to_end(block, last=False)
+        self.idle.clear()
+        self.low_priority.clear()
+        return evicted
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Assert every invariant; `tables`, if given, are all the block tables with references."""
-        assert self.free_blocks.keys() == {b for b in range(1, self.size) if not self.refs[b]}
+        for block in range(1, self.size):
+            assert (block in self.free_blocks) == (self.refs[block] == 0)
         if tables is not None:
             held = Counter(block for table in tables for block in table)
+            del held[NULL_BLOCK]
             assert held == Counter(dict(enumerate(self.refs))), "tables and references differ"
         assert self.low_priority.keys() <= self.idle.keys()
-        assert list(self.idle) == [block for block in self.free_blocks if self._cached(block)]
+        assert list(self.idle) == [b for b in self.free_blocks if b in self.parents]
         assert self.keys == {block: key for key, block in self.by_key.items()}
-        listed = {block: parent for parent, blocks in self.partials.items() for block in blocks}
-        assert listed == self.parents
-        assert all(0 < len(blocks) <= MAX_PARTIALS for blocks in self.partials.values())
+        assert self.keys.keys() <= self.parents.keys()
+        for parent, siblings in self.partials.items():
+            assert 0 < len(siblings) <= MAX_PARTIALS
+            assert all(self.parents[block] == parent for block in siblings)
 
     def _allocate_one(self) -> int:
         """Take a free block without content, else a low-priority one, else the longest idle one."""
-        block = next(iter(self.free_blocks))
-        if block > self.highest and self.save_memory and self.idle:
-            block = next(iter(self.idle))
-        if block in self.idle and self.low_priority:
-            block = next(iter(self.low_priority))
+        block = _first(self.free_blocks)
+        grows = block > self.highest
+        if block in self.idle or (grows and self.save_memory and self.idle):
+            block = _first(self.low_priority or self.idle)
         self._take(block)
         self._evict(block)
         self.refs[block] = 1
@@ -161,39 +183,16 @@ class BlockPool:
         self.idle.pop(block, None)
         self.low_priority.pop(block, None)
 
-    def _cached(self, block: int) -> bool:
-        return block in self.keys or block in self.parents
-
-    def _add_partial(self, block: int, parent: bytes, tokens: tuple[int, ...]) -> None:
-        self._drop_partial(block)
-        blocks = self.partials.setdefault(parent, {})
-        blocks[block] = tokens
-        self.parents[block] = parent
-        if len(blocks) > MAX_PARTIALS:
-            oldest = next(iter(blocks))
-            self._drop_partial(oldest)
-            if oldest in self.idle and oldest not in self.keys:  # nothing of it is cached now
-                self._make_blank(oldest)
-
-    def _make_blank(self, block: int) -> None:
-        """An idle block lost its content: it is allocated first."""
-        del self.idle[block]
-        self.low_priority.pop(block, None)
-        self.free_blocks.move_to_end(block, last=False)
-
-    def _drop_partial(self, block: int) -> None:
-        if block in self.parents:
-            parent = self.parents.pop(block)
-            del self.partials[parent][block]
-            if not self.partials[parent]:
-                del self.partials[parent]
-
     def _evict(self, block: int) -> None:
-        if block in self.keys:
-            del self.by_key[self.keys.pop(block)]
-        self._drop_partial(block)
+        """Remove a block from the index."""
+        key = self.keys.pop(block, b"")
+        self.by_key.pop(key, None)
+        parent = self.parents.pop(block, b"")
+        siblings = self.partials.get(parent, {})
+        siblings.pop(block, None)
+        if not siblings:
+            self.partials.pop(parent, None)
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
+def _first(blocks: Iterable[int]) -> int:
+    return next(iter(blocks))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from io import BytesIO
 from pathlib import Path
@@ -152,7 +152,10 @@ class DiskCache:
     first. Methods are for the engine thread; only `flush` and `close` wait."""
 
     def __init__(self, root: Path, fingerprint: str, limit: int, model: str = "") -> None:
-        self.root, self.fingerprint, self.limit, self.model = root, fingerprint, limit, model
+        self.root = root
+        self.fingerprint = fingerprint
+        self.limit = limit
+        self.model = model
         self.queued = 0  # bytes that wait to be written
         self._lock = Lock()  # guards `queued`
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
@@ -163,11 +166,7 @@ class DiskCache:
         self._writer = ThreadPoolExecutor(1, "disk writer")
         self._reader = ThreadPoolExecutor(1, "disk reader")
         try:
-            for path, status in stored_files(root):
-                self._stats.bytes += status.st_size
-                self._last_used = max(self._last_used, status.st_mtime_ns)
-                if path.parent.name == fingerprint and path.suffix == ".safetensors":
-                    self._index(path)
+            self._scan()
         except OSError as error:
             self._warn(error)
         self._submit(0, self._make_room, 0)
@@ -182,10 +181,10 @@ class DiskCache:
     def save(self, run: Run) -> bool:
         """Queue a run to be written; False if too much is queued."""
         size = sum(array.nbytes for array in run.arrays.values())
-        if not self._submit(size, self._write, run):
-            return False
-        self._add(self._path(run.keys), run.keys)
-        return True
+        queued = self._submit(size, self._write, run)
+        if queued:
+            self._add(self._path(run.keys), run.keys)
+        return queued
 
     def read(self, path: Path) -> "Future[Run | None]":
         """Read a file; the result is None if that is a miss."""
@@ -197,7 +196,7 @@ class DiskCache:
         self._submit(TOUCH_BYTES, self._touch, *reversed(self.files(keys)))
 
     def stats(self) -> DiskStats:
-        return replace(self._stats)
+        return self._stats
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that is queued was written; False if that took too long."""
@@ -210,19 +209,26 @@ class DiskCache:
             executor.shutdown(wait=False, cancel_futures=True)
         return done
 
+    # ---- the index
+
     def _path(self, keys: tuple[bytes, ...]) -> Path:
         return self.root / self.fingerprint / f"{keys[-1].hex()}.safetensors"
 
-    def _index(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                self._add(path, read_label(file).run_keys())
-        except ValueError:
-            self._discard(path)
+    def _scan(self) -> None:
+        for path, status in stored_files(self.root):
+            self._stats.bytes += status.st_size
+            self._last_used = max(self._last_used, status.st_mtime_ns)
+            if path.parent.name == self.fingerprint and path.suffix == ".safetensors":
+                try:
+                    with path.open("rb") as file:
+                        self._add(path, read_label(file).run_keys())
+                except ValueError:
+                    self._discard(path)
 
     def _add(self, path: Path, keys: tuple[bytes, ...]) -> None:
         self._keys[path] = keys
-        self._paths.update(dict.fromkeys(keys, path))
+        for key in keys:
+            self._paths[key] = path
 
     def _forget(self, path: Path) -> None:
         for key in self._keys.pop(path, ()):
@@ -230,6 +236,7 @@ class DiskCache:
                 del self._paths[key]
 
     def _discard(self, path: Path) -> None:
+        """Delete a damaged file."""
         self._stats.damaged += 1
         self._forget(path)
         with suppress(OSError):
@@ -243,12 +250,16 @@ class DiskCache:
     # ---- the writer's thread
 
     def _submit(self, size: int, task: Callable[..., None], *args: Any) -> bool:
-        with self._lock:
-            if self.queued + size > MAX_QUEUED:
-                return False
-            self.queued += size
+        """Queue a task that changes the directory; False where `size` more bytes are too many."""
+        if self.queued + size > MAX_QUEUED:
+            return False
+        self._count(size)
         self._writer.submit(self._locked, size, task, *args)
         return True
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.queued += size
 
     def _locked(self, size: int, task: Callable[..., None], *args: Any) -> None:
         try:
@@ -257,11 +268,11 @@ class DiskCache:
         except OSError as error:
             self._warn(error)
         finally:
-            with self._lock:
-                self.queued -= size
+            self._count(-size)
 
     def _write(self, run: Run) -> None:
-        path, data = self._path(run.keys), encode(run, self.fingerprint, self.model)
+        path = self._path(run.keys)
+        data = encode(run, self.fingerprint, self.model)
         self._forget(path)  # until it is there
         path.unlink(missing_ok=True)  # a shorter run with the same end
         if len(data) <= self.limit:

@@ -9,15 +9,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import KVCacheManager, PrefixMatch
+from mlxspec.types import NULL_BLOCK
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
@@ -31,38 +30,33 @@ MAX_BACKLOG = 64 << 20  # bytes queued for the disk, beyond which nothing more i
 POLL_S = 0.01
 STATE = -1  # stands where else the number of a pool does
 
-
-@dataclass(slots=True)
-class Restore:
-    """What the disk has of a waiting prompt whose leading blocks have these `keys`.
-
-    `places`: key on disk -> (pool or STATE, index in the chain)."""
-
-    keys: list[bytes]
-    places: dict[bytes, tuple[int, int]]
-    files: deque[Path]  # that are not being read yet
-    reads: deque["Future[Run | None]"] = field(default_factory=deque)
-    since: float = field(default_factory=time.monotonic)  # when something came last
+Place = tuple[int, int]  # pool or STATE, index in a chain of blocks
+Places = dict[bytes, Place]  # by key on disk
+Job = Iterator[bool]  # goes on with each poll: whether that did something
 
 
 @dataclass(slots=True)
 class KVOffloader:
     """Between `disk` and one model's `cache`; `transfer` is its model.transfer.Transfer.
 
-    Engine thread only. If anything fails, the disk is not used until the next start."""
+    Chains are saved one after the other, prompts restored one after the other. Engine thread only.
+    If anything fails, the disk is not used until the next start."""
 
     disk: DiskCache
     cache: KVCacheManager
     transfer: Any
     broken: bool = False
-    _chains: deque[Iterator[Any]] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
-    _exported: Any = None  # (keys, arrays on their way to the host)
-    # Waiting sequences that were looked up; None: nothing (more) comes from the disk.
-    _restores: dict[Seq, Restore | None] = field(default_factory=dict)
+    _saves: deque[Job] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
+    # By waiting sequence that was looked up; None: nothing (more) comes from the disk.
+    _restores: dict[Seq, Job | None] = field(default_factory=dict)
+
+    @property
+    def saving(self) -> bool:
+        return bool(self._saves)
 
     def poll(self) -> bool:
-        """Place a run that was read, hand another to the writer and export the next; False where
-        nothing of that can be done now."""
+        """Place a run that was read, and hand another to the writer; False where nothing of that
+        can be done now."""
         if self.broken:
             return False
         try:
@@ -70,8 +64,8 @@ class KVOffloader:
             return self._save_next() or restored
         except Exception:
             log.exception("the prompt cache on disk failed; it is not used until the next start")
-            self.broken, self._exported = True, None
-            self._chains.clear()
+            self.broken = True
+            self._saves.clear()
             self._restores.clear()
             return False
 
@@ -88,53 +82,41 @@ class KVOffloader:
     def save(self, seq: Seq) -> None:
         """Save the sequence's cached blocks, and states: a later prompt may continue here."""
         if seq.keys and not self.broken:
-            self._chains.append(self._runs(tuple(seq.keys)))
-
-    @property
-    def saving(self) -> bool:
-        return bool(self._chains or self._exported)
+            self._saves.append(self._save(tuple(seq.keys)))
 
     def _save_next(self) -> bool:
-        if self._exported:
-            keys, arrays = self._exported
-            self._exported = None
-            self.disk.save(Run(keys, self.transfer.host(arrays)))
-        while self._chains and self.disk.queued < MAX_BACKLOG:
-            self._exported = next(self._chains[0], None)
-            if self._exported:
+        while self._saves and self.disk.queued < MAX_BACKLOG:
+            if next(self._saves[0], False):
                 return True
-            self._chains.popleft()
+            self._saves.popleft()
         return False
 
-    def _runs(self, keys: tuple[bytes, ...]) -> Iterator[Any]:
-        """What the disk lacks of a chain, as (keys on disk, exported arrays), each exported when it
-        is asked for. The blocks of windows count from the end: the same prompt leaves a token."""
-        for group, window in enumerate(self.cache.groups):
-            fitting = RUN_BYTES // max(1, self.transfer.block_bytes(group))
-            size = max(1, min(RUN_BLOCKS, fitting))
-            known = window.pool.by_key
-            for start in range(self._first(group, len(keys) - 1), len(keys), size):
-                run = [
-                    key
-                    for key in keys[start : start + size]
-                    if key in known and _disk_key(key, group) not in self.disk
-                ]
-                if run:
-                    arrays = self.transfer.export(group, [known[key] for key in run])
-                    yield tuple(_disk_key(key, group) for key in run), arrays
-        states = self.cache.states
-        if states is not None:
-            for key in keys:
-                state, name = states.peek((key, ())), _disk_key(key, STATE)
-                if state is not None and name not in self.disk:
-                    yield (name,), state
+    def _save(self, keys: tuple[bytes, ...]) -> Job:
+        """Hand what the disk lacks of a chain to its writer. The blocks of windows count from the
+        end: the same prompt leaves a token."""
+        for number, window in enumerate(self.cache.layers):
+            blocks = window.pool.by_key
+            size = RUN_BYTES // self.transfer.block_bytes(number)
+            size = max(1, min(RUN_BLOCKS, size))
+            first = window.first((len(keys) - 1) * window.pool.block_size)
+            for start in range(first, len(keys), size):
+                lacking = {}
+                for key in keys[start : start + size]:
+                    name = _disk_key(key, number)
+                    if key in blocks and name not in self.disk:
+                        lacking[name] = blocks[key]
+                if lacking:
+                    exported = self.transfer.export(number, list(lacking.values()))
+                    yield True  # the device copies them meanwhile
+                    arrays = self.transfer.host(exported)
+                    self.disk.save(Run(tuple(lacking), arrays))
+        for key in keys:
+            state, name = self._state(key), _disk_key(key, STATE)
+            if state is not None and name not in self.disk:
+                arrays = self.transfer.host(state)
+                self.disk.save(Run((name,), arrays))
+                yield True
         self.disk.touch(keys)
-
-    def _first(self, group: int, blocks: int) -> int:
-        """The first block of this group that a prompt needs which continues after `blocks`."""
-        if group == STATE:
-            return blocks - 1
-        return self.cache.groups[group].first(blocks * self.cache.pool.block_size)
 
     # ---- restoring
 
@@ -152,99 +134,118 @@ class KVOffloader:
 
     def cancel(self, seq: Seq) -> None:
         """The sequence starts or has ended."""
-        restore = self._restores.pop(seq, None)
-        for read in restore.reads if restore else ():
-            read.cancel()
+        self._restores.pop(seq, None)
 
-    def _give_up(self, seq: Seq) -> None:
-        self.cancel(seq)
-        self._restores[seq] = None
+    def _state(self, key: bytes) -> Any:
+        """The state behind the block with this key, or None."""
+        states = self.cache.states
+        return None if states is None else states.peek((key, ()))
 
-    def _has(self, group: int, key: bytes) -> bool:
-        return self._in_memory(group, key) or _disk_key(key, group) in self.disk
+    def _in_memory(self, number: int, key: bytes) -> bool:
+        if number == STATE:
+            return self._state(key) is not None
+        return key in self.cache.pools[number].by_key
 
-    def _in_memory(self, group: int, key: bytes) -> bool:
-        if group == STATE:
-            states = self.cache.states
-            return states is None or states.peek((key, ())) is not None
-        return key in self.cache.pools[group].by_key
+    def _has(self, number: int, key: bytes) -> bool:
+        return self._in_memory(number, key) or _disk_key(key, number) in self.disk
 
-    def _plan(self, seq: Seq, match: PrefixMatch) -> Restore | None:
-        """The longest prefix that memory and disk have together, if it is worth a wait."""
+    def _needed(self, n: int) -> Iterator[Place]:
+        """All that a prompt needs which continues after `n` blocks; what few prefixes have comes
+        first."""
+        if self.cache.states is not None:
+            yield STATE, n - 1
+        for number in reversed(range(len(self.cache.layers))):
+            window = self.cache.layers[number]
+            for i in range(window.first(n * window.pool.block_size), n):
+                yield number, i
+
+    def _plan(self, seq: Seq, match: PrefixMatch) -> Job | None:
+        """Restore the longest prefix that memory and disk have together, if it is worth a wait."""
         pool = self.cache.pool
-        most = min((len(seq.tokens) - 1) // pool.block_size, len(pool.free_blocks))
-        chain = pool.chain(seq.tokens[: most * pool.block_size])
+        most = min(len(seq.tokens) - 1, len(pool.free_blocks) * pool.block_size)
+        chain = pool.chain(seq.tokens[:most])
         keys = list(takewhile(lambda key: self._has(0, key), chain))
-        others = [STATE, *range(1, len(self.cache.groups))]
-        has = {group: [self._has(group, key) for key in keys] for group in others}
-        for n in range(len(keys), match.length // pool.block_size + MIN_GAIN - 1, -1):
-            if all(all(has[group][self._first(group, n) : n]) for group in others):
-                return self._restore(keys[:n])
+        least = match.length // pool.block_size + MIN_GAIN
+        for n in range(len(keys), least - 1, -1):
+            if all(self._has(number, keys[i]) for number, i in self._needed(n)):
+                return self._start(seq, keys[:n])
         return None
 
-    def _restore(self, keys: list[bytes]) -> Restore | None:
-        places = {}
-        for group in reversed([*range(len(self.cache.groups)), STATE]):
-            first = self._first(group, len(keys))
-            for i, key in enumerate(keys[first:], first):
-                if not self._in_memory(group, key):
-                    places[_disk_key(key, group)] = (group, i)
-        for group, pool in enumerate(self.cache.pools):
-            first = self._first(group, len(keys))
-            known = [pool.by_key[key] for key in keys[first:] if key in pool.by_key]
-            pool.share(known)  # used now: what is restored must not evict it
-            pool.free(known)
+    def _start(self, seq: Seq, keys: list[bytes]) -> Job | None:
+        places: Places = {}
+        for number, i in self._needed(len(keys)):
+            if not self._in_memory(number, keys[i]):
+                places[_disk_key(keys[i], number)] = number, i
+        for window in self.cache.layers:  # used now: what is restored must not evict it
+            blocks = window.pool.by_key
+            known = [blocks.get(key, NULL_BLOCK) for key in keys]
+            window.pool.share(known)
+            window.pool.free(known)
         self.disk.touch(places)
+        return self._restore(seq, keys, places) if places else None
+
+    def _restore(self, seq: Seq, keys: list[bytes], places: Places) -> Job:
+        """Read the files that hold `places`, and make their content cached in the pools. Ends early
+        where the disk takes too long, or something is lost or has no room."""
         files = deque(self.disk.files(places))
-        return Restore(keys, places, files) if files else None
+        reads: deque[Any] = deque()
+        try:
+            while files or reads:
+                while files and len(reads) < MAX_READS:
+                    reads.append(self.disk.read(files.popleft()))
+                since = time.monotonic()
+                while not reads[0].done():
+                    if time.monotonic() - since > MAX_WAIT_S:
+                        return
+                    yield False
+                run = reads.popleft().result()
+                if run is None or not self._place(seq, keys, places, run):
+                    return
+                yield True
+        finally:
+            for read in reads:
+                read.cancel()
 
     def _restore_next(self) -> bool:
-        """Place the next run that was read, the prompts taking turns."""
-        waiting = [(seq, restore) for seq, restore in self._restores.items() if restore]
-        reading = sum(len(restore.reads) for _, restore in waiting)
-        for seq, restore in waiting:
-            while restore.files and reading < MAX_READS:
-                restore.reads.append(self.disk.read(restore.files.popleft()))
-                reading += 1
-            if restore.reads and restore.reads[0].done():
-                run = restore.reads.popleft().result()
-                restore.since = time.monotonic()
-                self._restores[seq] = self._restores.pop(seq)
-                placed = run is not None and self._place(seq, restore, run)
-                if not placed or not (restore.files or restore.reads):
-                    self._give_up(seq)
-                return True
-            if time.monotonic() - restore.since > MAX_WAIT_S:
-                self._give_up(seq)
-                return True
+        """Go on with the prompt that has waited longest."""
+        for seq, job in self._restores.items():
+            if job is not None:
+                progress = next(job, None)
+                if progress is None:
+                    self._restores[seq] = None
+                return progress is not False
         return False
 
-    def _place(self, seq: Seq, restore: Restore, run: Run) -> bool:
-        """Make a run's content cached in the pools; False where it has no room or does not fit."""
-        places = [
-            (n, *restore.places[key]) for n, key in enumerate(run.keys) if key in restore.places
-        ]
-        group, last = places[0][1], places[0][2]
-        if group == STATE:
+    def _place(self, seq: Seq, keys: list[bytes], places: Places, run: Run) -> bool:
+        """Enter a run into its pool or the states; False where it has no room or does not fit."""
+        found = [places[name] for name in run.keys if name in places]
+        if not found:
+            return False
+        number, last = found[-1]
+        if number == STATE:
             state = self.transfer.place_state(run.arrays)
             if self.cache.states is not None and state is not None:
-                self.cache.states.put((restore.keys[last], ()), state)
+                self.cache.states.put((keys[last], ()), state)
             return state is not None
-        pool = self.cache.pools[group]
-        found = {n: i for n, _, i in places if restore.keys[i] not in pool.by_key}
+        pool = self.cache.pools[number]
         blocks = pool.allocate(len(found))
         if blocks is None:
             return False
         try:
-            fits: bool = self.transfer.place(group, blocks, run.arrays, list(found))
-            for block, i in zip(blocks, found.values(), strict=True) if fits else ():
-                tokens = seq.tokens[i * pool.block_size : (i + 1) * pool.block_size]
-                pool.cache(block, restore.keys[i], pool.parent(restore.keys, i), tuple(tokens))
+            which = [n for n, name in enumerate(run.keys) if name in places]
+            fits: bool = self.transfer.place(number, blocks, run.arrays, which)
+            if fits:
+                for block, (_, i) in zip(blocks, found, strict=True):
+                    start = i * pool.block_size
+                    tokens = tuple(seq.tokens[start : start + pool.block_size])
+                    pool.cache(block, pool.parent(keys, i), tokens, keys[i])
         finally:
-            pool.free(blocks)
+            pool.free(blocks)  # one whose key is cached already is blank again
         return fits
 
 
-def _disk_key(key: bytes, group: int) -> bytes:
+def _disk_key(key: bytes, number: int) -> bytes:
     """The key on disk of a pool's block, or of the state after that block."""
-    return key if group == 0 else blake2b(key, digest_size=16, person=str(group).encode()).digest()
+    if number == 0:
+        return key
+    return blake2b(key, digest_size=16, person=str(number).encode()).digest()

@@ -5,12 +5,13 @@ Rule: a sequence's tables grow together. A prefix is reused up to a position whe
 continue; blocks that left the window are freed and replaced by the null block.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.blocks import BlockPool, Tokens
+from mlxspec.cache.states import Name, StateCache
 from mlxspec.types import NULL_BLOCK
 from mlxspec.types import Sequence as Seq
 
@@ -31,12 +32,21 @@ class Window:
     def min_blocks(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
         """Blocks, null block included, that always suffice for `sequences`: each holds its window
         and `1 + depth` rows of two steps; together they hold `chunk` prompt rows a step."""
-        each = -(-(tokens + 2 * (1 + depth)) // block_size) + 2
-        return 1 + sequences * each + -(-2 * chunk // block_size)
+        own = tokens + 2 * (1 + depth)
+        own_blocks = math.ceil(own / block_size) + 2
+        prompt_blocks = math.ceil(2 * chunk / block_size)
+        return 1 + sequences * own_blocks + prompt_blocks
 
     def first(self, position: int) -> int:
         """Index of the first block that the row at `position` sees."""
-        return max(0, position - self.tokens + 1) // self.pool.block_size
+        oldest = max(0, position - self.tokens + 1)
+        return oldest // self.pool.block_size
+
+    def table(self, keys: Sequence[bytes]) -> list[int]:
+        """The cached blocks of a chain; those that the next row cannot see are null."""
+        first = self.first(len(keys) * self.pool.block_size)
+        passed = [NULL_BLOCK for _ in keys[:first]]
+        return passed + [self.pool.by_key[key] for key in keys[first:]]
 
 
 FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
@@ -65,12 +75,12 @@ class KVCacheManager:
     pool: BlockPool
     windows: Sequence[Window] = ()
     states: StateCache | None = None
-    groups: list[Window] = field(init=False)  # full attention first, then the windows
+    layers: list[Window] = field(init=False)  # all pools: full attention first, then the windows
     pools: list[BlockPool] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.groups = [Window(FULL_ATTENTION, self.pool), *self.windows]
-        self.pools = [group.pool for group in self.groups]
+        self.layers = [Window(FULL_ATTENTION, self.pool), *self.windows]
+        self.pools = [window.pool for window in self.layers]
 
     @property
     def num_free(self) -> int:
@@ -82,79 +92,78 @@ class KVCacheManager:
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest reusable prefix of `tokens`, their last token excepted. Changes nothing, but
         marks the state that it finds as used."""
-        size, last = self.pool.block_size, len(tokens) - 1
-        keys = self.pool.match(tokens)
+        prompt = tuple(tokens[:-1])
+        keys = self.pool.match(prompt)
+        size = self.pool.block_size
         known = len(keys) * size
-        for n in self._resumable(keys, last):
-            start, parent = min(n * size, last), self.pool.parent(keys, n)
-            rest = tuple(tokens[start : min(start + size, last)]) if start == n * size else ()
-            if self.states is None:
-                sources, extra = self._match_partial(parent, rest)
-                return self._matched(keys[:n], start, sources, extra, known)
-            tails = self.states.tails(parent) if n * size <= last else []
-            for tail in tails:
-                sources, extra = self._match_partial(parent, tail)
-                if extra == len(tail) and rest[:extra] == tail:
-                    state = self.states.use((parent, tail))
-                    return self._matched(keys[:n], start, sources, extra, known, state)
+        for n, tail in self._candidates(keys, prompt):
+            if not self._windows_hold(keys[:n]):
+                continue
+            parent = self.pool.parent(keys, n)
+            found = [pool.match_partial(parent, tail) for pool in self.pools]
+            copied = min(length for _, length in found)
+            state = None
+            if self.states is not None:
+                if copied < len(tail):
+                    continue
+                state = self.states.use((parent, tail))
+            sources = [block for block, _ in found] if copied else []
+            tables = [window.table(keys[:n]) for window in self.layers]
+            return PrefixMatch(n * size + copied, keys[:n], tables, sources, state, known)
         return PrefixMatch(known=known)
 
-    def _match_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """In each pool the block to copy from, and how many leading tokens all of them share."""
-        found = [pool.match_partial(parent, tokens) for pool in self.pools]
-        return [block for block, _ in found], min(n for _, n in found)
+    def _candidates(self, keys: Sequence[bytes], prompt: Tokens) -> Iterator[tuple[int, Tokens]]:
+        """Where a prefix may end, the longest first: the number of cached blocks, and the tokens
+        behind them to look for. With recurrent layers these are the places that have a state."""
+        size = self.pool.block_size
+        if self.states is None:
+            for n in range(len(keys), -1, -1):
+                yield n, prompt[n * size : (n + 1) * size]
+            return
+        blocks = {key: n for n, key in enumerate([self.pool.root, *keys])}
+        found = []
+        for parent, tail in self.states:
+            start = blocks.get(parent)
+            if start is not None and prompt[start * size :][: len(tail)] == tail:
+                found.append((start, len(tail), tail))
+        for n, _, tail in sorted(found, reverse=True):
+            yield n, tail
 
-    def _matched(
-        self,
-        keys: Sequence[bytes],
-        start: int,
-        sources: Sequence[int],
-        extra: int,
-        known: int,
-        state: Any = None,
-    ) -> PrefixMatch:
-        tables = []
-        for group in self.groups:
-            first = group.first(start)
-            blocks = [group.pool.by_key[key] for key in keys[first:]]
-            tables.append([NULL_BLOCK] * (len(keys) - len(blocks)) + blocks)
-        return PrefixMatch(start + extra, keys, tables, sources if extra else (), state, known)
-
-    def _resumable(self, keys: Sequence[bytes], last: int) -> list[int]:
-        """The numbers of leading blocks after which every window can continue, highest first."""
-        found = set(range(len(keys) + 1))
+    def _windows_hold(self, keys: Sequence[bytes]) -> bool:
+        """Whether every window has the last blocks of a chain that the next row sees."""
         for window in self.windows:
-            run = 0  # cached blocks in a row before block n
-            for n in range(len(keys) + 1):
-                if run < n - window.first(min(n * self.pool.block_size, last)):
-                    found.discard(n)
-                run = run + 1 if n < len(keys) and keys[n] in window.pool.by_key else 0
-        return sorted(found, reverse=True)
+            first = window.first(len(keys) * window.pool.block_size)
+            for key in reversed(keys[first:]):
+                if key not in window.pool.by_key:
+                    return False
+        return True
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
         """Index the full blocks of the sequence's first `upto` tokens, extending `seq.keys`."""
-        size, first = self.pool.block_size, len(seq.keys)
-        parent = self.pool.parent(seq.keys, first)
-        for i, key in enumerate(self.pool.chain(seq.tokens[first * size : upto], parent), first):
-            content = tuple(seq.tokens[i * size : (i + 1) * size])
+        size = self.pool.block_size
+        start = len(seq.keys) * size
+        parent = self.pool.parent(seq.keys, len(seq.keys))
+        for key in self.pool.chain(seq.tokens[start:upto], parent):
+            content = tuple(seq.tokens[start : start + size])
             for pool, table in zip(self.pools, seq.tables, strict=True):
-                pool.cache(table[i], key, parent, content)
+                pool.cache(table[start // size], parent, content, key)
             seq.keys.append(key)
             parent = key
+            start += size
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
         """Offer the partly filled block that ends at `upto` as a copy source."""
         parent, tail = self._name(seq, upto)
         if tail:
             for pool, table in zip(self.pools, seq.tables, strict=True):
-                pool.cache_partial(table[upto // pool.block_size], parent, tail)
+                pool.cache(table[upto // pool.block_size], parent, tail)
 
     def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
         """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
         assert self.states is not None
         self.states.put(self._name(seq, upto), state)
 
-    def _name(self, seq: Seq, upto: int) -> tuple[bytes, tuple[int, ...]]:
+    def _name(self, seq: Seq, upto: int) -> Name:
         """The key of the last full block before `upto`, and the tokens after it."""
         n = upto // self.pool.block_size
         tail = tuple(seq.tokens[n * self.pool.block_size : upto])
@@ -171,27 +180,35 @@ class KVCacheManager:
     def allocate_prefix(self, seq: Seq, match: PrefixMatch) -> Copies:
         """Give a sequence without blocks its cached prefix. Returns the blocks to copy."""
         size = self.pool.block_size
-        tables = [list(table) for table in match.tables] or [[] for _ in self.pools]
+        tables: list[list[int]] = [[] for _ in self.pools]
+        for table, shared in zip(tables, match.tables, strict=False):
+            table += shared
         for pool, table in zip(self.pools, tables, strict=True):
-            pool.share(_owned(table))
+            pool.share(table)
         if match.sources and not self.num_free:  # no block to copy to
             self._free(tables)
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
         copies: Copies = []
-        for group, source in enumerate(match.sources):
-            tables[group] += self.pools[group].allocate(1) or ()
-            copies.append((group, source, tables[group][-1]))
+        for i, source in enumerate(match.sources):
+            for block in self.pools[i].allocate(1) or ():
+                tables[i].append(block)
+                copies.append((i, source, block))
         seq.table, *seq.windows = tables
-        seq.keys, seq.state, seq.computed = list(match.keys), match.state, match.length
+        seq.keys = list(match.keys)
+        seq.state = match.state
+        seq.computed = match.length
         seq.shared = len(match.keys) * size
-        seq.marks = [match.known // size] if match.known > match.length else []
+        seq.marks = []
+        if match.known > match.length:
+            seq.marks.append(match.known // size)
         if self.states is None or seq.prompt_len - match.length > MIN_PROMPT * size:
             seq.marks.append((seq.prompt_len - 1) // size)
         return copies
 
     def blocks_needed(self, seq: Seq, upto: int) -> int:
         """Blocks that each of the sequence's tables lacks to hold `upto` tokens."""
-        return max(0, -(-upto // self.pool.block_size) - len(seq.table))
+        needed = math.ceil(upto / self.pool.block_size)
+        return max(0, needed - len(seq.table))
 
     def allocate(self, seq: Seq, n: int) -> bool:
         """Append `n` blocks to each table, or nothing at all."""
@@ -204,26 +221,27 @@ class KVCacheManager:
     def free_passed(self, seq: Seq, position: int) -> None:
         """Free the window blocks that rows from `position` on cannot see. Blocks that a later hit
         may need are evicted like any other, the rest first."""
+        size = self.pool.block_size
         for window, table in zip(self.windows, seq.windows, strict=True):
-            for i in range(min(window.first(position), len(table)) - 1, -1, -1):
+            passed = table[: window.first(position)]
+            for i in reversed(range(len(passed))):
                 if table[i] == NULL_BLOCK:
                     break
-                window.pool.free([table[i]], low_priority=not self._useful(seq, window, i))
+                marks = _marks(seq, i, WINDOW_STRIDE)
+                useful = any(window.first(mark * size) <= i < mark for mark in marks)
+                window.pool.free([table[i]], low_priority=not useful)
                 table[i] = NULL_BLOCK
-
-    def _useful(self, seq: Seq, window: Window, i: int) -> bool:
-        """Whether a hit at one of the sequence's marks would need window block `i`."""
-        marks = [*seq.marks, (i // WINDOW_STRIDE + 1) * WINDOW_STRIDE]
-        return any(window.first(mark * self.pool.block_size) <= i < mark for mark in marks)
 
     def limit_rows(self, seq: Seq, rows: int) -> int:
         """At most `rows` next rows, fewer if a recurrent state is to be kept in between."""
         if self.states is None or not self.states.capacity:
             return rows
-        size, stride = self.pool.block_size, self.states.stride
-        at = seq.computed // size
-        marks = [*seq.marks, (at // stride + 1) * stride]
-        return min([rows, *(mark * size - seq.computed for mark in marks if mark > at)])
+        size = self.pool.block_size
+        block = seq.computed // size
+        for mark in _marks(seq, block, self.states.stride):
+            if mark > block:
+                rows = min(rows, mark * size - seq.computed)
+        return rows
 
     def keeps_state(self, seq: Seq, upto: int) -> bool:
         """Whether to keep the state after `upto` tokens: at the prompt's end, where prompts part,
@@ -237,24 +255,29 @@ class KVCacheManager:
     def free(self, seq: Seq) -> None:
         """Take all blocks and the state from the sequence."""
         self._free(seq.tables)
-        seq.table, seq.windows, seq.keys = [], [[] for _ in self.windows], []
+        seq.table = []
+        seq.windows = [[] for _ in self.windows]
+        seq.keys = []
         seq.state = seq.batch = None
         seq.computed = seq.shared = seq.cached = 0
 
     def _free(self, tables: Sequence[Sequence[int]]) -> None:
         for pool, table in zip(self.pools, tables, strict=True):
-            pool.free(_owned(table))
+            pool.free(table)
 
     def check(self, seqs: Iterable[Seq]) -> None:
         """Assert every invariant of the pools and of `seqs`, which are all there are."""
-        for group, pool in enumerate(self.pools):
-            pool.check([_owned(seq.tables[group]) for seq in seqs])
+        for i, pool in enumerate(self.pools):
+            pool.check([seq.tables[i] for seq in seqs])
         for seq in seqs:
-            assert len({len(table) for table in seq.tables}) == 1, "tables of different lengths"
+            for table in seq.windows:
+                assert len(table) == len(seq.table), "tables of different lengths"
             assert NULL_BLOCK not in seq.table, "a null block under full attention"
         if self.states is not None:
             self.states.check()
 
 
-def _owned(table: Sequence[int]) -> list[int]:
-    return [block for block in table if block != NULL_BLOCK]
+def _marks(seq: Seq, block: int, stride: int) -> list[int]:
+    """The blocks where a later prompt may branch off: known ones, and the next of every `stride`
+    after `block`."""
+    return [*seq.marks, (block // stride + 1) * stride]

@@ -18,9 +18,10 @@ class StateCache:
     def __init__(
         self, capacity: int, stride: int, copy: Callable[[Any], Any] = lambda state: state
     ) -> None:
-        self.capacity, self.stride, self.copy = capacity, stride, copy
+        self.capacity = capacity
+        self.stride = stride
+        self.copy = copy
         self._states: OrderedDict[Name, Any] = OrderedDict()  # least recently used first
-        self._tails: dict[bytes, set[tuple[int, ...]]] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -28,10 +29,6 @@ class StateCache:
     def __iter__(self) -> Iterator[Name]:
         """The names, the least recently used first."""
         return iter(self._states)
-
-    def tails(self, parent: bytes) -> list[tuple[int, ...]]:
-        """The token tails after block `parent` that have a state, the longest first."""
-        return sorted(self._tails.get(parent, ()), key=len, reverse=True)
 
     def use(self, name: Name) -> Any:
         """The state called `name`, which must exist; marks it as used."""
@@ -44,23 +41,15 @@ class StateCache:
 
     def put(self, name: Name, state: Any) -> None:
         """Keep a state and evict one if full; the first state of a name stays."""
-        if name in self._states:
-            self.use(name)
-        elif self.capacity:
-            if len(self._states) >= self.capacity:
-                parent, tail = self._states.popitem(last=False)[0]
-                self._tails[parent].discard(tail)
-                if not self._tails[parent]:
-                    del self._tails[parent]
+        if name not in self._states:
             self._states[name] = self.copy(state)
-            self._tails.setdefault(name[0], set()).add(name[1])
+        self.use(name)
+        if len(self._states) > self.capacity:
+            self._states.popitem(last=False)
 
     def clear(self) -> None:
         self._states.clear()
-        self._tails.clear()
 
     def check(self) -> None:
-        """Assert the bound, and that tails and names agree."""
+        """Assert the bound."""
         assert len(self._states) <= self.capacity, "too many states"
-        listed = {(parent, tail) for parent, tails in self._tails.items() for tail in tails}
-        assert listed == self._states.keys() and all(self._tails.values()), "tails differ"

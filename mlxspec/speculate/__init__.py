@@ -12,6 +12,9 @@ from mlxspec.model.batch import Step
 from mlxspec.speculate.controller import Proposal
 from mlxspec.types import Accepted, Entry, Sequence, Tap
 
+Plan = Seq[Entry]
+Proposals = Mapping[Sequence, Proposal]
+
 
 class Drafter(Protocol):
     """One way to draft: copies, a small model, a trained head. Engine thread only.
@@ -31,9 +34,7 @@ class Drafter(Protocol):
     def options(self, seq: Sequence) -> list[Proposal]:
         """What it could draft now, with the keys of its acceptance rates and its costs."""
 
-    def draft(
-        self, plan: Seq[Entry], previous: Step | None, chosen: Mapping[Sequence, Proposal]
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         """Fill the draft of each entry whose sequence is in `chosen`, with at most `entry.depth`
         tokens. `plan` is the whole next step, `previous` the step in flight. Never waits for the
         device."""
@@ -52,36 +53,36 @@ class Drafter(Protocol):
 
 
 class Speculator(Protocol):
-    """What the engine asks: the Proposer, or nothing."""
+    """What the engine asks: the Proposer, or nothing, which is what the bodies here do."""
 
-    def begin(self, seq: Sequence) -> None: ...
+    def begin(self, seq: Sequence) -> None:
+        """The sequence starts."""
+        return None
+
     def needs_sync(self, seqs: Seq[Sequence]) -> bool:
         """Whether the step in flight must be read before the next one is planned."""
-
-    def depths(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
-        """How many tokens to draft for each of the sequences that decode in the next step."""
-
-    def draft(self, plan: Seq[Entry], previous: Step | None) -> None:
-        """Fill the drafts of the plan's entries that have a depth."""
-
-    def observe(self, step: Step, accepted: Seq[Accepted], seconds: float) -> None:
-        """A step was committed; it took so long (0: its time says nothing)."""
-
-    def end(self, seq: Sequence) -> None: ...
-    def clear(self) -> None: ...
-
-
-class NoSpeculation:
-    """Plain decoding."""
-
-    def begin(self, seq: Sequence) -> None: ...
-    def needs_sync(self, seqs: Seq[Sequence]) -> bool:
         return False
 
     def depths(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
+        """How many tokens to draft for each of the sequences that decode in the next step."""
         return {}
 
-    def draft(self, plan: Seq[Entry], previous: Step | None) -> None: ...
-    def observe(self, step: Step, accepted: Seq[Accepted], seconds: float) -> None: ...
-    def end(self, seq: Sequence) -> None: ...
-    def clear(self) -> None: ...
+    def draft(self, plan: Plan, previous: Step | None) -> None:
+        """Fill the drafts of the plan's entries that have a depth."""
+        return None
+
+    def observe(self, step: Step, accepted: Seq[Accepted], seconds: float) -> None:
+        """A step was committed; it took so long (0: its time says nothing)."""
+        return None
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence has finished or was aborted."""
+        return None
+
+    def clear(self) -> None:
+        """Drop what is remembered of sequences that ended."""
+        return None
+
+
+class NoSpeculation(Speculator):
+    """Plain decoding."""

@@ -5,7 +5,7 @@ both. It draws with the target's noise, and never waits for the device: what a s
 bring is taken lazily from it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxspec.model.batch import Step
+from mlxspec.model.batch import Step, build_inputs
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout, weights
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
+from mlxspec.speculate import Plan, Proposals
 from mlxspec.speculate.controller import Key, Proposal, corrected
 from mlxspec.types import Accepted, Draft, Entry, Sampling, Tap, UnsupportedModel, UserError
 from mlxspec.types import Sequence as Seq
@@ -92,7 +93,7 @@ class DraftModel:
         self._live[seq] = Follower(plain)
 
     def end(self, seq: Seq) -> None:
-        self._live.pop(seq, None)
+        del self._live[seq]
 
     def clear(self) -> None:
         """Its blocks go with the prefix cache's."""
@@ -104,75 +105,66 @@ class DraftModel:
         most = min(MAX_DEPTH, seq.room - 1)
         if most < 1 or not self._ready(seq):
             return []
-        keys: list[Key] = [(self.name, i) for i in range(1, most + 1)]
+        keys: list[Key] = [(self.name, position) for position in range(1, most + 1)]
         return [Proposal(self.name, seconds=self.seconds, keys=keys)]
 
     def _ready(self, seq: Seq) -> bool:
         """Whether it can draft in the next step: it has read all but the last few tokens."""
-        live = self._live.get(seq)
-        if live is None or live.table is not seq.table or seq.remaining != 1:
-            return False
-        if seq.known + seq.inflight_drafts + MAX_DEPTH > self.context:
+        if seq.remaining != 1 or seq.known + seq.inflight_drafts + MAX_DEPTH > self.context:
             return False
         if seq.inflight_drafts:
             return seq.flight[-1].draft.source == self.name
-        return seq.computed - live.read <= MAX_LAG
+        return seq.computed - self._follower(seq).read <= MAX_LAG
 
     # ---- drafting ----------------------------------------------------------------------------
 
-    def draft(
-        self, plan: Sequence[Entry], previous: Step | None, chosen: Mapping[Seq, Proposal]
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         """Read what is new, then fill the drafts, one pass for each further token."""
-        drafting = [e for e in plan if e.seq in chosen and self._ready(e.seq)]
-        entries = [self._unread(e) for e in drafting]
-        reading = list(self._catching_up(e for e in plan if e not in drafting))
-        if not entries and not reading:
+        drafting = [e for e in plan if e.seq in chosen]
+        drafting.sort(key=lambda e: e.depth, reverse=True)
+        reading = list(self._catch_up(e for e in plan if e not in drafting))
+        entries = [*map(self._unread, drafting), *reading]
+        if not entries:
             return
         offsets = None
         if previous is not None and any(e.inflight_drafts for e in entries):
             offsets = previous.offsets(entries)
-        ids = self._inputs([*entries, *reading], drafting, previous, offsets)
-        padded = offsets
-        if offsets is not None:
-            padded = mx.concatenate([offsets, mx.zeros((len(reading),), mx.int32)])
-        logits = self._forward([*entries, *reading], ids, padded)
+        ids = self._inputs(entries, previous, offsets)
+        for e in entries:
+            self._forget_blocks(e)
+        logits = self._forward(entries, ids, offsets)
         for e in reading:
             self._live[e.seq].read = e.end
-        drafts = self._chain(drafting, entries, logits, offsets)
-        for e, tokens in zip(drafting, drafts, strict=True):
-            keys = chosen[e.seq].keys
-            e.draft = Draft(mx.concatenate(tokens), self.name, keys)
+        if drafting:
+            passes = self._passes(drafting, entries, logits, offsets)
+            for n, e in enumerate(drafting):
+                tokens = [sampled[n : n + 1] for sampled in passes[: e.depth]]
+                e.draft = Draft(mx.concatenate(tokens), self.name, chosen[e.seq].keys)
 
-    def _chain(
+    def _passes(
         self,
-        drafting: Sequence[Entry],
-        entries: Sequence[Entry],
+        drafting: Plan,
+        entries: Plan,
         logits: mx.array,
         offsets: mx.array | None,
-    ) -> list[list[mx.array]]:
-        """The drafted tokens [1] of each entry, up to its depth; every pass adds one to those that
-        want more. `logits` are behind the rows of `entries`."""
-        drafts: list[list[mx.array]] = [[] for _ in entries]
-        active = list(range(len(entries)))
-        while active:
-            tokens = self._sample(logits, [entries[i] for i in active], offsets)
-            for n, i in enumerate(active):
-                drafts[i].append(tokens[n : n + 1])
-            more = [n for n, i in enumerate(active) if len(drafts[i]) < drafting[i].depth]
-            active = [active[n] for n in more]
-            if active:
-                index = mx.array(more)
-                if offsets is not None:
-                    offsets = offsets[index]
-                entries = [
-                    Entry(e.seq, e.end, 1, True, inflight_drafts=e.inflight_drafts) for e in entries
-                ]
-                logits = self._forward([entries[i] for i in active], tokens[index], offsets)
-        return drafts
+    ) -> list[mx.array]:
+        """The tokens that each pass drafts, int32 [sequences that want so many]; the deepest drafts
+        come first. `logits` are behind the rows of `entries`."""
+        passes: list[mx.array] = []
+        for depth in range(drafting[0].depth):
+            n = sum(e.depth > depth for e in drafting)
+            if offsets is not None:
+                offsets = offsets[:n]
+            entries = entries[:n]
+            if depth:
+                entries = [_next_row(e) for e in entries]
+                logits = self._forward(entries, passes[-1][:n], offsets)
+            passes.append(self._sample(logits, entries, offsets))
+        return passes
 
-    def _forward(self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None) -> mx.array:
-        return self.runner.forward_rows(plan, mx.minimum(ids, self.own_vocab - 1), offsets)
+    def _forward(self, plan: Plan, ids: mx.array, offsets: mx.array | None) -> mx.array:
+        ids = mx.minimum(ids, self.own_vocab - 1)
+        return self.runner.forward_rows(plan, ids, offsets)
 
     def _unread(self, e: Entry) -> Entry:
         """The rows to read before the first token is drafted. With a draft in flight, its last
@@ -180,67 +172,45 @@ class DraftModel:
         once more."""
         start = e.start - 1 if e.inflight_drafts else self._live[e.seq].read
         count = e.start + e.count - start
-        return Entry(e.seq, start, count, True, inflight_drafts=e.inflight_drafts)
+        return replace(e, start=start, count=count)
 
-    def _catching_up(self, plan: Iterable[Entry]) -> Iterator[Entry]:
+    def _catch_up(self, plan: Iterable[Entry]) -> Iterator[Entry]:
         """Prompts as the target reads them, and sequences that lag far behind; read tokens only."""
         left = CATCH_UP
         for e in plan:
-            live = self._live.get(e.seq)
-            if live is None:
-                continue
-            if live.table is not e.seq.table:
-                self._start(live, e.seq)
+            read = self._follower(e.seq).read
             prompt = e.count if e.count > 1 else 0
             known = min(len(e.seq.tokens) - 1, e.start + prompt, self.context)
-            count = min(known - live.read, left + prompt)
-            if count > 0 and (prompt or known - live.read >= MAX_LAG):
+            count = min(known - read, left + prompt)
+            if count > 0 and (prompt or known - read >= MAX_LAG):
                 left = max(0, left - count)
-                yield Entry(e.seq, live.read, count, False)
+                yield Entry(e.seq, read, count, False)
 
-    def _inputs(
-        self,
-        entries: Sequence[Entry],
-        drafting: Sequence[Entry],
-        previous: Step | None,
-        offsets: mx.array | None,
-    ) -> mx.array:
-        """Input tokens int32 [T] of `entries`, the first of which belong to `drafting`."""
-        host: list[int] = []
-        ends = []
-        for e in entries:
-            known = [] if e.inflight_drafts else e.seq.tokens[e.start : e.start + e.count]
-            host += known
-            host += [0] * (e.count - len(known))
-            ends.append(len(host) - 1)
-            self._forget_blocks(e)
-        ids = mx.array(host, mx.int32)
-        pending = [i for i, e in enumerate(drafting) if e.pending]
-        if not pending or previous is None or previous.sampled is None:
-            return ids
-        seqs = [drafting[i].seq for i in pending]
-        accepted = mx.zeros((len(pending),), mx.int32)
-        if offsets is not None:
-            accepted = offsets[mx.array(pending)]
-        rows = mx.array([previous.first_row[s] for s in seqs]) + accepted
-        ids[mx.array([ends[i] for i in pending])] = previous.sampled.tokens[rows]
-        overlapped = [n for n, i in enumerate(pending) if drafting[i].inflight_drafts]
-        if overlapped:
-            spans = mx.array([previous.spans[seqs[n]] for n in overlapped])
-            spans = spans + accepted[mx.array(overlapped)]
-            ids[mx.array([ends[pending[n]] - 1 for n in overlapped])] = previous.ids[spans]
+    def _inputs(self, entries: Plan, previous: Step | None, offsets: mx.array | None) -> mx.array:
+        """Input tokens int32 [T]; those in flight are taken lazily from `previous`."""
+        ids, last = build_inputs(entries, previous, offsets)
+        overlapped = [n for n, e in enumerate(entries) if e.inflight_drafts]
+        if overlapped and previous is not None and offsets is not None:
+            spans = [previous.spans[entries[n].seq] for n in overlapped]
+            rows = mx.array(spans) + offsets[mx.array(overlapped)]
+            holes = [last[n] - 1 for n in overlapped]
+            ids[mx.array(holes)] = previous.ids[rows]
         return ids
 
-    def _sample(
-        self, logits: mx.array, entries: Sequence[Entry], offsets: mx.array | None
-    ) -> mx.array:
+    def _sample(self, logits: mx.array, entries: Plan, offsets: mx.array | None) -> mx.array:
         """The next token of each entry, int32 [entries], drawn as the target would."""
-        width = logits.shape[-1]
-        if width < self.vocab:
-            logits = mx.pad(logits, [(0, 0), (0, self.vocab - width)], constant_values=-mx.inf)
-        rows = [Row(e, self._live[e.seq].sampling, e.end, 1) for e in entries]
+        lacking = self.vocab - logits.shape[-1]
+        if lacking > 0:
+            width = [(0, 0), (0, lacking)]
+            logits = mx.pad(logits, width, constant_values=-mx.inf)
+        rows = []
+        for e in entries:
+            sampling = self._live[e.seq].sampling
+            rows.append(Row(e, sampling, e.end, 1))
+        counts = [0 for _ in rows]
         none = mx.zeros((0,), mx.int32)
-        return sample(logits[:, : self.vocab], rows, none, [0 for _ in rows], offsets).tokens
+        logits = logits[:, : self.vocab]
+        return sample(logits, rows, none, counts, offsets).tokens
 
     # ---- what its blocks hold ----------------------------------------------------------------
 
@@ -248,28 +218,37 @@ class DraftModel:
         """Of what it wrote ahead, the accepted part stands."""
         size = self.runner.view.block_size
         for e, new in zip(step.plan, accepted, strict=True):
-            live = self._live.get(e.seq)
-            if live is None or e.seq.finish is not None:
+            if e.seq.finish is not None:
                 continue
-            if live.table is not e.seq.table:
-                self._start(live, e.seq)
+            live = self._follower(e.seq)
             if e.draft.source == self.name:
-                live.read = e.start + min(len(e.draft), len(new.tokens))
-            for i in range(min(len(e.seq.keys), live.read // size)):
-                self._filled[e.seq.table[i]] = e.seq.keys[i]
+                kept = min(len(e.draft), len(new.tokens))
+                live.read = e.start + kept
+            full = e.seq.keys[: live.read // size]
+            for block, key in zip(e.seq.table, full, strict=False):
+                self._filled[block] = key
 
-    def _start(self, live: Follower, seq: Seq) -> None:
-        """The sequence has new blocks: those from the prefix cache may have been read before."""
-        size = self.runner.view.block_size
-        live.table, live.read = seq.table, 0
-        for block, key in zip(seq.table, seq.keys, strict=False):
-            if self._filled.get(block) != key:
-                break
-            live.read += size
-        live.read = min(live.read, max(0, seq.computed - 1))
+    def _follower(self, seq: Seq) -> Follower:
+        """How far the sequence was read. Where it has new blocks, those from the prefix cache may
+        have been read before."""
+        live = self._live[seq]
+        if live.table is not seq.table:
+            live.table, live.read = seq.table, 0
+            for block, key in zip(seq.table, seq.keys, strict=False):
+                if self._filled.get(block) != key:
+                    break
+                live.read += self.runner.view.block_size
+            live.read = min(live.read, max(0, seq.computed - 1))
+        return live
 
     def _forget_blocks(self, e: Entry) -> None:
         """Blocks that are written to hold nothing known until they are full."""
         size = self.runner.view.block_size
-        for block in e.seq.table[e.start // size : -(-e.end // size)]:
+        first, last = e.start // size, (e.end - 1) // size
+        for block in e.seq.table[first : last + 1]:
             self._filled.pop(block, None)
+
+
+def _next_row(e: Entry) -> Entry:
+    """The row behind an entry, for the token that was drafted there."""
+    return Entry(e.seq, e.end, 1, True, inflight_drafts=e.inflight_drafts)

@@ -5,13 +5,13 @@ Rule: adding a token and finding the longest earlier match take constant time; o
 size is all the memory. A copy needs tokens that the host has read.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlxspec.model.batch import Step
+from mlxspec.speculate import Plan, Proposals
 from mlxspec.speculate.controller import Key, Proposal
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Tap
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Tap
 from mlxspec.types import Sequence as Seq
 
 LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest
@@ -27,8 +27,9 @@ CONTEXT = 8  # tokens of a prompt's end that are kept with the output that follo
 INDEXED_PER_STEP = 4096  # tokens: a few milliseconds
 
 # Acceptance rates to start from, by bucket of the matching tokens and by agreement.
-FIRST_RATE = {0: 0.5, 1: 0.3, 2: 0.35, 3: 0.6, 4: 0.8, 5: 0.9, 6: 0.96}
+FIRST_RATE = (0.5, 0.3, 0.35, 0.6, 0.8, 0.9, 0.96)
 AGREEMENT = (0.3, 0.7, 1.0)
+MOST = (0.5, 0.9)  # shares above which most, or nearly all, of the occurrences agree
 GRAMMAR = "grammar"  # the source of tokens that a grammar forces
 
 
@@ -54,99 +55,84 @@ class Copy:
 
 @dataclass(slots=True)
 class Index:
-    """A growing text of token ids, and where its n-grams occur. `find` knows the first `indexed`
-    tokens."""
+    """A growing text of token ids, of which the first `indexed` tokens can be found: the last place
+    of each n-gram, and for each place the one before it with the same n-gram, by size."""
 
     tokens: list[int] = field(default_factory=list)
-    indexed: int = 0
-    _last: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
-    _before: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # same n-gram
+    _last: dict[int, int] = field(default_factory=dict)
+    _before: dict[int, list[int]] = field(default_factory=lambda: {LONG: [], SHORT: []})
+
+    @property
+    def indexed(self) -> int:
+        return len(self._before[LONG])
 
     def index(self, most: int) -> int:
-        """Index up to `most` further tokens -> how many were."""
-        t, first = self.tokens, self.indexed
-        (long, short), (long_before, short_before) = self._last, self._before
-        stop = min(len(t), first + most)
-        for i in range(first, stop):
-            key = hash(tuple(t[i - LONG + 1 : i + 1])) if i >= LONG - 1 else i - LONG
-            long_before.append(long.get(key, -1))
-            long[key] = i
-            key = t[i - 1] << 32 | t[i] if i else -1
-            short_before.append(short.get(key, -1))
-            short[key] = i
-        self.indexed = stop
+        """Index up to `most` further tokens. Returns how many were."""
+        first = self.indexed
+        stop = min(len(self.tokens), first + most)
+        for size, before in self._before.items():
+            for end in range(first, stop):
+                start = max(0, end + 1 - size)
+                key = hash((size, *self.tokens[start : end + 1]))
+                before.append(self._last.get(key, -1))
+                self._last[key] = end
         return stop - first
 
     def find(self, context: Sequence[int]) -> list[tuple[int, int]]:
         """(length, end) of earlier texts that end as `context` does, longest first, then latest;
         `end` is the last matching position. At least SHORT tokens match."""
-        found: list[tuple[int, int]] = []
-        for size, last, before in zip((LONG, SHORT), self._last, self._before, strict=True):
-            if len(context) < size:
-                continue
-            tail = context[-size:]
-            key = hash(tuple(tail)) if size == LONG else tail[0] << 32 | tail[1]
-            end = last.get(key, -1)
+        for size, before in self._before.items():
+            found = []
+            key = hash((size, *context[-size:]))
+            end = self._last.get(key, -1)
             for _ in range(MAX_CANDIDATES):
                 if end < 0:
                     break
                 length = self._common(context, end)
-                more = end + 1 < len(self.tokens) and self.tokens[end + 1] != SEPARATOR
-                if length >= size and more:
+                if length >= size and self._token(end + 1) != SEPARATOR:
                     found.append((length, end))
                 end = before[end]
             if found:
-                break
-        found.sort(key=lambda f: (-f[0], -f[1]))
-        return found
+                return sorted(found, reverse=True)
+        return []
 
     def _common(self, context: Sequence[int], end: int) -> int:
-        t, n = self.tokens, min(len(context), end + 1, MAX_MATCH)
-        return next((i for i in range(n) if t[end - i] != context[-1 - i]), n)
+        """How many tokens up to `end` equal the last ones of `context`."""
+        most = min(len(context), end + 1, MAX_MATCH)
+        for n in range(most):
+            if self.tokens[end - n] != context[-1 - n]:
+                return n
+        return most
+
+    def _token(self, at: int, copied: Sequence[int] = ()) -> int:
+        """The token at a position of the text with `copied` behind it; behind both a separator."""
+        at_copied = at - len(self.tokens)
+        if at_copied < 0:
+            return self.tokens[at]
+        if at_copied < len(copied):
+            return copied[at_copied]
+        return SEPARATOR
 
     def follow(
-        self, source: str, match: int, ends: Sequence[int], most: int, own: bool = False
+        self, source: str, match: int, ends: Sequence[int], most: int, repeat: bool = False
     ) -> Copy | None:
-        """What most occurrences go on with, token by token; each token keeps those that agree.
-        `own`: the copy continues this very text, so it may run into itself, as a repetition
-        does."""
-        alive = list(ends)
+        """What most of the occurrences at `ends` go on with, token by token; each token keeps those
+        that agree. `repeat`: a copy that reaches the end of the text goes on with itself."""
         tokens: list[int] = []
         shares: list[float] = []
         while len(tokens) < most:
-            at = len(tokens) + 1
-            if len(alive) == 1:  # the common case: a slice instead of a count for each token
-                tokens += self._copy(alive[0] + at, tokens, most, own)
-                shares += [1.0] * (len(tokens) - len(shares))
+            behind = tokens if repeat else ()
+            following = {end: self._token(end + 1 + len(tokens), behind) for end in ends}
+            known = [token for token in following.values() if token != SEPARATOR]
+            if not known:
                 break
-            following = [self._token(end + at, tokens, own) for end in alive]
-            counts = Counter(token for token in following if token != SEPARATOR)
-            if not counts:
-                break
-            token, n = counts.most_common(1)[0]
+            token = max(known, key=known.count)
             tokens.append(token)
-            shares.append(n / len(alive))
-            alive = [e for e, said in zip(alive, following, strict=True) if said == token]
-        return Copy(source, tuple(tokens), match, tuple(shares)) if tokens else None
-
-    def _token(self, at: int, copied: Sequence[int], own: bool) -> int:
-        if at < len(self.tokens):
-            return self.tokens[at]
-        return copied[at - len(self.tokens)] if own else SEPARATOR
-
-    def _copy(self, start: int, copied: Sequence[int], most: int, own: bool) -> list[int]:
-        """What one occurrence goes on with from `start`, behind the tokens `copied`; `most` with
-        them."""
-        t, left = self.tokens, most - len(copied)
-        run = t[start : start + left]
-        if SEPARATOR in run:
-            return run[: run.index(SEPARATOR)]
-        if own and len(run) < left:
-            made = [*copied, *run]
-            while len(made) < most:  # into itself
-                made.append(made[start - len(t) + len(made) - len(copied)])
-            run = made[len(copied) :]
-        return run
+            shares.append(known.count(token) / len(ends))
+            ends = [end for end in ends if following[end] == token]
+        if not tokens:
+            return None
+        return Copy(source, tuple(tokens), match, tuple(shares))
 
 
 @dataclass(slots=True)
@@ -170,21 +156,24 @@ class Lookup:
             self._cursor = 0
 
     def feed(self, tokens: Sequence[int], most: int) -> int:
-        """`tokens` are all of the sequence so far; index up to `most` of them -> how many were."""
-        self._index.tokens += tokens[len(self._index.tokens) - self._offset :]
+        """`tokens` are all of the sequence so far. Index up to `most` of them; returns how many
+        were."""
+        known = len(self._index.tokens) - self._offset
+        self._index.tokens += tokens[known:]
         return self._index.index(most)
 
     def propose(self, most: int) -> Copy | None:
         """What followed the longest earlier match, or the copy that is under way."""
-        index = self._index
-        context = index.tokens[max(self._offset, len(index.tokens) - MAX_MATCH) :]
-        if found := index.find(context):
+        tokens = self._index.tokens
+        context = tokens[max(self._offset, len(tokens) - MAX_MATCH) :]
+        found = self._index.find(context)
+        if found:
             match = found[0][0]
-            best = [end for length, end in found if length == match]
-            self._cursor = best[0] + 1
-            return index.follow("lookup", match, best, most, own=True)
-        if self._misses < MAX_MISSES and 0 <= self._cursor < len(index.tokens):
-            return index.follow("resume", 0, [self._cursor - 1], most)
+            ends = [end for length, end in found if length == match]
+            self._cursor = ends[0] + 1
+            return self._index.follow("lookup", match, ends, most, repeat=True)
+        if self._misses < MAX_MISSES and 0 <= self._cursor < len(tokens):
+            return self._index.follow("resume", 0, [self._cursor - 1], most)
         return None
 
     def advance(self, accepted: int) -> None:
@@ -205,39 +194,33 @@ class Corpus:
         """Keep an output, with the end of its prompt as the `context` that it followed."""
         if len(output) < SHORTEST_OUTPUT:
             return
-        most, text = self.capacity // 2, self._index.tokens
+        half = self.capacity // 2
         new = [*context, *output, SEPARATOR]
-        if len(new) > most:
-            new = [*output[1 - most :], SEPARATOR]
+        if len(new) > half:
+            new = [*output[1 - half :], SEPARATOR]
+        text = self._index.tokens
         if text and len(text) + len(new) > self.capacity:
-            kept = text[-most:]
-            text = kept[kept.index(SEPARATOR) + 1 :]  # the first may have lost its beginning
+            text = text[-half:]
+            text = text[text.index(SEPARATOR) + 1 :]  # the first may have lost its beginning
             self._index = Index(text)
         text += new
 
     def index(self, most: int) -> int:
-        """Index up to `most` further tokens -> how many were."""
+        """Index up to `most` further tokens. Returns how many were."""
         return self._index.index(most)
 
     def propose(self, context: Sequence[int], most: int) -> Copy | None:
         """The continuation with the best score over the longest matches: a shorter match has more
         occurrences."""
         found = self._index.find(context)
+        lengths = sorted({length for length, _ in found}, reverse=True)
         best: Copy | None = None
-        for match in sorted({length for length, _ in found}, reverse=True)[:MATCH_LENGTHS]:
+        for match in lengths[:MATCH_LENGTHS]:
             ends = [end for length, end in found if length >= match]
             copy = self._index.follow("suffix", match, ends, most)
             if copy and (best is None or copy.score > best.score):
                 best = copy
         return best
-
-
-@dataclass(slots=True, eq=False)
-class LiveText:
-    """One sequence's text, and what could be copied into it now."""
-
-    lookup: Lookup
-    proposals: list[Proposal] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -249,56 +232,65 @@ class NgramDrafter:
     name: str = "copy"
     taps: tuple[Tap, ...] = ()
     lazy: bool = False
-    _live: dict[Seq, LiveText] = field(default_factory=dict)
+    _live: dict[Seq, Lookup] = field(default_factory=dict)
+    _proposals: dict[Seq, list[Proposal]] = field(default_factory=dict)
 
     def begin(self, seq: Seq) -> None:
-        self._live[seq] = LiveText(self.lookup(seq.request.prediction))
+        self._live[seq] = self.lookup(seq.request.prediction)
 
     def end(self, seq: Seq) -> None:
+        self._proposals.pop(seq, None)
         if self._live.pop(seq, None) and seq.generated:
-            start = seq.prompt_len
-            self.corpus.add(seq.tokens[max(0, start - CONTEXT) : start], seq.tokens[start:])
+            prompt = seq.tokens[: seq.prompt_len]
+            output = seq.tokens[seq.prompt_len :]
+            self.corpus.add(prompt[-CONTEXT:], output)
 
     def clear(self) -> None:
         self.corpus = Corpus(self.corpus.capacity)
 
     def options(self, seq: Seq) -> list[Proposal]:
-        return self._live[seq].proposals if seq in self._live else []
+        return self._proposals.get(seq, [])
 
-    def draft(
-        self, plan: Sequence[Entry], previous: Step | None, chosen: Mapping[Seq, Proposal]
-    ) -> None:
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         for e in plan:
-            if proposal := chosen.get(e.seq):
+            proposal = chosen.get(e.seq)
+            if proposal:
                 tokens = list(proposal.tokens[: e.depth])
                 e.draft = Draft(tokens, proposal.source, proposal.keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
-        left = INDEXED_PER_STEP - self.corpus.index(INDEXED_PER_STEP)
+        left = INDEXED_PER_STEP
+        left -= self.corpus.index(left)
         for e, new in zip(step.plan, accepted, strict=True):
-            live = self._live.get(e.seq)
-            if live is None or e.seq.finish is not None:
+            if e.seq.finish is not None:
                 continue
+            lookup = self._live[e.seq]
             if new.tokens:
-                live.lookup.advance(new.drafts)
-            left -= live.lookup.feed(e.seq.tokens, max(0, left))
-            live.proposals = self._propose(e.seq, live) if e.samples else []
+                lookup.advance(new.drafts)
+            left -= lookup.feed(e.seq.tokens, left)
+            if e.samples:
+                self._proposals[e.seq] = self._propose(e.seq, lookup)
 
     def learn_seconds(self, seconds: float, depth: int) -> None:
         """Copying costs nothing."""
 
-    def _propose(self, seq: Seq, live: LiveText) -> list[Proposal]:
+    def _propose(self, seq: Seq, lookup: Lookup) -> list[Proposal]:
         most = min(MAX_DEPTH, seq.room - 1)
         if most < 1:
             return []
-        copies = [live.lookup.propose(most), self.corpus.propose(seq.tokens[-MAX_MATCH:], most)]
-        found = [copy for copy in copies if copy]
-        forced = tuple(seq.matcher.forced(most)) if seq.matcher is not None else ()
-        if forced:
-            found = [copy for copy in found if copy.tokens[: len(forced)] == forced]
+        context = seq.tokens[-MAX_MATCH:]
+        copies = [lookup.propose(most), self.corpus.propose(context, most)]
+        forced: tuple[int, ...] = ()
+        if seq.matcher is not None:
+            forced = tuple(seq.matcher.forced(most))
+        found: list[Proposal] = []
+        for copy in copies:
+            if copy and copy.tokens[: len(forced)] == forced:
+                found.append(_proposal(copy))
         if forced and not found:
-            found = [Copy(GRAMMAR, forced, MAX_MATCH, tuple(1.0 for _ in forced))]
-        return [Proposal(c.source, keys=keys_of(c), tokens=c.tokens) for c in found]
+            sure = tuple(1.0 for _ in forced)
+            found.append(_proposal(Copy(GRAMMAR, forced, MAX_MATCH, sure)))
+        return found
 
 
 def bucket(match: int) -> int:
@@ -306,14 +298,14 @@ def bucket(match: int) -> int:
     return min(match, 63).bit_length()
 
 
-def keys_of(copy: Copy) -> list[Key]:
+def _proposal(copy: Copy) -> Proposal:
     """What a token's acceptance rate depends on: the source, the tokens that match if those before
     it are right, and how many of the occurrences agree."""
     keys: list[Key] = []
     for i, share in enumerate(copy.shares):
-        agreement = 2 if share > 0.9 else 1 if share > 0.5 else 0
+        agreement = sum(share > least for least in MOST)
         keys.append((copy.source, bucket(copy.match + i), agreement))
-    return keys
+    return Proposal(copy.source, keys=keys, tokens=copy.tokens)
 
 
 def first_rate(matching: int, agreement: int) -> float:

@@ -22,9 +22,9 @@ def publish(pool: BlockPool, tokens: list[int], table: list[int], upto: int) -> 
     keys = list(pool.chain(tokens[:upto]))
     for i, key in enumerate(keys):
         content = tuple(tokens[i * SIZE : (i + 1) * SIZE])
-        pool.cache(table[i], key, pool.parent(keys, i), content)
+        pool.cache(table[i], pool.parent(keys, i), content, key)
     if tail := tuple(tokens[len(keys) * SIZE : upto]):
-        pool.cache_partial(table[len(keys)], pool.parent(keys, len(keys)), tail)
+        pool.cache(table[len(keys)], pool.parent(keys, len(keys)), tail)
     return keys
 
 

@@ -78,8 +78,9 @@ def test_a_match_needs_the_window_before_it() -> None:
     (w,) = g.windows
     lost = hit.tables[1][10]
     w.pool.low_priority.clear()  # any block may go; the one in the middle of the last window does
+    w.pool.idle.move_to_end(lost, last=False)
     w.pool.free_blocks.move_to_end(lost, last=False)
-    for block in [b for b in w.pool.free_blocks if not w.pool._cached(b)]:
+    for block in [b for b in w.pool.free_blocks if b not in w.pool.parents]:
         w.pool.free_blocks.move_to_end(block)
     assert w.pool.allocate(1) == [lost]
     shorter = g.match([*prompt, 99])

@@ -6,23 +6,13 @@ from hypothesis import strategies as st
 from mlxspec.cache.states import StateCache
 
 
-def test_tails_come_longest_first() -> None:
-    s = StateCache(8, 4)
-    for tail in ((1,), (1, 2, 3), (), (7, 8)):
-        s.put((b"a", tail), tail)
-    s.put((b"b", (5,)), "b")
-    assert s.tails(b"a") == [(1, 2, 3), (7, 8), (1,), ()]
-    assert s.tails(b"b") == [(5,)] and s.tails(b"c") == []
-    assert s.use((b"a", (7, 8))) == (7, 8)
-
-
 def test_the_least_recently_used_state_is_evicted() -> None:
     s = StateCache(2, 4)
     s.put((b"a", ()), 1)
     s.put((b"b", ()), 2)
     s.use((b"a", ()))
     s.put((b"c", ()), 3)
-    assert [parent for parent, _ in s] == [b"a", b"c"] and s.tails(b"b") == []
+    assert [parent for parent, _ in s] == [b"a", b"c"]
 
 
 def test_the_first_state_of_a_name_stays() -> None:

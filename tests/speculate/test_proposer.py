@@ -2,7 +2,6 @@
 to it."""
 
 import functools
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
 from mlxspec.speculate.ngram import FIRST_RATE, bucket
-from mlxspec.speculate.proposer import PARKED, Proposer
+from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Sequence
 from tests import tiny
 from tests.drafters import KINDS, attach, copies, costs, like, small_model
@@ -172,7 +171,7 @@ def test_matching_tokens_fall_in_buckets() -> None:
         6,
         6,
     ]
-    assert set(map(bucket, range(200))) == set(FIRST_RATE)
+    assert set(map(bucket, range(200))) == set(range(len(FIRST_RATE)))
 
 
 # ---- who is waited for
@@ -287,7 +286,7 @@ def test_a_cancel_between_any_two_rounds(kind: str) -> None:
         request("gone", temperature=0.8),
         request("stays", temperature=0.8, seed=8, prompt=[9, 8, 7]),
     )
-    for at in range(1, 15):
+    for at in (1, 2, 3, 4, 6, 9, 14):
         run = Traced(kind, teach=gone)
         e: Engine = run.engine
         e.add(gone)
@@ -352,22 +351,6 @@ def step(entry: Entry, mode: str) -> Any:
     return SimpleNamespace(plan=[entry], overlaps=mode == "overlap", taps={})
 
 
-def test_the_log_says_when_drafting_stops_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mlxspec")
-    chain = Proposer(costs(), [])
-    entry = Entry(Sequence(request()), 20, 1, True)
-    drafted = replace(entry, draft=Draft([1, 2], "lookup"))
-    chain.observe(step(drafted, "exact"), [Accepted([1])], 0.1)
-    for _ in range(2 * PARKED):
-        chain.observe(step(entry, "overlap"), [Accepted([1])], 0.1)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"speculation is parked: no draft paid for {PARKED} steps; it is probed"
-    ]
-    for _ in range(2):
-        chain.observe(step(drafted, "exact"), [Accepted([1])], 0.1)
-    assert [r.getMessage() for r in caplog.records][1:] == ["speculation pays again"]
-
-
 @pytest.mark.parametrize("verb", ["begin", "options", "draft", "_sample", "observe", "end"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_that_raises_leaves_copies(
@@ -406,7 +389,7 @@ def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
     entry = Entry(Sequence(request()), 20, 1, True)
     drafted = replace(entry, draft=Draft([1, 2], "model"))
-    lost: Any = SimpleNamespace(name="model", lazy=True)
+    lost: Any = SimpleNamespace(name="model", lazy=True, learn_seconds=lambda *told: None)
     chain = Proposer(costs(), [lost])
     chain.drafters.remove(lost)
     chain.observe(step(drafted, "overlap"), [Accepted([1])], 0.1)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from mlxspec.server.errors import unfit
+from mlxspec.server.errors import invalid
 from mlxspec.server.generate import Generation, answer
 from mlxspec.server.state import Model, while_connected
 from mlxspec.server.stream import Choice, ResponseWriter, message
@@ -214,20 +214,20 @@ def check_count(model: Model, n: int, prompts: int) -> None:
     most = model.front.config.max_sequences + model.front.config.max_queue
     if n * prompts > most:
         why = f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer"
-        raise unfit("n", why)
+        raise invalid("n", why)
 
 
 def check_prompt(model: Model, prompt: Sequence[int], source: str) -> None:
     """Raises ApiError for an empty prompt, unknown tokens, or one beyond the context."""
     info = model.info
     if not prompt:
-        raise unfit(source, f"{source} has no tokens; send some text")
+        raise invalid(source, f"{source} has no tokens; send some text")
     if (highest := max(prompt)) >= info.vocab:
         why = f"{source} has the token id {highest}; ids run from 0 to {info.vocab - 1}"
-        raise unfit(source, why)
+        raise invalid(source, why)
     if len(prompt) >= info.context:
         why = f"{too_long(len(prompt), info.context)}; shorten {source}"
-        raise unfit(source, why, "context_length_exceeded")
+        raise invalid(source, why, "context_length_exceeded")
 
 
 def template_options(
@@ -271,7 +271,7 @@ def sampling(model: Model, asked: Mapping[str, Any]) -> Sampling:
     bias = {int(token): value for token, value in values.pop("logit_bias", {}).items()}
     if bias and (highest := max(bias)) >= model.info.vocab:
         why = f"logit_bias has the token id {highest}; ids run from 0 to {model.info.vocab - 1}"
-        raise unfit("logit_bias", why)
+        raise invalid("logit_bias", why)
     values["top_k"] = max(0, values["top_k"])
     if values["temperature"] < COLDEST:
         values["temperature"] = 0.0

@@ -23,7 +23,7 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server.errors import ApiError, Gone, busy, dead, unavailable, unfit
+from mlxspec.server.errors import ApiError, Gone, busy, dead, invalid, unavailable
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -153,7 +153,7 @@ class ServerState:
                     raise dead(self.engine)
             return done.result()
         except Refused as error:
-            raise unfit(error.field, str(error), error.code) from error
+            raise invalid(error.field, str(error), error.code) from error
         finally:
             job.cancel()
             calls.clear()  # a cancelled job stays in the executor's queue; its body must not

@@ -21,7 +21,7 @@ from mlxspec.server.chat_request import (
     stop_tokens,
     template_options,
 )
-from mlxspec.server.errors import unfit
+from mlxspec.server.errors import invalid
 from mlxspec.server.generate import Generation, answer
 from mlxspec.server.openai.schema import Chat, Completion, NamedTool
 from mlxspec.server.openai.writer import CompletionWriter
@@ -35,7 +35,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     body, ignored, model = await receive(http, Chat)
     if body.top_logprobs is not None and not body.logprobs:
-        raise unfit("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
+        raise invalid("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
     choice = body.tool_choice
@@ -59,7 +59,7 @@ def _format(body: Chat) -> Format | None:
     if given is None or given.type == "text":
         return Format("lark", "grammar", body.grammar) if body.grammar is not None else None
     if body.grammar is not None:
-        raise unfit("grammar", "grammar with response_format: send one of them")
+        raise invalid("grammar", "grammar with response_format: send one of them")
     if given.type == "json_object":
         return Format("object", "response_format")
     return Format("schema", "response_format.json_schema.schema", given.json_schema.value)
@@ -69,7 +69,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     body, ignored, model = await receive(http, Completion)
     if body.echo and body.logprobs is not None:
-        raise unfit("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
+        raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     check_count(model, body.n, len(body.prompts))
     encoding = model.front.on_text_thread(_encode, model, body)
     prompts, expected = await while_connected(http.receive, encoding)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.body import Strict, receive, validate, wrong
 from mlxspec.server.chat_request import ChatRequest, converse, template_options
-from mlxspec.server.errors import unfit
+from mlxspec.server.errors import invalid
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
@@ -50,7 +50,7 @@ async def create(http: HttpRequest) -> ASGIApp:
     tools = toolbox(body)
     messages, left_out = chat_messages(store.conversation(body.previous_response_id), items)
     if not messages:
-        raise unfit("input", "input has no message that can be read; send one")
+        raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort
@@ -86,7 +86,7 @@ async def stored(http: HttpRequest) -> Response:
         store.delete(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
     if http.query_params.get("stream", "false").lower() != "false":
-        raise unfit("stream", "stream = true: a stored response is not streamed; leave it out")
+        raise invalid("stream", "stream = true: a stored response is not streamed; leave it out")
     return JSONResponse(store.get(id)[0])
 
 

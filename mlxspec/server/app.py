@@ -58,8 +58,8 @@ def create_app(
     )
     name = engine.info.name
     paths = {name: path, **(others or {})}
-    app.state.front = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
-    app.state.front.open(name, tokenizer)
+    app.state.server = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
+    app.state.server.open(name, tokenizer)
     app.state.responses = Store()
     return app
 
@@ -77,7 +77,7 @@ async def index(http: HttpRequest) -> Response:
     """The page for a browser, else the list of endpoints."""
     if wants_html(http.headers):
         return await page.file(http)
-    default = http.app.state.front.engine.info.name
+    default = http.app.state.server.engine.info.name
     endpoints = [endpoint.replace(":path", "") for endpoint in OWN | API]
     about = {"name": "mlxspec", "version": __version__, "model": default, "endpoints": endpoints}
     return JSONResponse(about, headers={"vary": "accept"})
@@ -90,34 +90,34 @@ async def hello(http: HttpRequest) -> Response:
 
 async def health(http: HttpRequest) -> Response:
     """200 while the engine accepts requests and makes progress, else 503 with the reason."""
-    front: ServerState = http.app.state.front
-    if reason := front.unwell():
+    state: ServerState = http.app.state.server
+    if reason := state.unwell():
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    stats = front.engine.stats()
-    served = front.engine.models().items()
+    stats = state.engine.stats()
+    served = state.engine.models().items()
     loaded = [name for name, model in served if model.status == "loaded"]
     body = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
-    if front.note:
-        body["note"] = front.note
+    if state.note:
+        body["note"] = state.note
     return JSONResponse(body)
 
 
 async def prometheus(http: HttpRequest) -> Response:
-    body = http.app.state.front.metrics.render()
+    body = http.app.state.server.metrics.render()
     return Response(body, headers={"content-type": metrics.CONTENT_TYPE})
 
 
 async def models(http: HttpRequest) -> Response:
     """In Anthropic's format for its clients, else in OpenAI's."""
-    served = http.app.state.front.engine.models().values()
+    served = http.app.state.server.engine.models().values()
     if ANTHROPIC_HEADER in http.headers:
         return JSONResponse(anthropic.models_of(one.info for one in served))
     return JSONResponse({"object": "list", "data": [_model(one) for one in served]})
 
 
 async def model(http: HttpRequest) -> Response:
-    front: ServerState = http.app.state.front
-    served = front.engine.models()[front.resolve_name(http.path_params["name"])]
+    state: ServerState = http.app.state.server
+    served = state.engine.models()[state.resolve_name(http.path_params["name"])]
     anthropics = ANTHROPIC_HEADER in http.headers
     return JSONResponse(anthropic.model_of(served.info) if anthropics else _model(served))
 
@@ -144,24 +144,24 @@ def _model(served: Served) -> dict[str, Any]:
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
     body, ignored, model = await receive(http, Load)
-    name = model.front.resolve_name(body.model, exact=True)
-    return await _change(http, name, model.front.engine.load(name, body.pin), ignored)
+    name = model.server.resolve_name(body.model, exact=True)
+    return await _change(http, name, model.server.engine.load(name, body.pin), ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
     """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
-    front: ServerState = http.app.state.front
+    state: ServerState = http.app.state.server
     body, ignored = parse(Unload, await read_body(http))
-    name = front.resolve_name(body.model, exact=True)
-    if front.engine.models()[name].pinned and not body.force:
+    name = state.resolve_name(body.model, exact=True)
+    if state.engine.models()[name].pinned and not body.force:
         why = f"{name} is pinned; send force: true, or load it with pin: false"
         raise ApiError(409, why, param="model")
-    seconds = max(1.0, front.config.drain_s)
+    seconds = max(1.0, state.config.drain_s)
     try:
         async with asyncio.timeout(seconds):
-            return await _change(http, name, front.engine.unload(name), ignored)
+            return await _change(http, name, state.engine.unload(name), ignored)
     except TimeoutError as error:
-        why = f"{front.engine.loading() or name} was still busy after {seconds:.0f} s"
+        why = f"{state.engine.loading() or name} was still busy after {seconds:.0f} s"
         why += f"; {name} stays loaded, try again later"
         raise ApiError(409, why, param="model") from error
 
@@ -170,35 +170,35 @@ async def _change(
     http: HttpRequest, name: str, work: Coroutine[Any, Any, None], ignored: list[str]
 ) -> Response:
     """The model's object after `work` on it, and the seconds that it took."""
-    front: ServerState = http.app.state.front
+    state: ServerState = http.app.state.server
     began = time.monotonic()
     try:
         await while_connected(http.receive, work)
     except UserError as error:
         raise unavailable(str(error)) from error
     except Dead as error:
-        raise dead(front.engine) from error
-    body = _model(front.engine.models()[name])
+        raise dead(state.engine) from error
+    body = _model(state.engine.models()[name])
     body["seconds"] = round(time.monotonic() - began, 3)
-    return JSONResponse(body, headers=front.report(ignored))
+    return JSONResponse(body, headers=state.report(ignored))
 
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
     body, ignored, model = await receive(http, Tokenize)
-    front = model.front
+    state = model.server
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
     if body.messages is None:
-        work = front.on_text_thread(encode_prompt, model, body.prompt, body.add_special_tokens)
+        work = state.on_text_thread(encode_prompt, model, body.prompt, body.add_special_tokens)
     else:
         kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
         options, unread = template_options(model, kwargs, reasoning_effort=effort)
         ignored += unread
-        work = front.on_text_thread(_chat_tokens, model, body, options)
+        work = state.on_text_thread(_chat_tokens, model, body, options)
     ids = await while_connected(http.receive, work)
     counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
-    return JSONResponse(counts, headers=front.report(ignored))
+    return JSONResponse(counts, headers=state.report(ignored))
 
 
 def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
@@ -210,13 +210,13 @@ def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
     body, ignored, model = await receive(http, Detokenize)
-    front = model.front
+    state = model.server
     highest, vocab = max(body.tokens, default=0), model.info.vocab
     if highest >= vocab:
         raise invalid("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")
-    work = front.on_text_thread(model.tokenizer.decode, body.tokens)
+    work = state.on_text_thread(model.tokenizer.decode, body.tokens)
     text = await while_connected(http.receive, work)
-    return JSONResponse({"prompt": text}, headers=front.report(ignored))
+    return JSONResponse({"prompt": text}, headers=state.report(ignored))
 
 
 OWN: Endpoints = {

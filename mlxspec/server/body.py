@@ -68,9 +68,9 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    front: ServerState = http.app.state.front
+    state: ServerState = http.app.state.server
     body, ignored = parse(kind, await read_body(http))
-    return body, ignored, await front.model(getattr(body, "model", None))
+    return body, ignored, await state.model(getattr(body, "model", None))
 
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:

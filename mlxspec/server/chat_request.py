@@ -163,9 +163,9 @@ async def converse(
     name: str, streamed: bool, ignored: list[str], arrived: float,
 ) -> ASGIApp:  # fmt: skip
     """The response to `chat`, written by `writer(name)`. Raises ApiError."""
-    front = model.front
+    state = model.server
     check_count(model, chat.n, 1)
-    preparing = front.on_text_thread(_prepare, model, chat, name, arrived)
+    preparing = state.on_text_thread(_prepare, model, chat, name, arrived)
     talk, prompt, request = await while_connected(http.receive, preparing)
     tools = [*talk.tools, *chat.deferred] if chat.tool_choice != "none" else ()
     choices = []
@@ -174,7 +174,7 @@ async def converse(
         ruled = request.grammar is not None
         parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, ruled)
         choices.append(Choice(i, reader, parts, chat.single))
-    headers = {"x-request-id": name, "request-id": name, **front.report(ignored)}
+    headers = {"x-request-id": name, "request-id": name, **state.report(ignored)}
     done = partial(_remember, model, talk, prompt, choices)
     return answer(
         model, Generation([request], choices, writer(name), streamed, headers, arrived, done)
@@ -200,7 +200,7 @@ def _remember(
                 canonical = conversation_of([turn], None, {}, history).messages[0]
                 remember(tokenizer, talk, prompt, canonical, choice.ids, history)
 
-    model.front.later(work)
+    model.server.later(work)
 
 
 def stop_tokens(model: Model, own: Sequence[int], ignore_eos: bool) -> frozenset[int]:
@@ -211,7 +211,7 @@ def stop_tokens(model: Model, own: Sequence[int], ignore_eos: bool) -> frozenset
 
 def check_count(model: Model, n: int, prompts: int) -> None:
     """Raises ApiError for more answers than the queue could ever take."""
-    most = model.front.config.max_sequences + model.front.config.max_queue
+    most = model.server.config.max_sequences + model.server.config.max_queue
     if n * prompts > most:
         why = f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer"
         raise invalid("n", why)

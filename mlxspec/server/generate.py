@@ -58,9 +58,9 @@ def answer(model: Model, generation: Generation) -> ASGIApp:
     byte."""
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        front = model.front
-        outputs = _submit(front, generation.requests)
-        front.journal.live[generation.writer.id] = lambda: _row(model, generation)
+        state = model.server
+        outputs = _submit(state, generation.requests)
+        state.journal.live[generation.writer.id] = lambda: _row(model, generation)
         try:
             if generation.streamed:
                 async with aclosing(_events(model, generation, outputs)) as events:
@@ -80,17 +80,17 @@ def answer(model: Model, generation: Generation) -> ASGIApp:
     return respond
 
 
-def _submit(front: ServerState, requests: Sequence[Request]) -> Outputs:
+def _submit(state: ServerState, requests: Sequence[Request]) -> Outputs:
     """Queue all requests or none. Raises ApiError."""
     outputs: list[AsyncIterator[Output]] = []
     try:
         for request in requests:
-            outputs.append(front.engine.submit(request))
+            outputs.append(state.engine.submit(request))
     except Dead as error:
-        raise dead(front.engine) from error
+        raise dead(state.engine) from error
     except Busy as error:
         for request in requests[: len(outputs)]:
-            front.engine.abort(request.id)
+            state.engine.abort(request.id)
         raise busy(error) from error
     return outputs
 
@@ -112,7 +112,7 @@ async def _events(
     """The server-sent events of a streamed answer."""
     writer = generation.writer
     yield writer.opening(generation.usage())
-    pause = min(model.front.config.keepalive_s, EVENT_S)
+    pause = min(model.server.config.keepalive_s, EVENT_S)
     written = time.monotonic()
     try:
         async with aclosing(merged(outputs, pause)) as found:
@@ -136,7 +136,7 @@ def _read(
     model: Model, generation: Generation, k: int, output: Output
 ) -> tuple[Choice, Piece] | None:
     """Add an output of request `k` to its choice; None if that choice has finished before."""
-    front, request = model.front, generation.requests[k]
+    state, request = model.server, generation.requests[k]
     choice = generation.choices[k * request.n + output.index]
     if choice.finish is not None:
         return None
@@ -147,11 +147,11 @@ def _read(
         if not generation.first:
             generation.first = now
             seconds = now - generation.arrived
-            front.metrics.first_token.labels(model.name).observe(seconds)
+            state.metrics.first_token.labels(model.name).observe(seconds)
         elif before is not None:
-            front.metrics.between(model.name, now - before, len(output.tokens))
+            state.metrics.between(model.name, now - before, len(output.tokens))
     if choice.finish is not None and output.finish is None:
-        front.engine.abort(request.id, output.index)
+        state.engine.abort(request.id, output.index)
     return choice, piece
 
 
@@ -194,7 +194,7 @@ async def merged(
 def _row(model: Model, generation: Generation, outcome: str = "") -> Row:
     usage, first = generation.usage(), generation.first
     # The engine lists each running choice in order; the first one has the prefix match.
-    running = dict(reversed(model.front.engine.models()[model.name].stats.seated))
+    running = dict(reversed(model.server.engine.models()[model.name].stats.seated))
     matched = [running[request.id] for request in generation.requests if request.id in running]
     state: State = "waiting"
     if first:
@@ -218,17 +218,17 @@ def _row(model: Model, generation: Generation, outcome: str = "") -> Row:
 
 def _finish(model: Model, generation: Generation) -> None:
     """Abort what still runs; count, list and log the answer."""
-    front, choices = model.front, generation.choices
+    state, choices = model.server, generation.choices
     for k, request in enumerate(generation.requests):
         own = choices[k * request.n :][: request.n]
         if any(choice.finish is None for choice in own):
             generation.outcome = generation.outcome or "gone"
-            front.engine.abort(request.id)
+            state.engine.abort(request.id)
     finishes = dict.fromkeys(choice.finish for choice in choices if choice.finish)
     row = _row(model, generation, generation.outcome or ",".join(finishes))
-    front.journal.end(row)
+    state.journal.end(row)
     outcome = row.outcome.partition(",")[0]
-    front.metrics.duration.labels(model.name, outcome).observe(row.seconds)
+    state.metrics.duration.labels(model.name, outcome).observe(row.seconds)
     first = f"first after {row.first:.2f} s" if row.first else f"none after {row.seconds:.2f} s"
     counts = f"{row.prompt} in, {row.cached} cached, {row.generated} out"
     text = f"{row.id}: {counts}, {first}, {row.rate:.1f} tokens/s, {row.rounds} rounds"

@@ -129,7 +129,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starle
     _print(f"mlxspec serve {as_flags(derived)}")
     paths = {other.name: other.path for other in others}
     app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, KERNELS.verdicts)
-    app.state.front.note = note
+    app.state.server.note = note
     return app, worker
 
 
@@ -190,7 +190,7 @@ def serve(
     if stopper.is_alive() and not loading:
         log.critical("the engine's thread does not end; leaving it")
         status = 1
-    if stopper.is_alive() or app.state.front.text_jobs:
+    if stopper.is_alive() or app.state.server.text_jobs:
         log.info("leaving threads that are still at work")
         ended(status)
         _exit(status)

@@ -90,7 +90,7 @@ class Model:
     """The text side of one served model, whether or not its weights are loaded. `defaults` are its
     sampling settings. Only the text thread uses `history` and `grammars`."""
 
-    front: "ServerState"
+    server: "ServerState"
     name: str
     tokenizer: Tokenizer
     defaults: Defaults
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        return self.front.engine.models()[self.name].info
+        return self.server.engine.models()[self.name].info
 
     @property
     def grammars(self) -> Grammars:

@@ -63,7 +63,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_rendered(
         await go.wait()
         return [64]
 
-    monkeypatch.setattr(type(s.app.state.front), "on_text_thread", slow)
+    monkeypatch.setattr(type(s.app.state.server), "on_text_thread", slow)
     connection = ask(s)
     await began.wait()
     connection.leave()

@@ -357,7 +357,7 @@ engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")
 threading.Thread(target=lambda: load(None), daemon=True).start()
 while not list(Path(sys.argv[1]).glob("*.trying")):
     pass
-app = types.SimpleNamespace(state=types.SimpleNamespace(front=types.SimpleNamespace(text_jobs=())))
+app = types.SimpleNamespace(state=types.SimpleNamespace(server=types.SimpleNamespace(text_jobs=())))
 run.serve(app, engine, Config(port=0))
 """
 

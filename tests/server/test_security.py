@@ -31,8 +31,8 @@ async def ask(config: Config, path: str = "/v1/models", **headers: str) -> Answe
 
 def inside(connection: Connection) -> Connection:
     """With the application in its scope, as Starlette puts it there."""
-    front = SimpleNamespace(metrics=Metrics(dict))
-    connection.scope["app"] = SimpleNamespace(state=SimpleNamespace(front=front))
+    state = SimpleNamespace(metrics=Metrics(dict))
+    connection.scope["app"] = SimpleNamespace(state=SimpleNamespace(server=state))
     return connection
 
 

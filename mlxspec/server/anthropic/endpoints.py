@@ -45,8 +45,8 @@ async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     body, ignored, model = await receive(http, Prompt)
     request, unread = _request(model, body)
-    count = await while_connected(http.receive, model.front.on_text_thread(_count, model, request))
-    return JSONResponse({"input_tokens": count}, headers=model.front.report(ignored + unread))
+    count = await while_connected(http.receive, model.server.on_text_thread(_count, model, request))
+    return JSONResponse({"input_tokens": count}, headers=model.server.report(ignored + unread))
 
 
 def _count(model: Model, request: ChatRequest) -> int:

@@ -71,7 +71,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     if body.echo and body.logprobs is not None:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     check_count(model, body.n, len(body.prompts))
-    encoding = model.front.on_text_thread(_encode, model, body)
+    encoding = model.server.on_text_thread(_encode, model, body)
     prompts, expected = await while_connected(http.receive, encoding)
     context, name = model.info.context, f"cmpl-{secrets.token_hex(12)}"
     params = sampling(model, sampling_fields(body))
@@ -94,7 +94,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     choices = [
         Choice(i, Detokenizer(model.tokenizer, body.stop or (), ends, True)) for i in range(count)
     ]
-    headers = {"x-request-id": name, **model.front.report(ignored)}
+    headers = {"x-request-id": name, **model.server.report(ignored)}
     writer = _writer(False, model, body, count, name)
     if body.echo:
         writer.echoes = [text for text, _ in prompts for _ in range(body.n)]

@@ -74,60 +74,60 @@ def _read(name: str) -> bytes:
 
 async def now(http: HttpRequest) -> Response:
     """One snapshot, for `mlxspec status` and the menu bar."""
-    return JSONResponse(snapshot(http.app.state.front), headers=DATA)
+    return JSONResponse(snapshot(http.app.state.server), headers=DATA)
 
 
 async def events(http: HttpRequest) -> Response:
     """One snapshot a second as server-sent events, until the client disconnects or the server
     stops. 429 beyond LISTENERS."""
-    front: ServerState = http.app.state.front
-    if front.listeners >= LISTENERS:
+    state: ServerState = http.app.state.server
+    if state.listeners >= LISTENERS:
         why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
         raise ApiError(429, why, headers={"Retry-After": "5"})
-    return StreamingResponse(_feed(front, once=http.method == "HEAD"), headers=STREAM)
+    return StreamingResponse(_feed(state, once=http.method == "HEAD"), headers=STREAM)
 
 
-async def _feed(front: ServerState, once: bool) -> AsyncIterator[bytes]:
-    front.listeners += 1
+async def _feed(state: ServerState, once: bool) -> AsyncIterator[bytes]:
+    state.listeners += 1
     try:
         last = once
         while not last:
-            last = _stopping(front)  # the last snapshot says so
-            yield event(snapshot(front))
+            last = _stopping(state)  # the last snapshot says so
+            yield event(snapshot(state))
             for _ in range(TICKS):
-                if not _stopping(front):
+                if not _stopping(state):
                     await asyncio.sleep(TICK_S)
     finally:
-        front.listeners -= 1
+        state.listeners -= 1
 
 
-def _stopping(front: ServerState) -> bool:
-    return front.engine.draining() or not front.engine.alive()
+def _stopping(state: ServerState) -> bool:
+    return state.engine.draining() or not state.engine.alive()
 
 
-def snapshot(front: ServerState) -> Json:
+def snapshot(state: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
-    engine, models = front.engine, list(front.engine.models().values())
+    engine, models = state.engine, list(state.engine.models().values())
     process = {name: max(getattr(one.stats, name) for one in models) for name in sorted(PROCESS)}
     kernels = []
-    for name, verdict in list(front.verdicts.items()):
+    for name, verdict in list(state.verdicts.items()):
         gains = sorted(verdict.gains.items())
         kernels.append({**asdict(verdict), "name": name, "gains": gains})
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "idle_ttl": front.config.idle_ttl,
+        "idle_ttl": state.config.idle_ttl,
         "time": round(time.monotonic(), 3),
         "alive": engine.alive(),
         "stopping": engine.draining(),
         "stalled": round(engine.stalled(), 1),
         "loading": engine.loading(),
-        "note": front.note,
-        "unwell": front.unwell(),
+        "note": state.note,
+        "unwell": state.unwell(),
         "models": [_model(one) for one in models],
         "process": process,
-        "refused": front.metrics.refusals(),
-        "requests": [asdict(row) for row in front.journal.rows()],
+        "refused": state.metrics.refusals(),
+        "requests": [asdict(row) for row in state.journal.rows()],
         "kernels": kernels,
     }
 

@@ -4,8 +4,8 @@ Rule: everything that can be wrong with a request is found here, before anything
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -34,11 +34,8 @@ from mlxspec.types import COLDEST, Request, Sampling, too_long
 
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
 
-# Fields of OpenAI's bodies that are named as in `Sampling`.
-SAMPLING_FIELDS = (
-    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
-    " logit_bias seed"
-).split()
+# The fields of a body that are named as in `Sampling`. A body's `logprobs` is something else.
+SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +50,23 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to be continued. `messages` and `tools` are in OpenAI's chat format, not yet
-    checked. `tool_choice` is auto, none, required, or a dict {"name": ...}."""
+    """A conversation to be continued. `body` has the fields of openai.schema.Common. `messages` and
+    `tools` are in OpenAI's chat format, not yet checked. `tool_choice` is auto, none, required, or
+    a dict {"name": ...}."""
 
+    body: Any
     messages: Sequence[Any]
     tools: Any = None
-    deferred: Sequence[Mapping[str, Any]] = ()  # may be called, but are not in the prompt
     tool_choice: str | Mapping[str, str] = "auto"
-    single: bool = False  # at most one call
+    deferred: Sequence[Mapping[str, Any]] = ()  # tools that are not in the prompt
     options: Mapping[str, Any] = field(default_factory=dict)  # for the template
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of `Sampling`; None: default
-    limit: int | None = None  # most tokens to generate
-    stop: Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()
-    ignore_eos: bool = False
-    n: int = 1
-    prediction: str = ""
     format: Format | None = None
     source: str = "messages"  # the body's field that holds the conversation
 
-    @classmethod
-    def from_body(cls, body: Any, **own: Any) -> "ChatRequest":
-        """The fields that OpenAI's two chat APIs share, and each one's `own`."""
-        return cls(
-            single=body.parallel_tool_calls is False,
-            sampling=sampling_fields(body),
-            limit=body.limit,
-            stop=body.stop or (),
-            stop_tokens=body.stop_token_ids or (),
-            ignore_eos=bool(body.ignore_eos),
-            prediction=body.prediction.text if body.prediction else "",
-            **own,
-        )
+    @property
+    def single(self) -> bool:
+        """At most one call."""
+        return self.body.parallel_tool_calls is False
 
 
 def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
@@ -101,21 +83,34 @@ def _prepare(
     """The engine's request for `chat`, on the text thread. Raises Refused and ApiError."""
     talk, prompt = render_prompt(model, chat)
     check_prompt(model, prompt.ids, chat.source)
-    context, grammars = model.info.context, model.grammars
-    request = Request(
+    expected, grammars = predicted(model, chat.body), model.grammars
+    grammar = _grammar(grammars, chat, talk, prompt)
+    request = engine_request(model, chat.body, name, prompt.ids, expected, arrived)
+    return talk, prompt, replace(request, grammar=grammar, masks=grammars.vocab)
+
+
+def engine_request(
+    model: Model,
+    body: Any,
+    name: str,
+    prompt: Sequence[int],
+    expected: tuple[int, ...],
+    arrived: float,
+) -> Request:
+    """The engine's request for a prompt that fits the context. Raises ApiError."""
+    ends = () if body.ignore_eos else model.tokenizer.eos_token_ids
+    context = model.info.context
+    return Request(
         name,
-        tuple(prompt.ids),
-        min(context - len(prompt.ids), chat.limit or context),
-        sampling(model, chat.sampling),
-        stop_tokens(model, chat.stop_tokens, chat.ignore_eos),
-        chat.n,
+        tuple(prompt),
+        min(context - len(prompt), body.limit or context),
+        _sampling(model, body),
+        frozenset({*ends, *body.stop_token_ids}),
+        body.n,
         arrived,
-        predicted(model, chat.prediction),
-        _grammar(grammars, chat, talk, prompt),
-        model.name,
-        grammars.vocab,
+        expected,
+        model=model.name,
     )
-    return talk, prompt, request
 
 
 def _grammar(
@@ -124,28 +119,27 @@ def _grammar(
     """The grammar of the answer: the required call, else the format or, if tools are offered, a
     call."""
     form, choice = chat.format, chat.tool_choice
-    forced = choice not in ("auto", "none")
+    required = choice not in ("auto", "none")
     offered = bool(talk.tools) and choice == "auto"
-    if form is None and not forced:
+    if form is None and not required:
         return None
     where = form.field if form else "tool_choice"
-    if form and forced:
+    rules = []
+    if form and required:
         why = f"{where} with a tool_choice: a call has no format; leave one of them out"
         raise Refused(where, why)
+    if form and form.kind == "lark" and offered:
+        why = f"{where} with tools: send one of them, or tool_choice 'none'"
+        raise Refused(where, why)
     if form and form.kind == "lark":
-        if offered:
-            why = f"{where} with tools: send one of them, or tool_choice 'none'"
-            raise Refused(where, why)
-        text = grammars.lark(str(form.value), where)
+        text = grammars.lark(form.value, where)
     else:
-        rules = []
         if form:
             schema = {"type": "object"} if form.kind == "object" else form.value
             rules.append(grammars.json(schema, where))
-        if forced or offered:
+        if required or offered:
             name = choice["name"] if isinstance(choice, Mapping) else None
-            single = chat.single or name is not None
-            rules.append(grammars.calls(talk.tools, name, single, where))
+            rules.append(grammars.calls(talk.tools, name, chat.single or name is not None, where))
         text = grammars.rules(rules)
     return grammars.compiled(text, _thinking(grammars, prompt), where)
 
@@ -163,22 +157,21 @@ async def converse(
     name: str, streamed: bool, ignored: list[str], arrived: float,
 ) -> ASGIApp:  # fmt: skip
     """The response to `chat`, written by `writer(name)`. Raises ApiError."""
-    state = model.server
-    check_count(model, chat.n, 1)
-    preparing = state.on_text_thread(_prepare, model, chat, name, arrived)
+    server, body = model.server, chat.body
+    check_count(model, body.n, 1)
+    preparing = server.on_text_thread(_prepare, model, chat, name, arrived)
     talk, prompt, request = await while_connected(http.receive, preparing)
     tools = [*talk.tools, *chat.deferred] if chat.tool_choice != "none" else ()
+    constrained = request.grammar is not None
     choices = []
-    for i in range(chat.n):
-        reader = Detokenizer(model.tokenizer, chat.stop, request.stop_tokens)
-        ruled = request.grammar is not None
-        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, ruled)
+    for i in range(body.n):
+        reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens)
+        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, constrained)
         choices.append(Choice(i, reader, parts, chat.single))
-    headers = {"x-request-id": name, "request-id": name, **state.report(ignored)}
+    headers = {"x-request-id": name, "request-id": name, **server.report(ignored)}
     done = partial(_remember, model, talk, prompt, choices)
-    return answer(
-        model, Generation([request], choices, writer(name), streamed, headers, arrived, done)
-    )
+    generation = Generation([request], choices, writer(name), streamed, headers, arrived, done)
+    return answer(model, generation)
 
 
 def _call_id() -> str:
@@ -203,12 +196,6 @@ def _remember(
     model.server.later(work)
 
 
-def stop_tokens(model: Model, own: Sequence[int], ignore_eos: bool) -> frozenset[int]:
-    """The tokens that end an answer: the request's, and the model's end tokens."""
-    ends = () if ignore_eos else model.tokenizer.eos_token_ids
-    return frozenset(own) | frozenset(ends)
-
-
 def check_count(model: Model, n: int, prompts: int) -> None:
     """Raises ApiError for more answers than the queue could ever take."""
     most = model.server.config.max_sequences + model.server.config.max_queue
@@ -219,15 +206,21 @@ def check_count(model: Model, n: int, prompts: int) -> None:
 
 def check_prompt(model: Model, prompt: Sequence[int], source: str) -> None:
     """Raises ApiError for an empty prompt, unknown tokens, or one beyond the context."""
-    info = model.info
     if not prompt:
         raise invalid(source, f"{source} has no tokens; send some text")
-    if (highest := max(prompt)) >= info.vocab:
-        why = f"{source} has the token id {highest}; ids run from 0 to {info.vocab - 1}"
-        raise invalid(source, why)
-    if len(prompt) >= info.context:
-        why = f"{too_long(len(prompt), info.context)}; shorten {source}"
+    check_ids(model, prompt, source)
+    context = model.info.context
+    if len(prompt) >= context:
+        why = f"{too_long(len(prompt), context)}; shorten {source}"
         raise invalid(source, why, "context_length_exceeded")
+
+
+def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
+    """Raises ApiError for a token id that the model does not have."""
+    highest, vocab = max(ids, default=0), model.info.vocab
+    if highest >= vocab:
+        why = f"{source} has the token id {highest}; ids run from 0 to {vocab - 1}"
+        raise invalid(source, why)
 
 
 def template_options(
@@ -235,14 +228,13 @@ def template_options(
 ) -> tuple[dict[str, Any], list[str]]:
     """Variables for the chat template, and the paths of those that this template does not read.
     `fields` are fields of the body that are named like the variables; None: not sent."""
-    given = {f"chat_template_kwargs.{name}": (name, v) for name, v in (kwargs or {}).items()}
-    given |= {name: (name, value) for name, value in fields.items() if value is not None}
-    options, unread = {}, []
-    for path, (name, value) in given.items():
-        if template_reads(model.tokenizer, name):
-            options[name] = value
-        else:
-            unread.append(path)
+    options = dict(kwargs or {})
+    options |= {name: value for name, value in fields.items() if value is not None}
+    unread = []
+    for name in list(options):
+        if not template_reads(model.tokenizer, name):
+            del options[name]
+            unread.append(name if name in fields else f"chat_template_kwargs.{name}")
     return options, unread
 
 
@@ -252,27 +244,23 @@ def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:
     return encode(model.tokenizer, text, special)
 
 
-def predicted(model: Model, text: str) -> tuple[int, ...]:
+def predicted(model: Model, body: Any) -> tuple[int, ...]:
     """Token ids of the answer that the client expects. A hint, so the excess is dropped."""
+    if body.prediction is None:
+        return ()
     info = model.info
-    ids = encode(model.tokenizer, text[: info.context * CHARS_PER_TOKEN], special=False)
+    text = body.prediction.text[: info.context * CHARS_PER_TOKEN]
+    ids = encode(model.tokenizer, text, special=False)
     return tuple(token for token in ids[: info.context] if token < info.vocab)
 
 
-def sampling_fields(body: Any) -> dict[str, Any]:
-    """The sampling that one of OpenAI's bodies asks for; None: the default."""
-    return {name: getattr(body, name) for name in SAMPLING_FIELDS} | {"logprobs": body.alternatives}
-
-
-def sampling(model: Model, asked: Mapping[str, Any]) -> Sampling:
-    """The sampling of a request: its own settings, else the model's. Raises ApiError."""
-    given = {name: value for name, value in asked.items() if value is not None}
-    values = {"seed": secrets.randbits(63)} | asdict(model.defaults) | given
-    bias = {int(token): value for token, value in values.pop("logit_bias", {}).items()}
-    if bias and (highest := max(bias)) >= model.info.vocab:
-        why = f"logit_bias has the token id {highest}; ids run from 0 to {model.info.vocab - 1}"
-        raise invalid("logit_bias", why)
+def _sampling(model: Model, body: Any) -> Sampling:
+    """The request's own settings, else the model's. Raises ApiError."""
+    given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    values = {"seed": secrets.randbits(63), **asdict(model.defaults), **given}
+    bias = values.pop("logit_bias", {})
+    check_ids(model, bias, "logit_bias")
     values["top_k"] = max(0, values["top_k"])
     if values["temperature"] < COLDEST:
         values["temperature"] = 0.0
-    return Sampling(**values, logit_bias=tuple(bias.items()))
+    return Sampling(**values, logit_bias=tuple(bias.items()), logprobs=body.alternatives)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -32,10 +31,7 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 async def messages(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     body, ignored, model = await receive(http, Messages)
-    sampling = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    request, unread = _request(
-        model, body, sampling=sampling, limit=body.max_tokens, stop=body.stop_sequences
-    )
+    request, unread = _request(model, body)
     name, writer = f"msg_{secrets.token_hex(12)}", partial(MessageWriter, model=model.name)
     ignored += unread
     return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
@@ -58,21 +54,20 @@ def _count(model: Model, request: ChatRequest) -> int:
         return error.tokens
 
 
-def _request(model: Model, body: Prompt, **own: Any) -> tuple[ChatRequest, list[str]]:
+def _request(model: Model, body: Prompt) -> tuple[ChatRequest, list[str]]:
     """The chat request, and the names of the fields that the model's template does not read.
     Raises ApiError."""
     thinking = THINKING.get(body.thinking.type) if body.thinking else None
     options, unread = template_options(model, None, enable_thinking=thinking)
     form = body.output_config.format
     request = ChatRequest(
-        messages=chat_messages(body),
-        tools=body.functions(deferred=False),
-        deferred=body.functions(deferred=True),
-        tool_choice=body.choice,
-        single=body.tool_choice.disable_parallel_tool_use,
-        options=options,
-        format=Format("schema", "output_config.format.schema", form.value) if form else None,
-        **own,
+        body,
+        chat_messages(body),
+        body.functions(deferred=False),
+        body.choice,
+        body.functions(deferred=True),
+        options,
+        Format("schema", "output_config.format.schema", form.value) if form else None,
     )
     return request, ["thinking"] if unread else []
 

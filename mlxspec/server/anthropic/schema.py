@@ -6,44 +6,33 @@ is left out of one turn is left out of all later ones.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from mlxspec.server.body import (
     FIRST,
     MAX_ITEMS,
     TEXT_PART,
     Count,
-    Fraction,
     Refused,
     Stops,
     Strict,
 )
+from mlxspec.server.openai.schema import Common
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
 
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
-    "send stop_sequences": {"stop": None},
-    "send max_tokens": {"max_completion_tokens": None, "max_new_tokens": None},
+    "send max_tokens": {"max_new_tokens": None},
     "send output_config.format": {"response_format": None, "output_format": None},
     "send thinking": {"reasoning_effort": None, "reasoning": None, "enable_thinking": None},
     "send tools": {"functions": [], "mcp_servers": []},
-    "send tool_choice.disable_parallel_tool_use": {"parallel_tool_calls": True},
     "nothing is executed here; leave it out": {"container": None},
     "send the request to /v1/chat/completions": {
-        "n": 1,
-        "seed": None,
         "grammar": None,
         "logprobs": False,
-        "ignore_eos": False,
-        "min_p": 0,
-        "repetition_penalty": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "stop_token_ids": [],
         "chat_template_kwargs": {},
     },
 }
@@ -57,8 +46,9 @@ BLOCKS = {
     "tool_result": {"tool_use_id"},
     "tool_reference": {"tool_name"},
 }
-# The types of blocks that a message of each role may have.
+# The types of blocks that a message of each role, or a tool result, may have.
 ROLES = {
+    "tool": {"text", "tool_reference"},
     "user": {"text", "tool_result"},
     "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
     "system": {"text"},
@@ -84,16 +74,16 @@ class Block(Strict):
         missing = BLOCKS[self.type] - self.model_fields_set
         if missing:
             raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        _check_types(self.content, {"text", "tool_reference"})
+        _check_types(self.content, "tool")
         return self
 
 
 Blocks = Annotated[list[Block], FIRST, TEXT_PART]
 
 
-def _check_types(blocks: Sequence[Block], types: set[str]) -> None:
+def _check_types(blocks: Sequence[Block], role: str) -> None:
     for block in blocks:
-        if block.type not in types:
+        if block.type not in ROLES[role]:
             raise ValueError(f"a block of type {block.type} cannot be here; send text")
 
 
@@ -103,7 +93,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _fits_role(self) -> "Message":
-        _check_types(self.content, ROLES[self.role])
+        _check_types(self.content, self.role)
         return self
 
 
@@ -150,6 +140,10 @@ class Prompt(Strict):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
 
+    @property
+    def parallel_tool_calls(self) -> bool:
+        return not self.tool_choice.disable_parallel_tool_use
+
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result
         refers to it."""
@@ -157,23 +151,23 @@ class Prompt(Strict):
         return [{"type": "function", "function": tool.function} for tool in tools]
 
     @property
-    def choice(self) -> Any:
-        """The tool choice in OpenAI's form."""
-        named = {"name": self.tool_choice.name}
-        return {"tool": named, "any": "required"}.get(self.tool_choice.type, self.tool_choice.type)
+    def choice(self) -> str | Mapping[str, str]:
+        """The tool choice of a ChatRequest."""
+        kind, name = self.tool_choice.type, self.tool_choice.name
+        if kind == "tool":
+            return {"name": name}
+        return "required" if kind == "any" else kind
 
 
-class Messages(Prompt):
+class Messages(Prompt, Common):
     """The body of POST /v1/messages."""
 
     refused: ClassVar[Refused] = REFUSED
+    alternatives: ClassVar[None] = None  # no log-probabilities
 
+    n: Literal[1] = 1
     max_tokens: Count
-    stream: bool = False
-    stop_sequences: Annotated[Stops, Field(default_factory=list)]
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    top_p: Fraction | None = None
+    stop: Stops = Field(default=[], validation_alias=AliasChoices("stop_sequences", "stop"))
 
     @field_validator("messages")
     @classmethod

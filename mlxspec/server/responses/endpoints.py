@@ -55,7 +55,7 @@ async def create(http: HttpRequest) -> ASGIApp:
         messages.insert(0, {"role": "system", "content": body.instructions})
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    request = ChatRequest.from_body(
+    request = ChatRequest(
         body,
         messages=messages,
         tools=tools.definitions,

@@ -13,7 +13,6 @@ from mlxspec.server.responses.schema import (
     HOSTED_TOOLS,
     REFUSED,
     Create,
-    Tool,
     Toolbox,
     chat_messages,
     toolbox,
@@ -290,11 +289,10 @@ def test_tools() -> None:
     assert text["type"] == "string" and text["description"].endswith('lark grammar:\nstart: "x"')
     assert "grammar" not in json.dumps(told["mcp__git__say"])
     assert found.ignored == ["tools[].web_search", "tools[].new"]
-    assert found.by_name["f"] == Tool("f", None, False)  # a tool's own name goes before a short one
-    assert (
-        found.by_name["spawn"] == found.by_name["agents__spawn"] == Tool("spawn", "agents", False)
-    )
-    assert found.by_name["say"] == Tool("say", "mcp__git__", True)
+    known = {name: (t.type, t.name, t.namespace) for name, t in found.by_name.items()}
+    assert known["f"] == ("function", "f", None)  # a tool's own name goes before a short one
+    assert known["spawn"] == known["agents__spawn"] == ("function", "spawn", "agents")
+    assert known["say"] == ("custom", "say", "mcp__git__")
     assert found.choice == "auto"
 
 

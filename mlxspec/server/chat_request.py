@@ -4,7 +4,8 @@ Rule: everything that can be wrong with a request is found here, before anything
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -78,36 +79,31 @@ def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, Render
 
 
 def _prepare(
-    model: Model, chat: ChatRequest, name: str, arrived: float
+    model: Model, chat: ChatRequest, name: str
 ) -> tuple[Conversation, RenderedPrompt, Request]:
     """The engine's request for `chat`, on the text thread. Raises Refused and ApiError."""
     talk, prompt = render_prompt(model, chat)
     check_prompt(model, prompt.ids, chat.source)
-    expected, grammars = predicted(model, chat.body), model.grammars
+    request = engine_request(model, chat.body, name, prompt.ids, predicted(model, chat.body))
+    grammars = model.grammars
     grammar = _grammar(grammars, chat, talk, prompt)
-    request = engine_request(model, chat.body, name, prompt.ids, expected, arrived)
     return talk, prompt, replace(request, grammar=grammar, masks=grammars.vocab)
 
 
 def engine_request(
-    model: Model,
-    body: Any,
-    name: str,
-    prompt: Sequence[int],
-    expected: tuple[int, ...],
-    arrived: float,
+    model: Model, body: Any, name: str, prompt: Sequence[int], expected: tuple[int, ...]
 ) -> Request:
     """The engine's request for a prompt that fits the context. Raises ApiError."""
     ends = () if body.ignore_eos else model.tokenizer.eos_token_ids
-    context = model.info.context
+    most = model.info.context - len(prompt)
     return Request(
         name,
         tuple(prompt),
-        min(context - len(prompt), body.limit or context),
+        min(most, body.limit or most),
         _sampling(model, body),
         frozenset({*ends, *body.stop_token_ids}),
         body.n,
-        arrived,
+        time.monotonic(),
         expected,
         model=model.name,
     )
@@ -153,13 +149,13 @@ def _thinking(grammars: Grammars, prompt: RenderedPrompt) -> bool | None:
 
 
 async def converse(
-    http: HttpRequest, model: Model, chat: ChatRequest, writer: Callable[[str], ResponseWriter],
-    name: str, streamed: bool, ignored: list[str], arrived: float,
-) -> ASGIApp:  # fmt: skip
-    """The response to `chat`, written by `writer(name)`. Raises ApiError."""
-    server, body = model.server, chat.body
+    http: HttpRequest, model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
+) -> ASGIApp:
+    """The response to `chat`. Raises ApiError."""
+    arrived = time.monotonic()
+    server, body, name = model.server, chat.body, writer.id
     check_count(model, body.n, 1)
-    preparing = server.on_text_thread(_prepare, model, chat, name, arrived)
+    preparing = server.on_text_thread(_prepare, model, chat, name)
     talk, prompt, request = await while_connected(http.receive, preparing)
     tools = [*talk.tools, *chat.deferred] if chat.tool_choice != "none" else ()
     constrained = request.grammar is not None
@@ -170,7 +166,7 @@ async def converse(
         choices.append(Choice(i, reader, parts, chat.single))
     headers = {"x-request-id": name, "request-id": name, **server.report(ignored)}
     done = partial(_remember, model, talk, prompt, choices)
-    generation = Generation([request], choices, writer(name), streamed, headers, arrived, done)
+    generation = Generation([request], choices, writer, body.stream, headers, arrived, done)
     return answer(model, generation)
 
 

@@ -1,10 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens, and Anthropic's form of the models."""
 
 import secrets
-import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -29,12 +27,10 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 
 
 async def messages(http: HttpRequest) -> ASGIApp:
-    arrived = time.monotonic()
     body, ignored, model = await receive(http, Messages)
     request, unread = _request(model, body)
-    name, writer = f"msg_{secrets.token_hex(12)}", partial(MessageWriter, model=model.name)
-    ignored += unread
-    return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
+    writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
+    return await converse(http, model, request, writer, ignored + unread)
 
 
 async def count_tokens(http: HttpRequest) -> Response:

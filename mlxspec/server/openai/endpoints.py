@@ -2,7 +2,6 @@
 
 import secrets
 import time
-from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
@@ -29,7 +28,6 @@ from mlxspec.types import Request
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
-    arrived = time.monotonic()
     body, ignored, model = await receive(http, Chat)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
@@ -43,10 +41,8 @@ async def chat(http: HttpRequest) -> ASGIApp:
         options=options,
         format=body.format,
     )
-    name = f"chatcmpl-{secrets.token_hex(12)}"
-    writer = partial(CompletionWriter, model, body, True)
-    ignored += unread
-    return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
+    writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
+    return await converse(http, model, request, writer, ignored + unread)
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
@@ -56,7 +52,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     check_count(model, body.n, len(body.prompts))
     name = f"cmpl-{secrets.token_hex(12)}"
-    preparing = model.server.on_text_thread(_prepare, model, body, name, arrived)
+    preparing = model.server.on_text_thread(_prepare, model, body, name)
     texts, requests = await while_connected(http.receive, preparing)
     ends, choices = requests[0].stop_tokens, []
     for i in range(body.n * len(requests)):
@@ -69,9 +65,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     return answer(model, generation)
 
 
-def _prepare(
-    model: Model, body: Completion, name: str, arrived: float
-) -> tuple[list[str], list[Request]]:
+def _prepare(model: Model, body: Completion, name: str) -> tuple[list[str], list[Request]]:
     """The text and the engine's request of each prompt, on the text thread. Raises Refused and
     ApiError."""
     texts, requests = [], []
@@ -81,5 +75,5 @@ def _prepare(
         check_prompt(model, ids, "prompt")  # before the next one is encoded
         texts.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt))
         own = f"{name}-{k}" if k else name
-        requests.append(engine_request(model, body, own, ids, expected, arrived))
+        requests.append(engine_request(model, body, own, ids, expected))
     return texts, requests

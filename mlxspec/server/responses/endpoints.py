@@ -45,7 +45,6 @@ DEFAULTS: Json = {
 
 
 async def create(http: HttpRequest) -> ASGIApp:
-    arrived = time.monotonic()
     store: Store = http.app.state.responses
     body, ignored, model = await receive(http, Create)
     items = [store.resolve(item, f"input[{i}]") for i, item in enumerate(body.input)]
@@ -74,9 +73,7 @@ async def create(http: HttpRequest) -> ASGIApp:
     if body.store:
         writer.store = lambda response: store.add(response, [_stored(item) for item in items])
     ignored = list(dict.fromkeys(ignored + tools.ignored + left_out + unread))
-    return await converse(
-        http, model, request, lambda name: writer, name, body.stream, ignored, arrived
-    )
+    return await converse(http, model, request, writer, ignored)
 
 
 async def stored(http: HttpRequest) -> Response:

@@ -52,100 +52,18 @@ class Format:
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to be continued. `body` has the fields of openai.schema.Common. `messages` and
-    `tools` are in OpenAI's chat format, not yet checked. `tool_choice` is auto, none, required, or
-    a dict {"name": ...}."""
+    `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be called too, but
+    are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name": ...}. `options`
+    are variables of the template. `source` is the body's field that holds the conversation."""
 
     body: Any
     messages: Sequence[Any]
     tools: Any = None
     tool_choice: str | Mapping[str, str] = "auto"
-    deferred: Sequence[Mapping[str, Any]] = ()  # tools that are not in the prompt
-    options: Mapping[str, Any] = field(default_factory=dict)  # for the template
+    deferred: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     format: Format | None = None
-    source: str = "messages"  # the body's field that holds the conversation
-
-    @property
-    def single(self) -> bool:
-        """At most one call."""
-        return self.body.parallel_tool_calls is False
-
-
-def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
-    """The conversation and its prompt, on the text thread. Raises Refused."""
-    talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
-    context = model.info.context
-    prompt = render(model.tokenizer, talk, model.history, context=context, field=chat.source)
-    return talk, prompt
-
-
-def _prepare(
-    model: Model, chat: ChatRequest, name: str
-) -> tuple[Conversation, RenderedPrompt, Request]:
-    """The engine's request for `chat`, on the text thread. Raises Refused and ApiError."""
-    talk, prompt = render_prompt(model, chat)
-    check_prompt(model, prompt.ids, chat.source)
-    request = engine_request(model, chat.body, name, prompt.ids, predicted(model, chat.body))
-    grammars = model.grammars
-    grammar = _grammar(grammars, chat, talk, prompt)
-    return talk, prompt, replace(request, grammar=grammar, masks=grammars.vocab)
-
-
-def engine_request(
-    model: Model, body: Any, name: str, prompt: Sequence[int], expected: tuple[int, ...]
-) -> Request:
-    """The engine's request for a prompt that fits the context. Raises ApiError."""
-    ends = () if body.ignore_eos else model.tokenizer.eos_token_ids
-    most = model.info.context - len(prompt)
-    return Request(
-        name,
-        tuple(prompt),
-        min(most, body.limit or most),
-        _sampling(model, body),
-        frozenset({*ends, *body.stop_token_ids}),
-        body.n,
-        time.monotonic(),
-        expected,
-        model=model.name,
-    )
-
-
-def _grammar(
-    grammars: Grammars, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
-) -> Make | None:
-    """The grammar of the answer: the required call, else the format or, if tools are offered, a
-    call."""
-    form, choice = chat.format, chat.tool_choice
-    required = choice not in ("auto", "none")
-    offered = bool(talk.tools) and choice == "auto"
-    if form is None and not required:
-        return None
-    where = form.field if form else "tool_choice"
-    rules = []
-    if form and required:
-        why = f"{where} with a tool_choice: a call has no format; leave one of them out"
-        raise Refused(where, why)
-    if form and form.kind == "lark" and offered:
-        why = f"{where} with tools: send one of them, or tool_choice 'none'"
-        raise Refused(where, why)
-    if form and form.kind == "lark":
-        text = grammars.lark(form.value, where)
-    else:
-        if form:
-            schema = {"type": "object"} if form.kind == "object" else form.value
-            rules.append(grammars.json(schema, where))
-        if required or offered:
-            name = choice["name"] if isinstance(choice, Mapping) else None
-            rules.append(grammars.calls(talk.tools, name, chat.single or name is not None, where))
-        text = grammars.rules(rules)
-    return grammars.compiled(text, _thinking(grammars, prompt), where)
-
-
-def _thinking(grammars: Grammars, prompt: RenderedPrompt) -> bool | None:
-    """Whether the answer begins inside the reasoning, behind it (False), or may open one (None)."""
-    end = grammars.tokenizer.think_end
-    if not prompt.thinking and end and prompt.text.rstrip().endswith(end):
-        return False
-    return prompt.thinking or None
+    source: str = "messages"
 
 
 async def converse(
@@ -163,7 +81,7 @@ async def converse(
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens)
         parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, constrained)
-        choices.append(Choice(i, reader, parts, chat.single))
+        choices.append(Choice(i, reader, parts, not body.parallel_tool_calls))
     headers = {"x-request-id": name, "request-id": name, **server.report(ignored)}
     done = partial(_remember, model, talk, prompt, choices)
     generation = Generation([request], choices, writer, body.stream, headers, arrived, done)
@@ -192,23 +110,115 @@ def _remember(
     model.server.later(work)
 
 
+def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
+    """The conversation and its prompt, on the text thread. Raises Refused."""
+    talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
+    context = model.info.context
+    prompt = render(model.tokenizer, talk, model.history, context=context, field=chat.source)
+    return talk, prompt
+
+
+def _prepare(
+    model: Model, chat: ChatRequest, name: str
+) -> tuple[Conversation, RenderedPrompt, Request]:
+    """The engine's request for `chat`, on the text thread. Raises Refused and ApiError."""
+    talk, prompt = render_prompt(model, chat)
+    request = engine_request(model, chat.body, name, prompt.ids, chat.source)
+    grammars = model.grammars
+    grammar = _grammar(grammars, chat, talk, prompt)
+    return talk, prompt, replace(request, grammar=grammar, masks=grammars.vocab)
+
+
+def engine_request(
+    model: Model, body: Any, name: str, prompt: Sequence[int], source: str
+) -> Request:
+    """The engine's request for a prompt from the body's field `source`. Raises ApiError."""
+    if not prompt:
+        raise invalid(source, f"{source} has no tokens; send some text")
+    check_ids(model, prompt, source)
+    context = model.info.context
+    room = context - len(prompt)
+    if room <= 0:
+        why = f"{too_long(len(prompt), context)}; shorten {source}"
+        raise invalid(source, why, "context_length_exceeded")
+    ends = () if body.ignore_eos else model.tokenizer.eos_token_ids
+    return Request(
+        name,
+        tuple(prompt),
+        min(room, body.limit or room),
+        _sampling(model, body),
+        frozenset({*ends, *body.stop_token_ids}),
+        body.n,
+        time.monotonic(),
+        _predicted(model, body),
+        model=model.name,
+    )
+
+
+def _sampling(model: Model, body: Any) -> Sampling:
+    """The request's own settings, else the model's. Raises ApiError."""
+    given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    values = {"seed": secrets.randbits(63), **asdict(model.defaults), **given}
+    bias = values.pop("logit_bias", {})
+    check_ids(model, bias, "logit_bias")
+    values["top_k"] = max(0, values["top_k"])
+    if values["temperature"] < COLDEST:
+        values["temperature"] = 0.0
+    return Sampling(**values, logit_bias=tuple(bias.items()), logprobs=body.alternatives)
+
+
+def _predicted(model: Model, body: Any) -> tuple[int, ...]:
+    """Token ids of the answer that the client expects. A hint, so the excess is dropped."""
+    if body.prediction is None:
+        return ()
+    info = model.info
+    text = body.prediction.text[: info.context * CHARS_PER_TOKEN]
+    ids = encode(model.tokenizer, text, special=False)
+    return tuple(token for token in ids[: info.context] if token < info.vocab)
+
+
+def _grammar(
+    grammars: Grammars, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
+) -> Make | None:
+    """The grammar of the answer: the required call, else the format or, if tools are offered, a
+    call."""
+    form, choice = chat.format, chat.tool_choice
+    required = choice not in ("auto", "none")
+    offered = bool(talk.tools) and choice == "auto"
+    if form is None and not required:
+        return None
+    where = form.field if form else "tool_choice"
+    lark = form is not None and form.kind == "lark"
+    if form and (required or (lark and offered)):
+        raise Refused(where, f"{where} with tools: send one of them, or tool_choice 'none'")
+    if form and lark:
+        text = grammars.lark(form.value, where)
+        return grammars.compiled(text, _thinking(grammars, prompt), where)
+    rules = []
+    if form:
+        schema = {"type": "object"} if form.kind == "object" else form.value
+        rules.append(grammars.json(schema, where))
+    if required or offered:
+        name = choice["name"] if isinstance(choice, Mapping) else None
+        single = name is not None or not chat.body.parallel_tool_calls
+        rules.append(grammars.calls(talk.tools, name, single, where))
+    return grammars.compiled(grammars.rules(rules), _thinking(grammars, prompt), where)
+
+
+def _thinking(grammars: Grammars, prompt: RenderedPrompt) -> bool | None:
+    """Whether the answer begins inside the reasoning, behind it (False), or may open one (None)."""
+    end = grammars.tokenizer.think_end
+    if not prompt.thinking and end and prompt.text.rstrip().endswith(end):
+        return False
+    return prompt.thinking or None
+
+
 def check_count(model: Model, n: int, prompts: int) -> None:
     """Raises ApiError for more answers than the queue could ever take."""
     most = model.server.config.max_sequences + model.server.config.max_queue
     if n * prompts > most:
         why = f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer"
         raise invalid("n", why)
-
-
-def check_prompt(model: Model, prompt: Sequence[int], source: str) -> None:
-    """Raises ApiError for an empty prompt, unknown tokens, or one beyond the context."""
-    if not prompt:
-        raise invalid(source, f"{source} has no tokens; send some text")
-    check_ids(model, prompt, source)
-    context = model.info.context
-    if len(prompt) >= context:
-        why = f"{too_long(len(prompt), context)}; shorten {source}"
-        raise invalid(source, why, "context_length_exceeded")
 
 
 def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
@@ -224,39 +234,13 @@ def template_options(
 ) -> tuple[dict[str, Any], list[str]]:
     """Variables for the chat template, and the paths of those that this template does not read.
     `fields` are fields of the body that are named like the variables; None: not sent."""
-    options = dict(kwargs or {})
-    options |= {name: value for name, value in fields.items() if value is not None}
-    unread = []
-    for name in list(options):
-        if not template_reads(model.tokenizer, name):
-            del options[name]
-            unread.append(name if name in fields else f"chat_template_kwargs.{name}")
-    return options, unread
+    given = dict(kwargs or {}) | {name: v for name, v in fields.items() if v is not None}
+    options = {name: v for name, v in given.items() if template_reads(model.tokenizer, name)}
+    unread = [name for name in given if name not in options]
+    return options, [name if name in fields else f"chat_template_kwargs.{name}" for name in unread]
 
 
 def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:
     """Token ids of the field `prompt`. Raises Refused for a text far beyond the context."""
     check_length(model.tokenizer, text, model.info.context, "prompt")
     return encode(model.tokenizer, text, special)
-
-
-def predicted(model: Model, body: Any) -> tuple[int, ...]:
-    """Token ids of the answer that the client expects. A hint, so the excess is dropped."""
-    if body.prediction is None:
-        return ()
-    info = model.info
-    text = body.prediction.text[: info.context * CHARS_PER_TOKEN]
-    ids = encode(model.tokenizer, text, special=False)
-    return tuple(token for token in ids[: info.context] if token < info.vocab)
-
-
-def _sampling(model: Model, body: Any) -> Sampling:
-    """The request's own settings, else the model's. Raises ApiError."""
-    given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-    values = {"seed": secrets.randbits(63), **asdict(model.defaults), **given}
-    bias = values.pop("logit_bias", {})
-    check_ids(model, bias, "logit_bias")
-    values["top_k"] = max(0, values["top_k"])
-    if values["temperature"] < COLDEST:
-        values["temperature"] = 0.0
-    return Sampling(**values, logit_bias=tuple(bias.items()), logprobs=body.alternatives)

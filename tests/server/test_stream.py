@@ -1,6 +1,7 @@
 """Outputs to pieces, pieces to chunks, bodies and usage: pure functions."""
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,12 @@ NOTHING = Usage(0, 0, 0, 0, 0)
 
 
 def dialect(
-    tokenizer: Any, chat: bool = True, echoes: tuple[str, ...] = (), **body: Any
+    tokenizer: Any, chat: bool = True, echoes: Sequence[str] = (), **body: Any
 ) -> CompletionWriter:
     said = {"messages": [1]} if chat else {"prompt": "a", "n": 2}
     request = (Chat if chat else Completion).model_validate(said | body)
     model: Any = SimpleNamespace(name="m", tokenizer=tokenizer)
-    return CompletionWriter(model, request, chat, "x", 1, echoes)
+    return CompletionWriter(model, request, chat, "x", 1, list(echoes))
 
 
 def choice(

@@ -10,11 +10,9 @@ from mlxspec.server.body import receive
 from mlxspec.server.chat_request import (
     ChatRequest,
     check_count,
-    check_prompt,
     converse,
     encode_prompt,
     engine_request,
-    predicted,
     template_options,
 )
 from mlxspec.server.errors import invalid
@@ -51,29 +49,25 @@ async def completions(http: HttpRequest) -> ASGIApp:
     if body.echo and body.logprobs is not None:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     check_count(model, body.n, len(body.prompts))
-    name = f"cmpl-{secrets.token_hex(12)}"
-    preparing = model.server.on_text_thread(_prepare, model, body, name)
-    texts, requests = await while_connected(http.receive, preparing)
+    writer = CompletionWriter(model, body, False, f"cmpl-{secrets.token_hex(12)}")
+    preparing = model.server.on_text_thread(_prepare, model, body, writer)
+    requests = await while_connected(http.receive, preparing)
     ends, choices = requests[0].stop_tokens, []
     for i in range(body.n * len(requests)):
         choices.append(Choice(i, Detokenizer(model.tokenizer, body.stop, ends, True)))
-    writer = CompletionWriter(model, body, False, name)
-    if body.echo:
-        writer.echoes = [text for text in texts for _ in range(body.n)]
-    headers = {"x-request-id": name, **model.server.report(ignored)}
+    headers = {"x-request-id": writer.id, **model.server.report(ignored)}
     generation = Generation(requests, choices, writer, body.stream, headers, arrived)
     return answer(model, generation)
 
 
-def _prepare(model: Model, body: Completion, name: str) -> tuple[list[str], list[Request]]:
-    """The text and the engine's request of each prompt, on the text thread. Raises Refused and
-    ApiError."""
-    texts, requests = [], []
-    expected = predicted(model, body)
+def _prepare(model: Model, body: Completion, writer: CompletionWriter) -> list[Request]:
+    """The engine's request of each prompt, on the text thread. Raises Refused and ApiError."""
+    requests = []
     for k, prompt in enumerate(body.prompts):
         ids = encode_prompt(model, prompt) if isinstance(prompt, str) else prompt
-        check_prompt(model, ids, "prompt")  # before the next one is encoded
-        texts.append(prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt))
-        own = f"{name}-{k}" if k else name
-        requests.append(engine_request(model, body, own, ids, expected))
-    return texts, requests
+        name = f"{writer.id}-{k}" if k else writer.id
+        requests.append(engine_request(model, body, name, ids, "prompt"))
+        if body.echo:
+            text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+            writer.echoes += [text for _ in range(body.n)]
+    return requests

@@ -29,7 +29,9 @@ class CompletionWriter:
     chat: bool  # not a text completion
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
-    echoes: Sequence[str] = ()  # the prompt that each choice repeats; empty: none
+    echoes: list[str] = field(
+        default_factory=list
+    )  # the prompt that each choice repeats; empty: none
 
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice, or the prompt that it repeats."""

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from mlxspec.server.errors import unfit
-from mlxspec.server.generate import Generation, answer
+from mlxspec.server.generate import Generation
 from mlxspec.server.state import Model, while_connected
 from mlxspec.server.stream import Choice, ResponseWriter, message
 from mlxspec.text.chat import (
@@ -176,9 +176,7 @@ async def converse(
         choices.append(Choice(i, reader, parts, chat.single))
     headers = {"x-request-id": name, "request-id": name, **state.report(ignored)}
     done = partial(_remember, model, talk, prompt, choices)
-    return answer(
-        model, Generation([request], choices, writer(name), streamed, headers, arrived, done)
-    )
+    return Generation(model, [request], choices, writer(name), streamed, headers, arrived, done)
 
 
 def _call_id() -> str:

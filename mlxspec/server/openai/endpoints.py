@@ -22,7 +22,7 @@ from mlxspec.server.chat_request import (
     template_options,
 )
 from mlxspec.server.errors import unfit
-from mlxspec.server.generate import Generation, answer
+from mlxspec.server.generate import Generation
 from mlxspec.server.openai.schema import Chat, Completion, NamedTool
 from mlxspec.server.openai.writer import CompletionWriter
 from mlxspec.server.state import Model, while_connected
@@ -98,7 +98,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     writer = _writer(False, model, body, count, name)
     if body.echo:
         writer.echoes = [text for text, _ in prompts for _ in range(body.n)]
-    return answer(model, Generation(requests, choices, writer, body.stream, headers, arrived))
+    return Generation(model, requests, choices, writer, body.stream, headers, arrived)
 
 
 def _encode(model: Model, body: Completion) -> tuple[list[tuple[str, list[int]]], tuple[int, ...]]:

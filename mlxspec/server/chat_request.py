@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from mlxspec.server.errors import invalid
-from mlxspec.server.generate import Generation, answer
+from mlxspec.server.generate import Generation
 from mlxspec.server.state import Model, while_connected
 from mlxspec.server.stream import Choice, ResponseWriter, message
 from mlxspec.text.chat import (
@@ -84,8 +84,7 @@ async def converse(
         choices.append(Choice(i, reader, parts, not body.parallel_tool_calls))
     headers = {"x-request-id": name, "request-id": name, **server.report(ignored)}
     done = partial(_remember, model, talk, prompt, choices)
-    generation = Generation([request], choices, writer, body.stream, headers, arrived, done)
-    return answer(model, generation)
+    return Generation(model, [request], choices, writer, body.stream, headers, arrived, done)
 
 
 def _call_id() -> str:

@@ -47,7 +47,7 @@ State = Literal["writing", "reading", "waiting"]
 ORDER: tuple[State, ...] = ("writing", "reading", "waiting")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """Figures of one generation: counts are tokens, times are seconds since it arrived, `rate` is
     tokens/s after the first token. `first` is 0 before the first token, `outcome` is "" until it
@@ -61,9 +61,9 @@ class Row:
     rounds: int
     drafted: int
     kept: int
-    first: float
-    seconds: float
-    rate: float
+    first: float = 0.0
+    seconds: float = 0.0
+    rate: float = 0.0
     outcome: str = ""
     state: State = "waiting"
 

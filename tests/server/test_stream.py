@@ -62,7 +62,12 @@ def test_pieces(tokenizer: Any) -> None:
     )
     last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
     assert last == Piece(" world", (), (), (5,), "stop")
-    assert (made.finish, made.cached, made.rounds, made.reader.count) == ("stop", 3, 4, 3)
+    assert (made.finish, made.output.cached, made.output.rounds, made.reader.count) == (
+        "stop",
+        3,
+        4,
+        3,
+    )
 
 
 def test_stop_string_ends_a_choice(tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ from mlxspec.server.chat_request import (
     template_options,
 )
 from mlxspec.server.errors import invalid
-from mlxspec.server.generate import Generation, answer
+from mlxspec.server.generate import Generation
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.openai.writer import CompletionWriter
 from mlxspec.server.state import Model, while_connected
@@ -56,8 +56,7 @@ async def completions(http: HttpRequest) -> ASGIApp:
     for i in range(body.n * len(requests)):
         choices.append(Choice(i, Detokenizer(model.tokenizer, body.stop, ends, True)))
     headers = {"x-request-id": writer.id, **model.server.report(ignored)}
-    generation = Generation(requests, choices, writer, body.stream, headers, arrived)
-    return answer(model, generation)
+    return Generation(model, requests, choices, writer, body.stream, headers, arrived)
 
 
 def _prepare(model: Model, body: Completion, writer: CompletionWriter) -> list[Request]:

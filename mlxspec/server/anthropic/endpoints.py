@@ -1,8 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens, and Anthropic's form of the models."""
 
 import secrets
+import time
 from collections.abc import Iterable
-from datetime import UTC, datetime
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -74,7 +74,7 @@ def model_of(info: ModelInfo) -> Json:
         "type": "model",
         "id": info.name,
         "display_name": info.name,
-        "created_at": datetime.fromtimestamp(info.created, UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created)),
         "lifecycle": "active",
         "max_input_tokens": info.context,
         "max_tokens": info.context,

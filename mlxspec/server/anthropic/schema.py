@@ -106,8 +106,8 @@ class Tool(Strict):
 
     @property
     def function(self) -> Json:
-        described = {"description": self.description} if self.description is not None else {}
-        return {"name": self.name, **described, "parameters": self.input_schema}
+        function = self.model_dump(include={"name", "description"}, exclude_none=True)
+        return {**function, "parameters": self.input_schema}
 
 
 class ToolChoice(Strict):
@@ -178,20 +178,32 @@ class Messages(Prompt, Common):
 
 
 def chat_messages(body: Prompt) -> list[Json]:
+    """Of tool results and text in one message, the results come first: they belong to the calls of
+    the message before."""
     tools = {tool.name: tool.function for tool in body.tools}
     made = _system(body.system)
     for message in body.messages:
-        if message.role == "user":
-            made += _user(message.content, tools)
-        elif message.role == "assistant":
-            made.append(_assistant(message.content))
-        else:
+        if message.role == "system":
             made += _system(message.content)
+            continue
+        results, calls, rest = [], [], []
+        for block in message.content:
+            if block.type == "tool_result":
+                results.append(_result(block, tools))
+            elif block.type == "tool_use":
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            else:
+                rest.append(block)
+        made += results
+        turn: Json = {"role": message.role, "content": "".join(block.text for block in rest)}
+        if thinking := "".join(block.thinking for block in rest):
+            turn["reasoning_content"] = thinking
+        if calls:
+            turn["tool_calls"] = calls
+        if rest or not results:
+            made.append(turn)
     return made
-
-
-def _text(blocks: Sequence[Block]) -> str:
-    return "".join(block.text for block in blocks)
 
 
 def _system(blocks: Sequence[Block]) -> list[Json]:
@@ -201,42 +213,15 @@ def _system(blocks: Sequence[Block]) -> list[Json]:
     return made if made[0]["content"] else []
 
 
-def _user(blocks: Sequence[Block], tools: Mapping[str, Json]) -> list[Json]:
-    """Tool results come first: they belong to the calls of the message before."""
-    made = []
-    results = [block for block in blocks if block.type == "tool_result"]
-    for block in results:
-        text = "".join(_result(part, tools) for part in block.content)
-        if block.is_error:
-            text = f"Error: {text}"
-        made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    if not made or len(results) < len(blocks):
-        made.append({"role": "user", "content": _text(blocks)})
-    return made
-
-
-def _result(block: Block, tools: Mapping[str, Json]) -> str:
-    """A block of a tool result as text; for a tool_reference, the tool's definition."""
-    if block.type == "text":
-        return block.text
-    if block.tool_name not in tools:
-        return f"The tool {block.tool_name} is not available.\n"
-    definition = json.dumps(tools[block.tool_name], ensure_ascii=False)
-    return f"You can call this tool from now on:\n{definition}\n"
-
-
-def _assistant(blocks: Sequence[Block]) -> Json:
-    message: Json = {"role": "assistant", "content": _text(blocks)}
-    if thinking := "".join(block.thinking for block in blocks):
-        message["reasoning_content"] = thinking
-    calls = [block for block in blocks if block.type == "tool_use"]
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.input},
-            }
-            for call in calls
-        ]
-    return message
+def _result(block: Block, tools: Mapping[str, Json]) -> Json:
+    """The message of a tool. A tool_reference in it becomes the definition of the tool."""
+    text = "Error: " if block.is_error else ""
+    for part in block.content:
+        if part.type == "text":
+            text += part.text
+        elif part.tool_name in tools:
+            definition = json.dumps(tools[part.tool_name], ensure_ascii=False)
+            text += f"You can call this tool from now on:\n{definition}\n"
+        else:
+            text += f"The tool {part.tool_name} is not available.\n"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

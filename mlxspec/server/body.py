@@ -68,9 +68,9 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    state: ServerState = http.app.state.server
+    server: ServerState = http.app.state.server
     body, ignored = parse(kind, await read_body(http))
-    return body, ignored, await state.model(getattr(body, "model", None))
+    return body, ignored, await server.model(getattr(body, "model", None))
 
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
@@ -80,16 +80,15 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]["msg"]
-        message = f"the body is not a JSON object: {problem}"
-        raise ApiError(400, message, code="invalid_json") from error
+        why = f"the body is not a JSON object: {error.errors(include_input=False)[0]['msg']}"
+        raise ApiError(400, why, code="invalid_json") from error
     if len(raw) > MAX_FIELDS:
         raise invalid("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
     for hint, fields in kind.refused.items():
         for name in fields.keys() & raw.keys() - kind.model_fields.keys():
             if raw[name] not in (None, fields[name]):
-                message = f"{name} = {shown(raw[name])} is not supported: {hint}"
-                raise invalid(name, message, "unsupported_parameter")
+                why = f"{name} = {shown(raw[name])} is not supported: {hint}"
+                raise invalid(name, why, "unsupported_parameter")
     body = validate(kind, raw)
     return body, _unknown(body)
 

@@ -24,7 +24,7 @@ from mlxspec.server import page
 from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import parse, receive
-from mlxspec.server.chat_request import encode_prompt, template_options
+from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
 from mlxspec.server.errors import HANDLERS, ApiError, dead, invalid, unavailable
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.responses import endpoints as responses
@@ -33,8 +33,6 @@ from mlxspec.server.security import protect, wants_html
 from mlxspec.server.state import Model, ServerState, read_body, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.types import Dead, Served, UserError
-
-Endpoints = dict[str, Callable[[HttpRequest], Awaitable[ASGIApp]]]  # by method and path
 
 ANTHROPIC_HEADER = "anthropic-version"  # sent by all of Anthropic's clients
 
@@ -143,9 +141,10 @@ def _model(served: Served) -> dict[str, Any]:
 
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
-    body, ignored, model = await receive(http, Load)
-    name = model.server.resolve_name(body.model, exact=True)
-    return await _change(http, name, model.server.engine.load(name, body.pin), ignored)
+    state: ServerState = http.app.state.server
+    body, ignored = parse(Load, await read_body(http))
+    name = state.resolve_name(body.model, exact=True)
+    return await _change(http, name, state.engine.load(name, body.pin), ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
@@ -161,8 +160,8 @@ async def unload(http: HttpRequest) -> Response:
         async with asyncio.timeout(seconds):
             return await _change(http, name, state.engine.unload(name), ignored)
     except TimeoutError as error:
-        why = f"{state.engine.loading() or name} was still busy after {seconds:.0f} s"
-        why += f"; {name} stays loaded, try again later"
+        busy = state.engine.loading() or name
+        why = f"{busy} was still busy after {seconds:.0f} s; {name} stays loaded, try again later"
         raise ApiError(409, why, param="model") from error
 
 
@@ -178,30 +177,28 @@ async def _change(
         raise unavailable(str(error)) from error
     except Dead as error:
         raise dead(state.engine) from error
-    body = _model(state.engine.models()[name])
-    body["seconds"] = round(time.monotonic() - began, 3)
+    seconds = round(time.monotonic() - began, 3)
+    body = _model(state.engine.models()[name]) | {"seconds": seconds}
     return JSONResponse(body, headers=state.report(ignored))
 
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
     body, ignored, model = await receive(http, Tokenize)
-    state = model.server
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
-    if body.messages is None:
-        work = state.on_text_thread(encode_prompt, model, body.prompt, body.add_special_tokens)
-    else:
-        kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-        options, unread = template_options(model, kwargs, reasoning_effort=effort)
-        ignored += unread
-        work = state.on_text_thread(_chat_tokens, model, body, options)
+    options, unread = template_options(
+        model, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort
+    )
+    work = model.server.on_text_thread(_tokens, model, body, options)
     ids = await while_connected(http.receive, work)
     counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
-    return JSONResponse(counts, headers=state.report(ignored))
+    return JSONResponse(counts, headers=model.server.report(ignored + unread))
 
 
-def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
+def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
+    if body.prompt is not None:
+        return encode_prompt(model, body.prompt, body.add_special_tokens)
     talk = conversation_of(body.messages or [], body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids
@@ -210,16 +207,13 @@ def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
     body, ignored, model = await receive(http, Detokenize)
-    state = model.server
-    highest, vocab = max(body.tokens, default=0), model.info.vocab
-    if highest >= vocab:
-        raise invalid("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")
-    work = state.on_text_thread(model.tokenizer.decode, body.tokens)
+    check_ids(model, body.tokens, "tokens")
+    work = model.server.on_text_thread(model.tokenizer.decode, body.tokens)
     text = await while_connected(http.receive, work)
-    return JSONResponse({"prompt": text}, headers=state.report(ignored))
+    return JSONResponse({"prompt": text}, headers=model.server.report(ignored))
 
 
-OWN: Endpoints = {
+OWN: dict[str, Endpoint] = {
     "GET /": index,
     "GET /health": health,
     "GET /metrics": prometheus,
@@ -228,7 +222,7 @@ OWN: Endpoints = {
     "GET /page/events": page.events,
     "GET /page/{name}": page.file,
 }
-API: Endpoints = {  # with and without /v1
+API: dict[str, Endpoint] = {  # with and without /v1
     "POST /v1/chat/completions": openai.chat,
     "POST /v1/completions": openai.completions,
     "POST /v1/messages": anthropic.messages,

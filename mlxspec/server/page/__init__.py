@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -19,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from mlxspec import __version__
 from mlxspec.server.errors import ApiError, retry_after
 from mlxspec.server.state import ServerState
-from mlxspec.server.stream import event
+from mlxspec.server.stream import Json, event
 from mlxspec.types import PROCESS, Served
 
 FILES = {
@@ -53,8 +52,6 @@ DATA = ALWAYS | {
 LISTENERS = 8  # pages that may be open at once
 TICKS = 4  # checks whether the server is stopping between two snapshots
 TICK_S = 0.25  # from one to the next
-
-Json = dict[str, Any]
 
 
 async def file(http: HttpRequest) -> Response:

@@ -25,11 +25,11 @@ from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import parse, receive
 from mlxspec.server.chat_request import encode_prompt, template_options
-from mlxspec.server.errors import HANDLERS, ApiError, dead, unavailable, unfit
+from mlxspec.server.errors import HANDLERS, ApiError, dead, invalid, unavailable
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.responses.store import Store
-from mlxspec.server.security import guard, wants_html
+from mlxspec.server.security import protect, wants_html
 from mlxspec.server.state import Model, ServerState, read_body, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.types import Dead, Served, UserError
@@ -51,7 +51,7 @@ def create_app(
     `others` the directories of the other models by name, `verdicts` the kernels' verdicts."""
     app = Starlette(
         routes=_routes(),
-        middleware=[Middleware(guard, config=config)],
+        middleware=[Middleware(protect, config=config)],
         exception_handlers=HANDLERS,
     )
     name = engine.info.name
@@ -186,7 +186,7 @@ async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
     body, ignored, model = await receive(http, Tokenize)
     if (body.prompt is None) == (body.messages is None):
-        raise unfit("prompt", "prompt, messages: send exactly one of them")
+        raise invalid("prompt", "prompt, messages: send exactly one of them")
     options, unread = template_options(
         model, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort
     )
@@ -209,7 +209,7 @@ async def detokenize(http: HttpRequest) -> Response:
     body, ignored, model = await receive(http, Detokenize)
     highest, vocab = max(body.tokens, default=0), model.info.vocab
     if highest >= vocab:
-        raise unfit("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")
+        raise invalid("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")
     work = model.server.on_text_thread(model.tokenizer.decode, body.tokens)
     text = await while_connected(http.receive, work)
     return JSONResponse({"prompt": text}, headers=model.server.report(ignored))

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from starlette.requests import Request as HttpRequest
 
-from mlxspec.server.errors import ApiError, unfit
+from mlxspec.server.errors import ApiError, invalid
 from mlxspec.server.state import Model, ServerState, read_body
 from mlxspec.types import shown
 
@@ -76,7 +76,7 @@ async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str],
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     """The validated body, and the names of its unknown fields. Raises ApiError 400."""
     if data.count(b",") > MAX_VALUES:
-        raise unfit("body", f"the body holds more than {MAX_VALUES} values; send fewer")
+        raise invalid("body", f"the body holds more than {MAX_VALUES} values; send fewer")
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:
@@ -84,12 +84,12 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
         message = f"the body is not a JSON object: {problem}"
         raise ApiError(400, message, code="invalid_json") from error
     if len(raw) > MAX_FIELDS:
-        raise unfit("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
+        raise invalid("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
     for hint, fields in kind.refused.items():
         for name in fields.keys() & raw.keys() - kind.model_fields.keys():
             if raw[name] not in (None, fields[name]):
                 message = f"{name} = {shown(raw[name])} is not supported: {hint}"
-                raise unfit(name, message, "unsupported_parameter")
+                raise invalid(name, message, "unsupported_parameter")
     body = validate(kind, raw)
     return body, _unknown(body)
 
@@ -107,12 +107,12 @@ def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
                 at += f".{part}"
         where = at.removeprefix(".")
         if first["type"] == "missing":
-            raise unfit(where, f"{where} is missing; send it") from error
+            raise invalid(where, f"{where} is missing; send it") from error
         raise wrong(where, first["input"], first["msg"].removeprefix("Value error, ")) from error
 
 
 def wrong(where: str, value: Any, problem: str) -> ApiError:
-    return unfit(where, f"{where} = {shown(value)}: {problem}")
+    return invalid(where, f"{where} = {shown(value)}: {problem}")
 
 
 def _unknown(body: Strict, prefix: str = "") -> list[str]:

@@ -23,7 +23,7 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server.errors import ApiError, Gone, busy, unavailable, unfit
+from mlxspec.server.errors import ApiError, Gone, busy, invalid, unavailable
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -146,7 +146,7 @@ class ServerState:
         try:
             return await asyncio.wrap_future(job)
         except Refused as error:
-            raise unfit(error.field, str(error), error.code) from error
+            raise invalid(error.field, str(error), error.code) from error
         finally:
             calls.clear()  # a cancelled job stays in the executor's queue; its body must not
 

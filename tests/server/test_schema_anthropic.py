@@ -231,7 +231,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "b"}
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * (MAX_STOPS + 1)}, "stop_sequences"),
         ({"temperature": 2.1}, "temperature"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"top_p": 1.5}, "top_p"),
     ],
 )

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.body import Strict, receive, validate, wrong
 from mlxspec.server.chat_request import ChatRequest, converse, template_options
-from mlxspec.server.errors import unfit
+from mlxspec.server.errors import invalid
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
@@ -45,19 +45,18 @@ DEFAULTS: Json = {
 
 
 async def create(http: HttpRequest) -> ASGIApp:
-    arrived = time.monotonic()
     store: Store = http.app.state.responses
     body, ignored, model = await receive(http, Create)
     items = [store.resolve(item, f"input[{i}]") for i, item in enumerate(body.input)]
     tools = toolbox(body)
     messages, left_out = chat_messages(store.conversation(body.previous_response_id), items)
     if not messages:
-        raise unfit("input", "input has no message that can be read; send one")
+        raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    request = ChatRequest.from_body(
+    request = ChatRequest(
         body,
         messages=messages,
         tools=tools.definitions,
@@ -74,9 +73,7 @@ async def create(http: HttpRequest) -> ASGIApp:
     if body.store:
         writer.store = lambda response: store.add(response, [_stored(item) for item in items])
     ignored = list(dict.fromkeys(ignored + tools.ignored + left_out + unread))
-    return await converse(
-        http, model, request, lambda name: writer, name, body.stream, ignored, arrived
-    )
+    return await converse(http, model, request, writer, ignored)
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -87,7 +84,7 @@ async def stored(http: HttpRequest) -> Response:
         store.delete(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
     if http.query_params.get("stream", "false").lower() != "false":
-        raise unfit("stream", "stream = true: a stored response is not streamed; leave it out")
+        raise invalid("stream", "stream = true: a stored response is not streamed; leave it out")
     return JSONResponse(store.get(id)[0])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from mlxspec.server.errors import ApiError, unfit
+from mlxspec.server.errors import ApiError, invalid
 from mlxspec.server.stream import Json
 
 STORED = TypeAdapter(tuple[Json, list[Json]])  # writes an infinite number as null
@@ -77,5 +77,5 @@ def missing(id: str, param: str | None) -> ApiError:
     """For a response, or an item of one, that is not stored."""
     message = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
     if param == "previous_response_id":
-        return unfit(param, message, "previous_response_not_found")
+        return invalid(param, message, "previous_response_not_found")
     return ApiError(404, message, param=param, code="not_found")

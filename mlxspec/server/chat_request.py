@@ -104,7 +104,7 @@ def _remember(
     model: Model, talk: Conversation, prompt: RenderedPrompt, choices: Sequence[Choice]
 ) -> None:
     """Keep the tokens of the answers: the next turn's prompt should repeat them."""
-    turns = [message(choice, choice.pieces) for choice in choices]
+    turns = [message(choice) for choice in choices]
 
     def work() -> None:
         tokenizer, history = model.tokenizer, model.history

@@ -91,8 +91,7 @@ class Generation:
                 if each is not None:
                     self._read(*each)
         self.on_done()
-        pieces = [choice.pieces for choice in self.choices]
-        return self.writer.body(self.choices, pieces, self._usage())
+        return self.writer.body(self.choices, self._usage())
 
     async def _events(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a streamed answer."""

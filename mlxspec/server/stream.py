@@ -6,7 +6,7 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -145,10 +145,8 @@ class ResponseWriter(Protocol):
     def failed(self, error: ApiError) -> bytes:
         """The last events of a stream that fails."""
 
-    def body(
-        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
-    ) -> Json:
-        """The whole response; `pieces[i]` are those of `choices[i]`."""
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        """The whole response."""
 
 
 def event(data: Json, name: str = "") -> bytes:
@@ -157,10 +155,10 @@ def event(data: Json, name: str = "") -> bytes:
     return f"{head}data: {ENCODER.encode(data)}\n\n".encode()
 
 
-def message(choice: Choice, pieces: Iterable[Piece]) -> Json:
+def message(choice: Choice) -> Json:
     """An answer as the chat message that the client sends back with the next turn."""
     texts = {"reasoning": "", "content": ""}
-    for piece in pieces:
+    for piece in choice.pieces:
         for part in piece.parts:
             if part.call is None:
                 texts[part.kind] += part.text

@@ -225,7 +225,7 @@ def test_a_body_is_what_its_stream_says(tokenizer: Any, chat: bool) -> None:
     for token in encode(tokenizer, "hello é🦊 world"):
         pieces.append(made.take(output([token], logprobs=(Logprob(token, -1.0, ((64, -2.0),)),))))
     pieces.append(made.take(output([END], finish="stop")))
-    [whole] = look.body([made], [pieces], NOTHING)["choices"]
+    [whole] = look.body([made], NOTHING)["choices"]
     chunks = [e["choices"][0] for p in pieces for e in events(look.chunk(made, p))]
     key = "content" if chat else "text_offset"
     entries = [entry for e in chunks if e["logprobs"] for entry in e["logprobs"][key]]

@@ -57,11 +57,9 @@ class MessageWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.anthropic(), "error")
 
-    def body(
-        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
-    ) -> Json:
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
         content: list[Json] = []
-        for part in (part for piece in pieces[0] for part in piece.parts):
+        for part in (part for piece in choices[0].pieces for part in piece.parts):
             block = _block(part)
             kind = block["type"]
             if content and content[-1]["type"] == kind and not part.call:

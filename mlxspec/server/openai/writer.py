@@ -67,17 +67,15 @@ class CompletionWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
 
-    def body(
-        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
-    ) -> Json:
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
         written = []
-        for choice, own in zip(choices, pieces, strict=True):
+        for choice in choices:
             if self.chat:
-                content: Json = {"message": {**message(choice, own), "refusal": None}}
+                content: Json = {"message": {**message(choice), "refusal": None}}
             else:
                 text = self.echoes[choice.index] if self.echoes else ""
-                content = {"text": text + "".join(piece.text for piece in own)}
-            content["logprobs"] = self._logprobs(own)
+                content = {"text": text + "".join(piece.text for piece in choice.pieces)}
+            content["logprobs"] = self._logprobs(choice.pieces)
             content["finish_reason"] = _finish_reason(choice)
             written.append({"index": choice.index, **content})
         return {**self._head(), "choices": written, "usage": usage_object(usage)}

@@ -110,10 +110,8 @@ class ResponsesWriter:
         self._end("failed", error={"code": "server_error", "message": error.message})
         return self._written()
 
-    def body(
-        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
-    ) -> Json:
-        for piece in pieces[0]:
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        for piece in choices[0].pieces:
             self.chunk(choices[0], piece)
         self.closing(choices, usage)
         return self.response

@@ -280,7 +280,7 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
     """The items of earlier responses and of this request as chat messages, and the types of those
     left out. Consecutive items of the assistant become one message. Raises ApiError."""
     messages: list[Json] = []
-    ignored = []
+    ignored, last = [], ""
     for i, item in enumerate([*before, *items], -len(before)):
         at, kind = f"input[{i}]", str(item.get("type") or "message")
         if kind in HOSTED_ITEMS:
@@ -289,21 +289,15 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
         if kind not in ITEMS:
             raise wrong(at, item, "send messages, tool calls and their outputs")
         message = validate(ITEMS[kind], item, at).chat()
+        key = list(message)[-1]
         if messages and messages[-1]["role"] == message["role"] == "assistant":
-            _extend(messages[-1], message)
+            turn = messages[-1]
+            if turn.get(key):
+                if key == last and key != "tool_calls":
+                    turn[key] += GAP
+                message[key] = turn[key] + message[key]
+            turn |= message
         else:
             messages.append(message)
+        last = key
     return [one for one in messages if set(one) != {"role", "reasoning_content"}], ignored
-
-
-def _extend(turn: Json, message: Json) -> None:
-    """Add an assistant's message to an earlier one; the field that was added to becomes the last
-    one. There is a gap between two texts unless a call is between them."""
-    last = list(turn)[-1]
-    _, key = message
-    added, earlier = message[key], turn.pop(key, None)
-    if earlier:
-        if key == last and key != "tool_calls":
-            earlier += GAP
-        added = earlier + added
-    turn[key] = added

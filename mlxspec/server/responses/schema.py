@@ -117,7 +117,10 @@ class Tool(Strict):
 
     @property
     def full_name(self) -> str:
-        return full_name(self.name, self.namespace)
+        """Its name in the prompt, which has no namespaces."""
+        if not self.namespace:
+            return self.name
+        return f"{self.namespace.rstrip('_')}__{self.name}"
 
     @property
     def definition(self) -> Json:
@@ -157,13 +160,6 @@ class Toolbox:
     by_name: Mapping[str, Tool]
     choice: str | Mapping[str, str]
     ignored: list[str]
-
-
-def full_name(name: str, namespace: str | None) -> str:
-    """A tool's name in the prompt, which has no namespaces."""
-    if not namespace:
-        return name
-    return f"{namespace.rstrip('_')}__{name}"
 
 
 def toolbox(body: Create) -> Toolbox:
@@ -241,7 +237,8 @@ class FunctionCall(Strict):
     arguments: str
 
     def chat(self) -> Json:
-        call = Call(self.call_id, full_name(self.name, self.namespace), self.arguments)
+        tool = Tool(type="function", name=self.name, namespace=self.namespace)
+        call = Call(self.call_id, tool.full_name, self.arguments)
         return {"role": "assistant", "tool_calls": [spelled(call)]}
 
 

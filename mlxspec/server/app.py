@@ -24,7 +24,7 @@ from mlxspec.server import page
 from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import parse, receive
-from mlxspec.server.chat_request import encode_prompt, template_options
+from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
 from mlxspec.server.errors import HANDLERS, ApiError, dead, invalid, unavailable
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.responses import endpoints as responses
@@ -207,9 +207,7 @@ def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
     body, ignored, model = await receive(http, Detokenize)
-    highest, vocab = max(body.tokens, default=0), model.info.vocab
-    if highest >= vocab:
-        raise invalid("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")
+    check_ids(model, body.tokens, "tokens")
     work = model.server.on_text_thread(model.tokenizer.decode, body.tokens)
     text = await while_connected(http.receive, work)
     return JSONResponse({"prompt": text}, headers=model.server.report(ignored))

@@ -42,13 +42,13 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 OBJECT = TypeAdapter(dict[str, Any])
-Refused = Mapping[str, Mapping[str, Any]]
+Refused = Mapping[str, Any]
 
 
 class Strict(BaseModel):
     """A body, or an object in one, without type conversion; a field that is null counts as missing.
-    `refused` holds the unsupported fields by what to do instead, each with the value that is
-    accepted because it has no effect."""
+    `refused` holds the unsupported fields, each with the value that is accepted because it has no
+    effect."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -68,9 +68,9 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    state: ServerState = http.app.state.server
+    server: ServerState = http.app.state.server
     body, ignored = parse(kind, await read_body(http))
-    return body, ignored, await state.model(getattr(body, "model", None))
+    return body, ignored, await server.model(getattr(body, "model", None))
 
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
@@ -80,16 +80,14 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]["msg"]
-        message = f"the body is not a JSON object: {problem}"
-        raise ApiError(400, message, code="invalid_json") from error
+        why = f"the body is not a JSON object: {error.errors(include_input=False)[0]['msg']}"
+        raise ApiError(400, why, code="invalid_json") from error
     if len(raw) > MAX_FIELDS:
         raise invalid("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
-    for hint, fields in kind.refused.items():
-        for name in fields.keys() & raw.keys() - kind.model_fields.keys():
-            if raw[name] not in (None, fields[name]):
-                message = f"{name} = {shown(raw[name])} is not supported: {hint}"
-                raise invalid(name, message, "unsupported_parameter")
+    for name in kind.refused.keys() & raw.keys() - kind.model_fields.keys():
+        if raw[name] not in (None, kind.refused[name]):
+            why = f"{name} = {shown(raw[name])} is not supported; leave it out"
+            raise invalid(name, why, "unsupported_parameter")
     body = validate(kind, raw)
     return body, _unknown(body)
 

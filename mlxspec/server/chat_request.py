@@ -64,27 +64,36 @@ class ChatRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     format: Format | None = None
     source: str = "messages"
+    arrived: float = field(default_factory=time.monotonic)
 
 
 async def converse(
     http: HttpRequest, model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
 ) -> ASGIApp:
     """The response to `chat`. Raises ApiError."""
-    arrived = time.monotonic()
-    server, body, name = model.server, chat.body, writer.id
-    check_count(model, body.n, 1)
-    preparing = server.on_text_thread(_prepare, model, chat, name)
-    talk, prompt, request = await while_connected(http.receive, preparing)
+    check_count(model, chat.body.n, 1)
+    work = model.server.on_text_thread(_generation, model, chat, writer, ignored)
+    return await while_connected(http.receive, work)
+
+
+def _generation(
+    model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
+) -> Generation:
+    """On the text thread. Raises Refused and ApiError."""
+    body, name, grammars = chat.body, writer.id, model.grammars
+    talk, prompt = render_prompt(model, chat)
+    request = engine_request(model, body, name, prompt.ids, chat.source)
+    grammar = _grammar(grammars, chat, talk, prompt)
+    request = replace(request, grammar=grammar, masks=grammars.vocab)
     tools = [*talk.tools, *chat.deferred] if chat.tool_choice != "none" else ()
-    constrained = request.grammar is not None
     choices = []
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens)
-        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, constrained)
+        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, grammar is not None)
         choices.append(Choice(i, reader, parts, not body.parallel_tool_calls))
-    headers = {"x-request-id": name, "request-id": name, **server.report(ignored)}
+    headers = {"x-request-id": name, "request-id": name, **model.server.report(ignored)}
     done = partial(_remember, model, talk, prompt, choices)
-    return Generation(model, [request], choices, writer, body.stream, headers, arrived, done)
+    return Generation(model, [request], choices, writer, body.stream, headers, chat.arrived, done)
 
 
 def _call_id() -> str:
@@ -115,17 +124,6 @@ def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, Render
     context = model.info.context
     prompt = render(model.tokenizer, talk, model.history, context=context, field=chat.source)
     return talk, prompt
-
-
-def _prepare(
-    model: Model, chat: ChatRequest, name: str
-) -> tuple[Conversation, RenderedPrompt, Request]:
-    """The engine's request for `chat`, on the text thread. Raises Refused and ApiError."""
-    talk, prompt = render_prompt(model, chat)
-    request = engine_request(model, chat.body, name, prompt.ids, chat.source)
-    grammars = model.grammars
-    grammar = _grammar(grammars, chat, talk, prompt)
-    return talk, prompt, replace(request, grammar=grammar, masks=grammars.vocab)
 
 
 def engine_request(

@@ -6,7 +6,6 @@ There is no CORS.
 """
 
 import hmac
-import ipaddress
 import re
 
 from starlette.datastructures import Headers
@@ -20,6 +19,7 @@ LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 ANY = ("0.0.0.0", "::")
 # A Host or an Origin header, and the name in it.
 ADDRESS = re.compile(r"(?:https?://)?(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::\d*)?")
+IP = re.compile(r"[0-9.]+|.*:.*")  # of what ADDRESS takes for a name
 NO_KEY = {"/health", *(f"/page/{name}" for name in FILES)}  # these hold no data
 PAGE_ONLY = ("/page/events", "/page/now")  # for scripts of the page and clients without a browser
 
@@ -55,7 +55,7 @@ def _check_host(headers: Headers, config: Config) -> None:
     it cannot be rebound, a name can."""
     allowed = LOOPBACK | {name.lower() for name in (config.host, *config.allowed_hosts)}
     host = headers.get("host", "")
-    if config.host in ANY and _is_address(_name(host)):
+    if config.host in ANY and IP.fullmatch(_name(host)):
         allowed.add(_name(host))
     for value in (host, *headers.getlist("origin")):
         if _name(value) not in allowed:
@@ -69,13 +69,6 @@ def _name(address: str) -> str:
     """The host name in the value of a header, "" if there is none."""
     found = ADDRESS.fullmatch(address.lower())
     return found[1].strip("[]").removesuffix(".") if found else ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
 
 
 def _check_fetch(path: str, headers: Headers) -> None:

@@ -25,16 +25,18 @@ from mlxspec.text.messages import canonical
 
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
-    "send max_tokens": {"max_new_tokens": None},
-    "send output_config.format": {"response_format": None, "output_format": None},
-    "send thinking": {"reasoning_effort": None, "reasoning": None, "enable_thinking": None},
-    "send tools": {"functions": [], "mcp_servers": []},
-    "nothing is executed here; leave it out": {"container": None},
-    "send the request to /v1/chat/completions": {
-        "grammar": None,
-        "logprobs": False,
-        "chat_template_kwargs": {},
-    },
+    "max_new_tokens": None,
+    "response_format": None,
+    "output_format": None,
+    "reasoning_effort": None,
+    "reasoning": None,
+    "enable_thinking": None,
+    "functions": [],
+    "mcp_servers": [],
+    "container": None,
+    "grammar": None,
+    "logprobs": False,
+    "chat_template_kwargs": {},
 }
 # The types of blocks, with the fields that each must have. A tool_reference stands for the
 # definition of a deferred tool.

@@ -50,23 +50,30 @@ async def completions(http: HttpRequest) -> ASGIApp:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     check_count(model, body.n, len(body.prompts))
     writer = CompletionWriter(model, body, False, f"cmpl-{secrets.token_hex(12)}")
-    preparing = model.server.on_text_thread(_prepare, model, body, writer)
-    requests = await while_connected(http.receive, preparing)
-    ends, choices = requests[0].stop_tokens, []
-    for i in range(body.n * len(requests)):
-        choices.append(Choice(i, Detokenizer(model.tokenizer, body.stop, ends, True)))
     headers = {"x-request-id": writer.id, **model.server.report(ignored)}
-    return Generation(model, requests, choices, writer, body.stream, headers, arrived)
+    work = model.server.on_text_thread(_generation, model, body, writer, headers, arrived)
+    return await while_connected(http.receive, work)
 
 
-def _prepare(model: Model, body: Completion, writer: CompletionWriter) -> list[Request]:
-    """The engine's request of each prompt, on the text thread. Raises Refused and ApiError."""
-    requests = []
+def _generation(
+    model: Model,
+    body: Completion,
+    writer: CompletionWriter,
+    headers: dict[str, str],
+    arrived: float,
+) -> Generation:
+    """On the text thread. Raises Refused and ApiError."""
+    requests: list[Request] = []
+    choices: list[Choice] = []
     for k, prompt in enumerate(body.prompts):
         ids = encode_prompt(model, prompt) if isinstance(prompt, str) else prompt
         name = f"{writer.id}-{k}" if k else writer.id
-        requests.append(engine_request(model, body, name, ids, "prompt"))
-        if body.echo:
-            text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-            writer.echoes += [text for _ in range(body.n)]
-    return requests
+        request = engine_request(model, body, name, ids, "prompt")
+        requests.append(request)
+        for _ in range(body.n):
+            reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
+            choices.append(Choice(len(choices), reader))
+            if body.echo:
+                text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+                writer.echoes.append(text)
+    return Generation(model, requests, choices, writer, body.stream, headers, arrived)

@@ -9,18 +9,16 @@ import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
-from mlxspec.server.errors import ApiError
+from mlxspec.server.errors import ApiError, retry_after
 from mlxspec.server.state import ServerState
-from mlxspec.server.stream import event
+from mlxspec.server.stream import Json, event
 from mlxspec.types import PROCESS, Served
 
 FILES = {
@@ -51,12 +49,9 @@ DATA = ALWAYS | {
     "cache-control": "no-store",
     "content-security-policy": "frame-ancestors 'none'",
 }
-STREAM = DATA | {"content-type": "text/event-stream; charset=utf-8"}
 LISTENERS = 8  # pages that may be open at once
 TICKS = 4  # checks whether the server is stopping between two snapshots
 TICK_S = 0.25  # from one to the next
-
-Json = dict[str, Any]
 
 
 async def file(http: HttpRequest) -> Response:
@@ -64,12 +59,8 @@ async def file(http: HttpRequest) -> Response:
     name = http.path_params.get("name", "index.html")
     if name not in FILES:
         raise HTTPException(404)
-    return Response(_read(name), media_type=FILES[name], headers=HEADERS)
-
-
-@cache
-def _read(name: str) -> bytes:
-    return files(__name__).joinpath(name).read_bytes()
+    data = files(__name__).joinpath(name).read_bytes()
+    return Response(data, media_type=FILES[name], headers=HEADERS)
 
 
 async def now(http: HttpRequest) -> Response:
@@ -80,54 +71,55 @@ async def now(http: HttpRequest) -> Response:
 async def events(http: HttpRequest) -> Response:
     """One snapshot a second as server-sent events, until the client disconnects or the server
     stops. 429 beyond LISTENERS."""
-    state: ServerState = http.app.state.server
-    if state.listeners >= LISTENERS:
+    server: ServerState = http.app.state.server
+    if server.listeners >= LISTENERS:
         why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
-        raise ApiError(429, why, headers={"Retry-After": "5"})
-    return StreamingResponse(_feed(state, once=http.method == "HEAD"), headers=STREAM)
+        raise ApiError(429, why, headers=retry_after(5))
+    if http.method == "HEAD":
+        return Response(headers=DATA, media_type="text/event-stream")
+    return StreamingResponse(_feed(server), headers=DATA, media_type="text/event-stream")
 
 
-async def _feed(state: ServerState, once: bool) -> AsyncIterator[bytes]:
-    state.listeners += 1
+async def _feed(server: ServerState) -> AsyncIterator[bytes]:
+    server.listeners += 1
     try:
-        last = once
-        while not last:
-            last = _stopping(state)  # the last snapshot says so
-            yield event(snapshot(state))
+        while not _stopping(server):
+            yield event(snapshot(server))
             for _ in range(TICKS):
-                if not _stopping(state):
+                if not _stopping(server):
                     await asyncio.sleep(TICK_S)
+        yield event(snapshot(server))  # says why there are no more
     finally:
-        state.listeners -= 1
+        server.listeners -= 1
 
 
-def _stopping(state: ServerState) -> bool:
-    return state.engine.draining() or not state.engine.alive()
+def _stopping(server: ServerState) -> bool:
+    return server.engine.draining() or not server.engine.alive()
 
 
-def snapshot(state: ServerState) -> Json:
+def snapshot(server: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
-    engine, models = state.engine, list(state.engine.models().values())
+    engine, models = server.engine, list(server.engine.models().values())
     process = {name: max(getattr(one.stats, name) for one in models) for name in sorted(PROCESS)}
     kernels = []
-    for name, verdict in list(state.verdicts.items()):
+    for name, verdict in list(server.verdicts.items()):
         gains = sorted(verdict.gains.items())
         kernels.append({**asdict(verdict), "name": name, "gains": gains})
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "idle_ttl": state.config.idle_ttl,
+        "idle_ttl": server.config.idle_ttl,
         "time": round(time.monotonic(), 3),
         "alive": engine.alive(),
         "stopping": engine.draining(),
         "stalled": round(engine.stalled(), 1),
         "loading": engine.loading(),
-        "note": state.note,
-        "unwell": state.unwell(),
+        "note": server.note,
+        "unwell": server.unwell(),
         "models": [_model(one) for one in models],
         "process": process,
-        "refused": state.metrics.refusals(),
-        "requests": [asdict(row) for row in state.journal.rows()],
+        "refused": server.metrics.refusals(),
+        "requests": [asdict(row) for row in server.journal.rows()],
         "kernels": kernels,
     }
 

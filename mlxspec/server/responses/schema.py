@@ -20,17 +20,16 @@ from mlxspec.text.output_parser import Call
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
     **openai.RENDERING,
-    "set stream to true and wait for the answer": {"background": False},
-    "send previous_response_id, or the conversation as input": {
-        "conversation": None,
-        "messages": [],
-    },
-    "send instructions and input": {"prompt": None},
-    "shorten input": {"truncation": "disabled"},
-    "send the request to /v1/chat/completions": {"top_logprobs": 0, "logprobs": False},
-    "send text.format": {"response_format": None},
-    "send reasoning.effort": {"reasoning_effort": None},
-    "send max_output_tokens": {"max_new_tokens": None},
+    "background": False,
+    "conversation": None,
+    "messages": [],
+    "prompt": None,
+    "truncation": "disabled",
+    "top_logprobs": 0,
+    "logprobs": False,
+    "response_format": None,
+    "reasoning_effort": None,
+    "max_new_tokens": None,
 }
 # Items of hosted tools of another server. They are left out of the prompt: the messages around them
 # tell their results.

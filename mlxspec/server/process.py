@@ -5,14 +5,13 @@ that launchd restarts it. Nothing heavy is imported before BLAS is loaded.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -146,7 +145,7 @@ def _print(text: str) -> None:
 def bind(config: Config) -> socket.socket:
     """The server's socket, not listening yet: while a model loads, connections are refused instead
     of hanging. Raises ConfigError."""
-    with _port_errors(config):
+    try:
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -158,12 +157,6 @@ def bind(config: Config) -> socket.socket:
             bound.close()
             raise
         return bound
-
-
-@contextlib.contextmanager
-def _port_errors(config: Config) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         why = f"host = {config.host!r}, port = {config.port}: {error.strerror}"
         raise ConfigError(f"{why}; give another --port (0: any)") from error
@@ -181,8 +174,6 @@ def serve(
     only. `announce` gets the greeting once requests are accepted. Threads that do not end are left
     behind by ending the process."""
     listener = listener or bind(config)
-    with _port_errors(config):
-        listener.listen(BACKLOG)
     status = asyncio.run(_serve(app, engine, config, announce, listener))
     loading = engine.loading()
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
@@ -225,7 +216,7 @@ async def _serve(
     for number in _signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     await server.startup([listener])
-    listener.listen(BACKLOG)
+    listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
     announce(greeting(config, list(engine.models()), listener.getsockname()[1]))
     await server.main_loop()
     await server.shutdown([listener])

@@ -116,7 +116,10 @@ class Tool(Strict):
 
     @property
     def full_name(self) -> str:
-        return full_name(self.name, self.namespace)
+        """Its name in the prompt, which has no namespaces."""
+        if not self.namespace:
+            return self.name
+        return f"{self.namespace.rstrip('_')}__{self.name}"
 
     @property
     def definition(self) -> Json:
@@ -156,13 +159,6 @@ class Toolbox:
     by_name: Mapping[str, Tool]
     choice: str | Mapping[str, str]
     ignored: list[str]
-
-
-def full_name(name: str, namespace: str | None) -> str:
-    """A tool's name in the prompt, which has no namespaces."""
-    if not namespace:
-        return name
-    return f"{namespace.rstrip('_')}__{name}"
 
 
 def toolbox(body: Create) -> Toolbox:
@@ -240,7 +236,8 @@ class FunctionCall(Strict):
     arguments: str
 
     def chat(self) -> Json:
-        call = Call(self.call_id, full_name(self.name, self.namespace), self.arguments)
+        tool = Tool(type="function", name=self.name, namespace=self.namespace)
+        call = Call(self.call_id, tool.full_name, self.arguments)
         return {"role": "assistant", "tool_calls": [spelled(call)]}
 
 
@@ -279,7 +276,7 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
     """The items of earlier responses and of this request as chat messages, and the types of those
     left out. Consecutive items of the assistant become one message. Raises ApiError."""
     messages: list[Json] = []
-    ignored = []
+    ignored, last = [], ""
     for i, item in enumerate([*before, *items], -len(before)):
         at, kind = f"input[{i}]", str(item.get("type") or "message")
         if kind in HOSTED_ITEMS:
@@ -288,21 +285,15 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
         if kind not in ITEMS:
             raise wrong(at, item, "send messages, tool calls and their outputs")
         message = validate(ITEMS[kind], item, at).chat()
+        key = list(message)[-1]
         if messages and messages[-1]["role"] == message["role"] == "assistant":
-            _extend(messages[-1], message)
+            turn = messages[-1]
+            if turn.get(key):
+                if key == last and key != "tool_calls":
+                    turn[key] += GAP
+                message[key] = turn[key] + message[key]
+            turn |= message
         else:
             messages.append(message)
+        last = key
     return [one for one in messages if set(one) != {"role", "reasoning_content"}], ignored
-
-
-def _extend(turn: Json, message: Json) -> None:
-    """Add an assistant's message to an earlier one; the field that was added to becomes the last
-    one. There is a gap between two texts unless a call is between them."""
-    last = list(turn)[-1]
-    _, key = message
-    added, earlier = message[key], turn.pop(key, None)
-    if earlier:
-        if key == last and key != "tool_calls":
-            earlier += GAP
-        added = earlier + added
-    turn[key] = added

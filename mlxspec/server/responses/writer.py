@@ -195,7 +195,7 @@ def plain_input(arguments: str) -> str:
     """The text for a custom tool, from a call's JSON arguments; the JSON itself if it holds more
     than one text."""
     found = json.loads(arguments)
-    texts = [found["input"]] if "input" in found else list(found.values())
-    if len(texts) != 1 or not isinstance(texts[0], str):
-        return arguments
-    return texts[0].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
+    text = found.get("input")
+    if len(found) == 1:
+        [text] = found.values()
+    return text if isinstance(text, str) else arguments

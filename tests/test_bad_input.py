@@ -264,7 +264,7 @@ async def test_a_text_far_beyond_the_context_is_not_read(
     """It is refused in the words by which agents know to compact, with the tokens that it may
     have."""
     s, read = server(tokenizer, path), list[int]()
-    context = s.app.state.front.engine.info.context
+    context = s.app.state.server.engine.info.context
     own = type(tokenizer._tokenizer)
     encode = own.encode
 

@@ -54,7 +54,7 @@ class Served:
     def metrics(self, name: str) -> Counter[str]:
         """How often each way of ending, or each status, was counted."""
         found: Counter[str] = Counter()
-        for line in self.app.state.front.metrics.render().decode().splitlines():
+        for line in self.app.state.server.metrics.render().decode().splitlines():
             if seen := re.match(name + r'{.*(?:finish|status)="([^"]+)".*} (.*)', line):
                 found[seen[1]] += int(float(seen[2]))
         return found
@@ -94,16 +94,16 @@ def soon(seen: Callable[[], object], seconds: float = 20.0) -> bool:
 
 def at_rest(s: Served) -> None:
     """Nothing is left of what was asked: streams, rows, tasks, sequences, blocks."""
-    front = s.app.state.front
+    state = s.app.state.server
     assert soon(
         lambda: (
             not (
                 s.worker._streams
                 or s.worker._busy
-                or front.journal.live
+                or state.journal.live
                 or s.server.server_state.tasks
             )
-            and not front.text_jobs
+            and not state.text_jobs
             and s.worker._inbox.empty()
         )
     )
@@ -331,7 +331,7 @@ def test_every_request_is_answered_once_as_in_a_quiet_run(tmp_path: Path, count:
         at_rest(s)
         assert soon(lambda: not s.server.server_state.connections and descriptors() <= before)
         booked = s.metrics("mlxspec_request_seconds_count") - booked
-        assert s.app.state.front.metrics.refusals() == {}
+        assert s.app.state.server.metrics.refusals() == {}
     print(dict(seen), dict(booked))
     assert seen["answered"] + seen["left early"] + seen["left in the middle"] == count
     assert len(set(ids)) == seen["answered"] > count / 2

@@ -24,17 +24,15 @@ from mlxspec.server import page
 from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import parse, receive
-from mlxspec.server.chat_request import encode_prompt, template_options
-from mlxspec.server.errors import HANDLERS, ApiError, dead, unavailable, unfit
+from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
+from mlxspec.server.errors import HANDLERS, ApiError, dead, invalid, unavailable
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.responses.store import Store
-from mlxspec.server.security import guard, wants_html
+from mlxspec.server.security import protect, wants_html
 from mlxspec.server.state import Model, ServerState, read_body, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.types import Dead, Served, UserError
-
-Endpoints = dict[str, Callable[[HttpRequest], Awaitable[ASGIApp]]]  # by method and path
 
 ANTHROPIC_HEADER = "anthropic-version"  # sent by all of Anthropic's clients
 
@@ -53,13 +51,13 @@ def create_app(
     `others` the directories of the other models by name, `verdicts` the kernels' verdicts."""
     app = Starlette(
         routes=_routes(),
-        middleware=[Middleware(guard, config=config)],
+        middleware=[Middleware(protect, config=config)],
         exception_handlers=HANDLERS,
     )
     name = engine.info.name
     paths = {name: path, **(others or {})}
-    app.state.front = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
-    app.state.front.open(name, tokenizer)
+    app.state.server = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
+    app.state.server.open(name, tokenizer)
     app.state.responses = Store()
     return app
 
@@ -77,7 +75,7 @@ async def index(http: HttpRequest) -> Response:
     """The page for a browser, else the list of endpoints."""
     if wants_html(http.headers):
         return await page.file(http)
-    default = http.app.state.front.engine.info.name
+    default = http.app.state.server.engine.info.name
     endpoints = [endpoint.replace(":path", "") for endpoint in OWN | API]
     about = {"name": "mlxspec", "version": __version__, "model": default, "endpoints": endpoints}
     return JSONResponse(about, headers={"vary": "accept"})
@@ -90,34 +88,34 @@ async def hello(http: HttpRequest) -> Response:
 
 async def health(http: HttpRequest) -> Response:
     """200 while the engine accepts requests and makes progress, else 503 with the reason."""
-    front: ServerState = http.app.state.front
-    if reason := front.unwell():
+    state: ServerState = http.app.state.server
+    if reason := state.unwell():
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    stats = front.engine.stats()
-    served = front.engine.models().items()
+    stats = state.engine.stats()
+    served = state.engine.models().items()
     loaded = [name for name, model in served if model.status == "loaded"]
     body = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
-    if front.note:
-        body["note"] = front.note
+    if state.note:
+        body["note"] = state.note
     return JSONResponse(body)
 
 
 async def prometheus(http: HttpRequest) -> Response:
-    body = http.app.state.front.metrics.render()
+    body = http.app.state.server.metrics.render()
     return Response(body, headers={"content-type": metrics.CONTENT_TYPE})
 
 
 async def models(http: HttpRequest) -> Response:
     """In Anthropic's format for its clients, else in OpenAI's."""
-    served = http.app.state.front.engine.models().values()
+    served = http.app.state.server.engine.models().values()
     if ANTHROPIC_HEADER in http.headers:
         return JSONResponse(anthropic.models_of(one.info for one in served))
     return JSONResponse({"object": "list", "data": [_model(one) for one in served]})
 
 
 async def model(http: HttpRequest) -> Response:
-    front: ServerState = http.app.state.front
-    served = front.engine.models()[front.resolve_name(http.path_params["name"])]
+    state: ServerState = http.app.state.server
+    served = state.engine.models()[state.resolve_name(http.path_params["name"])]
     anthropics = ANTHROPIC_HEADER in http.headers
     return JSONResponse(anthropic.model_of(served.info) if anthropics else _model(served))
 
@@ -143,26 +141,27 @@ def _model(served: Served) -> dict[str, Any]:
 
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
-    body, ignored, model = await receive(http, Load)
-    name = model.front.resolve_name(body.model, exact=True)
-    return await _change(http, name, model.front.engine.load(name, body.pin), ignored)
+    state: ServerState = http.app.state.server
+    body, ignored = parse(Load, await read_body(http))
+    name = state.resolve_name(body.model, exact=True)
+    return await _change(http, name, state.engine.load(name, body.pin), ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
     """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
-    front: ServerState = http.app.state.front
+    state: ServerState = http.app.state.server
     body, ignored = parse(Unload, await read_body(http))
-    name = front.resolve_name(body.model, exact=True)
-    if front.engine.models()[name].pinned and not body.force:
+    name = state.resolve_name(body.model, exact=True)
+    if state.engine.models()[name].pinned and not body.force:
         why = f"{name} is pinned; send force: true, or load it with pin: false"
         raise ApiError(409, why, param="model")
-    seconds = max(1.0, front.config.drain_s)
+    seconds = max(1.0, state.config.drain_s)
     try:
         async with asyncio.timeout(seconds):
-            return await _change(http, name, front.engine.unload(name), ignored)
+            return await _change(http, name, state.engine.unload(name), ignored)
     except TimeoutError as error:
-        why = f"{front.engine.loading() or name} was still busy after {seconds:.0f} s"
-        why += f"; {name} stays loaded, try again later"
+        busy = state.engine.loading() or name
+        why = f"{busy} was still busy after {seconds:.0f} s; {name} stays loaded, try again later"
         raise ApiError(409, why, param="model") from error
 
 
@@ -170,38 +169,36 @@ async def _change(
     http: HttpRequest, name: str, work: Coroutine[Any, Any, None], ignored: list[str]
 ) -> Response:
     """The model's object after `work` on it, and the seconds that it took."""
-    front: ServerState = http.app.state.front
+    state: ServerState = http.app.state.server
     began = time.monotonic()
     try:
         await while_connected(http.receive, work)
     except UserError as error:
         raise unavailable(str(error)) from error
     except Dead as error:
-        raise dead(front.engine) from error
-    body = _model(front.engine.models()[name])
-    body["seconds"] = round(time.monotonic() - began, 3)
-    return JSONResponse(body, headers=front.report(ignored))
+        raise dead(state.engine) from error
+    seconds = round(time.monotonic() - began, 3)
+    body = _model(state.engine.models()[name]) | {"seconds": seconds}
+    return JSONResponse(body, headers=state.report(ignored))
 
 
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
     body, ignored, model = await receive(http, Tokenize)
-    front = model.front
     if (body.prompt is None) == (body.messages is None):
-        raise unfit("prompt", "prompt, messages: send exactly one of them")
-    if body.messages is None:
-        work = front.on_text_thread(encode_prompt, model, body.prompt, body.add_special_tokens)
-    else:
-        kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-        options, unread = template_options(model, kwargs, reasoning_effort=effort)
-        ignored += unread
-        work = front.on_text_thread(_chat_tokens, model, body, options)
+        raise invalid("prompt", "prompt, messages: send exactly one of them")
+    options, unread = template_options(
+        model, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort
+    )
+    work = model.server.on_text_thread(_tokens, model, body, options)
     ids = await while_connected(http.receive, work)
     counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
-    return JSONResponse(counts, headers=front.report(ignored))
+    return JSONResponse(counts, headers=model.server.report(ignored + unread))
 
 
-def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
+def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
+    if body.prompt is not None:
+        return encode_prompt(model, body.prompt, body.add_special_tokens)
     talk = conversation_of(body.messages or [], body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids
@@ -210,16 +207,13 @@ def _chat_tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[
 async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
     body, ignored, model = await receive(http, Detokenize)
-    front = model.front
-    highest, vocab = max(body.tokens, default=0), model.info.vocab
-    if highest >= vocab:
-        raise unfit("tokens", f"tokens has the id {highest}; ids run from 0 to {vocab - 1}")
-    work = front.on_text_thread(model.tokenizer.decode, body.tokens)
+    check_ids(model, body.tokens, "tokens")
+    work = model.server.on_text_thread(model.tokenizer.decode, body.tokens)
     text = await while_connected(http.receive, work)
-    return JSONResponse({"prompt": text}, headers=front.report(ignored))
+    return JSONResponse({"prompt": text}, headers=model.server.report(ignored))
 
 
-OWN: Endpoints = {
+OWN: dict[str, Endpoint] = {
     "GET /": index,
     "GET /health": health,
     "GET /metrics": prometheus,
@@ -228,7 +222,7 @@ OWN: Endpoints = {
     "GET /page/events": page.events,
     "GET /page/{name}": page.file,
 }
-API: Endpoints = {  # with and without /v1
+API: dict[str, Endpoint] = {  # with and without /v1
     "POST /v1/chat/completions": openai.chat,
     "POST /v1/completions": openai.completions,
     "POST /v1/messages": anthropic.messages,

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from starlette.requests import Request as HttpRequest
 
-from mlxspec.server.errors import ApiError, unfit
+from mlxspec.server.errors import ApiError, invalid
 from mlxspec.server.state import Model, ServerState, read_body
 from mlxspec.types import shown
 
@@ -42,13 +42,13 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 OBJECT = TypeAdapter(dict[str, Any])
-Refused = Mapping[str, Mapping[str, Any]]
+Refused = Mapping[str, Any]
 
 
 class Strict(BaseModel):
     """A body, or an object in one, without type conversion; a field that is null counts as missing.
-    `refused` holds the unsupported fields by what to do instead, each with the value that is
-    accepted because it has no effect."""
+    `refused` holds the unsupported fields, each with the value that is accepted because it has no
+    effect."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -68,28 +68,26 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    front: ServerState = http.app.state.front
+    server: ServerState = http.app.state.server
     body, ignored = parse(kind, await read_body(http))
-    return body, ignored, await front.model(getattr(body, "model", None))
+    return body, ignored, await server.model(getattr(body, "model", None))
 
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     """The validated body, and the names of its unknown fields. Raises ApiError 400."""
     if data.count(b",") > MAX_VALUES:
-        raise unfit("body", f"the body holds more than {MAX_VALUES} values; send fewer")
+        raise invalid("body", f"the body holds more than {MAX_VALUES} values; send fewer")
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]["msg"]
-        message = f"the body is not a JSON object: {problem}"
-        raise ApiError(400, message, code="invalid_json") from error
+        why = f"the body is not a JSON object: {error.errors(include_input=False)[0]['msg']}"
+        raise ApiError(400, why, code="invalid_json") from error
     if len(raw) > MAX_FIELDS:
-        raise unfit("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
-    for hint, fields in kind.refused.items():
-        for name in fields.keys() & raw.keys() - kind.model_fields.keys():
-            if raw[name] not in (None, fields[name]):
-                message = f"{name} = {shown(raw[name])} is not supported: {hint}"
-                raise unfit(name, message, "unsupported_parameter")
+        raise invalid("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
+    for name in kind.refused.keys() & raw.keys() - kind.model_fields.keys():
+        if raw[name] not in (None, kind.refused[name]):
+            why = f"{name} = {shown(raw[name])} is not supported; leave it out"
+            raise invalid(name, why, "unsupported_parameter")
     body = validate(kind, raw)
     return body, _unknown(body)
 
@@ -107,12 +105,12 @@ def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
                 at += f".{part}"
         where = at.removeprefix(".")
         if first["type"] == "missing":
-            raise unfit(where, f"{where} is missing; send it") from error
+            raise invalid(where, f"{where} is missing; send it") from error
         raise wrong(where, first["input"], first["msg"].removeprefix("Value error, ")) from error
 
 
 def wrong(where: str, value: Any, problem: str) -> ApiError:
-    return unfit(where, f"{where} = {shown(value)}: {problem}")
+    return invalid(where, f"{where} = {shown(value)}: {problem}")
 
 
 def _unknown(body: Strict, prefix: str = "") -> list[str]:

@@ -6,8 +6,10 @@ response is made.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -21,7 +23,13 @@ log = logging.getLogger("mlxspec")
 RELOAD_S = 10  # Retry-After for a model that failed to load
 RESTART_S = 5  # Retry-After while the server is stopping
 
-OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 ANTHROPIC_TYPES = {
     **OPENAI_TYPES,
     404: "not_found_error",
@@ -32,30 +40,21 @@ ANTHROPIC_TYPES = {
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An HTTP error response. `param` is the request field at fault, `code` is for programs."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param = status, message, param
-        self.code = code or CODES.get(status)
-        self.headers = headers or {}
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         """The body in OpenAI's format."""
         kind = OPENAI_TYPES.get(self.status, "invalid_request_error")
-        if self.status >= 500:
-            kind = "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        code = self.code or CODES.get(self.status)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
     def anthropic(self) -> dict[str, Any]:
         """The body in Anthropic's format."""
@@ -67,7 +66,7 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     """The error in the format of the API that `scope` called; also logs and counts it."""
     line = f"{scope['method']} {scope['path'][:200]}: {error.message}"
     log.info("%s (%d)", "".join(c if c.isprintable() else "?" for c in line), error.status)
-    scope["app"].state.front.metrics.refused.labels(str(error.status)).inc()
+    scope["app"].state.server.metrics.refused.labels(str(error.status)).inc()
     body = error.anthropic() if _is_anthropic(scope) else error.body()
     return JSONResponse(body, error.status, error.headers)
 
@@ -75,21 +74,20 @@ def error_response(scope: Scope, error: ApiError) -> Response:
 def _is_anthropic(scope: Scope) -> bool:
     """Whether the request is for Anthropic's API: by its path, or, for the shared /models, by the
     header that Anthropic's clients send."""
-    path = scope["path"].removeprefix("/v1")
+    path: str = scope["path"].removeprefix("/v1")
     if path.startswith("/models"):
-        return any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return bool(path.startswith("/messages"))
+        return "anthropic-version" in Headers(scope=scope)
+    return path.startswith("/messages")
 
 
-def unfit(param: str, message: str, code: str | None = None) -> ApiError:
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     """400: the field `param` has to be changed."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param, code)
 
 
 def unavailable(why: str) -> ApiError:
     """503: a configured model cannot be loaded now."""
-    headers = {"Retry-After": str(RELOAD_S)}
-    return ApiError(503, why, param="model", code="model_not_loaded", headers=headers)
+    return ApiError(503, why, "model", "model_not_loaded", retry_after(RELOAD_S))
 
 
 def dead(engine: Worker) -> ApiError:
@@ -97,12 +95,16 @@ def dead(engine: Worker) -> ApiError:
     if not engine.draining():
         return ApiError(503, "the engine has stopped; the server's log says why")
     why = f"the server is stopping; send the request again in {RESTART_S} s"
-    return ApiError(503, why, headers={"Retry-After": str(RESTART_S)})
+    return ApiError(503, why, headers=retry_after(RESTART_S))
 
 
 def busy(error: Busy) -> ApiError:
     """429: the queue is full."""
-    return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
+    return ApiError(429, str(error), headers=retry_after(error.retry_after))
+
+
+def retry_after(seconds: int) -> dict[str, str]:
+    return {"Retry-After": str(seconds)}
 
 
 class Gone(Exception):

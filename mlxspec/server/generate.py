@@ -9,15 +9,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, Gone, busy, dead
-from mlxspec.server.state import Model, Row, ServerState, State, while_connected
-from mlxspec.server.stream import Choice, Piece, ResponseWriter
+from mlxspec.server.state import Model, Row, while_connected
+from mlxspec.server.stream import Choice, Json, ResponseWriter
 from mlxspec.types import Busy, Dead, Output, Request
 
 log = logging.getLogger("mlxspec")
@@ -34,9 +34,10 @@ Outputs = Sequence[AsyncIterator[Output]]  # of each request
 
 @dataclass(slots=True)
 class Generation:
-    """The work of one HTTP request. `choices` are grouped by request, `n` of each. Times are
-    time.monotonic()."""
+    """The response to one HTTP request, as an ASGI application that generates while it sends.
+    `choices` are grouped by request, `n` of each. Times are time.monotonic()."""
 
+    model: Model
     requests: list[Request]
     choices: list[Choice]
     writer: ResponseWriter
@@ -49,110 +50,138 @@ class Generation:
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
     outcome: str = ""  # "gone" or "error", where it is not the choices' finish
 
-    def usage(self) -> stream.Usage:
-        return stream.usage(self.requests, self.choices)
-
-
-def answer(model: Model, generation: Generation) -> ASGIApp:
-    """The response, which generates while it is sent. Raises ApiError only before its first
-    byte."""
-
-    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        front = model.front
-        outputs = _submit(front, generation.requests)
-        front.journal.live[generation.writer.id] = lambda: _row(model, generation)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError only before the first byte."""
+        outputs = self._submit()
+        self.model.server.journal.live[self.writer.id] = self._row
         try:
-            if generation.streamed:
-                async with aclosing(_events(model, generation, outputs)) as events:
-                    headers = SSE | generation.headers
-                    await StreamingResponse(events, headers=headers)(scope, receive, send)
+            if self.streamed:
+                async with aclosing(self._events(outputs)) as events:
+                    response = StreamingResponse(events, headers=SSE | self.headers)
+                    await response(scope, receive, send)
             else:
-                whole = await while_connected(receive, _whole(model, generation, outputs))
-                await whole(scope, receive, send)
+                body = await while_connected(receive, self._body(outputs))
+                await JSONResponse(body, headers=self.headers)(scope, receive, send)
         except Gone:
             pass
         except BaseException:
-            generation.outcome = "error"
+            self.outcome = "error"
             raise
         finally:
-            _finish(model, generation)
+            self._finish()
 
-    return respond
+    def _submit(self) -> Outputs:
+        """Queue all requests or none. Raises ApiError."""
+        engine = self.model.server.engine
+        outputs: list[AsyncIterator[Output]] = []
+        try:
+            for request in self.requests:
+                outputs.append(engine.submit(request))
+        except Dead as error:
+            raise dead(engine) from error
+        except Busy as error:
+            for request in self.requests[: len(outputs)]:
+                engine.abort(request.id)
+            raise busy(error) from error
+        return outputs
 
-
-def _submit(front: ServerState, requests: Sequence[Request]) -> Outputs:
-    """Queue all requests or none. Raises ApiError."""
-    outputs: list[AsyncIterator[Output]] = []
-    try:
-        for request in requests:
-            outputs.append(front.engine.submit(request))
-    except Dead as error:
-        raise dead(front.engine) from error
-    except Busy as error:
-        for request in requests[: len(outputs)]:
-            front.engine.abort(request.id)
-        raise busy(error) from error
-    return outputs
-
-
-async def _whole(model: Model, generation: Generation, outputs: Outputs) -> JSONResponse:
-    async with aclosing(merged(outputs, None)) as found:
-        async for each in found:
-            if each is not None:
-                _read(model, generation, *each)
-    generation.on_done()
-    pieces = [choice.pieces for choice in generation.choices]
-    body = generation.writer.body(generation.choices, pieces, generation.usage())
-    return JSONResponse(body, headers=generation.headers)
-
-
-async def _events(
-    model: Model, generation: Generation, outputs: Outputs
-) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of a streamed answer."""
-    writer = generation.writer
-    yield writer.opening(generation.usage())
-    pause = min(model.front.config.keepalive_s, EVENT_S)
-    written = time.monotonic()
-    try:
-        async with aclosing(merged(outputs, pause)) as found:
+    async def _body(self, outputs: Outputs) -> Json:
+        async with aclosing(merged(outputs, None)) as found:
             async for each in found:
-                data = b""
-                if each is not None and (read := _read(model, generation, *each)):
-                    data = writer.chunk(*read)
-                if not data and (each is None or time.monotonic() - written > pause):
-                    data = stream.COMMENT + writer.still_here()
-                if data:
-                    written = time.monotonic()
-                    yield data
-        generation.on_done()
-        yield writer.closing(generation.choices, generation.usage())
-    except ApiError as error:
-        generation.outcome = "error"
-        yield writer.failed(error)
+                if each is not None:
+                    self._read(*each)
+        self.on_done()
+        return self.writer.body(self.choices, self._usage())
 
+    async def _events(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of a streamed answer."""
+        writer = self.writer
+        yield writer.opening(self._usage())
+        pause = min(self.model.server.config.keepalive_s, EVENT_S)
+        written = time.monotonic()
+        try:
+            async with aclosing(merged(outputs, pause)) as found:
+                async for each in found:
+                    data = b""
+                    if each is not None and (choice := self._read(*each)):
+                        data = writer.chunk(choice, choice.pieces[-1])
+                    if not data and (each is None or time.monotonic() - written > pause):
+                        data = stream.COMMENT + writer.still_here()
+                    if data:
+                        written = time.monotonic()
+                        yield data
+            self.on_done()
+            yield writer.closing(self.choices, self._usage())
+        except ApiError as error:
+            self.outcome = "error"
+            yield writer.failed(error)
 
-def _read(
-    model: Model, generation: Generation, k: int, output: Output
-) -> tuple[Choice, Piece] | None:
-    """Add an output of request `k` to its choice; None if that choice has finished before."""
-    front, request = model.front, generation.requests[k]
-    choice = generation.choices[k * request.n + output.index]
-    if choice.finish is not None:
-        return None
-    now, piece = time.monotonic(), choice.take(output)
-    if output.tokens:
-        before = generation.last.get(choice.index)
-        generation.last[choice.index] = now
-        if not generation.first:
-            generation.first = now
-            seconds = now - generation.arrived
-            front.metrics.first_token.labels(model.name).observe(seconds)
-        elif before is not None:
-            front.metrics.between(model.name, now - before, len(output.tokens))
-    if choice.finish is not None and output.finish is None:
-        front.engine.abort(request.id, output.index)
-    return choice, piece
+    def _read(self, k: int, output: Output) -> Choice | None:
+        """Add an output of request `k` to its choice; None if that had finished before."""
+        server, request = self.model.server, self.requests[k]
+        choice = self.choices[k * request.n + output.index]
+        if choice.finish is not None:
+            return None
+        choice.take(output)
+        if output.tokens:
+            now = time.monotonic()
+            if not self.first:
+                self.first = now
+                server.metrics.first_token.labels(self.model.name).observe(now - self.arrived)
+            elif choice.index in self.last:
+                seconds = now - self.last[choice.index]
+                server.metrics.between(self.model.name, seconds, len(output.tokens))
+            self.last[choice.index] = now
+        if choice.finish is not None and output.finish is None:
+            server.engine.abort(request.id, output.index)
+        return choice
+
+    def _usage(self) -> stream.Usage:
+        return stream.usage(self.requests, self.choices)
+
+    def _row(self) -> Row:
+        row = Row(
+            id=self.writer.id,
+            model=self.model.name,
+            **asdict(self._usage()),
+            rounds=sum(choice.output.rounds for choice in self.choices),
+            seconds=time.monotonic() - self.arrived,
+            outcome=self.outcome,
+        )
+        if self.first:
+            row.state, row.first = "writing", self.first - self.arrived
+            seconds = max(self.last.values()) - self.first
+            if seconds > 0:
+                row.rate = (row.generated - len(self.last)) / seconds
+            return row
+        # The engine lists each running choice in order; the first one has the prefix match.
+        seated = self.model.server.engine.models()[self.model.name].stats.seated
+        running = dict(reversed(seated))
+        matched = [running[request.id] for request in self.requests if request.id in running]
+        if matched:
+            row.state, row.cached = "reading", sum(matched)
+        return row
+
+    def _finish(self) -> None:
+        """Abort what still runs; count, list and log the answer."""
+        server, choices = self.model.server, self.choices
+        for k, request in enumerate(self.requests):
+            own = choices[k * request.n :][: request.n]
+            if any(choice.finish is None for choice in own):
+                self.outcome = self.outcome or "gone"
+                server.engine.abort(request.id)
+        if not self.outcome:
+            self.outcome = ",".join(dict.fromkeys(str(choice.finish) for choice in choices))
+        row = self._row()
+        server.journal.end(row)
+        outcome = row.outcome.partition(",")[0]
+        server.metrics.duration.labels(self.model.name, outcome).observe(row.seconds)
+        first = f"first after {row.first:.2f} s" if row.first else f"none after {row.seconds:.2f} s"
+        counts = f"{row.prompt} in, {row.cached} cached, {row.generated} out"
+        text = f"{row.id}: {counts}, {first}, {row.rate:.1f} tokens/s, {row.rounds} rounds"
+        if drafts := stream.speculation(choices):
+            text += f", {drafts}"
+        log.info("%s, %s", text, row.outcome)
 
 
 async def merged(
@@ -160,78 +189,27 @@ async def merged(
 ) -> AsyncGenerator[tuple[int, Output] | None, None]:
     """(index of the request, output) as they come, and None after each `pause` seconds of silence,
     until all have ended."""
-    while len(outputs) == 1:  # the usual case, without a task per output
-        try:
-            async with asyncio.timeout(pause):
-                output = await anext(outputs[0])  # loses no output when it is cancelled
-        except TimeoutError:
-            yield None
-        except StopAsyncIteration:
-            return
-        else:
-            yield 0, output
-    waiting = {asyncio.ensure_future(anext(each)): k for k, each in enumerate(outputs)}
+    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue(1)
+
+    async def forward(k: int) -> None:
+        async for output in outputs[k]:
+            await queue.put((k, output))
+        await queue.put(None)
+
+    tasks = [asyncio.ensure_future(forward(k)) for k in range(len(outputs))]
+    running = len(tasks)
     try:
-        while waiting:
-            done, _ = await asyncio.wait(
-                waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
+        while running:
+            try:
+                async with asyncio.timeout(pause):
+                    each = await queue.get()
+            except TimeoutError:
                 yield None
-            for task in done:
-                k = waiting.pop(task)
-                try:
-                    output = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(outputs[k]))] = k
-                yield k, output
+                continue
+            if each is None:
+                running -= 1
+            else:
+                yield each
     finally:
-        for task in waiting:
+        for task in tasks:
             task.cancel()
-
-
-def _row(model: Model, generation: Generation, outcome: str = "") -> Row:
-    usage, first = generation.usage(), generation.first
-    # The engine lists each running choice in order; the first one has the prefix match.
-    running = dict(reversed(model.front.engine.models()[model.name].stats.seated))
-    matched = [running[request.id] for request in generation.requests if request.id in running]
-    state: State = "waiting"
-    if first:
-        state = "writing"
-    elif matched:
-        state = "reading"
-        usage = replace(usage, cached=sum(matched))
-    seconds = max(generation.last.values(), default=0.0) - first
-    return Row(
-        id=generation.writer.id,
-        model=model.name,
-        **asdict(usage),
-        rounds=sum(choice.rounds for choice in generation.choices),
-        first=first - generation.arrived if first else 0.0,
-        seconds=time.monotonic() - generation.arrived,
-        rate=(usage.generated - len(generation.last)) / seconds if seconds > 0 else 0.0,
-        outcome=outcome,
-        state=state,
-    )
-
-
-def _finish(model: Model, generation: Generation) -> None:
-    """Abort what still runs; count, list and log the answer."""
-    front, choices = model.front, generation.choices
-    for k, request in enumerate(generation.requests):
-        own = choices[k * request.n :][: request.n]
-        if any(choice.finish is None for choice in own):
-            generation.outcome = generation.outcome or "gone"
-            front.engine.abort(request.id)
-    finishes = dict.fromkeys(choice.finish for choice in choices if choice.finish)
-    row = _row(model, generation, generation.outcome or ",".join(finishes))
-    front.journal.end(row)
-    outcome = row.outcome.partition(",")[0]
-    front.metrics.duration.labels(model.name, outcome).observe(row.seconds)
-    first = f"first after {row.first:.2f} s" if row.first else f"none after {row.seconds:.2f} s"
-    counts = f"{row.prompt} in, {row.cached} cached, {row.generated} out"
-    text = f"{row.id}: {counts}, {first}, {row.rate:.1f} tokens/s, {row.rounds} rounds"
-    if drafts := stream.speculation(choices):
-        text += f", {drafts}"
-    log.info("%s, %s", text, row.outcome)

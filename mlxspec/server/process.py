@@ -5,16 +5,15 @@ that launchd restarts it. Nothing heavy is imported before BLAS is loaded.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxspec")
 
-POLL_S = 0.5  # between checks of the engine's thread
 GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step
 KEEP_ALIVE_S = 60  # of an idle connection; agents pause between requests
@@ -120,16 +118,19 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starle
     info = worker.launch(meanwhile)
     from mlxspec.server.app import create_app
 
-    draft = config.draft or (chosen.draft.name if chosen.draft else "")
-    derived = replace(config, model=config.model or chosen.name, name=info.name, draft=draft)
+    used: dict[str, Any] = {
+        "model": config.model or chosen.name,
+        "name": info.name,
+        "draft": config.draft,
+    }
+    if chosen.draft and not config.draft:
+        used["draft"] = chosen.draft.name
     if not others and not asleep:  # other models have their own
-        derived = replace(
-            derived, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout
-        )
-    _print(f"mlxspec serve {as_flags(derived)}")
+        used |= {"context": info.context, "kv_blocks": info.kv_blocks, "layout": info.layout}
+    _print(f"mlxspec serve {as_flags(replace(config, **used))}")
     paths = {other.name: other.path for other in others}
     app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, KERNELS.verdicts)
-    app.state.front.note = note
+    app.state.server.note = note
     return app, worker
 
 
@@ -137,15 +138,14 @@ def _print(text: str) -> None:
     """Print; a full disk or a closed pipe is no reason to stop serving."""
     try:
         print(text, flush=True)
-    except OSError as error:
-        log.warning("standard output: %s", error.strerror)
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered would fail again at exit
 
 
 def bind(config: Config) -> socket.socket:
     """The server's socket, not listening yet: while a model loads, connections are refused instead
     of hanging. Raises ConfigError."""
-    with _port_errors(config):
+    try:
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -157,12 +157,6 @@ def bind(config: Config) -> socket.socket:
             bound.close()
             raise
         return bound
-
-
-@contextlib.contextmanager
-def _port_errors(config: Config) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         why = f"host = {config.host!r}, port = {config.port}: {error.strerror}"
         raise ConfigError(f"{why}; give another --port (0: any)") from error
@@ -180,17 +174,15 @@ def serve(
     only. `announce` gets the greeting once requests are accepted. Threads that do not end are left
     behind by ending the process."""
     listener = listener or bind(config)
-    with _port_errors(config):
-        listener.listen(BACKLOG)
     status = asyncio.run(_serve(app, engine, config, announce, listener))
+    loading = engine.loading()
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
     stopper.start()
-    loading = engine.loading()
     stopper.join(0.0 if loading else STOP_S)  # loading cannot be interrupted
     if stopper.is_alive() and not loading:
         log.critical("the engine's thread does not end; leaving it")
         status = 1
-    if stopper.is_alive() or app.state.front.text_jobs:
+    if stopper.is_alive() or app.state.server.text_jobs:
         log.info("leaving threads that are still at work")
         ended(status)
         _exit(status)
@@ -201,68 +193,63 @@ async def _serve(
     app: "Starlette", engine: "Worker", config: Config, announce: Announce, listener: socket.socket
 ) -> int:
     server = make_server(app, config)
-    signalled = asyncio.Event()
+    draining: list[asyncio.Future[None]] = []
+
+    def end(*_: object) -> None:
+        server.should_exit = True
 
     def on_signal() -> None:
-        if signalled.is_set():  # the second signal: at once
-            server.should_exit = server.force_exit = True
-        signalled.set()
+        if draining:  # the second signal: at once
+            server.force_exit = True
+            end()
+            return
+        log.info("stopping; running answers have %.0f s to finish", config.drain_s)
+        draining.append(asyncio.ensure_future(engine.drain(config.drain_s)))
+        draining[0].add_done_callback(end)
 
+    async def check() -> None:
+        if not engine.alive():
+            log.critical("the engine has stopped; the server exits")
+            end()
+
+    server.config.callback_notify = check
     for number in _signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    listener.listen(BACKLOG)
+    await server.startup([listener])
+    listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
     announce(greeting(config, list(engine.models()), listener.getsockname()[1]))
-    dying = asyncio.ensure_future(_death(engine))
-    stopping = asyncio.ensure_future(signalled.wait())
-    await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done() and not dying.done():
-        log.info("stopping; running answers have %.0f s to finish", config.drain_s)
-        draining = asyncio.ensure_future(engine.drain(config.drain_s))
-        await asyncio.wait((serving, dying, draining), return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    await serving
-    dying.cancel()
-    stopping.cancel()
+    await server.main_loop()
+    await server.shutdown([listener])
     return 0 if engine.alive() else 1
 
 
 def make_server(app: "Starlette", config: Config) -> uvicorn.Server:
-    """uvicorn without its own signals, log and access log."""
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=ACCEPTS,
-            limit_concurrency=config.max_sequences + config.max_queue + SPARE,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
+    """uvicorn without its own log, and without its access log."""
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=ACCEPTS,
+        limit_concurrency=config.max_sequences + config.max_queue + SPARE,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_notify=0,  # the check of the engine's thread: each second
     )
     logging.getLogger("uvicorn.error").addFilter(_wanted)
-    # Its own handlers would stop listening at the signal and kill the process by it afterwards.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    settings.load()
+    server = uvicorn.Server(settings)
+    server.lifespan = settings.lifespan_class(settings)
     return server
 
 
 def _wanted(record: logging.LogRecord) -> bool:
     """Not the requests that a second signal cancelled."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
-async def _death(engine: "Worker") -> None:
-    """Returns when the engine's thread has ended."""
-    while engine.alive():
-        await asyncio.sleep(POLL_S)
-    log.critical("the engine has stopped; the server exits")
 
 
 def greeting(config: Config, models: Sequence[str], port: int) -> str:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
@@ -23,7 +23,7 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server.errors import ApiError, Gone, busy, dead, unavailable, unfit
+from mlxspec.server.errors import ApiError, Gone, busy, invalid, unavailable
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -36,22 +36,19 @@ T = TypeVar("T")
 
 STALLED_S = 60.0  # without progress while there is work: longer than any healthy step
 LOADING_S = 600.0  # the same while a model is loading
-POLL_S = 0.5  # between checks that the engine still accepts requests
 BODY_S = 60.0  # to receive a request's body
-MAX_LOGGED_FIELDS = 1000  # unknown field names that are remembered as logged
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
 FAMILIES = ("claude-", "gpt-")  # names built into agents; they mean the default model
 
-State = Literal["writing", "reading", "waiting"]
-ORDER: tuple[State, ...] = ("writing", "reading", "waiting")
+STATES = ("writing", "reading", "waiting")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """Figures of one generation: counts are tokens, times are seconds since it arrived, `rate` is
     tokens/s after the first token. `first` is 0 before the first token, `outcome` is "" until it
-    has finished. `state` says whether it is queued, in prefill or decoding. Holds no text."""
+    has finished. `state` is one of STATES: decoding, in prefill, queued. Holds no text."""
 
     id: str
     model: str
@@ -61,11 +58,11 @@ class Row:
     rounds: int
     drafted: int
     kept: int
-    first: float
-    seconds: float
-    rate: float
+    first: float = 0.0
+    seconds: float = 0.0
+    rate: float = 0.0
     outcome: str = ""
-    state: State = "waiting"
+    state: str = "waiting"
 
 
 @dataclass(slots=True)
@@ -82,7 +79,8 @@ class Journal:
     def rows(self) -> list[Row]:
         """All rows by state, then the finished ones; newest first within each."""
         live = [make() for make in reversed(self.live.values())]
-        return [*sorted(live, key=lambda row: ORDER.index(row.state)), *self.finished]
+        live.sort(key=lambda row: STATES.index(row.state))
+        return [*live, *self.finished]
 
 
 @dataclass(slots=True)
@@ -90,7 +88,7 @@ class Model:
     """The text side of one served model, whether or not its weights are loaded. `defaults` are its
     sampling settings. Only the text thread uses `history` and `grammars`."""
 
-    front: "ServerState"
+    server: "ServerState"
     name: str
     tokenizer: Tokenizer
     defaults: Defaults
@@ -99,7 +97,7 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        return self.front.engine.models()[self.name].info
+        return self.server.engine.models()[self.name].info
 
     @property
     def grammars(self) -> Grammars:
@@ -126,7 +124,6 @@ class ServerState:
     text_jobs: set[Future[Any]] = field(default_factory=set)  # waiting or running
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
     _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _logged: set[str] = field(default_factory=set)
 
     def unwell(self) -> str:
         """Why the server is unhealthy, "" if it is healthy."""
@@ -141,23 +138,17 @@ class ServerState:
 
     async def on_text_thread(self, work: Callable[..., T], /, *args: Any, **kw: Any) -> T:
         """Run `work` on the text thread, after all that was submitted before. Raises ApiError: 429
-        when too much waits, 400 for Refused, 503 when the engine stops accepting requests."""
+        when too much waits, 400 for Refused."""
         if len(self.text_jobs) >= self.config.max_queue + self.config.max_sequences:
             raise busy(Busy(1))
         calls = [partial(work, *args, **kw)]
         job = self._submit(lambda: calls.pop()())
-        done = asyncio.wrap_future(job)
         try:
-            while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
-                if self.engine.draining() or not self.engine.alive():
-                    raise dead(self.engine)
-            return done.result()
+            return await asyncio.wrap_future(job)
         except Refused as error:
-            raise unfit(error.field, str(error), error.code) from error
+            raise invalid(error.field, str(error), error.code) from error
         finally:
-            job.cancel()
             calls.clear()  # a cancelled job stays in the executor's queue; its body must not
-            del done  # break the cycle error -> traceback -> frame -> future -> error
 
     def later(self, work: Callable[[], None]) -> None:
         """Run `work` on the text thread; a failure is logged."""
@@ -202,20 +193,15 @@ class ServerState:
         return self.models[name]
 
     def open(self, name: str, tokenizer: Tokenizer | None = None) -> None:
-        """Add the model, loading its tokenizer unless it is given; may take seconds. Raises
-        InvalidRequest."""
+        """Add the model, loading its tokenizer unless it is given. Raises UserError."""
         if name not in self.models:
             path = self.paths[name]
             tokenizer = tokenizer or load_tokenizer(path)
             self.models[name] = Model(self, name, tokenizer, generation_defaults(path))
 
     def report(self, ignored: list[str]) -> dict[str, str]:
-        """The response header that lists unknown fields, percent-encoded; each is logged once."""
+        """The response header that lists unknown fields, percent-encoded."""
         names = [quote(name[:64], safe="[]") or "%00" for name in ignored[:32]]
-        for name in names:
-            if name not in self._logged and len(self._logged) < MAX_LOGGED_FIELDS:
-                self._logged.add(name)
-                log.warning("requests carry the unknown field %s; it is ignored", name)
         return {"x-mlxspec-ignored": ", ".join(names)} if names else {}
 
 

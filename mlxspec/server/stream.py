@@ -6,7 +6,7 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from mlxspec.types import Finish, Logprob, Output, Request
 
 COMMENT = b": keep-alive\n\n"
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+NO_OUTPUT = Output("", 0, ())
 
 Json = dict[str, Any]
 
@@ -43,10 +45,7 @@ class Choice:
     single: bool = False  # the first call ends the answer
     ids: list[int] = field(default_factory=list)  # its tokens, end token included
     finish: Finish | None = None
-    cached: int = 0  # prompt tokens from the prefix cache
-    rounds: int = 0
-    drafted: int = 0
-    accepted: dict[str, int] = field(default_factory=dict)  # by source, as the engine counts
+    output: Output = NO_OUTPUT  # the last one; its counts are of the whole choice
     pieces: list[Piece] = field(default_factory=list)  # all so far
     _logprobs: deque[Logprob] = field(default_factory=deque)  # until their text is released
 
@@ -54,22 +53,20 @@ class Choice:
         """Add an output. Raises ApiError where the engine could not answer."""
         if output.finish in ("error", "abort"):
             raise _failure(output)
-        self.cached, self.rounds = output.cached, output.rounds
-        self.drafted, self.accepted = output.drafted, dict(output.accepted)
-        read = self.reader.count
-        text = self.reader.feed(output.tokens)
-        self.ids += output.tokens[: self.reader.count - read]
+        reader, read = self.reader, self.reader.count
+        text = reader.feed(output.tokens)
+        self.output = output
+        self.ids += output.tokens[: reader.count - read]
         if output.finish is not None:
-            text += self.reader.finish()
-        self.finish = "stop" if self.reader.stopped is not None else output.finish
+            text += reader.finish()
+        self.finish = "stop" if reader.stopped is not None else output.finish
         parts = self._parse(text)
         self._logprobs.extend(output.logprobs)
-        starts = tuple(self.reader.released)
-        self.reader.released.clear()
+        starts = tuple(reader.released)
+        reader.released.clear()
         logprobs = tuple(self._logprobs.popleft() for _ in starts) if self._logprobs else ()
-        piece = Piece(text, tuple(parts), logprobs, starts, self.finish)
-        self.pieces.append(piece)
-        return piece
+        self.pieces.append(Piece(text, tuple(parts), logprobs, starts, self.finish))
+        return self.pieces[-1]
 
     def _parse(self, text: str) -> list[Part]:
         if self.parts is None:
@@ -98,7 +95,8 @@ class Choice:
     def kept(self) -> int:
         """Drafted tokens that are part of the answer. A round brings its accepted tokens and one
         more; the engine's count goes beyond a stop among them."""
-        return min(sum(self.accepted.values()), max(0, self.reader.count - self.rounds + 1))
+        accepted = sum(count for _, count in self.output.accepted)
+        return min(accepted, max(0, self.reader.count - self.output.rounds + 1))
 
 
 def _failure(output: Output) -> ApiError:
@@ -115,15 +113,15 @@ def _failure(output: Output) -> ApiError:
     return ApiError(500, f"the engine failed: {output.error}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Token counts of a response. Of `drafted` tokens, `kept` are part of the answers."""
 
-    prompt: int
-    generated: int
-    cached: int
-    drafted: int
-    kept: int
+    prompt: int = 0
+    generated: int = 0
+    cached: int = 0
+    drafted: int = 0
+    kept: int = 0
 
 
 class ResponseWriter(Protocol):
@@ -147,10 +145,8 @@ class ResponseWriter(Protocol):
     def failed(self, error: ApiError) -> bytes:
         """The last events of a stream that fails."""
 
-    def body(
-        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
-    ) -> Json:
-        """The whole response; `pieces[i]` are those of `choices[i]`."""
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        """The whole response."""
 
 
 def event(data: Json, name: str = "") -> bytes:
@@ -159,10 +155,10 @@ def event(data: Json, name: str = "") -> bytes:
     return f"{head}data: {ENCODER.encode(data)}\n\n".encode()
 
 
-def message(choice: Choice, pieces: Iterable[Piece]) -> Json:
+def message(choice: Choice) -> Json:
     """An answer as the chat message that the client sends back with the next turn."""
     texts = {"reasoning": "", "content": ""}
-    for piece in pieces:
+    for piece in choice.pieces:
         for part in piece.parts:
             if part.call is None:
                 texts[part.kind] += part.text
@@ -183,31 +179,28 @@ def spelled(call: Call) -> Json:
 
 def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
     """Token counts; `choices` are grouped by request. A prompt counts once for all its choices."""
-    first, cached = 0, 0
+    made, first = Usage(), 0
     for request in requests:
-        cached += choices[first].cached
+        made.prompt += len(request.prompt)
+        made.cached += choices[first].output.cached
         first += request.n
-    return Usage(
-        prompt=sum(len(request.prompt) for request in requests),
-        generated=sum(choice.reader.count for choice in choices),
-        cached=cached,
-        drafted=sum(choice.drafted for choice in choices),
-        kept=sum(choice.kept for choice in choices),
-    )
+    for choice in choices:
+        made.generated += choice.reader.count
+        made.drafted += choice.output.drafted
+        made.kept += choice.kept
+    return made
 
 
 def speculation(choices: Sequence[Choice]) -> str:
     """For the log: tokens per round, and the share of drafted tokens that were kept, by source; ""
     where nothing was drafted."""
-    drafted = sum(choice.drafted for choice in choices)
-    if not drafted:
-        return ""
-    tokens = sum(choice.reader.count for choice in choices)
-    rounds = sum(choice.rounds for choice in choices)
-    kept = sum(choice.kept for choice in choices)
-    sources = Counter[str]()
+    counts, rounds, sources = usage((), choices), 0, Counter[str]()
     for choice in choices:
-        sources.update(choice.accepted)
+        rounds += choice.output.rounds
+        sources.update(dict(choice.output.accepted))
+    if not counts.drafted:
+        return ""
+    share = 100 * counts.kept / counts.drafted
+    text = f"{counts.generated / rounds:.1f} tok/round, {share:.0f} % of drafts kept"
     accepted = ", ".join(f"{count} by {source}" for source, count in sources.items() if count)
-    text = f"{tokens / rounds:.1f} tok/round, {100 * kept / drafted:.0f} % of drafts kept"
     return f"{text} ({accepted})" if accepted else text

@@ -103,10 +103,10 @@ async def test_an_answer_that_was_cut_is_encoded_anew(make: Callable[..., Server
     s = make("hello you")
     await s.chat(max_tokens=1)
     await s.chat(stop=["you"])
-    assert not s.app.state.front.models["tiny"].history._turns
+    assert not s.app.state.server.models["tiny"].history._turns
     await s.chat()
     await s.chat()  # by now it is known
-    assert len(s.app.state.front.models["tiny"].history._turns) == 1
+    assert len(s.app.state.server.models["tiny"].history._turns) == 1
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_an_answer_that_a_token_of_the_clients_ended_is_no_turn(
 ) -> None:
     s = make("one\ntwo")
     await s.chat(stop_token_ids=encode(s.engine.tokenizer, "\n", special=False), max_tokens=2)
-    assert not s.app.state.front.models["tiny"].history._turns
+    assert not s.app.state.server.models["tiny"].history._turns
 
 
 @pytest.mark.parametrize("where", ["user", "tool"])

@@ -63,7 +63,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_rendered(
         await go.wait()
         return [64]
 
-    monkeypatch.setattr(type(s.app.state.front), "on_text_thread", slow)
+    monkeypatch.setattr(type(s.app.state.server), "on_text_thread", slow)
     connection = ask(s)
     await began.wait()
     connection.leave()
@@ -249,7 +249,7 @@ async def test_the_log_line_of_a_client_that_left(
 async def test_every_refusal_is_counted_and_logged(
     make: Callable[..., Server], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever refuses: the guard, the router, an endpoint, the engine."""
+    """Whoever refuses: the checks of access, the router, an endpoint, the engine."""
     caplog.set_level(logging.INFO, "mlxspec")
     s = make()
     await s.get("/v1/models", headers={"host": "evil.example"})

@@ -498,9 +498,7 @@ async def test_completion_refusals(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_unknown_fields_are_reported(
-    make: Callable[..., Server], stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unknown_fields_are_reported(make: Callable[..., Server], stream: bool) -> None:
     s = make()
     strange = {"zeta": 1, "x y\r\nset-cookie: ä": 2}
     for _ in range(2):
@@ -510,7 +508,6 @@ async def test_unknown_fields_are_reported(
             answer.headers["x-mlxspec-ignored"]
             == "zeta, x%20y%0D%0Aset-cookie%3A%20%C3%A4, stream_options.colour"
         )
-    assert caplog.text.count("unknown field zeta") == 1
     assert "x-mlxspec-ignored" not in (await s.chat()).headers
     unnamed = await s.chat(zeta=1, **{"": 2})
     assert unnamed.headers["x-mlxspec-ignored"] == "zeta, %00"  # no header may end in a space

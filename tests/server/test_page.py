@@ -164,7 +164,7 @@ async def test_frames_of_another_page_take_no_place(make: Make, fetch: dict[str,
     for path in ("/page/events", "/page/now"):
         answer = await s.get(path, headers=fetch)
         assert answer.status == 403 and "open / instead" in answer.error["message"]
-    assert s.app.state.front.listeners == 0
+    assert s.app.state.server.listeners == 0
     assert (await s.get("/", headers=BROWSER | fetch)).status == 200
 
 
@@ -226,13 +226,13 @@ async def test_snapshots_keep_coming_and_end_when_the_client_leaves(make: Make) 
     await connection.until(b'"running"')
     s.engine.loads = "two"
     await connection.until(b'"loading":"two"')
-    assert s.app.state.front.listeners == 1
+    assert s.app.state.server.listeners == 1
     connection.leave()
     found = await left(connection)
     assert (
         found[0]["loading"] == ""
         and found[-1]["loading"] == "two"
-        and s.app.state.front.listeners == 0
+        and s.app.state.server.listeners == 0
     )
     times = [one["time"] for one in found]
     assert times == sorted(times)
@@ -243,7 +243,7 @@ async def test_what_is_wrong_is_told(make: Make) -> None:
     """As /health has it: a model that is being loaded takes longer than a step."""
     s = make()
     assert ((now := await snapshot(s))["note"], now["unwell"]) == ("", "")
-    s.app.state.front.note, s.engine.silent = "safe mode: 3 crashes", 61.0
+    s.app.state.server.note, s.engine.silent = "safe mode: 3 crashes", 61.0
     now = await snapshot(s)
     assert (now["note"], now["unwell"]) == (
         "safe mode: 3 crashes",
@@ -270,7 +270,7 @@ async def test_listeners_are_bounded(make: Make) -> None:
     for connection in (*some[1:], again):
         connection.leave()
         await left(connection)
-    assert s.app.state.front.listeners == 0
+    assert s.app.state.server.listeners == 0
 
 
 @pytest.mark.parametrize("change", [{"ending": True}, {"lives": False}])
@@ -289,7 +289,7 @@ async def test_the_stream_ends_with_the_server(make: Make, change: dict[str, boo
 async def test_head_is_answered_at_once(make: Make) -> None:
     s = make()
     answer = await Connection(s.app, "/page/events", method="HEAD").answer()
-    assert answer.status == 200 and s.app.state.front.listeners == 0
+    assert answer.status == 200 and s.app.state.server.listeners == 0
 
 
 async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
@@ -314,7 +314,7 @@ async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
     async with asyncio.timeout(10):
         await chat.task
     [row] = (await snapshot(s))["requests"]
-    assert row["outcome"] == "gone" and not s.app.state.front.journal.live
+    assert row["outcome"] == "gone" and not s.app.state.server.journal.live
 
 
 async def test_what_has_ended_is_bounded(make: Make) -> None:
@@ -378,4 +378,4 @@ def test_over_a_socket(make: Make) -> None:
                 found.append(json.loads(line[6:]))
                 s.engine.ending = len(found) == 2  # until then the stream is open
         assert [one["stopping"] for one in found] == [False, False, True]
-    assert s.app.state.front.listeners == 0
+    assert s.app.state.server.listeners == 0

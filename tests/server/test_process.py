@@ -153,18 +153,10 @@ def test_a_second_signal_ends_it_at_once(
     assert "Exception in ASGI application" not in caplog.text
 
 
-def test_uvicorn_leaves_the_signals_alone(make: Callable[..., Server]) -> None:
-    """Its own handlers would close the door before the drain, and end the process by the signal."""
-    before = signal.getsignal(signal.SIGTERM)
-    with process.make_server(make().app, Config()).capture_signals():
-        assert signal.getsignal(signal.SIGTERM) is before
-
-
 @pytest.mark.parametrize("while_draining", [False, True])
 def test_a_dead_engine_ends_it_with_1(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, while_draining: bool
 ) -> None:
-    monkeypatch.setattr(process, "POLL_S", 0.01)
     s = make()
 
     async def drain(timeout: float) -> None:
@@ -259,7 +251,7 @@ def test_the_curl_line_works(make: Callable[..., Server]) -> None:
     assert answers[0]["choices"][0]["message"]["content"] == "hello world"
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_command_serves_a_model(tmp_path: Path, several: bool) -> None:
     """The whole chain, in a process of its own: load, warm up, greet, answer, end at SIGTERM."""
     model = tiny.model("llama")
@@ -357,7 +349,7 @@ engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")
 threading.Thread(target=lambda: load(None), daemon=True).start()
 while not list(Path(sys.argv[1]).glob("*.trying")):
     pass
-app = types.SimpleNamespace(state=types.SimpleNamespace(front=types.SimpleNamespace(text_jobs=())))
+app = types.SimpleNamespace(state=types.SimpleNamespace(server=types.SimpleNamespace(text_jobs=())))
 run.serve(app, engine, Config(port=0))
 """
 

@@ -231,7 +231,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "b"}
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * (MAX_STOPS + 1)}, "stop_sequences"),
         ({"temperature": 2.1}, "temperature"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"top_p": 1.5}, "top_p"),
     ],
 )
@@ -242,9 +242,7 @@ def test_refusals(body: Any, param: str) -> None:
     assert caught.value.message.startswith(param)
 
 
-@pytest.mark.parametrize(
-    ("name", "neutral"), [pair for fields in REFUSED.values() for pair in fields.items()]
-)
+@pytest.mark.parametrize(("name", "neutral"), [*REFUSED.items()])
 def test_fields_of_other_apis_are_refused(name: str, neutral: Any) -> None:
     with pytest.raises(ApiError) as caught:
         take(**{name: {"some": "thing"}})

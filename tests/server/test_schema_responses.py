@@ -13,7 +13,6 @@ from mlxspec.server.responses.schema import (
     HOSTED_TOOLS,
     REFUSED,
     Create,
-    Tool,
     Toolbox,
     chat_messages,
     toolbox,
@@ -91,9 +90,7 @@ def test_input_must_be_there() -> None:
     assert refuse(parse, Create, b"{}").param == "input"
 
 
-@pytest.mark.parametrize(
-    ("name", "neutral"), [pair for fields in REFUSED.values() for pair in fields.items()]
-)
+@pytest.mark.parametrize(("name", "neutral"), [*REFUSED.items()])
 def test_fields_that_would_change_the_answer_are_refused(name: str, neutral: Any) -> None:
     if name not in Create.model_fields:
         error = refuse(body, **{name: {"some": "thing"}})
@@ -290,11 +287,10 @@ def test_tools() -> None:
     assert text["type"] == "string" and text["description"].endswith('lark grammar:\nstart: "x"')
     assert "grammar" not in json.dumps(told["mcp__git__say"])
     assert found.ignored == ["tools[].web_search", "tools[].new"]
-    assert found.by_name["f"] == Tool("f", None, False)  # a tool's own name goes before a short one
-    assert (
-        found.by_name["spawn"] == found.by_name["agents__spawn"] == Tool("spawn", "agents", False)
-    )
-    assert found.by_name["say"] == Tool("say", "mcp__git__", True)
+    known = {name: (t.type, t.name, t.namespace) for name, t in found.by_name.items()}
+    assert known["f"] == ("function", "f", None)  # a tool's own name goes before a short one
+    assert known["spawn"] == known["agents__spawn"] == ("function", "spawn", "agents")
+    assert known["say"] == ("custom", "say", "mcp__git__")
     assert found.choice == "auto"
 
 

@@ -136,7 +136,7 @@ def test_models(agent: Any, anyio_backend: str) -> None:
             anthropic.BadRequestError,
             "temperature = 3",
         ),
-        ({"extra_body": {"seed": 1}}, anthropic.BadRequestError, "seed = 1 is not supported"),
+        ({"extra_body": {"grammar": 1}}, anthropic.BadRequestError, "grammar = 1 is not supported"),
         (
             {"messages": [{"role": "user", "content": "é" * 9000}]},
             anthropic.BadRequestError,

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def front(tokenizer: Any, model_dir: Any) -> ServerState:
+def state(tokenizer: Any, model_dir: Any) -> ServerState:
     made: ServerState = server(
         tokenizer, model_dir, Config(max_sequences=1, max_queue=2)
-    ).app.state.front
+    ).app.state.server
     return made
 
 
-async def test_text_work_runs_off_the_loop_and_in_order(front: ServerState) -> None:
+async def test_text_work_runs_off_the_loop_and_in_order(state: ServerState) -> None:
     gate, order = threading.Event(), []
 
     def work(name: str, wait: bool = False) -> str:
@@ -34,8 +34,8 @@ async def test_text_work_runs_off_the_loop_and_in_order(front: ServerState) -> N
         order.append((name, threading.current_thread() is threading.main_thread()))
         return name
 
-    first = asyncio.ensure_future(front.on_text_thread(work, "a", wait=True))
-    second = asyncio.ensure_future(front.on_text_thread(work, "b"))
+    first = asyncio.ensure_future(state.on_text_thread(work, "a", wait=True))
+    second = asyncio.ensure_future(state.on_text_thread(work, "b"))
     await asyncio.sleep(0)  # the loop is free although the thread is not
     assert not order
     gate.set()
@@ -43,72 +43,56 @@ async def test_text_work_runs_off_the_loop_and_in_order(front: ServerState) -> N
     assert order == [("a", False), ("b", False)]
 
 
-async def test_waiting_text_work_is_bounded(front: ServerState) -> None:
+async def test_waiting_text_work_is_bounded(state: ServerState) -> None:
     gate = threading.Event()
-    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
+    waiting = [asyncio.ensure_future(state.on_text_thread(gate.wait, 10)) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(ApiError) as caught:
-        await front.on_text_thread(len, "")
+        await state.on_text_thread(len, "")
     assert caught.value.status == 429 and caught.value.headers == {"Retry-After": "1"}
     gate.set()
     await asyncio.gather(*waiting)
-    assert await front.on_text_thread(len, "ab") == 2
+    assert await state.on_text_thread(len, "ab") == 2
 
 
-async def test_cancelled_text_work_makes_room(front: ServerState) -> None:
+async def test_cancelled_text_work_makes_room(state: ServerState) -> None:
     gate = threading.Event()
-    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(3)]
+    waiting = [asyncio.ensure_future(state.on_text_thread(gate.wait, 10)) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[2].cancel()
     await asyncio.wait(waiting[2:])
     gate.set()
-    assert await front.on_text_thread(len, "ab") == 2
+    assert await state.on_text_thread(len, "ab") == 2
     await asyncio.gather(*waiting[:2])
 
 
-async def test_cancelled_text_work_is_freed(front: ServerState) -> None:
+async def test_cancelled_text_work_is_freed(state: ServerState) -> None:
     """A body may have megabytes, and the thread may be at another for long."""
 
     class Body: ...
 
     gate, bodies = threading.Event(), weakref.WeakSet[Body]()
-    held = asyncio.ensure_future(front.on_text_thread(gate.wait, 10))
+    held = asyncio.ensure_future(state.on_text_thread(gate.wait, 10))
     for _ in range(20):
         body = Body()
         bodies.add(body)
-        gone = asyncio.ensure_future(front.on_text_thread(id, body))
+        gone = asyncio.ensure_future(state.on_text_thread(id, body))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait((gone,))
         del body, gone
     await asyncio.sleep(0.05)
-    assert len(front.text_jobs) == 1 and not bodies
+    assert len(state.text_jobs) == 1 and not bodies
     gate.set()
     assert await held
 
 
-async def test_text_work_fails_when_the_engine_stops(
-    front: ServerState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once: what is rendered then is refused."""
-    gate = threading.Event()
-    waiting = [asyncio.ensure_future(front.on_text_thread(gate.wait, 10)) for _ in range(2)]
-    await asyncio.sleep(0.1)
-    monkeypatch.setattr(type(front.engine), "draining", lambda self: True)
-    for job in waiting:
-        with pytest.raises(ApiError, match="is stopping") as caught:
-            await asyncio.wait_for(job, 2)
-        assert caught.value.status == 503
-    assert len(front.text_jobs) == 1
-    gate.set()
-
-
-async def test_refusals_become_400(front: ServerState) -> None:
+async def test_refusals_become_400(state: ServerState) -> None:
     def refuse() -> None:
         raise Refused("messages[1]", "messages[1] is wrong; correct it")
 
     with pytest.raises(ApiError) as caught:
-        await front.on_text_thread(refuse)
+        await state.on_text_thread(refuse)
     assert (caught.value.status, caught.value.param) == (400, "messages[1]")
 
 
@@ -168,8 +152,8 @@ async def test_while_connected_cancels_the_work_and_waits_for_its_end(how: str) 
 
 
 async def test_failures_of_later_work_are_logged(
-    front: ServerState, caplog: pytest.LogCaptureFixture
+    state: ServerState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    front.later(lambda: 1 // 0)
-    assert await front.on_text_thread(len, "ab") == 2
+    state.later(lambda: 1 // 0)
+    assert await state.on_text_thread(len, "ab") == 2
     assert "ZeroDivisionError" in caplog.text

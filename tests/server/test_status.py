@@ -70,7 +70,7 @@ def test_no_server() -> None:
 
 def test_a_running_server(at: At, model_dir: Path) -> None:
     with at(others=(SMALL,)) as (url, made):
-        made.app.state.front.paths = {"tiny": model_dir, "small": model_dir}
+        made.app.state.server.paths = {"tiny": model_dir, "small": model_dir}
         done = run("status", "--url", url)
         assert done.exit_code == 0 and "1 running, 2 waiting" in done.output
         assert "tiny (loaded); small (unloaded)" in done.output
@@ -126,7 +126,7 @@ def test_a_foreign_server() -> None:
 
 ROW = Row("chatcmpl-1", "tiny", 100, 64, 30, 10, 20, 15, 0.2, 2.0, 15.0)
 STATES: dict[str, tuple[Stats | None, Change]] = {
-    "busy": (None, lambda made: made.app.state.front.journal.live.update(a=lambda: ROW)),
+    "busy": (None, lambda made: made.app.state.server.journal.live.update(a=lambda: ROW)),
     "idle": (Stats(), lambda made: None),
     "short": (Stats(memory_pressure=1), lambda made: None),
     "asleep": (Stats(), lambda made: setattr(made.engine, "sleeps", True)),
@@ -153,7 +153,7 @@ def test_the_states(state: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_speed_and_acceptance(at: At) -> None:
     with at() as (url, made):
-        journal = made.app.state.front.journal
+        journal = made.app.state.server.journal
         journal.end(replace(ROW, id="old", outcome="stop", rate=9.0))
         now = status.get_status(url)
         assert (now.speed, now.tokens_per_round, now.accepted) == (9.0, 3.0, 0.75)

@@ -1,11 +1,14 @@
 """Outputs to pieces, pieces to chunks, bodies and usage: pure functions."""
 
 import json
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlxspec.server.errors import ApiError
+from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.openai.writer import CompletionWriter, usage_object
 from mlxspec.server.stream import Choice, Piece, Usage, speculation, usage
 from mlxspec.text.chat import encode
@@ -19,10 +22,13 @@ END = 299
 NOTHING = Usage(0, 0, 0, 0, 0)
 
 
-def dialect(tokenizer: Any, **kw: Any) -> CompletionWriter:
-    return CompletionWriter(
-        **{"chat": True, "id": "x", "model": "m", "created": 1, "tokenizer": tokenizer} | kw
-    )
+def dialect(
+    tokenizer: Any, chat: bool = True, echoes: Sequence[str] = (), **body: Any
+) -> CompletionWriter:
+    said = {"messages": [1]} if chat else {"prompt": "a", "n": 2}
+    request = (Chat if chat else Completion).model_validate(said | body)
+    model: Any = SimpleNamespace(name="m", tokenizer=tokenizer)
+    return CompletionWriter(model, request, chat, "x", 1, list(echoes))
 
 
 def choice(
@@ -56,7 +62,12 @@ def test_pieces(tokenizer: Any) -> None:
     )
     last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
     assert last == Piece(" world", (), (), (5,), "stop")
-    assert (made.finish, made.cached, made.rounds, made.reader.count) == ("stop", 3, 4, 3)
+    assert (made.finish, made.output.cached, made.output.rounds, made.reader.count) == (
+        "stop",
+        3,
+        4,
+        3,
+    )
 
 
 def test_stop_string_ends_a_choice(tokenizer: Any) -> None:
@@ -108,12 +119,12 @@ def test_chunks_are_one_line_of_utf8(tokenizer: Any) -> None:
 
 
 def test_openings(tokenizer: Any) -> None:
-    roles = [e["choices"][0] for e in events(dialect(tokenizer, choices=2).opening(NOTHING))]
+    roles = [e["choices"][0] for e in events(dialect(tokenizer, n=2).opening(NOTHING))]
     assert [(c["index"], c["delta"]) for c in roles] == [
         (i, {"role": "assistant", "content": ""}) for i in (0, 1)
     ]
-    assert dialect(tokenizer, chat=False, choices=2).opening(NOTHING) == b""
-    echo = dialect(tokenizer, chat=False, choices=2, echoes=("a", "b")).opening(NOTHING)
+    assert dialect(tokenizer, chat=False).opening(NOTHING) == b""
+    echo = dialect(tokenizer, chat=False, echoes=("a", "b")).opening(NOTHING)
     assert [e["choices"][0]["text"] for e in events(echo)] == ["a", "b"]
 
 
@@ -124,7 +135,9 @@ def test_the_chunk_that_says_nothing(tokenizer: Any) -> None:
 
 def test_closings(tokenizer: Any) -> None:
     assert dialect(tokenizer).closing([], NOTHING) == b"data: [DONE]\n\n"
-    told = dialect(tokenizer, include_usage=True).closing([], Usage(3, 2, 1, 0, 0))
+    told = dialect(tokenizer, stream_options={"include_usage": True}).closing(
+        [], Usage(3, 2, 1, 0, 0)
+    )
     first, _, rest = told.partition(b"\n\n")
     assert rest == b"data: [DONE]\n\n"
     last = data(first + b"\n\n")
@@ -134,7 +147,7 @@ def test_closings(tokenizer: Any) -> None:
 def test_no_infinity_in_json(tokenizer: Any) -> None:
     never = Logprob(64, float("-inf"), ((65, float("-inf")),))
     for chat in (True, False):
-        chunk = dialect(tokenizer, chat=chat, logprobs=True).chunk(
+        chunk = dialect(tokenizer, chat=chat, logprobs=True if chat else 1).chunk(
             choice(tokenizer), said("a", (never,), (0,))
         )
         assert b"Infinity" not in chunk and b"-9999.0" in chunk
@@ -207,12 +220,12 @@ def test_speculation_in_the_log(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_body_is_what_its_stream_says(tokenizer: Any, chat: bool) -> None:
-    look = dialect(tokenizer, chat=chat, logprobs=True)
+    look = dialect(tokenizer, chat=chat, logprobs=True if chat else 1)
     made, pieces = choice(tokenizer, parts=chat), []
     for token in encode(tokenizer, "hello é🦊 world"):
         pieces.append(made.take(output([token], logprobs=(Logprob(token, -1.0, ((64, -2.0),)),))))
     pieces.append(made.take(output([END], finish="stop")))
-    [whole] = look.body([made], [pieces], NOTHING)["choices"]
+    [whole] = look.body([made], NOTHING)["choices"]
     chunks = [e["choices"][0] for p in pieces for e in events(look.chunk(made, p))]
     key = "content" if chat else "text_offset"
     entries = [entry for e in chunks if e["logprobs"] for entry in e["logprobs"][key]]

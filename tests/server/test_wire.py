@@ -66,7 +66,7 @@ CASES: dict[str, tuple[bytes, tuple[int, ...]]] = {  # what is sent, the statuse
     "TRACE": (get(b"/", method=b"TRACE"), (405,)),
     "CONNECT": (get(b"[x:80", method=b"CONNECT"), (404, 405)),
     "HTTP/0.9": (b"GET /\r\n\r\n", (400,)),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400, 403)),
     "no Host": (get(b"/health", b""), (400,)),
     "two Hosts": (get(b"/health", HOST * 2), (400,)),
     "100k lines of headers": (get(b"/", HOST + b"X: y\r\n" * 100_000), (400,)),

@@ -3,9 +3,6 @@
 import secrets
 import time
 from collections.abc import Iterable
-from datetime import UTC, datetime
-from functools import partial
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -30,23 +27,18 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 
 
 async def messages(http: HttpRequest) -> ASGIApp:
-    arrived = time.monotonic()
     body, ignored, model = await receive(http, Messages)
-    sampling = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    request, unread = _request(
-        model, body, sampling=sampling, limit=body.max_tokens, stop=body.stop_sequences
-    )
-    name, writer = f"msg_{secrets.token_hex(12)}", partial(MessageWriter, model=model.name)
-    ignored += unread
-    return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
+    request, unread = _request(model, body)
+    writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
+    return await converse(http, model, request, writer, ignored + unread)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     body, ignored, model = await receive(http, Prompt)
     request, unread = _request(model, body)
-    count = await while_connected(http.receive, model.front.on_text_thread(_count, model, request))
-    return JSONResponse({"input_tokens": count}, headers=model.front.report(ignored + unread))
+    count = await while_connected(http.receive, model.server.on_text_thread(_count, model, request))
+    return JSONResponse({"input_tokens": count}, headers=model.server.report(ignored + unread))
 
 
 def _count(model: Model, request: ChatRequest) -> int:
@@ -58,21 +50,20 @@ def _count(model: Model, request: ChatRequest) -> int:
         return error.tokens
 
 
-def _request(model: Model, body: Prompt, **own: Any) -> tuple[ChatRequest, list[str]]:
+def _request(model: Model, body: Prompt) -> tuple[ChatRequest, list[str]]:
     """The chat request, and the names of the fields that the model's template does not read.
     Raises ApiError."""
     thinking = THINKING.get(body.thinking.type) if body.thinking else None
     options, unread = template_options(model, None, enable_thinking=thinking)
     form = body.output_config.format
     request = ChatRequest(
-        messages=chat_messages(body),
-        tools=body.functions(deferred=False),
-        deferred=body.functions(deferred=True),
-        tool_choice=body.choice,
-        single=body.tool_choice.disable_parallel_tool_use,
-        options=options,
-        format=Format("schema", "output_config.format.schema", form.value) if form else None,
-        **own,
+        body,
+        chat_messages(body),
+        body.functions(deferred=False),
+        body.choice,
+        body.functions(deferred=True),
+        options,
+        Format("schema", "output_config.format.schema", form.value) if form else None,
     )
     return request, ["thinking"] if unread else []
 
@@ -83,7 +74,7 @@ def model_of(info: ModelInfo) -> Json:
         "type": "model",
         "id": info.name,
         "display_name": info.name,
-        "created_at": datetime.fromtimestamp(info.created, UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created)),
         "lifecycle": "active",
         "max_input_tokens": info.context,
         "max_tokens": info.context,

@@ -6,46 +6,37 @@ is left out of one turn is left out of all later ones.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from mlxspec.server.body import (
     FIRST,
     MAX_ITEMS,
     TEXT_PART,
     Count,
-    Fraction,
     Refused,
     Stops,
     Strict,
 )
+from mlxspec.server.openai.schema import Common
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
 
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
-    "send stop_sequences": {"stop": None},
-    "send max_tokens": {"max_completion_tokens": None, "max_new_tokens": None},
-    "send output_config.format": {"response_format": None, "output_format": None},
-    "send thinking": {"reasoning_effort": None, "reasoning": None, "enable_thinking": None},
-    "send tools": {"functions": [], "mcp_servers": []},
-    "send tool_choice.disable_parallel_tool_use": {"parallel_tool_calls": True},
-    "nothing is executed here; leave it out": {"container": None},
-    "send the request to /v1/chat/completions": {
-        "n": 1,
-        "seed": None,
-        "grammar": None,
-        "logprobs": False,
-        "ignore_eos": False,
-        "min_p": 0,
-        "repetition_penalty": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "stop_token_ids": [],
-        "chat_template_kwargs": {},
-    },
+    "max_new_tokens": None,
+    "response_format": None,
+    "output_format": None,
+    "reasoning_effort": None,
+    "reasoning": None,
+    "enable_thinking": None,
+    "functions": [],
+    "mcp_servers": [],
+    "container": None,
+    "grammar": None,
+    "logprobs": False,
+    "chat_template_kwargs": {},
 }
 # The types of blocks, with the fields that each must have. A tool_reference stands for the
 # definition of a deferred tool.
@@ -57,8 +48,9 @@ BLOCKS = {
     "tool_result": {"tool_use_id"},
     "tool_reference": {"tool_name"},
 }
-# The types of blocks that a message of each role may have.
+# The types of blocks that a message of each role, or a tool result, may have.
 ROLES = {
+    "tool": {"text", "tool_reference"},
     "user": {"text", "tool_result"},
     "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
     "system": {"text"},
@@ -84,16 +76,16 @@ class Block(Strict):
         missing = BLOCKS[self.type] - self.model_fields_set
         if missing:
             raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        _check_types(self.content, {"text", "tool_reference"})
+        _check_types(self.content, "tool")
         return self
 
 
 Blocks = Annotated[list[Block], FIRST, TEXT_PART]
 
 
-def _check_types(blocks: Sequence[Block], types: set[str]) -> None:
+def _check_types(blocks: Sequence[Block], role: str) -> None:
     for block in blocks:
-        if block.type not in types:
+        if block.type not in ROLES[role]:
             raise ValueError(f"a block of type {block.type} cannot be here; send text")
 
 
@@ -103,7 +95,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _fits_role(self) -> "Message":
-        _check_types(self.content, ROLES[self.role])
+        _check_types(self.content, self.role)
         return self
 
 
@@ -116,8 +108,8 @@ class Tool(Strict):
 
     @property
     def function(self) -> Json:
-        described = {"description": self.description} if self.description is not None else {}
-        return {"name": self.name, **described, "parameters": self.input_schema}
+        function = self.model_dump(include={"name", "description"}, exclude_none=True)
+        return {**function, "parameters": self.input_schema}
 
 
 class ToolChoice(Strict):
@@ -150,6 +142,10 @@ class Prompt(Strict):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
 
+    @property
+    def parallel_tool_calls(self) -> bool:
+        return not self.tool_choice.disable_parallel_tool_use
+
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result
         refers to it."""
@@ -157,23 +153,23 @@ class Prompt(Strict):
         return [{"type": "function", "function": tool.function} for tool in tools]
 
     @property
-    def choice(self) -> Any:
-        """The tool choice in OpenAI's form."""
-        named = {"name": self.tool_choice.name}
-        return {"tool": named, "any": "required"}.get(self.tool_choice.type, self.tool_choice.type)
+    def choice(self) -> str | Mapping[str, str]:
+        """The tool choice of a ChatRequest."""
+        kind, name = self.tool_choice.type, self.tool_choice.name
+        if kind == "tool":
+            return {"name": name}
+        return "required" if kind == "any" else kind
 
 
-class Messages(Prompt):
+class Messages(Prompt, Common):
     """The body of POST /v1/messages."""
 
     refused: ClassVar[Refused] = REFUSED
+    alternatives: ClassVar[None] = None  # no log-probabilities
 
+    n: Literal[1] = 1
     max_tokens: Count
-    stream: bool = False
-    stop_sequences: Annotated[Stops, Field(default_factory=list)]
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    top_p: Fraction | None = None
+    stop: Stops = Field(default=[], validation_alias=AliasChoices("stop_sequences", "stop"))
 
     @field_validator("messages")
     @classmethod
@@ -184,20 +180,32 @@ class Messages(Prompt):
 
 
 def chat_messages(body: Prompt) -> list[Json]:
+    """Of tool results and text in one message, the results come first: they belong to the calls of
+    the message before."""
     tools = {tool.name: tool.function for tool in body.tools}
     made = _system(body.system)
     for message in body.messages:
-        if message.role == "user":
-            made += _user(message.content, tools)
-        elif message.role == "assistant":
-            made.append(_assistant(message.content))
-        else:
+        if message.role == "system":
             made += _system(message.content)
+            continue
+        results, calls, rest = [], [], []
+        for block in message.content:
+            if block.type == "tool_result":
+                results.append(_result(block, tools))
+            elif block.type == "tool_use":
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            else:
+                rest.append(block)
+        made += results
+        turn: Json = {"role": message.role, "content": "".join(block.text for block in rest)}
+        if thinking := "".join(block.thinking for block in rest):
+            turn["reasoning_content"] = thinking
+        if calls:
+            turn["tool_calls"] = calls
+        if rest or not results:
+            made.append(turn)
     return made
-
-
-def _text(blocks: Sequence[Block]) -> str:
-    return "".join(block.text for block in blocks)
 
 
 def _system(blocks: Sequence[Block]) -> list[Json]:
@@ -207,42 +215,15 @@ def _system(blocks: Sequence[Block]) -> list[Json]:
     return made if made[0]["content"] else []
 
 
-def _user(blocks: Sequence[Block], tools: Mapping[str, Json]) -> list[Json]:
-    """Tool results come first: they belong to the calls of the message before."""
-    made = []
-    results = [block for block in blocks if block.type == "tool_result"]
-    for block in results:
-        text = "".join(_result(part, tools) for part in block.content)
-        if block.is_error:
-            text = f"Error: {text}"
-        made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    if not made or len(results) < len(blocks):
-        made.append({"role": "user", "content": _text(blocks)})
-    return made
-
-
-def _result(block: Block, tools: Mapping[str, Json]) -> str:
-    """A block of a tool result as text; for a tool_reference, the tool's definition."""
-    if block.type == "text":
-        return block.text
-    if block.tool_name not in tools:
-        return f"The tool {block.tool_name} is not available.\n"
-    definition = json.dumps(tools[block.tool_name], ensure_ascii=False)
-    return f"You can call this tool from now on:\n{definition}\n"
-
-
-def _assistant(blocks: Sequence[Block]) -> Json:
-    message: Json = {"role": "assistant", "content": _text(blocks)}
-    if thinking := "".join(block.thinking for block in blocks):
-        message["reasoning_content"] = thinking
-    calls = [block for block in blocks if block.type == "tool_use"]
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.input},
-            }
-            for call in calls
-        ]
-    return message
+def _result(block: Block, tools: Mapping[str, Json]) -> Json:
+    """The message of a tool. A tool_reference in it becomes the definition of the tool."""
+    text = "Error: " if block.is_error else ""
+    for part in block.content:
+        if part.type == "text":
+            text += part.text
+        elif part.tool_name in tools:
+            definition = json.dumps(tools[part.tool_name], ensure_ascii=False)
+            text += f"You can call this tool from now on:\n{definition}\n"
+        else:
+            text += f"The tool {part.tool_name} is not available.\n"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

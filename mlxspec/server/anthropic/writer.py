@@ -4,17 +4,15 @@ Rule: a stream has the blocks of the body, in the order in which the model gener
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mlxspec.server.errors import ApiError
 from mlxspec.server.stream import Choice, Json, Piece, Usage, event
 from mlxspec.text.output_parser import Part
 
 SIGNATURE = "bWx4c3BlYw=="  # says nothing; clients send reasoning back only with one
-TYPES = {"reasoning": "thinking", "content": "text"}  # of blocks, by the kind of a part
-EMPTY: Json = {"input": {}, "text": "", "thinking": "", "signature": ""}  # when a block starts
-PING = event({"type": "ping"}, "ping")
 
 
 @dataclass(slots=True)
@@ -23,79 +21,76 @@ class MessageWriter:
 
     id: str
     model: str
-    _open: str = ""  # the kind of part that the open block holds
+    _type: str = ""  # of the open block; "": none
     _index: int = 0  # of the open block, or of the next one
 
     def opening(self, usage: Usage) -> bytes:
         """Its usage counts the whole prompt: what is cached is only known at the end."""
-        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
-        return event({"type": "message_start", "message": message}, "message_start") + PING
+        end = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message=self._message([], end, usage)) + self.still_here()
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        return b"".join(self._part(part) for part in piece.parts)
+        data = b""
+        for part in piece.parts:
+            block = _block(part)
+            kind = block["type"]
+            if kind != self._type or part.call:
+                data += self._close()
+                self._type = kind
+                empty = {**block, "input": {}} if part.call else {**block, kind: ""}
+                if kind == "thinking":
+                    empty["signature"] = ""
+                data += self._block_event("start", content_block=empty)
+            delta = {"type": f"{kind}_delta", kind: part.text}
+            if part.call:
+                delta = {"type": "input_json_delta", "partial_json": part.call.arguments}
+            data += self._block_event("delta", delta=delta)
+        return data
 
     def still_here(self) -> bytes:
-        return PING
+        return _event("ping")
 
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        end = {"type": "message_delta", "delta": _end(choices[0]), "usage": usage_object(usage)}
-        stop = event({"type": "message_stop"}, "message_stop")
-        return self._close() + event(end, "message_delta") + stop
+        end = _event("message_delta", delta=_end(choices[0]), usage=usage_object(usage))
+        return self._close() + end + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.anthropic(), "error")
 
-    def body(
-        self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]], usage: Usage
-    ) -> Json:
-        content = blocks(part for piece in pieces[0] for part in piece.parts)
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        content: list[Json] = []
+        for part in (part for piece in choices[0].pieces for part in piece.parts):
+            block = _block(part)
+            kind = block["type"]
+            if content and content[-1]["type"] == kind and not part.call:
+                content[-1][kind] += part.text
+            else:
+                content.append(block)
         return self._message(content, _end(choices[0]), usage)
 
     def _message(self, content: list[Json], end: Json, usage: Usage) -> Json:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return {**head, "content": content, **end, "usage": usage_object(usage)}
 
-    def _part(self, part: Part) -> bytes:
-        data = b""
-        if part.call is not None or part.kind != self._open:
-            data = self._close()
-            block = {name: EMPTY.get(name, value) for name, value in _block(part).items()}
-            data += self._event("content_block_start", content_block=block)
-            self._open = part.kind
-        if part.call is not None:
-            delta = {"type": "input_json_delta", "partial_json": part.call.arguments}
-        else:
-            kind = TYPES[part.kind]
-            delta = {"type": f"{kind}_delta", kind: part.text}
-        return data + self._event("content_block_delta", delta=delta)
-
     def _close(self) -> bytes:
         """Ends the open block, if there is one."""
-        if not self._open:
+        if not self._type:
             return b""
         data = b""
-        if self._open == "reasoning":
+        if self._type == "thinking":
             delta = {"type": "signature_delta", "signature": SIGNATURE}
-            data = self._event("content_block_delta", delta=delta)
-        data += self._event("content_block_stop")
-        self._open = ""
+            data = self._block_event("delta", delta=delta)
+        data += self._block_event("stop")
+        self._type = ""
         self._index += 1
         return data
 
-    def _event(self, kind: str, **fields: Json) -> bytes:
-        return event({"type": kind, "index": self._index, **fields}, kind)
+    def _block_event(self, kind: str, **fields: Json) -> bytes:
+        return _event(f"content_block_{kind}", index=self._index, **fields)
 
 
-def blocks(parts: Iterable[Part]) -> list[Json]:
-    """One block for each call and for each run of text of one kind."""
-    made: list[Json] = []
-    for part in parts:
-        kind = TYPES.get(part.kind, "")
-        if made and made[-1]["type"] == kind:
-            made[-1][kind] += part.text
-        else:
-            made.append(_block(part))
-    return made
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
 def _block(part: Part) -> Json:

@@ -3,6 +3,7 @@
 Rule: where the body says nothing, a sampling setting is None and the model's own default applies.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -19,6 +20,8 @@ from mlxspec.server.body import (
     Strict,
     Token,
 )
+from mlxspec.server.chat_request import Format
+from mlxspec.server.errors import invalid
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 MAX_PROMPTS = 32
@@ -27,58 +30,51 @@ MAX_PARTS = 1024
 
 # Unsupported fields that would change the prompt of a conversation.
 RENDERING: Refused = {
-    "render the text yourself and send it to /v1/completions": {
-        "continue_final_message": False,
-        "add_generation_prompt": True,
-        "chat_template": None,
-    },
-    "send what the model's template reads as chat_template_kwargs": {
-        "thinking": None,
-        "enable_thinking": None,
-        "reasoning": None,
-    },
-    "put it into a message": {"system": None, "documents": []},
-    "send tools": {"functions": []},
-    "shorten the prompt yourself": {"truncate_prompt_tokens": None},
+    "continue_final_message": False,
+    "add_generation_prompt": True,
+    "chat_template": None,
+    "thinking": None,
+    "enable_thinking": None,
+    "reasoning": None,
+    "system": None,
+    "documents": [],
+    "functions": [],
+    "truncate_prompt_tokens": None,
 }
 # These and the unsupported fields that would change the answer.
 REFUSED: Refused = {
     **RENDERING,
-    "send tools, response_format or grammar to /v1/chat/completions": {
-        "tools": [],
-        "response_format": {"type": "text"},
-        "grammar": None,
-        "guided_json": None,
-        "guided_regex": None,
-        "guided_choice": None,
-        "guided_grammar": None,
-        "structured_outputs": None,
-    },
-    "use top_k, top_p, min_p or repetition_penalty": {
-        "typical_p": 1,
-        "mirostat": 0,
-        "xtc_probability": 0,
-        "dry_multiplier": 0,
-        "repeat_penalty": 1,
-        "use_beam_search": False,
-    },
-    "use logit_bias": {"min_tokens": 0, "bad_words": [], "allowed_token_ids": []},
-    "send max_tokens": {"max_new_tokens": None},
-    "send n; answers are not ranked": {"best_of": 1},
-    "answers are text behind the prompt; leave it out": {
-        "modalities": ["text"],
-        "suffix": "",
-        "echo": False,
-        "prompt_logprobs": 0,
-        "include_stop_str_in_output": False,
-    },
-    "this server cannot search; leave it out": {"web_search_options": None},
-    "serve the model with its adapter": {"adapters": None},
+    "tools": [],
+    "response_format": {"type": "text"},
+    "grammar": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "guided_choice": None,
+    "guided_grammar": None,
+    "structured_outputs": None,
+    "typical_p": 1,
+    "mirostat": 0,
+    "xtc_probability": 0,
+    "dry_multiplier": 0,
+    "repeat_penalty": 1,
+    "use_beam_search": False,
+    "min_tokens": 0,
+    "bad_words": [],
+    "allowed_token_ids": [],
+    "max_new_tokens": None,
+    "best_of": 1,
+    "modalities": ["text"],
+    "suffix": "",
+    "echo": False,
+    "prompt_logprobs": 0,
+    "include_stop_str_in_output": False,
+    "web_search_options": None,
+    "adapters": None,
 }
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias]
+Biases = dict[Annotated[Token, Field(strict=False)], Bias]
 Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
 
 
@@ -122,7 +118,7 @@ class Prediction(Strict):
 
 
 class Common(Strict):
-    """The fields that all of OpenAI's endpoints share."""
+    """The fields that all endpoints share which generate."""
 
     refused: ClassVar[Refused] = REFUSED
 
@@ -133,8 +129,8 @@ class Common(Strict):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     max_output_tokens: Count | None = None
-    stop: Annotated[Stops, BeforeValidator(_stop_list)] | None = None
-    stop_token_ids: Annotated[list[Token], FIRST, Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[Stops, BeforeValidator(_stop_list)] = Field([])
+    stop_token_ids: Annotated[list[Token], FIRST] = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
@@ -181,12 +177,33 @@ class Chat(Common):
     tools: Items | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat = ResponseFormat(type="text")
     grammar: str | None = None  # in llguidance's Lark form
 
     @property
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def choice(self) -> str | Mapping[str, str]:
+        """The tool choice of a ChatRequest."""
+        choice = self.tool_choice
+        return {"name": choice.function.name} if isinstance(choice, NamedTool) else choice
+
+    @property
+    def format(self) -> Format | None:
+        """What the answer must be. Raises ApiError."""
+        given = self.response_format
+        if self.grammar is not None:
+            if given.type != "text":
+                raise invalid("grammar", "grammar with response_format: send one of them")
+            return Format("lark", "grammar", self.grammar)
+        if given.type == "json_object":
+            return Format("object", "response_format")
+        if given.type == "json_schema":
+            schema = given.json_schema.value
+            return Format("schema", "response_format.json_schema.schema", schema)
+        return None
 
 
 class Completion(Common):

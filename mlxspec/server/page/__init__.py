@@ -9,18 +9,16 @@ import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
-from mlxspec.server.errors import ApiError
+from mlxspec.server.errors import ApiError, retry_after
 from mlxspec.server.state import ServerState
-from mlxspec.server.stream import event
+from mlxspec.server.stream import Json, event
 from mlxspec.types import PROCESS, Served
 
 FILES = {
@@ -51,12 +49,9 @@ DATA = ALWAYS | {
     "cache-control": "no-store",
     "content-security-policy": "frame-ancestors 'none'",
 }
-STREAM = DATA | {"content-type": "text/event-stream; charset=utf-8"}
 LISTENERS = 8  # pages that may be open at once
 TICKS = 4  # checks whether the server is stopping between two snapshots
 TICK_S = 0.25  # from one to the next
-
-Json = dict[str, Any]
 
 
 async def file(http: HttpRequest) -> Response:
@@ -64,70 +59,67 @@ async def file(http: HttpRequest) -> Response:
     name = http.path_params.get("name", "index.html")
     if name not in FILES:
         raise HTTPException(404)
-    return Response(_read(name), media_type=FILES[name], headers=HEADERS)
-
-
-@cache
-def _read(name: str) -> bytes:
-    return files(__name__).joinpath(name).read_bytes()
+    data = files(__name__).joinpath(name).read_bytes()
+    return Response(data, media_type=FILES[name], headers=HEADERS)
 
 
 async def now(http: HttpRequest) -> Response:
     """One snapshot, for `mlxspec status` and the menu bar."""
-    return JSONResponse(snapshot(http.app.state.front), headers=DATA)
+    return JSONResponse(snapshot(http.app.state.server), headers=DATA)
 
 
 async def events(http: HttpRequest) -> Response:
     """One snapshot a second as server-sent events, until the client disconnects or the server
     stops. 429 beyond LISTENERS."""
-    front: ServerState = http.app.state.front
-    if front.listeners >= LISTENERS:
+    server: ServerState = http.app.state.server
+    if server.listeners >= LISTENERS:
         why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
-        raise ApiError(429, why, headers={"Retry-After": "5"})
-    return StreamingResponse(_feed(front, once=http.method == "HEAD"), headers=STREAM)
+        raise ApiError(429, why, headers=retry_after(5))
+    if http.method == "HEAD":
+        return Response(headers=DATA, media_type="text/event-stream")
+    return StreamingResponse(_feed(server), headers=DATA, media_type="text/event-stream")
 
 
-async def _feed(front: ServerState, once: bool) -> AsyncIterator[bytes]:
-    front.listeners += 1
+async def _feed(server: ServerState) -> AsyncIterator[bytes]:
+    server.listeners += 1
     try:
-        last = once
-        while not last:
-            last = _stopping(front)  # the last snapshot says so
-            yield event(snapshot(front))
+        while not _stopping(server):
+            yield event(snapshot(server))
             for _ in range(TICKS):
-                if not _stopping(front):
+                if not _stopping(server):
                     await asyncio.sleep(TICK_S)
+        yield event(snapshot(server))  # says why there are no more
     finally:
-        front.listeners -= 1
+        server.listeners -= 1
 
 
-def _stopping(front: ServerState) -> bool:
-    return front.engine.draining() or not front.engine.alive()
+def _stopping(server: ServerState) -> bool:
+    return server.engine.draining() or not server.engine.alive()
 
 
-def snapshot(front: ServerState) -> Json:
+def snapshot(server: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
-    engine, models = front.engine, list(front.engine.models().values())
+    engine, models = server.engine, list(server.engine.models().values())
     process = {name: max(getattr(one.stats, name) for one in models) for name in sorted(PROCESS)}
     kernels = []
-    for name, verdict in list(front.verdicts.items()):
+    for name, verdict in list(server.verdicts.items()):
         gains = sorted(verdict.gains.items())
         kernels.append({**asdict(verdict), "name": name, "gains": gains})
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "idle_ttl": front.config.idle_ttl,
+        "idle_ttl": server.config.idle_ttl,
         "time": round(time.monotonic(), 3),
         "alive": engine.alive(),
         "stopping": engine.draining(),
         "stalled": round(engine.stalled(), 1),
         "loading": engine.loading(),
-        "note": front.note,
-        "unwell": front.unwell(),
+        "note": server.note,
+        "unwell": server.unwell(),
         "models": [_model(one) for one in models],
         "process": process,
-        "refused": front.metrics.refusals(),
-        "requests": [asdict(row) for row in front.journal.rows()],
+        "refused": server.metrics.refusals(),
+        "requests": [asdict(row) for row in server.journal.rows()],
         "kernels": kernels,
     }
 

@@ -3,7 +3,6 @@
 import json
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -13,7 +12,7 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.body import Strict, receive, validate, wrong
 from mlxspec.server.chat_request import ChatRequest, converse, template_options
-from mlxspec.server.errors import unfit
+from mlxspec.server.errors import invalid
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
@@ -24,14 +23,16 @@ from mlxspec.server.stream import Json
 NOT_ENCRYPTED = "not encrypted: the summary is all of it"
 # Fields of the request that the response repeats, with their defaults.
 DEFAULTS: Json = {
-    **dict.fromkeys(
-        "instructions max_output_tokens max_tool_calls previous_response_id user prompt_cache_key"
-        " safety_identifier".split()
-    ),
     "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
     "metadata": {},
     "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
     "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
     "service_tier": "default",
     "store": True,
     "text": {"format": {"type": "text"}},
@@ -39,23 +40,23 @@ DEFAULTS: Json = {
     "tools": [],
     "top_logprobs": 0,
     "truncation": "disabled",
+    "user": None,
 }
 
 
 async def create(http: HttpRequest) -> ASGIApp:
-    arrived = time.monotonic()
     store: Store = http.app.state.responses
     body, ignored, model = await receive(http, Create)
     items = [store.resolve(item, f"input[{i}]") for i, item in enumerate(body.input)]
     tools = toolbox(body)
     messages, left_out = chat_messages(store.conversation(body.previous_response_id), items)
     if not messages:
-        raise unfit("input", "input has no message that can be read; send one")
+        raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    request = ChatRequest.from_body(
+    request = ChatRequest(
         body,
         messages=messages,
         tools=tools.definitions,
@@ -65,17 +66,14 @@ async def create(http: HttpRequest) -> ASGIApp:
         source="input",
     )
 
-    def writer(name: str) -> ResponsesWriter:
-        made = ResponsesWriter(name, _head(model, body, name), tools.by_name, model.tokenizer)
-        if "reasoning.encrypted_content" in body.include:
-            made.encrypted = NOT_ENCRYPTED
-        if body.store:
-            made.store = lambda response: store.add(response, _stored_items(items))
-        return made
-
     name = f"resp_{secrets.token_hex(16)}"
+    writer = ResponsesWriter(name, _head(model, body, name), tools.by_name, model.tokenizer)
+    if "reasoning.encrypted_content" in body.include:
+        writer.encrypted = NOT_ENCRYPTED
+    if body.store:
+        writer.store = lambda response: store.add(response, [_stored(item) for item in items])
     ignored = list(dict.fromkeys(ignored + tools.ignored + left_out + unread))
-    return await converse(http, model, request, writer, name, body.stream, ignored, arrived)
+    return await converse(http, model, request, writer, ignored)
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -86,7 +84,7 @@ async def stored(http: HttpRequest) -> Response:
         store.delete(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
     if http.query_params.get("stream", "false").lower() != "false":
-        raise unfit("stream", "stream = true: a stored response is not streamed; leave it out")
+        raise invalid("stream", "stream = true: a stored response is not streamed; leave it out")
     return JSONResponse(store.get(id)[0])
 
 
@@ -119,25 +117,24 @@ async def input_items(http: HttpRequest) -> Response:
     return JSONResponse({"object": "list", "data": data, **ends, "has_more": more})
 
 
-def _stored_items(items: Sequence[Json]) -> list[Json]:
-    """The items with a type and an id each, and the text of messages as parts."""
-    made = []
-    for item in items:
-        kind, id = item.get("type") or "message", item.get("id")
-        item = {**item, "type": kind, "id": id if isinstance(id, str) and id else new_id(kind)}
-        if kind == "message" and isinstance(item["content"], str):
-            part = "output_text" if item["role"] == "assistant" else "input_text"
-            item["content"] = [{"type": part, "text": item["content"]}]
-        made.append(item)
-    return made
+def _stored(item: Json) -> Json:
+    """An input item with a type and an id, and a message's text as a part."""
+    kind = item.get("type") or "message"
+    item = {**item, "type": kind}
+    if not isinstance(item.get("id"), str):
+        item["id"] = new_id(kind)
+    if kind == "message" and isinstance(item["content"], str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        item["content"] = [{"type": part, "text": item["content"]}]
+    return item
 
 
 def _head(model: Model, body: Create, name: str) -> Json:
     """The response before there is an answer: the request's fields, or their defaults. An infinite
     number in them becomes null."""
     sampling = {"temperature": model.defaults.temperature, "top_p": model.defaults.top_p}
-    fields = {*DEFAULTS, *sampling}
-    given = body.model_dump_json(include=fields, exclude_unset=True, by_alias=True)
+    fields = DEFAULTS | sampling
+    given = body.model_dump_json(include=set(fields), exclude_unset=True, by_alias=True)
     return {
         "id": name,
         "object": "response",
@@ -148,7 +145,6 @@ def _head(model: Model, body: Create, name: str) -> Json:
         "incomplete_details": None,
         "output": [],
         "usage": None,
-        **DEFAULTS,
-        **sampling,
+        **fields,
         **json.loads(given),
     }

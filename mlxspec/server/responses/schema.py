@@ -14,22 +14,22 @@ from pydantic import BeforeValidator, Field, field_validator
 from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Items, Refused, Strict, validate, wrong
 from mlxspec.server.chat_request import Format
 from mlxspec.server.openai import schema as openai
-from mlxspec.server.stream import Json
+from mlxspec.server.stream import Json, spelled
+from mlxspec.text.output_parser import Call
 
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
     **openai.RENDERING,
-    "set stream to true and wait for the answer": {"background": False},
-    "send previous_response_id, or the conversation as input": {
-        "conversation": None,
-        "messages": [],
-    },
-    "send instructions and input": {"prompt": None},
-    "shorten input": {"truncation": "disabled"},
-    "send the request to /v1/chat/completions": {"top_logprobs": 0, "logprobs": False},
-    "send text.format": {"response_format": None},
-    "send reasoning.effort": {"reasoning_effort": None},
-    "send max_output_tokens": {"max_new_tokens": None},
+    "background": False,
+    "conversation": None,
+    "messages": [],
+    "prompt": None,
+    "truncation": "disabled",
+    "top_logprobs": 0,
+    "logprobs": False,
+    "response_format": None,
+    "reasoning_effort": None,
+    "max_new_tokens": None,
 }
 # Items of hosted tools of another server. They are left out of the prompt: the messages around them
 # tell their results.
@@ -103,26 +103,41 @@ class Create(openai.Common):
         return Format("schema", "text.format.schema", given.value)
 
 
-class FunctionTool(Strict):
-    """`parameters` is the JSON schema of a function's arguments; a custom tool takes plain text
-    instead, by the grammar in `format`."""
+class Tool(Strict):
+    """A tool, or a choice of one. `parameters` is the JSON schema of a function's arguments; a
+    custom tool takes plain text instead, by the grammar in `format`."""
 
-    type: str
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
     description: str = ""
     parameters: Json = Field(default_factory=lambda: {"type": "object", "properties": {}})
     format: Json = Field(default_factory=dict)
 
     @property
-    def arguments(self) -> Json:
-        if self.type == "function":
-            return self.parameters
-        description = "All of the tool's input, as plain text."
-        if grammar := self.format.get("definition"):
-            syntax = self.format.get("syntax")
-            description += f" It must follow this {syntax} grammar:\n{grammar}"
-        text = {"type": "string", "description": description}
-        return {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    def full_name(self) -> str:
+        """Its name in the prompt, which has no namespaces."""
+        if not self.namespace:
+            return self.name
+        return f"{self.namespace.rstrip('_')}__{self.name}"
+
+    @property
+    def definition(self) -> Json:
+        """The tool in chat form."""
+        parameters = self.parameters
+        if self.type == "custom":
+            description = "All of the tool's input, as plain text."
+            if grammar := self.format.get("definition"):
+                syntax = self.format.get("syntax")
+                description += f" It must follow this {syntax} grammar:\n{grammar}"
+            text = {"type": "string", "description": description}
+            parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        function = {
+            "name": self.full_name,
+            "description": self.description,
+            "parameters": parameters,
+        }
+        return {"type": "function", "function": function}
 
 
 class Namespace(Strict):
@@ -130,29 +145,9 @@ class Namespace(Strict):
     tools: Items
 
 
-class NamedTool(Strict):
-    type: Literal["function", "custom"]
-    name: str
-    namespace: str | None = None
-
-
 class AllowedTools(Strict):
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[NamedTool], FIRST]
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A tool as the client knows it."""
-
-    name: str
-    namespace: str | None = None
-    custom: bool = False  # takes plain text, not JSON
-
-    @property
-    def full_name(self) -> str:
-        """Its name in the prompt, which has no namespaces."""
-        return f"{self.namespace.rstrip('_')}__{self.name}" if self.namespace else self.name
+    tools: Annotated[list[Tool], FIRST]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +164,23 @@ class Toolbox:
 def toolbox(body: Create) -> Toolbox:
     """Raises ApiError."""
     ignored: list[str] = []
-    definitions = dict(_tools(body.tools, "tools", None, ignored))
-    by_name = {tool.name: tool for tool in definitions}
-    by_name |= {tool.full_name: tool for tool in definitions}
-    choice, allowed = _choice(body.tool_choice, list(definitions))
-    shown = [definition for tool, definition in definitions.items() if tool in allowed]
+    tools = {tool.full_name: tool for tool in _tools(body.tools, "tools", None, ignored)}
+    by_name = {tool.name: tool for tool in tools.values()} | tools
+    choice, allowed = body.tool_choice, set(tools)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        given = validate(AllowedTools, choice, "tool_choice")
+        choice = given.mode
+        allowed = {_chosen(one, tools) for one in given.tools}
+    elif choice not in ("auto", "none", "required"):
+        choice = {"name": _chosen(validate(Tool, choice, "tool_choice"), tools)}
+    shown = [tool.definition for name, tool in tools.items() if name in allowed]
     return Toolbox(shown, by_name, choice, ignored)
 
 
 def _tools(
     tools: Sequence[Any], at: str, namespace: str | None, ignored: list[str]
-) -> Iterator[tuple[Tool, Json]]:
-    """Each tool with its definition in chat form; the types of unknown ones go to `ignored`."""
+) -> Iterator[Tool]:
+    """The known tools; the types of unknown ones go to `ignored`."""
     for i, given in enumerate(tools):
         here = f"{at}[{i}]"
         kind = given.get("type") if isinstance(given, dict) else None
@@ -188,35 +188,18 @@ def _tools(
             space = validate(Namespace, given, here)
             yield from _tools(space.tools, f"{here}.tools", space.name, ignored)
         elif kind in ("function", "custom"):
-            function = validate(FunctionTool, given, here)
-            tool = Tool(function.name, namespace, kind == "custom")
-            definition = {
-                "name": tool.full_name,
-                "description": function.description,
-                "parameters": function.arguments,
-            }
-            yield tool, {"type": "function", "function": definition}
+            yield validate(Tool, {**given, "namespace": namespace}, here)
         elif not isinstance(kind, str) or kind in HOSTED_TOOLS:
             raise wrong(here, given, "run the tool yourself and send it as a function")
         else:
             ignored.append(f"tools[].{kind}")
 
 
-def _choice(value: Any, tools: Sequence[Tool]) -> tuple[str | Mapping[str, str], Sequence[Tool]]:
-    """The choice in chat form, and the tools that it allows."""
-    if value in ("auto", "none", "required"):
-        return value, tools
-    if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        allowed = validate(AllowedTools, value, "tool_choice")
-        return allowed.mode, [_chosen(one, tools) for one in allowed.tools]
-    chosen = _chosen(validate(NamedTool, value, "tool_choice"), tools)
-    return {"name": chosen.full_name}, tools
-
-
-def _chosen(choice: NamedTool, tools: Sequence[Tool]) -> Tool:
-    for tool in tools:
+def _chosen(choice: Tool, tools: Mapping[str, Tool]) -> str:
+    """The full name of the chosen tool. Raises ApiError."""
+    for name, tool in tools.items():
         if tool.name == choice.name and choice.namespace in (None, tool.namespace):
-            return tool
+            return name
     raise wrong("tool_choice", choice.name, "is not in tools; send it there")
 
 
@@ -226,24 +209,24 @@ class Part(Strict):
     refusal: str = ""
 
 
-OutputParser = Annotated[list[Part], FIRST, TEXT_PART]
+Parts = Annotated[list[Part], FIRST, TEXT_PART]
 
 
 class Message(Strict):
     role: Literal["user", "assistant", "system", "developer"]
-    content: OutputParser
+    content: Parts
 
-    def chat(self) -> tuple[str, Json]:
-        return "content", {"role": self.role, "content": _text(self.content)}
+    def chat(self) -> Json:
+        return {"role": self.role, "content": _text(self.content)}
 
 
 class ReasoningItem(Strict):
-    summary: Annotated[OutputParser, Field(default_factory=list)]
-    content: Annotated[OutputParser, Field(default_factory=list)]
+    summary: Annotated[Parts, Field(default_factory=list)]
+    content: Annotated[Parts, Field(default_factory=list)]
 
-    def chat(self) -> tuple[str, Json]:
+    def chat(self) -> Json:
         text = _text(self.content or self.summary, GAP)
-        return "reasoning_content", {"role": "assistant", "reasoning_content": text}
+        return {"role": "assistant", "reasoning_content": text}
 
 
 class FunctionCall(Strict):
@@ -252,32 +235,30 @@ class FunctionCall(Strict):
     namespace: str | None = None
     arguments: str
 
-    def chat(self) -> tuple[str, Json]:
-        name = Tool(self.name, self.namespace).full_name
-        function = {"name": name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        return "tool_calls", {"role": "assistant", "tool_calls": [call]}
+    def chat(self) -> Json:
+        tool = Tool(type="function", name=self.name, namespace=self.namespace)
+        call = Call(self.call_id, tool.full_name, self.arguments)
+        return {"role": "assistant", "tool_calls": [spelled(call)]}
 
 
 class CustomCall(FunctionCall):
     arguments: str = ""
     input: str
 
-    def chat(self) -> tuple[str, Json]:
+    def chat(self) -> Json:
         self.arguments = json.dumps({"input": self.input}, ensure_ascii=False)
         return FunctionCall.chat(self)
 
 
 class CallOutput(Strict):
     call_id: str
-    output: OutputParser
+    output: Parts
 
-    def chat(self) -> tuple[str, Json]:
-        text = _text(self.output)
-        return "content", {"role": "tool", "tool_call_id": self.call_id, "content": text}
+    def chat(self) -> Json:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
 
 
-ITEMS: dict[Any, type[Message | ReasoningItem | FunctionCall | CallOutput]] = {
+ITEMS: dict[str, type[Message | ReasoningItem | FunctionCall | CallOutput]] = {
     "message": Message,
     "reasoning": ReasoningItem,
     "function_call": FunctionCall,
@@ -296,21 +277,23 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
     left out. Consecutive items of the assistant become one message. Raises ApiError."""
     messages: list[Json] = []
     ignored, last = [], ""
-    for i, item in enumerate([*before, *items]):
-        at, kind = f"input[{i - len(before)}]", str(item.get("type") or "message")
+    for i, item in enumerate([*before, *items], -len(before)):
+        at, kind = f"input[{i}]", str(item.get("type") or "message")
         if kind in HOSTED_ITEMS:
             ignored.append(f"input[].{kind}")
             continue
         if kind not in ITEMS:
             raise wrong(at, item, "send messages, tool calls and their outputs")
-        key, message = validate(ITEMS[kind], item, at).chat()
-        if not messages or not messages[-1]["role"] == message["role"] == "assistant":
-            messages.append(message)
-        elif key == "tool_calls":
-            messages[-1][key] = [*messages[-1].get(key, ()), *message[key]]
+        message = validate(ITEMS[kind], item, at).chat()
+        key = list(message)[-1]
+        if messages and messages[-1]["role"] == message["role"] == "assistant":
+            turn = messages[-1]
+            if turn.get(key):
+                if key == last and key != "tool_calls":
+                    turn[key] += GAP
+                message[key] = turn[key] + message[key]
+            turn |= message
         else:
-            text = messages[-1].get(key, "")
-            gap = GAP if key == last and text else ""
-            messages[-1][key] = text + gap + message[key]
+            messages.append(message)
         last = key
     return [one for one in messages if set(one) != {"role", "reasoning_content"}], ignored

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from mlxspec.server.errors import ApiError, unfit
+from mlxspec.server.errors import ApiError, invalid
 from mlxspec.server.stream import Json
 
 STORED = TypeAdapter(tuple[Json, list[Json]])  # writes an infinite number as null
@@ -31,7 +31,8 @@ class Store:
         data = STORED.dump_json((response, items))
         self._stored[id] = data
         self._bytes += len(data)
-        self._owners |= dict.fromkeys((item["id"] for item in [*items, *response["output"]]), id)
+        for item in items + response["output"]:
+            self._owners[item["id"]] = id
         while len(self._stored) > self.max_responses or self._bytes > self.max_bytes:
             self.delete(next(iter(self._stored)))
 
@@ -46,19 +47,19 @@ class Store:
         """Raises ApiError if it is not stored."""
         response, items = self.get(id)
         self._bytes -= len(self._stored.pop(id))
-        for item in [*items, *response["output"]]:
+        for item in items + response["output"]:
             if self._owners.get(item["id"]) == id:
                 del self._owners[item["id"]]
 
     def conversation(self, id: str | None) -> list[Json]:
         """All items up to the end of a response, oldest first. Raises ApiError if some of them are
         not stored."""
-        turns = []
+        found: list[Json] = []
         while id is not None:
             response, items = self.get(id, "previous_response_id")
-            turns.append([*items, *response["output"]])
+            found = items + response["output"] + found
             id = response["previous_response_id"]
-        return [item for turn in reversed(turns) for item in turn]
+        return found
 
     def resolve(self, item: Json, at: str) -> Json:
         """The item that an item_reference means; any other item itself. Raises ApiError if it is
@@ -69,12 +70,12 @@ class Store:
         if id not in self._owners:
             raise missing(id, f"{at}.id")
         response, items = self.get(self._owners[id])
-        return next(one for one in [*items, *response["output"]] if one["id"] == id)
+        return next(one for one in items + response["output"] if one["id"] == id)
 
 
-def missing(id: str, param: str | None = None) -> ApiError:
+def missing(id: str, param: str | None) -> ApiError:
     """For a response, or an item of one, that is not stored."""
     message = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
     if param == "previous_response_id":
-        return unfit(param, message, "previous_response_not_found")
+        return invalid(param, message, "previous_response_not_found")
     return ApiError(404, message, param=param, code="not_found")

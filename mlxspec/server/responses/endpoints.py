@@ -65,7 +65,6 @@ async def create(http: HttpRequest) -> ASGIApp:
         format=body.format,
         source="input",
     )
-
     name = f"resp_{secrets.token_hex(16)}"
     writer = ResponsesWriter(name, _head(model, body, name), tools.by_name, model.tokenizer)
     if "reasoning.encrypted_content" in body.include:
@@ -112,9 +111,10 @@ async def input_items(http: HttpRequest) -> Response:
             raise wrong("after", page.after, "send the id of one of the items")
         items = items[ids.index(page.after) + 1 :]
     data = items[: page.limit]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    more = len(data) < len(items)
-    return JSONResponse({"object": "list", "data": data, **ends, "has_more": more})
+    found = {"object": "list", "data": data, "has_more": len(data) < len(items)}
+    if data:
+        found |= {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return JSONResponse(found)
 
 
 def _stored(item: Json) -> Json:

@@ -106,7 +106,7 @@ def generation_defaults(path: Path) -> Defaults:
     found = _json(path / "generation_config.json")
     values: dict[str, Any] = {}
     for name, (kind, least, most) in LIMITS.items():
-        value = found.get(name)
+        value: Any = found.get(name)
         if type(value) in (int, kind) and least <= value <= most:
             values[name] = value
         elif value is not None:

@@ -161,14 +161,15 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
         return bytes([int(byte[1], 16)])
     if isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer):
         return piece.replace("▁", " ").encode()
-    if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
-        if token in _added(tokenizer):
-            return piece.encode()
-        bytes_of = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte
-        return b"".join(
-            bytes([bytes_of[char]]) if char in bytes_of else char.encode() for char in piece
-        )
-    return bytes(tokenizer.decode([token]), "utf-8")
+    if not isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
+        return str(tokenizer.decode([token])).encode()
+    if token in _added(tokenizer):
+        return piece.encode()
+    alphabet = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte
+    made = bytearray()
+    for char in piece:
+        made += bytes([alphabet[char]]) if char in alphabet else char.encode()
+    return bytes(made)
 
 
 @lru_cache(maxsize=4)

@@ -151,7 +151,8 @@ def test_a_number_ends(agent: Grammars) -> None:
     ):
         matcher = by(agent, schema)()
         matcher.take(encode(agent.tokenizer, head, special=False))
-        assert len(matcher.masks(zeros)) == most + 1
+        with mock.patch.object(grammar, "SLOW_S", 60):
+            assert len(matcher.masks(zeros)) == most + 1
         matcher.take(zeros[:most])
         assert len(matcher.masks([])[0]) == -(-VOCAB // 8)
 

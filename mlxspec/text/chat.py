@@ -7,7 +7,7 @@ string). It is rewritten only where the model's template refuses it, always in t
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from mlxspec.text.messages import (
     clean,
     spelled_out,
 )
-from mlxspec.text.output_parser import Call
 from mlxspec.types import InvalidRequest, blame, shown, too_long
 
 log = logging.getLogger("mlxspec")
@@ -60,40 +59,32 @@ class Defaults:
     repetition_penalty: float = 1.0
 
 
-LIMITS = {  # of the defaults, inclusive
-    "temperature": (0, 2),
-    "top_k": (0, 2**31),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 10),
+LIMITS = {  # of the defaults: type, least, most
+    "temperature": (float, 0, 2),
+    "top_k": (int, 0, 2**31),
+    "top_p": (float, 0, 1),
+    "min_p": (float, 0, 1),
+    "repetition_penalty": (float, 0.01, 10),
 }
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model directory, its end tokens from generation_config.json, else from
     config.json. Raises InvalidRequest where none can be used."""
-    files = [_json(path / name) for name in ("generation_config.json", "config.json")]
-    eos = files[0].get("eos_token_id") or files[1].get("eos_token_id")
+    generation, config = _json(path / "generation_config.json"), _json(path / "config.json")
+    eos = generation.get("eos_token_id") or config.get("eos_token_id")
     try:
         own = {"trust_remote_code": False}  # unless told, transformers asks whether to run it
         tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
-        if not tokenizer.has_tool_calling:  # messages.py spells the tools out
-            _give_tools(tokenizer)
-        tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead
-        return tokenizer
     except Exception as error:  # whatever the libraries raise at such files
         why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
         raise InvalidRequest(why) from error
-
-
-def _give_tools(tokenizer: Tokenizer) -> None:
-    """Calls are JSON in tags. Set by hand: to load it again with a parser takes a third of a
-    second of every start."""
-    start, end = json_tools.tool_call_start, json_tools.tool_call_end
-    tokenizer._tool_parser = json_tools.parse_tool_call
-    tokenizer._tool_call_start, tokenizer._tool_call_end = start, end
-    tokens = (tuple(tokenizer.encode(tag, add_special_tokens=False)) for tag in (start, end))
-    tokenizer._tool_call_start_tokens, tokenizer._tool_call_end_tokens = tokens
+    if not tokenizer.has_tool_calling:  # messages.py writes the tools, calls are JSON in tags
+        tokenizer._tool_parser = json_tools.parse_tool_call
+        tokenizer._tool_call_start = json_tools.tool_call_start
+        tokenizer._tool_call_end = json_tools.tool_call_end
+    tokenizer.model_max_length = 1 << 62  # we check the context; its warning would mislead
+    return tokenizer
 
 
 def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
@@ -114,19 +105,12 @@ def generation_defaults(path: Path) -> Defaults:
     range is left out, with a warning."""
     found = _json(path / "generation_config.json")
     values: dict[str, Any] = {}
-    for name, (low, high) in LIMITS.items():
+    for name, (kind, least, most) in LIMITS.items():
         value: Any = found.get(name)
-        kind: type = int if name == "top_k" else float
-        if type(value) in (int, kind) and low <= value <= high:
-            values[name] = kind(value)
+        if type(value) in (int, kind) and least <= value <= most:
+            values[name] = value
         elif value is not None:
-            log.warning(
-                "generation_config.json: %s = %s is ignored; it must be %s to %s",
-                name,
-                shown(value),
-                low,
-                high,
-            )
+            log.warning("%s: %s = %s is out of range and ignored", path, name, shown(value))
     if found.get("do_sample") is False:
         values["temperature"] = 0.0
     return Defaults(**values)
@@ -146,8 +130,10 @@ def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> N
         n = len(tokenizer.encode(text[:size].replace(MARK, ""), add_special_tokens=False))
         if n > context + FIRST_CHARS:  # its last token may be cut
             tokens = n * len(text) // size
-            why = f"{too_long(tokens, context)}; estimated from its first {size} characters"
-            raise TooLong(field, tokens, f"{why}; shorten {field}")
+            why = f"{too_long(tokens, context)}; estimated from its beginning; shorten {field}"
+            error = TooLong(field, why, "context_length_exceeded")
+            error.tokens = tokens
+            raise error
         size *= 4
 
 
@@ -180,30 +166,21 @@ class RenderedPrompt:
 def conversation_of(
     messages: Sequence[Any], tools: Any, options: Mapping[str, Any], history: History
 ) -> Conversation:
-    """What a client sent, in canonical form, its calls as the model made them. Raises Refused."""
-    if taken := sorted(RESERVED & set(options)):
-        raise Refused(
-            "chat_template_kwargs",
-            f"chat_template_kwargs.{taken[0]} is set by the server; leave it out",
-        )
+    """What a client sent, in canonical form, its calls as the model made them, unless the client
+    has changed more than to add defaults. Raises Refused."""
+    for name in options:
+        if name in RESERVED:
+            why = f"chat_template_kwargs.{name} is set by the server; leave it out"
+            raise Refused("chat_template_kwargs", why)
     plain = canonical(messages)
     for message in plain:
         for call in message.get("tool_calls", ()):
-            own = history.call(call.get("id", ""))
-            if own and (arguments := same_call(call["function"], own)) is not None:
-                call["function"] = {"name": own.name, "arguments": arguments}
+            made, sent = history.call(call.get("id", "")), call["function"]
+            if made and made.name == sent["name"]:
+                arguments = json.loads(made.arguments)
+                if arguments.items() <= sent["arguments"].items():
+                    sent["arguments"] = arguments
     return Conversation(plain, check_tools(tools), options)
-
-
-def same_call(sent: Mapping[str, Any], own: Call) -> dict[str, Any] | None:
-    """The model's arguments, where a client sends the model's call, perhaps with defaults added;
-    None where the client has changed it."""
-    arguments: dict[str, Any] = json.loads(own.arguments)
-    there = sent["arguments"]
-    same = sent["name"] == own.name and all(
-        k in there and there[k] == v for k, v in arguments.items()
-    )
-    return arguments if same else None
 
 
 def render(
@@ -225,15 +202,12 @@ def render(
 
 
 def render_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Any],
-    generation_prompt: bool = True,
-    /,
-    **template: Any,
+    tokenizer: Tokenizer, messages: Sequence[Any], generation_prompt: bool = True, /, **options: Any
 ) -> list[int]:
-    """Token ids of messages alone. `template` are variables for the template."""
-    conversation = conversation_of(messages, None, template, History())
-    return encode_rendered(tokenizer, _rendered(tokenizer, conversation, generation_prompt))
+    """Token ids of messages alone. `options` are variables for the template."""
+    history = History()
+    conversation = conversation_of(messages, None, options, history)
+    return render(tokenizer, conversation, history, generation_prompt).ids
 
 
 def remember(
@@ -245,14 +219,9 @@ def remember(
     history: History,
 ) -> None:
     """Keeps the tokens of an `answer`, a canonical message that ended by itself."""
+    messages = [*conversation.messages, dict(answer)]
     try:
-        after = _rendered(
-            tokenizer,
-            Conversation(
-                [*conversation.messages, dict(answer)], conversation.tools, conversation.options
-            ),
-            False,
-        )
+        after = _rendered(tokenizer, replace(conversation, messages=messages), False)
     except Refused as error:
         log.info("the next turn will encode this answer again: %s", error)
         return
@@ -266,33 +235,23 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
     """The template's text. Where the template refuses the messages, they are tried merged, then
     with the system text in the first user message. Tools are spelled out where it knows none."""
     if not tokenizer.has_chat_template:
-        raise Refused(
-            "messages",
-            "messages cannot be rendered: the model has no chat template; use /v1/completions",
-        )
-    apply: Callable[..., str] = tokenizer.apply_chat_template
+        why = "messages cannot be rendered: the model has no chat template; use /v1/completions"
+        raise Refused("messages", why)
     options, messages, tools = _marked(tokenizer, conversation)
     if not template_reads(tokenizer, "tools"):
         messages = spelled_out(messages, tools)
     elif tools:
         options["tools"] = tools
-    tried: list[Messages] = []
-    first = ""
+    options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
+    apply: Callable[..., str] = tokenizer.apply_chat_template
+    reason = ""
     for rewrite in REWRITES:
-        turns = rewrite(messages)
-        if turns in tried:
-            continue
-        tried.append(turns)
         try:
-            return clean(
-                apply(turns, tokenize=False, add_generation_prompt=generation_prompt, **options)
-            )
+            return clean(apply(rewrite(messages), **options))
         except Exception as error:  # a template raises whatever its author chose
-            first = first or str(error).strip() or type(error).__name__
-    raise Refused(
-        "messages",
-        f"messages: the model's chat template refuses them: {first}; change their roles or order",
-    )
+            reason = reason or str(error).strip() or type(error).__name__
+    why = f"messages: the model's chat template refuses them: {reason}; change their roles or order"
+    raise Refused("messages", why)
 
 
 def _marked(
@@ -300,20 +259,18 @@ def _marked(
 ) -> tuple[dict[str, Any], Messages, list[Any]]:
     """The options, messages and tools of a conversation, in which no text is a control token."""
     special = control_tokens_of(tokenizer)
+    messages = []
     try:
-        messages = [
-            marked(turn, special.answers if turn["role"] == "assistant" else special.begins)
-            | {"role": turn["role"]}
-            for turn in conversation.messages
-        ]
-        options = {
-            name: marked(value, special.begins) for name, value in conversation.options.items()
-        }
-        return options, messages, marked(list(conversation.tools), special.begins)
+        for turn in conversation.messages:
+            pattern = special.answers if turn["role"] == "assistant" else special.begins
+            messages.append({**marked(turn, pattern), "role": turn["role"]})
+        options = {}
+        for name, value in conversation.options.items():
+            options[name] = marked(value, special.begins)
+        return options, messages, marked(conversation.tools, special.begins)
     except RecursionError as error:
-        raise Refused(
-            "messages", "messages, tools or options lie too deep in each other; flatten"
-        ) from error
+        why = "messages, tools or options lie too deep in each other; flatten"
+        raise Refused("messages", why) from error
 
 
 def _json(path: Path) -> dict[str, Any]:

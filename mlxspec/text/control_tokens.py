@@ -7,16 +7,16 @@ control tokens that have none.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+NOTHING = "(?!)"  # the pattern that is never found
 MARK = "\ufdd0"  # Unicode promises that it never stands for a character
 
 
-@dataclass(frozen=True, slots=True)
 class ControlTokens:
     """A tokenizer's control tokens.
 
@@ -28,52 +28,40 @@ class ControlTokens:
     looks for some in normalised text, in which there may be more of them than in the text.
     """
 
-    begins: re.Pattern[str] | None
-    answers: re.Pattern[str] | None
-    cut: re.Pattern[str] | None
-    ahead: bool
-    loose: frozenset[int] = frozenset()
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        t = tokenizer
+        tokens = {
+            i: x for i, x in t.added_tokens_decoder.items() if x.special and x.content.strip()
+        }
+        words = [token.content for token in tokens.values()]
+        own = {t.think_start, t.think_end, t.tool_call_start, t.tool_call_end}
+        self.begins = _beginnings(words)
+        self.answers = _beginnings([word for word in words if word not in own])
+        cuts = []
+        for left, right in product((False, True), repeat=2):
+            some = [x.content for x in tokens.values() if (x.lstrip, x.rstrip) == (left, right)]
+            if some:
+                before, after = r"(?<!\s)\s*" if left else "", r"\s*" if right else ""
+                cuts.append(rf"{before}{_any_of(some)}(?!{MARK}){after}")
+        self.cut = re.compile("|".join(cuts) or NOTHING)
+        alone = t.encode("a", add_special_tokens=False)
+        first = words[0] if words else ""
+        self.ahead = t.encode(first + "a", add_special_tokens=False)[1:] != alone
+        self.loose: set[int] = set()
+        if any(token.normalized for token in tokens.values()):
+            self.loose = set(tokens)
 
 
-@lru_cache(16)
-def control_tokens_of(tokenizer: TokenizerWrapper) -> ControlTokens:
-    added = tokenizer.added_tokens_decoder
-    tokens = {i: token for i, token in added.items() if token.special and token.content.strip()}
-    if not tokens:
-        return ControlTokens(None, None, None, False)
-    words = [token.content for token in tokens.values()]
-    by_blanks: dict[tuple[bool, bool], list[str]] = {}
-    for token in tokens.values():
-        by_blanks.setdefault((token.lstrip, token.rstrip), []).append(token.content)
-    cuts = []
-    for (left, right), some in by_blanks.items():
-        pattern = rf"{_any_of(some)}(?!{MARK})"
-        if left:
-            pattern = rf"(?<!\s)\s*{pattern}"
-        if right:
-            pattern += r"\s*"
-        cuts.append(pattern)
-    t = tokenizer
-    own = {t.think_start, t.think_end, t.tool_call_start, t.tool_call_end}
-    alone = t.encode("a", add_special_tokens=False)
-    behind = t.encode(words[0] + "a", add_special_tokens=False)[1:]
-    normalized = any(token.normalized for token in tokens.values())
-    return ControlTokens(
-        begins=_beginnings(words),
-        answers=_beginnings(word for word in words if word not in own),
-        cut=re.compile("|".join(cuts)),
-        ahead=behind != alone,
-        loose=frozenset(tokens if normalized else ()),
-    )
+control_tokens_of = lru_cache(16)(ControlTokens)
 
 
-def _beginnings(words: Iterable[str]) -> re.Pattern[str] | None:
+def _beginnings(words: Iterable[str]) -> re.Pattern[str]:
     patterns = []
     for first, rest in _by_first(words).items():
         # One that begins with a letter is sought whole: "user" at an end is a word, "<|" hardly is.
         end = "" if first.isalnum() else r"|\Z"
         patterns.append(f"{re.escape(first)}(?={_any_of(rest, end)})")
-    return re.compile("|".join(patterns)) if patterns else None
+    return re.compile("|".join(patterns) or NOTHING)
 
 
 def _by_first(words: Iterable[str]) -> dict[str, list[str]]:
@@ -97,11 +85,10 @@ def _any_of(words: Iterable[str], end: str = "") -> str:
     return f"(?:{'|'.join(branches)}{end})"
 
 
-def marked(value: Any, begins: re.Pattern[str] | None) -> Any:
+def marked(value: Any, begins: re.Pattern[str]) -> Any:
     """A copy, with marks, of what a client sent, at any depth."""
     if isinstance(value, str):
-        value = value.replace(MARK, "\ufffd")
-        return begins.sub(rf"\g<0>{MARK}", value) if begins else value
+        return begins.sub(rf"\g<0>{MARK}", value.replace(MARK, "\ufffd"))
     if isinstance(value, Mapping):
         return {marked(key, begins): marked(own, begins) for key, own in value.items()}
     return [marked(own, begins) for own in value] if isinstance(value, list | tuple) else value
@@ -110,7 +97,7 @@ def marked(value: Any, begins: re.Pattern[str] | None) -> Any:
 def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     """Token ids of a rendered text, its marks left out."""
     control = control_tokens_of(tokenizer)
-    cuts = [match.span() for match in control.cut.finditer(text)] if control.cut else []
+    cuts = [match.span() for match in control.cut.finditer(text)]
     if MARK not in text:
         whole = list(tokenizer.encode(text, add_special_tokens=False))
         if sum(token in control.loose for token in whole) <= len(cuts):
@@ -128,12 +115,9 @@ def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 
 def _plain(tokenizer: TokenizerWrapper, text: str, behind: bool) -> list[int]:
     """Token ids of a text in which there are no control tokens; `behind`: it follows one."""
-
-    def split(some: str) -> list[int]:
-        return list(tokenizer.encode(some, add_special_tokens=False, split_special_tokens=True))
-
+    split = partial(tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
     if behind:
         before, both = split("\n"), split("\n" + text)
         if both[: len(before)] == before:
-            return both[len(before) :]
-    return split(text)
+            return list(both[len(before) :])
+    return list(split(text))

@@ -7,7 +7,7 @@ pieces, nothing of a stop string is shown, and what might become one is held bac
 import codecs
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import (
@@ -19,6 +19,15 @@ from mlx_lm.tokenizer_utils import (
 
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 NEUTRAL = "a"  # stands for the prompt's end where the text continues it
+
+
+def held_back(text: str, strings: Collection[str]) -> int:
+    """Length of the longest end of the text that begins one of the strings, yet is none."""
+    longest = max(map(len, strings), default=1)
+    for n in range(min(longest - 1, len(text)), 0, -1):
+        if any(string.startswith(text[-n:]) for string in strings):
+            return n
+    return 0
 
 
 class Detokenizer:
@@ -42,7 +51,6 @@ class Detokenizer:
         self._stop, self._stop_tokens = tuple(stop), stop_tokens
         self._add, self._flush, trims = _decoder(tokenizer, prompt_text_continues)
         self._trim = trims and not prompt_text_continues
-        self._longest = max(map(len, stop), default=1)
         self._pending = ""  # read, not shown: may be the beginning of a stop string
         self._shown = 0  # characters
         self._starts: deque[int] = deque()  # where the text of each unreleased token begins
@@ -87,20 +95,13 @@ class Detokenizer:
             if (at := self._pending.find(stop)) >= 0:
                 found.append((at + len(stop), at, stop))
         if not found:
-            return self._show(len(self._pending) - self._held())
+            return self._show(len(self._pending) - held_back(self._pending, self._stop))
         _, at, self.stopped = min(found)  # the first to be complete
         self.ended = True
         shown = self._show(at)
         self._pending = ""
         self._starts.clear()
         return shown
-
-    def _held(self) -> int:
-        """Length of the longest end of the pending text that begins a stop string."""
-        for n in range(min(self._longest - 1, len(self._pending)), 0, -1):
-            if any(stop.startswith(self._pending[-n:]) for stop in self._stop):
-                return n
-        return 0
 
     def _show(self, n: int) -> str:
         text, self._pending = self._pending[:n], self._pending[n:]
@@ -160,14 +161,15 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
         return bytes([int(byte[1], 16)])
     if isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer):
         return piece.replace("▁", " ").encode()
-    if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
-        if token in _added(tokenizer):
-            return piece.encode()
-        bytes_of = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte
-        return b"".join(
-            bytes([bytes_of[char]]) if char in bytes_of else char.encode() for char in piece
-        )
-    return bytes(tokenizer.decode([token]), "utf-8")
+    if not isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
+        return str(tokenizer.decode([token])).encode()
+    if token in _added(tokenizer):
+        return piece.encode()
+    alphabet = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte
+    made = bytearray()
+    for char in piece:
+        made += bytes([alphabet[char]]) if char in alphabet else char.encode()
+    return bytes(made)
 
 
 @lru_cache(maxsize=4)

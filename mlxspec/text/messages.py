@@ -7,6 +7,7 @@ refuses it or knows no tools, always in the same way: a turn's tokens must not d
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mlxspec.types import InvalidRequest, shown
@@ -51,9 +52,7 @@ class Refused(InvalidRequest):
 class TooLong(Refused):
     """A text of about so many `tokens`."""
 
-    def __init__(self, field: str, tokens: int, message: str) -> None:
-        super().__init__(field, message, "context_length_exceeded")
-        self.tokens = tokens
+    tokens = 0
 
 
 def canonical(messages: Sequence[Any]) -> Messages:
@@ -76,62 +75,48 @@ def canonical(messages: Sequence[Any]) -> Messages:
 def _message(message: Any, at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise Refused(at, f"{at} = {shown(message)} is not an object; send role and content")
-    role = message.get("role")
-    if role == "function":
-        raise Refused(f"{at}.role", f"{at}.role = 'function' is not supported; send the role tool")
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise Refused(
-            f"{at}.role", f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
-        )
-    for key, fix in (
-        ("function_call", "send tool_calls"),
-        ("audio", "send what was said as content"),
-    ):
+        why = f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
+        raise Refused(f"{at}.role", why)
+    for key in ("function_call", "audio"):
         if message.get(key):
-            raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; {fix}")
-    content = message.get("content")
+            raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; send content, tool_calls")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""
-    system = role in ("system", "developer")
     texts = _texts(content, f"{at}.content")
-    if system:
-        texts = [BILLING.sub("", text) for text in texts]
-    plain = {"role": "system" if system else role, "content": "".join(texts)}
+    if role in ("system", "developer"):
+        role, texts = "system", [BILLING.sub("", text) for text in texts]
+    plain = {"role": role, "content": "".join(texts)}
     for key in KEPT:
-        if (value := message.get(key)) is not None:
-            if not isinstance(value, str):
-                raise Refused(
-                    f"{at}.{key}", f"{at}.{key} = {shown(value)} is not text; send a string"
-                )
+        value = message.get(key)
+        if not isinstance(value, str | None):
+            raise Refused(f"{at}.{key}", f"{at}.{key} = {shown(value)} is not text; send a string")
+        if value is not None:
             plain[key] = value
-    if calls := message.get("tool_calls"):
-        if role != "assistant" or not isinstance(calls, list):
-            raise Refused(
-                f"{at}.tool_calls", f"{at}.tool_calls must be a list, of an assistant's message"
-            )
-        plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    calls = message.get("tool_calls")
+    if not calls:
+        return plain
+    if role != "assistant" or not isinstance(calls, list):
+        why = f"{at}.tool_calls must be a list, of an assistant's message"
+        raise Refused(f"{at}.tool_calls", why)
+    plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:
     """A call with an object as arguments, as templates want them."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str):
-        raise Refused(
-            at, f"{at} = {shown(call)}: send id, type and function with name and arguments"
-        )
-    arguments = function.get("arguments")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        why = f"{at} = {shown(call)}: send id, type and function with name and arguments"
+        raise Refused(at, why)
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            pass
-    if arguments is None:
-        arguments = {}
-    elif not isinstance(arguments, dict):  # some model wrote it so; templates want an object
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments) or {}
+    if not isinstance(arguments, dict):  # some model wrote it so; templates want an object
         arguments = {"arguments": arguments}
-    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
 
 
@@ -139,54 +124,43 @@ def _texts(content: Any, at: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise Refused(
-            at, f"{at} = {shown(content)} is not text; send a string or a list of text parts"
-        )
+        why = f"{at} = {shown(content)} is not text; send a string or a list of text parts"
+        raise Refused(at, why)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            what = f"a part of type {shown(kind)}" if kind else shown(part)
-            raise Refused(
-                f"{at}[{i}]",
-                f"{at}[{i}] is {what}; this server reads text only: send"
-                " {'type': 'text', 'text': ...}",
-            )
-        texts.append(text)
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
+            why = "this server reads text only: send {'type': 'text', 'text': ...}"
+            raise Refused(f"{at}[{i}]", f"{at}[{i}] = {shown(part)}: {why}")
+        texts.append(part[kind])
     return texts
 
 
 def clean(text: str) -> str:
     """Text without halves of surrogate pairs, which JSON can spell and no tokenizer can read."""
-    return text.encode("utf-8", "replace").decode() if not text.isascii() else text
+    return text.encode("utf-8", "replace").decode()
 
 
-def check_tools(tools: Any, at: str = "tools") -> Tools:
+def check_tools(tools: Any) -> Tools:
     """A list of functions to call; none where `tools` is None. Raises Refused."""
-    if tools is None:
-        return ()
-    if not isinstance(tools, list):
-        raise Refused(at, f"{at} = {shown(tools)} is not a list; send one")
-    names = set()
-    for i, tool in enumerate(tools):
-        where = f"{at}[{i}]"
+    if not isinstance(tools, list | None):
+        raise Refused("tools", f"tools = {shown(tools)} is not a list; send one")
+    names: set[str] = set()
+    for i, tool in enumerate(tools or ()):
+        at = f"tools[{i}]"
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise Refused(where, f"{where} = {shown(tool)}: send type 'function' and function")
-        name, parameters = function.get("name"), function.get("parameters")
-        where = f"{where}.function.name"
-        if not isinstance(name, str) or not name:
-            raise Refused(where, f"{where} is missing; send it")
-        if name in names:
-            raise Refused(where, f"{where} = {name!r} is there twice; send it once")
+            raise Refused(at, f"{at} = {shown(tool)}: send type 'function' and function")
+        name, at = function.get("name"), f"{at}.function"
+        if not isinstance(name, str) or not name or name in names:
+            why = f"{at}.name = {shown(name)} is no name, or there twice; send one of its own"
+            raise Refused(f"{at}.name", why)
         names.add(name)
-        where = f"{at}[{i}].function.parameters"
-        if parameters is not None and not isinstance(parameters, Mapping):
-            raise Refused(
-                where, f"{where} = {shown(parameters)} is not a JSON schema; send an object"
-            )
-    return tools
+        parameters = function.get("parameters")
+        if not isinstance(parameters, Mapping | None):
+            why = f"{at}.parameters = {shown(parameters)} is not a JSON schema; send an object"
+            raise Refused(f"{at}.parameters", why)
+    return tools or ()
 
 
 def types_of(schema: Any) -> set[str]:
@@ -237,10 +211,10 @@ def merged(messages: Messages) -> Messages:
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     both = {**other, **one}
     for key in ("content", "reasoning_content"):
-        if texts := [turn[key] for turn in (one, other) if turn.get(key)]:
-            both[key] = "\n\n".join(texts)
-    if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
-        both["tool_calls"] = calls
+        if key in both:
+            both[key] = "\n\n".join(filter(None, (one.get(key), other.get(key))))
+    if "tool_calls" in both:
+        both["tool_calls"] = one.get("tool_calls", []) + other.get("tool_calls", [])
     return both
 
 
@@ -265,22 +239,19 @@ def spelled_out(messages: Messages, tools: Tools) -> Messages:
     turns: Messages = []
     if tools:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        text = "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL])
+        first = {"role": "system", "content": "\n".join([TOOLS_FOLLOW, *lines, HOW_TO_CALL])}
         if messages[0]["role"] == "system":
-            text = f"{messages[0]['content']}\n\n{text}"
-            messages = messages[1:]
-        turns.append({"role": "system", "content": text})
+            first, messages = _joined(messages[0], first), messages[1:]
+        turns.append(first)
     for message in messages:
-        turn = dict(message)
-        calls = turn.pop("tool_calls", ())
-        turn.pop("tool_call_id", None)
-        texts = [turn["content"]] if turn["content"] else []
+        turn = {key: message[key] for key in message if key not in ("tool_calls", "tool_call_id")}
         if turn["role"] == "tool":
-            turn["role"] = "user"
-            texts = [f"<tool_response>\n{turn['content']}\n</tool_response>"]
-        for call in calls:
-            said = {key: call["function"][key] for key in ("name", "arguments")}
-            texts.append(f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>")
-        turn["content"] = "\n".join(texts)
+            said = f"<tool_response>\n{turn['content']}\n</tool_response>"
+            turn |= {"role": "user", "content": said}
+        texts = [turn["content"]]
+        for call in message.get("tool_calls", ()):
+            said = json.dumps(call["function"], ensure_ascii=False)
+            texts.append(f"<tool_call>\n{said}\n</tool_call>")
+        turn["content"] = "\n".join(filter(None, texts))
         turns.append(turn)
     return turns

@@ -6,20 +6,20 @@ reasoning ends, and an answer that reasons must end its reasoning before it ends
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Refused, Tools
 from mlxspec.text.structured.json_schema import LIMITS, checked_lark, first_line, json_rule
 from mlxspec.text.structured.tools import CALLS, json_calls
-from mlxspec.types import Matcher, shown
+from mlxspec.types import Matcher
 
 MAX_COMPILED = 32  # grammars that are kept
 MAX_BYTES = 1 << 19  # of a grammar
@@ -59,42 +59,34 @@ class Grammars:
         if name:
             functions = [function for function in functions if function["name"] == name]
         if not functions:
-            what = f"{shown(name)} is none of the tools" if name else "there are no tools"
-            raise Refused(where, f"{where}: {what}; send it in tools")
-        kind = getattr(self.tokenizer.tool_parser, "__module__", "no tools").rpartition(".")[2]
+            raise Refused(where, f"{where}: there is no tool {name or ''}; send it in tools")
+        kind = self.tokenizer.tool_parser.__module__.rpartition(".")[2]
         if kind not in CALLS and self.tokenizer.response_transitions:
+            why = f"calls in this model's format, {kind}, cannot be enforced"
             raise Refused(
-                where,
-                f"{where}: calls in this model's format, {kind}, cannot be enforced; send"
-                " tool_choice 'auto' and no format, or 'none'",
+                where, f"{where}: {why}; send tool_choice 'auto' and no format, or 'none'"
             )
         return CALLS.get(kind, json_calls)(self.tokenizer, functions, single, where)
 
     def rules(self, parts: Iterable[str]) -> str:
         """A whole grammar: one of several rules, each with the rules that it needs behind its first
         line."""
-        starts, lines = [], []
-        for i, part in enumerate(parts):
-            starts.append(f"way{i}")
-            lines.append(f"way{i}: {part}")
-        return "\n".join([f"start: {' | '.join(starts)}", *lines])
+        numbered = list(enumerate(parts))
+        start = " | ".join(f"way{i}" for i, _ in numbered)
+        return "\n".join([f"start: {start}", *(f"way{i}: {part}" for i, part in numbered)])
 
     def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
         """A function that makes a matcher for one answer. `thinking`: the prompt has opened the
         reasoning; None: the answer may open it."""
+        vocabulary = self._tokens(where)
+        again = partial(self._compile, lark, where)
         matcher = self._compiled.pop(lark, None)
-        if matcher:
-            matcher.compute_bitmask()  # copies share a lexer, and so an error
-        if matcher is None or matcher.is_error():
-            matcher = self._compile(lark, where)
+        if matcher is None or _warm_error(matcher):  # copies share a lexer, and so an error
+            matcher = again()
         self._compiled[lark] = matcher
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        vocabulary = self._tokens(where)
-        reasoning = bool(thinking and vocabulary.closer)
-        opener = vocabulary.opener if thinking is None else None
-        again = partial(self._compile, lark, where)
-        return lambda: GrammarMatcher(matcher.deep_copy(), again, vocabulary, reasoning, opener)
+        return lambda: GrammarMatcher(matcher.deep_copy(), again, vocabulary, thinking)
 
     def _compile(self, lark: str, where: str) -> LLMatcher:
         if len(lark) > MAX_BYTES:
@@ -104,98 +96,71 @@ class Grammars:
             grammar = LLMatcher.grammar_from_lark(lark)
             matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
         except UnicodeEncodeError as error:
-            raise Refused(
-                where, f"{where} has half a surrogate pair; send whole characters"
-            ) from error
-        matcher.compute_bitmask()  # finds what can never be met, and warms the lexer
-        errors = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-        if errors:
-            why = first_line(errors[0])
+            why = f"{where} has half a surrogate pair; send whole characters"
+            raise Refused(where, why) from error
+        error_or_warnings = _warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
+        if error_or_warnings:
+            why = first_line(error_or_warnings)
             raise Refused(where, f"{where} cannot be honoured: {why}; leave it out")
         return matcher
 
     def _tokens(self, where: str) -> "Vocabulary":
         if self._vocabulary is None:
             try:
-                self._vocabulary = vocabulary_of(self.tokenizer, self.vocab)
+                self._vocabulary = Vocabulary(self.tokenizer, self.vocab)
             except BaseException as error:  # a panic of Rust code is no Exception
-                why = first_line(str(error))
-                raise Refused(
-                    where,
-                    f"{where}: this model's tokenizer takes no grammars ({why}); leave it out",
-                ) from error
+                why = f"this model's tokenizer takes no grammars ({first_line(str(error))})"
+                raise Refused(where, f"{where}: {why}; leave it out") from error
         return self._vocabulary
 
 
-@dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What matchers know of a tokenizer. Sets of tokens are ints, with bit t for token t.
+    """What matchers know of a tokenizer. Sets of tokens are ints, with bit t for token t. Raises
+    whatever llguidance does where it cannot read the tokenizer.
 
-    `thought` is the mask inside the reasoning: all but `ends`, because an answer that ended there
-    would not conform. `opener` and `closer` are the reasoning's markers. `digits` has the length of
-    each token of digits alone. `letter` is a token that may come wherever any text may.
+    `opener` and `closer` are the reasoning's markers. `digits` has the length of each token of
+    digits alone. `letter` is a token that may come wherever any text may.
     """
 
-    inner: LLTokenizer
-    size: int  # of a mask, in bytes
-    every: int
-    ends: int
-    thought: int
-    blanks: int
-    closer: tuple[int, ...]
-    opener: int | None
-    digits: Mapping[int, int]
-    numeral: int  # the tokens in `digits`
-    letter: int
-
-
-def vocabulary_of(tokenizer: TokenizerWrapper, vocab: int) -> Vocabulary:
-    """Raises whatever llguidance does where it cannot read the tokenizer."""
-    ids = range(min(vocab, len(tokenizer)))
-    ends = sorted(token for token in tokenizer.eos_token_ids if token in ids)
-    if not ends:
-        raise ValueError("no token ends an answer")
-    inner = from_tokenizer(tokenizer._tokenizer, eos_token=ends)
-    blanks = [inner.greedy_tokenize(blank) for blank in BLANKS]
-    digits = {}
-    for piece, token in tokenizer.get_vocab().items():
-        if piece.isascii() and piece.isdigit() and token < vocab:
-            digits[token] = len(piece)  # a digit is itself in every alphabet of tokens
-    every = (1 << min(inner.vocab_size, vocab)) - 1
-    start = tuple(tokenizer.think_start_tokens or ())
-    opener = None
-    if len(start) == 1 and tokenizer.think_end_tokens:
-        opener = start[0]
-    return Vocabulary(
-        inner=inner,
-        size=-(-vocab // 8),
-        every=every,
-        ends=_bits(ends),
-        thought=every & ~_bits(ends),
-        blanks=_bits(tokens[0] for tokens in blanks if len(tokens) == 1),
-        closer=tuple(tokenizer.think_end_tokens or ()),
-        opener=opener,
-        digits=digits,
-        numeral=_bits(digits),
-        letter=inner.greedy_tokenize("a")[0],
-    )
+    def __init__(self, tokenizer: TokenizerWrapper, vocab: int) -> None:
+        ends = [token for token in tokenizer.eos_token_ids if token < min(vocab, len(tokenizer))]
+        if not ends:
+            raise ValueError("no token ends an answer")
+        self.inner = from_tokenizer(tokenizer._tokenizer, eos_token=sorted(ends))
+        self.size = -(-vocab // 8)  # of a mask, in bytes
+        self.every = (1 << min(self.inner.vocab_size, vocab)) - 1
+        self.ends = _bits(ends)
+        self.blanks = 0
+        for blank in BLANKS:
+            tokens = self.inner.greedy_tokenize(blank)
+            if len(tokens) == 1:
+                self.blanks |= 1 << tokens[0]
+        self.digits = {}
+        for piece, token in tokenizer.get_vocab().items():
+            if piece.isascii() and piece.isdigit() and token < vocab:
+                self.digits[token] = len(piece)  # a digit is itself in every alphabet of tokens
+        self.numeral = _bits(self.digits)
+        self.letter = self.inner.greedy_tokenize("a")[0]
+        opener: tuple[int, ...] = tokenizer.think_start_tokens or ()
+        self.closer = tuple(tokenizer.think_end_tokens or ())
+        self.opener = opener[0] if len(opener) == 1 else None
 
 
 class GrammarMatcher:
-    """The matcher of one answer. `again` compiles its grammar once more; `opener` is the token that
-    may open the reasoning at the beginning."""
+    """The matcher of one answer. `again` compiles its grammar once more; `thinking`: the reasoning
+    is open; None: the answer may open it."""
 
     def __init__(
         self,
         inner: LLMatcher,
         again: Callable[[], LLMatcher],
         vocabulary: Vocabulary,
-        reasoning: bool,
-        opener: int | None,
+        thinking: bool | None,
     ) -> None:
         self._inner, self._again, self._vocabulary = inner, again, vocabulary
-        self._tail: tuple[int, ...] | None = () if reasoning else None  # of the reasoning
-        self._opener = opener
+        # The last tokens of the reasoning; None: the grammar has begun.
+        self._tail: tuple[int, ...] | None = () if thinking and vocabulary.closer else None
+        self._opener = vocabulary.opener if thinking is None else None
         self._gap = 0  # blanks that may still come between reasoning and answer
         self._digits = 0  # in a row
         self._ended = False
@@ -207,16 +172,13 @@ class GrammarMatcher:
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         began = time.perf_counter()
         rows = [self._retried(self._mask)]
-        seconds = time.perf_counter() - began
-        if seconds > SLOW_S:
+        if time.perf_counter() - began > SLOW_S:
             self._slow += 1
         if self._slow >= MAX_SLOW:  # it would hold up everybody's answers
-            raise RuntimeError(
-                f"a mask takes {seconds:.1f} s: too many ways to read the text; send fewer"
-            )
+            raise RuntimeError("masks take long: too many ways to read the text; send fewer")
         if draft and self._drafts:
             probe = copy(self)
-            probe._inner = self._inner.deep_copy()
+            probe._inner, probe._consumed = self._inner.deep_copy(), []
             try:
                 for token in draft:
                     if not rows[-1] & ~self._vocabulary.ends & 1 << token:
@@ -232,8 +194,7 @@ class GrammarMatcher:
 
     def take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            if self._retried(partial(self._advance, token)):
-                self._consumed.append(token)
+            self._retried(partial(self._advance, token))
 
     def forced(self, most: int) -> list[int]:
         if self._tail is not None or self._gap or self._ended or self._opener is not None:
@@ -261,37 +222,31 @@ class GrammarMatcher:
     def _failure(self) -> RuntimeError:
         return RuntimeError(first_line(self._inner.get_error()))
 
-    def _advance(self, token: int) -> bool:
-        """Go on behind a token that may come. Whether the grammar consumed it."""
+    def _advance(self, token: int) -> None:
+        """Go on behind a token that may come."""
         known = self._vocabulary
+        opener, self._opener = self._opener, None
         if self._tail is not None:
             self._tail = (*self._tail, token)[-len(known.closer) :]
             if self._tail == known.closer:
                 self._tail, self._gap = None, MAX_BLANKS
-            return False
-        opener, self._opener = self._opener, None
-        if token == opener:
+        elif token == opener:
             self._tail = ()
-            return False
-        if known.ends >> token & 1:
+        elif known.ends >> token & 1:
             self._ended = True
-            return False
-        if self._gap and known.blanks >> token & 1 and not self._grammar_mask() >> token & 1:
+        elif self._gap and known.blanks >> token & 1 and not self._grammar_mask() >> token & 1:
             self._gap -= 1
-            return False
-        self._gap = 0
-        if not self._inner.consume_token(token):
+        elif not self._inner.consume_token(token):
             raise self._failure()
-        if token in known.digits:
-            self._digits += known.digits[token]
         else:
-            self._digits = 0
-        return True
+            self._gap = 0
+            self._consumed.append(token)
+            self._digits = self._digits + known.digits[token] if token in known.digits else 0
 
     def _mask(self) -> int:
         known = self._vocabulary
         if self._tail is not None:
-            return known.thought
+            return known.every & ~known.ends  # an answer that ended here would not conform
         if self._ended:
             return known.ends
         mask = self._grammar_mask()
@@ -311,6 +266,13 @@ class GrammarMatcher:
             if ended := mask & ~known.numeral:
                 return ended
         return mask
+
+
+def _warm_error(matcher: LLMatcher) -> str:
+    """The error of a matcher, "" if there is none. The first mask warms the lexer, and finds what
+    can never be met."""
+    matcher.compute_bitmask()
+    return str(matcher.get_error())
 
 
 def _bits(tokens: Iterable[int]) -> int:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
-from itertools import chain
+from itertools import product
 from typing import Any, TypeGuard
 
 from llguidance import LLMatcher, LLParserLimits
@@ -55,12 +55,8 @@ LIMITS = LLParserLimits(
 # Neither pattern reads a character twice: half a megabyte of brackets would take an hour.
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
 LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*+"|/(?:\\.|[^/\\\n])++/|//[^\n]*|#[^\n]*|(["/])')
-# Intersection and negation are llguidance's additions to Lark: some such grammars took 20 GB.
-NOT_IN_LARK = {
-    "&": "write one pattern",
-    r"~(?!\s*\d)": "write what may come",
-    "%json": "send a JSON schema",
-}
+# llguidance's additions to Lark: intersection, negation and schemas. Some such grammars took 20 GB.
+NOT_IN_LARK = re.compile(r"&|~(?!\s*\d)|%json")
 
 
 def json_rule(schema: Any, where: str) -> str:
@@ -78,19 +74,21 @@ def checked_schema(schema: Any, where: str) -> dict[str, Any]:
         height = _height(copy)
     except (RecursionError, ValueError) as error:
         raise Refused(where, f"{where} is not a JSON schema: {error}; send an object") from error
+    if not isinstance(copy, dict):
+        raise Refused(where, f"{where} = {shown(schema)} is not a JSON schema; send an object")
     if len(text) > MAX_BYTES:
         raise Refused(where, f"{where} is larger than {MAX_BYTES >> 10} KB; send a smaller schema")
     if height > MAX_DEPTH:
         raise Refused(where, f"{where} is nested deeper than {MAX_DEPTH}; send a flatter schema")
-    if not isinstance(copy, dict):
-        raise Refused(where, f"{where} = {shown(schema)} is not a JSON schema; send an object")
     _drop(copy)
-    nodes = list(_objects(copy))
-    merges = any(map(_merges, nodes))
+    nodes = [value for _, value in _walk(copy) if isinstance(value, dict)]
     _check_references(copy, nodes, where)
-    _check_patterns(nodes, merges, where)
-    _check_bounds(nodes, merges, where)
     _check_numbers(nodes, where)
+    together = [[node] for node in nodes]  # schemas that may apply to one value
+    if any(map(_merges, nodes)):
+        together = [nodes]
+    for group in together:
+        _check_group(group, where)
     return copy
 
 
@@ -118,9 +116,8 @@ def checked_lark(text: str, where: str) -> str:
     if any(found[1] for found in LITERAL.finditer(text)):  # llguidance takes minutes to find that
         raise Refused(where, f"{where} has a string or a pattern without its end; close it")
     bare = LITERAL.sub('""', text)
-    for sign, fix in NOT_IN_LARK.items():
-        if found := re.search(sign, bare):
-            raise Refused(where, f"{where}: {found[0]} is not taken in a grammar; {fix}")
+    if sign := NOT_IN_LARK.search(bare):
+        raise Refused(where, f"{where}: {sign[0]} is not taken in a grammar; write what may come")
     if len(re.findall(r"[(\[:]", bare)) > MAX_LEVELS:
         raise Refused(where, f"{where} has more than {MAX_LEVELS} rules and groups; send fewer")
     return text
@@ -147,16 +144,15 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value)) if isinstance(value, list) else []
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects inside a JSON value, itself first. Most are schemas; a few more are checked."""
-    if isinstance(value, dict):
-        yield value
+def _walk(value: Any, depth: int = 1) -> Iterator[tuple[int, Any]]:
+    """All values inside a JSON value, with their depths, itself first."""
+    yield depth, value
     for _, each in _items(value):
-        yield from _objects(each)
+        yield from _walk(each, depth + 1)
 
 
 def _height(value: Any) -> int:
-    return 1 + max((_height(each) for _, each in _items(value)), default=0)
+    return max(depth for depth, _ in _walk(value))
 
 
 def _merges(node: dict[str, Any]) -> bool:
@@ -164,104 +160,72 @@ def _merges(node: dict[str, Any]) -> bool:
     combined = sum(key in node for key in ("anyOf", "oneOf", "$ref"))
     if isinstance(node.get("allOf"), list):
         combined += len(node["allOf"])
-    if MERGED & node.keys():
-        combined += 1
-    return combined > 1
+    return combined + bool(MERGED & node.keys()) > 1
 
 
 def _check_references(root: dict[str, Any], nodes: Nodes, where: str) -> None:
-    targets = {}
+    levels = {}
     for node in nodes:
         if node is not root and isinstance(node.get("$id"), str):  # the base of other references
             raise Refused(where, f'{where}: an inner "$id" cannot be honoured; leave it out')
-        if isinstance(ref := node.get("$ref"), str):
-            if not re.fullmatch(r"#(/[^/~%]+)*", ref):
-                raise Refused(
-                    where,
-                    f"{where}: $ref = {shown(ref)} is not in the schema; write it as #/$defs/name",
-                )
-            targets[ref] = _height(_target(root, ref))
-    if sum(targets.values()) > MAX_LEVELS:
-        raise Refused(
-            where, f"{where} has more than {MAX_LEVELS} levels in what $ref names; send fewer"
-        )
-
-
-def _target(root: Any, ref: str) -> Any:
-    """What a $ref names; None where llguidance will say that there is nothing."""
-    node = root
-    for step in ref.split("/")[1:]:
-        node = {str(key): value for key, value in _items(node)}.get(step)
-    return node
-
-
-def _check_patterns(nodes: Nodes, merges: bool, where: str) -> None:
-    patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
-    if merges and len(patterns) > MAX_PATTERNS:
-        raise Refused(
-            where,
-            f"{where}: more than {MAX_PATTERNS} patterns in a schema that combines schemas cannot"
-            " be honoured; leave some out",
-        )
-
-
-def _check_bounds(nodes: Nodes, merges: bool, where: str) -> None:
-    """Refuses exclusive bounds by which llguidance would take an excluded integer: it does where
-    both bounds are in one unit. Moves bounds beyond exact integers inwards."""
-    groups: list[list[tuple[str, float]]] = []
-    for node in nodes:
-        bounds = []
-        for key in (*LOWER, *UPPER):
-            value = node.get(key)
-            if not _is_number(value):
-                continue
-            node[key] = max(value, -MAX_INT) if key in LOWER else min(value, MAX_INT)
-            if _is_inexact(node[key]):
-                raise Refused(where, f"{where}: {key} = {shown(value)} is not exact; {EXACT_HINT}")
-            bounds.append((key, node[key]))
-        groups.append(bounds)
-    if merges:
-        groups = [list(chain(*groups))]
-    if any(map(_are_loose, groups)):
-        raise Refused(
-            where,
-            f"{where}: exclusive bounds less than 1 apart cannot be honoured; send minimum and"
-            " maximum",
-        )
-
-
-def _are_loose(bounds: list[tuple[str, float]]) -> bool:
-    """Whether an excluded integer is less than 1 away from an opposite bound."""
-    for exclusive, opposite in (("exclusiveMinimum", UPPER), ("exclusiveMaximum", LOWER)):
-        values = [value for key, value in bounds if key in opposite]
-        near = {*map(math.floor, values), *map(math.ceil, values)}
-        if any(key == exclusive and value in near for key, value in bounds):
-            return True
-    return False
+        ref = node.get("$ref")
+        if not isinstance(ref, str):
+            continue
+        if not re.fullmatch(r"#(/[^/~%]+)*", ref):
+            why = f"{where}: $ref = {shown(ref)} is not in the schema; write it as #/$defs/name"
+            raise Refused(where, why)
+        target: Any = root
+        for step in ref.split("/")[1:]:
+            target = {str(key): value for key, value in _items(target)}.get(step)
+        levels[ref] = _height(target)
+    if sum(levels.values()) > MAX_LEVELS:
+        why = f"{where} has more than {MAX_LEVELS} levels in what $ref names; send fewer"
+        raise Refused(where, why)
 
 
 def _check_numbers(nodes: Nodes, where: str) -> None:
+    """Refuses numbers that llguidance would read inexactly, and moves bounds beyond exact integers
+    inwards. Also what it can count only with a state for each number, or not at all."""
     multiple = 1
     for node in nodes:
-        for key in ("const", "enum"):
-            if any(map(_is_inexact, _numbers(node.get(key)))):
-                raise Refused(where, f"{where}: {key} has a number that is not exact; {EXACT_HINT}")
-        step, least, required = map(node.get, ("multipleOf", "minProperties", "required"))
+        for key in LOWER + UPPER:
+            if _is_number(bound := node.get(key)):
+                node[key] = max(bound, -MAX_INT) if key in LOWER else min(bound, MAX_INT)
+        for key in ("const", "enum", *LOWER, *UPPER):
+            for _, value in _walk(node.get(key)):
+                if _is_number(value) and _is_inexact(value):
+                    why = f"{where}: {key} has {value}, which is not exact; {EXACT_HINT}"
+                    raise Refused(where, why)
+        step = node.get("multipleOf")
         if _is_number(step):
             multiple = math.lcm(multiple, _digits(step))
         if not 1 <= multiple <= MAX_MULTIPLE:
-            raise Refused(
-                where,
-                f"{where}: multipleOf = {shown(step)} cannot be honoured: the digits of all of them"
-                f" in a schema together may make 1 to {MAX_MULTIPLE}; leave it out",
-            )
+            why = f"together the digits of all in a schema may make 1 to {MAX_MULTIPLE}"
+            raise Refused(where, f"{where}: multipleOf = {shown(step)}: {why}; leave it out")
+        least, required = node.get("minProperties"), node.get("required")
         names = set(map(str, required)) if isinstance(required, list) else ()
         if _is_number(least) and least > 1 + len(names):
-            raise Refused(
-                where,
-                f"{where}: minProperties = {shown(least)} cannot be honoured, names may come twice;"
-                " use required",
-            )
+            why = "cannot be honoured, names may come twice; use required"
+            raise Refused(where, f"{where}: minProperties = {shown(least)} {why}")
+
+
+def _check_group(nodes: Nodes, where: str) -> None:
+    """Refuses exclusive bounds so near to another that llguidance would take an excluded integer,
+    and patterns that may meet on one string."""
+    for low, high in product(LOWER, UPPER):
+        if (low, high) == ("minimum", "maximum"):
+            continue
+        for one, other in product(_numbers(nodes, low), _numbers(nodes, high)):
+            if abs(one - other) < 1:
+                why = "exclusive bounds less than 1 apart cannot be honoured"
+                raise Refused(where, f"{where}: {why}; send minimum and maximum")
+    if len({str(node["pattern"]) for node in nodes if "pattern" in node}) > MAX_PATTERNS:
+        why = f"more than {MAX_PATTERNS} patterns in a schema that combines schemas"
+        raise Refused(where, f"{where}: {why} cannot be honoured; leave some out")
+
+
+def _numbers(nodes: Nodes, key: str) -> set[float]:
+    return {node[key] for node in nodes if _is_number(node.get(key))}
 
 
 def _digits(number: float) -> int:
@@ -271,14 +235,7 @@ def _digits(number: float) -> int:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _numbers(value: Any) -> list[float]:
-    """All numbers inside a JSON value."""
-    if _is_number(value):
-        return [value]
-    return [number for _, each in _items(value) for number in _numbers(each)]
+    return type(value) in (int, float)
 
 
 def _is_inexact(number: float) -> bool:
@@ -286,5 +243,5 @@ def _is_inexact(number: float) -> bool:
     exactly."""
     if isinstance(number, int):
         return abs(number) > MAX_INT
-    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
-    return len(digits) > 15 or abs(int(exponent)) > 22 or abs(number) >= 1e15
+    too_long = float(f"{number:.15g}") != number
+    return too_long or abs(number) >= 1e15 or 0 < abs(number) < 1e-8

@@ -142,26 +142,28 @@ def _value(
     rule: str,
 ) -> tuple[str, list[str]]:
     """What a parameter's value may be, with its closing tag, and the rules that this needs."""
-    own, close = root.get("properties", {}).get(name), quoted(CLOSE)
-    schema: dict[str, Any] = own if isinstance(own, dict) else {}
-    kind, types = schema.get("type"), types_of(schema)
-    if values := [schema["const"]] if "const" in schema else schema.get("enum"):
+    schema, close = root.get("properties", {}).get(name), quoted(CLOSE)
+    if not isinstance(schema, dict):
+        schema = {}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if values:
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         pairs = zip(texts, values, strict=True)
-        texts = [text for text, value in pairs if _reads(tokenizer, function, name, text, value)]
-        if not texts:
-            raise Refused(
-                where,
-                f"{where}: no value of {name} can be written in this model's format; change them",
-            )
-        return f"({' | '.join(map(quoted, texts))}) {close}", []
+        fit = [
+            quoted(text) for text, value in pairs if _reads(tokenizer, function, name, text, value)
+        ]
+        if not fit:
+            why = f"no value of {name} can be written in this model's format"
+            raise Refused(where, f"{where}: {why}; change them")
+        return f"({' | '.join(fit)}) {close}", []
+    types = types_of(schema)
     if types and "string" not in types:
-        if kind in ("integer", "number"):  # more digits could overflow the parser's float
+        if schema.get("type") in ("integer", "number"):  # more digits: infinite for the parser
             schema = {"minimum": -MAX_INT, "maximum": MAX_INT, **schema}
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"{json_rule({**shared, **schema}, where)} {close}", []
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if kind != "string" or (not least and most == ""):
+    if schema.get("type") != "string" or (not least and most == ""):
         return rule, [f"{rule}: TEXT {close}"]
     size = f"/(?s:.{{{least},{most}}})/"
     return rule, [f"{rule}: {rule}T {close}", f"{rule}T: TEXT & {size}"]
@@ -173,13 +175,8 @@ def _reads(
     """Whether mlx-lm's parser reads the text of a parameter as this value."""
     call = f"<function={function['name']}>\n<parameter={name}>\n{text}{CLOSE}</function>"
     try:
-        found = tokenizer.tool_parser(call, [{"type": "function", "function": function}])[
-            "arguments"
-        ]
+        found = tokenizer.tool_parser(call, [{"type": "function", "function": function}])
     except Exception:  # a parser raises whatever its author chose
         return False
-    return (
-        list(found) == [name]
-        and json.dumps(found[name]) == json.dumps(value)
-        and "</tool_call>" not in text
-    )
+    same = json.dumps(found["arguments"]) == json.dumps({name: value})
+    return same and "</tool_call>" not in text

@@ -282,8 +282,7 @@ class Sequence:
     Lengths nest: `cached <= computed <= len(tokens) + pending`. `tokens` are prompt and output as
     far as the host has read them; `pending` counts sampled tokens in flight, as if every draft in
     flight were rejected. `computed` counts positions whose KV is written or submitted, `cached`
-    those taken from the prefix cache, `shared` those in blocks that others may read, which are
-    never written again.
+    those taken from the prefix cache.
     """
 
     request: Request
@@ -294,7 +293,6 @@ class Sequence:
     pending: int = 0
     inflight_drafts: int = 0  # drafted tokens in flight: `pending` may turn out larger by so many
     cached: int = 0
-    shared: int = 0
     table: list[int] = field(default_factory=list)  # block ids by position // block_size
     windows: list[list[int]] = field(default_factory=list)  # tables of sliding-window layers
     marks: list[int] = field(default_factory=list)  # blocks where a later prompt may branch off

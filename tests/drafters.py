@@ -78,9 +78,7 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
     if kind in ("model", "chain"):
         own = small
         if not isinstance(small, Told):
-            own = Runner(
-                small, "rows", e.runner.view.block_size, e.scheduler.pool.size, shares=True
-            )
+            own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size)
         model = DraftModel(own, tiny.VOCAB, row)
     copying = NgramDrafter()
     if kind not in ("suffix", "chain"):

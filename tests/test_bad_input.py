@@ -676,15 +676,6 @@ def test_a_file_that_holds_anything(tmp_path: Path, name: str) -> None:
             assert str(file) in str(error)
 
 
-def test_costs_that_are_read_can_be_reckoned_with(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    for wrong in ("1e999", "NaN", "-1", "0", "1e7", "1, 1"):
-        file.write_text(json.dumps(KNOWN).replace("[[1, ", f"[[{wrong}, "))
-        assert WarmupCache.load(file) is None
-    file.write_text(json.dumps(KNOWN))
-    assert WarmupCache.load(file) is not None
-
-
 def test_weights_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "none")
     assert models.weight_bytes(tmp_path) == 0 and len(models.damage(tmp_path)) == 1

@@ -265,7 +265,6 @@ def check_sequences(s: Scheduler) -> None:
     assert len(s.running) <= s.max_sequences
     for seq in (*s.running, *s.waiting):
         assert seq.finish is None, "an ended sequence is still listed"
-        assert seq.shared <= seq.prompt_len or seq.generated, "shared beyond the prompt"
         assert seq.computed <= len(seq.table) * s.pool.block_size, "computed without a block"
         assert seq.computed <= seq.known, "computed what does not exist"
 

@@ -96,8 +96,8 @@ class KVOffloader:
         end: the same prompt leaves a token."""
         for number, window in enumerate(self.cache.layers):
             blocks = window.pool.by_key
-            size = RUN_BYTES // self.transfer.block_bytes(number)
-            size = max(1, min(RUN_BLOCKS, size))
+            bytes_each = max(1, self.transfer.block_bytes(number))  # 0: all layers are recurrent
+            size = max(1, min(RUN_BLOCKS, RUN_BYTES // bytes_each))
             first = window.first((len(keys) - 1) * window.pool.block_size)
             for start in range(first, len(keys), size):
                 lacking = {}

@@ -197,7 +197,6 @@ class KVCacheManager:
         seq.keys = list(match.keys)
         seq.state = match.state
         seq.computed = match.length
-        seq.shared = len(match.keys) * size
         seq.marks = []
         if match.known > match.length:
             seq.marks.append(match.known // size)
@@ -259,7 +258,7 @@ class KVCacheManager:
         seq.windows = [[] for _ in self.windows]
         seq.keys = []
         seq.state = seq.batch = None
-        seq.computed = seq.shared = seq.cached = 0
+        seq.computed = seq.cached = 0
 
     def _free(self, tables: Sequence[Sequence[int]]) -> None:
         for pool, table in zip(self.pools, tables, strict=True):

@@ -273,9 +273,7 @@ def _speculate(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> 
 def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftModel:
     """The draft model over the target's block ids; `table` are blocks to measure it with."""
     pool = engine.scheduler.pool
-    runner = Runner(
-        small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk, shares=True
-    )
+    runner = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
     runner.grow_on_demand(lambda: [pool.highest])
     seconds = one_row(runner, table)
     return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)

@@ -16,7 +16,7 @@ import numpy as np
 from mlxspec.kernels import Group
 from mlxspec.model.pages import View, placed
 from mlxspec.model.sampler import Row, Sampled, read
-from mlxspec.types import NULL_BLOCK, Entry, Logprob, Tap
+from mlxspec.types import Entry, Logprob, Tap
 from mlxspec.types import Sequence as Seq
 
 
@@ -121,7 +121,7 @@ def bucket(entry: Entry, block_size: int) -> tuple[int, int]:
     return entry.rows, (-(-entry.end // block_size) - 1).bit_length()
 
 
-def stage(view: View, plan: Sequence[Entry], offsets: mx.array | None, write_shared: bool) -> None:
+def stage(view: View, plan: Sequence[Entry], offsets: mx.array | None) -> None:
     """Fill the view with positions, slots and groups. Neighbours of one bucket are a group."""
     size = view.block_size
     where: mx.array | None = None  # of each row's slot, among those of all possible positions
@@ -134,7 +134,9 @@ def stage(view: View, plan: Sequence[Entry], offsets: mx.array | None, write_sha
     for i, pool in enumerate(view.blocks):
         slots: list[int] = []
         for e in plan:
-            slots += _slots(e, e.seq.tables[i], size, write_shared)
+            table = e.seq.tables[i]
+            for at in range(e.start, e.end + e.inflight_drafts):
+                slots.append(table[at // size] * size + at % size)
         view.slots[pool] = placed(slots) if where is None else mx.array(slots, mx.int32)[where]
     view.groups = []
     row, first = 0, 0
@@ -149,15 +151,6 @@ def stage(view: View, plan: Sequence[Entry], offsets: mx.array | None, write_sha
             late = offsets[first:last]
         view.groups.append(Group(row, end, rows, starts, tables, size, late, spread))
         row, first = end, last
-
-
-def _slots(entry: Entry, table: list[int], size: int, write_shared: bool) -> list[int]:
-    """Where rows of the entry may write. Shared blocks are not written: the null block instead."""
-    shared = 0 if write_shared else entry.seq.shared
-    slots = []
-    for at in range(entry.start, entry.end + entry.inflight_drafts):
-        slots.append(table[at // size] * size + at % size if at >= shared else NULL_BLOCK)
-    return slots
 
 
 def starts_of(plan: Iterable[Entry]) -> dict[Entry, int]:

@@ -63,14 +63,13 @@ class Runner:
         windows: Mapping[int, int] | None = None,
         trunk: bool = True,
         lone: bool = False,
-        shares: bool = False,
         rollback: bool = True,
         kv_bits: int = 0,
     ) -> None:
-        """`trunk`: only sampled rows reach lm_head. `lone`: one sequence per forward. `shares`:
-        shared blocks are written too, with the same values. `rollback`: recurrent layers can drop
-        rejected drafts. `kv_bits`: 8 or 4 bits per value in the pools; 0: as computed."""
-        self.model, self.layout, self.shares = model, layout, shares
+        """`trunk`: only sampled rows reach lm_head. `lone`: one sequence per forward.
+        `rollback`: recurrent layers can drop rejected drafts. `kv_bits`: 8 or 4 bits per value in
+        the pools; 0: as computed."""
+        self.model, self.layout = model, layout
         self.lone = lone or layout == "solo"
         self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
         self._given: Callable[[], Sequence[int]] | None = None
@@ -264,7 +263,7 @@ class Runner:
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
-            stage(view, batch, offsets, self.shares)
+            stage(view, batch, offsets)
         if self.layout != "rows":
             length = batch[0].rows
             at = np.array(sampled, np.int32)[:, None]

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxspec.model.batch import Step, build_inputs
+from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout, weights
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
@@ -188,12 +188,13 @@ class DraftModel:
 
     def _inputs(self, entries: Plan, previous: Step | None, offsets: mx.array | None) -> mx.array:
         """Input tokens int32 [T]; those in flight are taken lazily from `previous`."""
-        ids, last = build_inputs(entries, previous, offsets)
+        ids = build_inputs(entries, previous, offsets)
         overlapped = [n for n, e in enumerate(entries) if e.inflight_drafts]
         if overlapped and previous is not None and offsets is not None:
             spans = [previous.spans[entries[n].seq] for n in overlapped]
             rows = mx.array(spans) + offsets[mx.array(overlapped)]
-            holes = [last[n] - 1 for n in overlapped]
+            starts = starts_of(entries)
+            holes = [starts[e] + e.count - 2 for e in entries if e.inflight_drafts]
             ids[mx.array(holes)] = previous.ids[rows]
         return ids
 

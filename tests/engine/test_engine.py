@@ -214,18 +214,19 @@ def test_no_step_leaves_a_graph_behind(kind: str, layout: Layout) -> None:
 
 
 def test_a_whole_hit_leaves_the_shared_blocks_alone(qwen3) -> None:
-    """The one row that a whole hit computes writes to the null block: in another batch the same row
-    may get other last bits, and others are reading."""
+    """The one row that a whole hit computes writes to a copy of the last block: in another batch the
+    same row may get other last bits, and others are reading."""
     e = tiny.engine(qwen3, block=8)
     e.add(tiny.request("r", range(24), 1))
     tiny.run(e)
+    known = set(e.scheduler.pool.keys)
     e.add(tiny.request("r", range(24), 3))
-    e.step()
-    assert e.counters["cached_tokens"] == 23 and e.runner.view.slots[None] == slice(0, 1)
-    e.step()
-    (own,) = range(8 * 64)[e.runner.view.slots[None]]
-    shared = e.scheduler.running[0].table[:3]
-    assert own // 8 not in (NULL_BLOCK, *shared)
+    written = []
+    for _ in range(3):
+        e.step()
+        written += range(8 * 64)[e.runner.view.slots[None]]
+    assert e.counters["cached_tokens"] == 23 and len(known) == 3
+    assert not {slot // 8 for slot in written} & {NULL_BLOCK, *known}
     tiny.run(e)
 
 

@@ -118,8 +118,9 @@ class Mock:
             zip(e.seq.tables, [1 << 30, *self.windows], strict=True)
         ):
             slot = [block * SIZE + i for block in table for i in range(SIZE)]
-            for at in range(max(e.start, e.seq.shared), e.end):
-                assert table[at // SIZE] != 0
+            refs = self.s.kv.pools[group].refs
+            for at in range(e.start, e.end):
+                assert table[at // SIZE] != 0 and refs[table[at // SIZE]] == 1, "others read it"
                 self.slots[group, slot[at]] = tuple(tokens[: at + 1])
             for at in range(max(0, e.start - window + 1), e.end):
                 assert table[at // SIZE] != 0

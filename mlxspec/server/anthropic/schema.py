@@ -32,6 +32,7 @@ REFUSED: Refused = {
     "reasoning": None,
     "enable_thinking": None,
     "functions": [],
+    "parallel_tool_calls": True,
     "mcp_servers": [],
     "container": None,
     "grammar": None,

@@ -194,7 +194,7 @@ def _check_numbers(nodes: Nodes, where: str) -> None:
         for key in ("const", "enum", *LOWER, *UPPER):
             for _, value in _walk(node.get(key)):
                 if _is_number(value) and _is_inexact(value):
-                    why = f"{where}: {key} has {value}, which is not exact; {EXACT_HINT}"
+                    why = f"{where}: {key} has {shown(value)}, which is not exact; {EXACT_HINT}"
                     raise Refused(where, why)
         step = node.get("multipleOf")
         if _is_number(step):

@@ -1,9 +1,15 @@
-"""THE test: whatever the engine does, the tokens are those of plain decoding by mlx-lm, by ==."""
+"""THE test: whatever the engine does, the tokens are those of plain decoding by mlx-lm, by ==.
+
+`make test` runs every second row, so that each drafter meets each layout, budget and temperature;
+`make test-slow` runs them all.
+"""
 
 import functools
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,13 +43,28 @@ RUNS = [  # a draft model needs the rows layout, and solo takes no draft back
 # windows.
 MORE = [
     *((kind, "rect", True) for kind in ("qwen3_next", "qwen3_5", "nemotron_h", "lfm2")),
-    ("kimi_linear", "gather", True),
     ("mamba", "rect", False),  # its state cannot be rolled back: it decodes without drafts
+    ("kimi_linear", "gather", True),
     ("deepseek_v3", "gather", True),
     ("gemma4_text", "rows", True),
 ]
 
-MORE_RUNS = [(*more, name) for more in MORE for name in DRAFTERS if more[2] or name == "plain"]
+
+def in_turn(*axes: list[Any]) -> list[Any]:
+    """The product of the axes, of which every second row, as on a chessboard, is slow. A row is the
+    values of its axes in one tuple."""
+    rows = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[i] for axis, i in zip(axes, places, strict=True)]
+        row = []
+        for value in values:
+            row += value if isinstance(value, tuple) else [value]
+        marks = [pytest.mark.slow] if sum(places) % 2 else []
+        rows.append(pytest.param(*row, marks=marks))
+    return rows
+
+
+MORE_RUNS = [run for run in in_turn(MORE, DRAFTERS) if run.values[2] or run.values[3] == "plain"]
 
 
 @functools.cache
@@ -143,9 +164,9 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = N
     return tiny.run(e, lambda i: [e.add(r) for r in joins.get(i, ())], last=max(joins, default=0))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("budget", [1, 7, 64])
-@pytest.mark.parametrize("kind, layout, lone, name", RUNS)
+@pytest.mark.parametrize(
+    "kind, layout, lone, name, budget, temperature", in_turn(RUNS, [1, 7, 64], [0.0, 0.8])
+)
 def test_batch(
     kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float
 ) -> None:
@@ -164,7 +185,7 @@ def test_batch(
 
 @pytest.mark.parametrize(
     "kind, layout, rollback, name",
-    [run for run in MORE_RUNS if run[1] != "rows" or run[3] in ("plain", "chain")],
+    [run for run in MORE_RUNS if run.values[1] != "rows" or run.values[3] in ("plain", "chain")],
 )
 def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
     """Neighbours join and leave, some are cut off; where the pool is small, they push each other
@@ -185,9 +206,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
     same(kind, outputs, {n: r for n, r in all_of.items() if n != "alone"})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("kind", PAGED)
+@pytest.mark.parametrize("kind, name, temperature", in_turn(PAGED, DRAFTERS, [0.0, 0.8]))
 def test_hits(kind: str, name: str, temperature: float) -> None:
     """Every prompt again, alone, when everything is cached: the same tokens, one token of
     compute."""
@@ -228,7 +247,7 @@ def test_more_hits(kind: str, layout: str, rollback: bool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, layout, rollback, name",
-    [(kind, "rows", True, name) for kind in PAGED for name in DRAFTERS] + MORE_RUNS,
+    in_turn([(kind, "rows", True) for kind in PAGED], DRAFTERS) + MORE_RUNS,
 )
 def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Path) -> None:
     """Another process answers the same prompts and goes on with one, from what the first left on
@@ -249,9 +268,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
     assert disk.stats().hits > 0 and e.counters["cached_tokens"] >= 2 * 4 * BLOCK
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("kind", PAGED)
+@pytest.mark.parametrize("kind, name, temperature", in_turn(PAGED, DRAFTERS, [0.0, 0.8]))
 def test_preemption(kind: str, name: str, temperature: float) -> None:
     """A pool so small that sequences push each other out and come back."""
     all_of = requests(temperature)

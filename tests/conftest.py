@@ -37,9 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # What is imported by now lives as long as the tests; each full collection would walk it.
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
     from tests.metalsim.settings import config as simulator
 
     simulator.order = config.getoption("metal_order")

@@ -19,6 +19,7 @@ from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import attach, copies, like
 from tests.liar import NoisyOracle
+from tests.test_lossless import in_turn
 
 PROMPT = (5, 6, 7)
 TOKENS = (17, 58, 141, 272)
@@ -145,8 +146,7 @@ def check(kind: str, temperature: float, n: int) -> None:
     assert max(at for _, at, _, kept in drafts if kept) >= 2
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind, temperature", in_turn(DRAFTERS, [0.5, 1.0]))
 def test_chi_square(kind: str, temperature: float) -> None:
     check(kind, temperature, 1200)
 

@@ -16,7 +16,7 @@ serve: .venv/installed
 	$(BIN)/mlxspec serve
 
 test: .venv/developed
-	scripts/test -n auto --maxprocesses 4 --dist worksteal
+	scripts/test -n 3 --dist worksteal
 
 test-slow: .venv/developed
 	scripts/test -m "(slow or hypothesis) and not metal" --hypothesis-profile=random -o faulthandler_timeout=1800

@@ -165,8 +165,8 @@ def lagging(kind: str) -> Any:
         ("gpt_oss", "rows", False),
         ("llama", "gather", False),
         ("gemma2", "gather", True),
-        ("qwen3:4", "rows", False),
-        ("llama:8", "gather", False),
+        pytest.param("qwen3:4", "rows", False, marks=pytest.mark.slow),
+        pytest.param("llama:8", "gather", False, marks=pytest.mark.slow),
     ],
 )
 def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: bool) -> None:

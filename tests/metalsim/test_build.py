@@ -19,6 +19,7 @@ for k in range(2):
 """
 
 
+@pytest.mark.slow
 def test_processes_share_an_empty_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "METALSIM_CACHE": str(tmp_path / "cache")}
     racers = [

@@ -97,6 +97,7 @@ def test_the_order_of_threadgroups_and_lanes(threadgroups: int) -> None:
         assert sorted(starts) == list(range(threadgroups))
 
 
+@pytest.mark.slow
 def test_the_option_sets_the_order() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--metal-order", "1"]
     test = "tests/metalsim/test_launch.py::test_the_option_is_the_setting"

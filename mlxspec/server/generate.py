@@ -155,11 +155,11 @@ class Generation:
                 row.rate = (row.generated - len(self.last)) / seconds
             return row
         # The engine lists each running choice in order; the first one has the prefix match.
+        ids = [request.id for request in self.requests]
         seated = self.model.server.engine.models()[self.model.name].stats.seated
-        running = dict(reversed(seated))
-        matched = [running[request.id] for request in self.requests if request.id in running]
+        matched = {id: cached for id, cached in reversed(seated) if id in ids}
         if matched:
-            row.state, row.cached = "reading", sum(matched)
+            row.state, row.cached = "reading", sum(matched.values())
         return row
 
     def _finish(self) -> None:

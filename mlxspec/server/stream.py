@@ -74,11 +74,11 @@ class Choice:
         parts = self.parts.feed(text)
         if self.finish is not None:
             parts += self.parts.finish()
-        if self.single and self.parts.calls:
-            del self.parts.calls[1:]
+        if self.single and self.calls:
+            del self.calls[1:]
             self.finish = "stop"
-            first = next(n for n, part in enumerate(parts) if part.kind == "call")
-            del parts[first + 1 :]
+            while parts[-1].call is not self.calls[0]:
+                parts.pop()
         return parts
 
     @property
@@ -106,10 +106,9 @@ def _failure(output: Output) -> ApiError:
     if output.fault == "model":
         return unavailable(output.error)
     if output.fault == "prompt":
-        return ApiError(400, output.error, code="context_length_exceeded")
+        return ApiError(400, output.error, None, "context_length_exceeded")
     if output.fault == "client":
-        why = "the answer ends here: too much of it was not read in time; read it as it comes"
-        return ApiError(408, why)
+        return ApiError(408, "too much of the answer was not read in time; read it as it comes")
     return ApiError(500, f"the engine failed: {output.error}")
 
 
@@ -203,4 +202,6 @@ def speculation(choices: Sequence[Choice]) -> str:
     share = 100 * counts.kept / counts.drafted
     text = f"{counts.generated / rounds:.1f} tok/round, {share:.0f} % of drafts kept"
     accepted = ", ".join(f"{count} by {source}" for source, count in sources.items() if count)
-    return f"{text} ({accepted})" if accepted else text
+    if accepted:
+        text += f" ({accepted})"
+    return text

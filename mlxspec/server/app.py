@@ -51,8 +51,11 @@ def create_app(
         methods, place = endpoint.split()
         for each in {place, place.removeprefix("/v1")}:
             routes.append(Route(each, do, methods=methods.split(",")))
-    guard = Middleware(protect, config=config)
-    app = Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(protect, config=config)],
+        exception_handlers=HANDLERS,
+    )
     name = engine.info.name
     paths = {name: path, **(others or {})}
     app.state.server = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
@@ -88,7 +91,12 @@ async def health(http: HttpRequest) -> Response:
     stats = state.engine.stats()
     served = state.engine.models().items()
     loaded = [name for name, model in served if model.status == "loaded"]
-    body = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
+    body = {
+        "status": "ok",
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "loaded": loaded,
+    }
     if state.note:
         body["note"] = state.note
     return JSONResponse(body)
@@ -184,7 +192,11 @@ async def tokenize(http: HttpRequest) -> Response:
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
     work = model.server.on_text_thread(_tokens, model, body, options)
     ids = await while_connected(http.receive, work)
-    counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
+    counts = {
+        "count": len(ids),
+        "max_model_len": model.info.context,
+        "tokens": ids,
+    }
     return JSONResponse(counts, headers=model.server.report(ignored + unread))
 
 

@@ -114,13 +114,15 @@ def _failure(output: Output) -> ApiError:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a response. Of `drafted` tokens, `kept` are part of the answers."""
+    """Token counts of a response, in `rounds` that sampled. Of `drafted` tokens, `kept` are part of
+    the answers."""
 
     prompt: int = 0
     generated: int = 0
     cached: int = 0
     drafted: int = 0
     kept: int = 0
+    rounds: int = 0
 
 
 class ResponseWriter(Protocol):
@@ -187,20 +189,20 @@ def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
         made.generated += choice.reader.count
         made.drafted += choice.output.drafted
         made.kept += choice.kept
+        made.rounds += choice.output.rounds
     return made
 
 
 def speculation(choices: Sequence[Choice]) -> str:
     """For the log: tokens per round, and the share of drafted tokens that were kept, by source; ""
     where nothing was drafted."""
-    counts, rounds, sources = usage((), choices), 0, Counter[str]()
-    for choice in choices:
-        rounds += choice.output.rounds
-        sources.update(dict(choice.output.accepted))
+    counts, sources = usage((), choices), Counter[str]()
     if not counts.drafted:
         return ""
+    for choice in choices:
+        sources.update(dict(choice.output.accepted))
     share = 100 * counts.kept / counts.drafted
-    text = f"{counts.generated / rounds:.1f} tok/round, {share:.0f} % of drafts kept"
+    text = f"{counts.generated / counts.rounds:.1f} tok/round, {share:.0f} % of drafts kept"
     accepted = ", ".join(f"{count} by {source}" for source, count in sources.items() if count)
     if accepted:
         text += f" ({accepted})"

@@ -25,7 +25,8 @@ class Store:
 
     def add(self, response: Json, items: list[Json]) -> None:
         id = response["id"]
-        self._stored[id] = to_json((response, items), inf_nan_mode="null")
+        pair = response, items
+        self._stored[id] = to_json(pair, inf_nan_mode="null")
         for item in items + response["output"]:
             self._owners[item["id"]] = id
         while sum(map(len, self._stored.values())) > self.max_bytes:
@@ -67,5 +68,6 @@ class Store:
         if item.get("type") != "item_reference":
             return item
         id = str(item.get("id"))
-        _, items = self.get(self._owners.get(id, f"item {id}"), f"{at}.id")
+        owner = self._owners.get(id, f"item {id}")
+        _, items = self.get(owner, f"{at}.id")
         return next(one for one in items if one["id"] == id)

@@ -38,10 +38,6 @@ BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 Ended = Callable[[int], None]
 
 
-class Stopped(SystemExit):
-    """A signal arrived before the event loop ran."""
-
-
 def serve_model(
     config: Config,
     listener: socket.socket | None = None,
@@ -59,15 +55,18 @@ def serve_model(
     if listener:
         host, port = listener.getsockname()[:2]
         config = replace(config, host=host, port=port)
+
+    def stop(*_: object) -> None:
+        for number in _signals():
+            signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
+        log.info("stopped while loading")
+        ended(0)
+        _exit(0)  # the loading thread could run for minutes
+
     for number in _signals():
-        signal.signal(number, _stop)  # until the event loop takes over
+        signal.signal(number, stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
-        try:
-            app, worker = _load(config, asleep, note)
-        except Stopped:
-            log.info("stopped while loading")
-            ended(0)
-            _exit(0)  # the loading thread could run for minutes
+        app, worker = _load(config, asleep, note)
         return serve(app, worker, config, listener=listener, ended=ended)
 
 
@@ -77,12 +76,6 @@ def _signals() -> list[int]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     return numbers
-
-
-def _stop(*_: object) -> None:
-    for number in _signals():
-        signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
-    raise Stopped(0)
 
 
 def _exit(status: int) -> NoReturn:
@@ -174,10 +167,11 @@ def serve(
     loading = engine.loading()
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
     stopper.start()
-    stopper.join(0.0 if loading else STOP_S)  # loading cannot be interrupted
-    if stopper.is_alive() and not loading:
-        log.critical("the engine's thread does not end; leaving it")
-        status = 1
+    if not loading:  # loading cannot be interrupted
+        stopper.join(STOP_S)
+        if stopper.is_alive():
+            log.critical("the engine's thread does not end; leaving it")
+            status = 1
     if stopper.is_alive() or app.state.server.text_jobs:
         log.info("leaving threads that are still at work")
         ended(status)

@@ -198,4 +198,6 @@ def plain_input(arguments: str) -> str:
     text = found.get("input")
     if len(found) == 1:
         [text] = found.values()
-    return text if isinstance(text, str) else arguments
+    if isinstance(text, str):
+        return text
+    return arguments

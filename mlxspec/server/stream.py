@@ -158,17 +158,19 @@ def event(data: Json, name: str = "") -> bytes:
 
 def message(choice: Choice) -> Json:
     """An answer as the chat message that the client sends back with the next turn."""
-    texts = {"reasoning": "", "content": ""}
+    content = reasoning = ""
     for piece in choice.pieces:
         for part in piece.parts:
-            if part.call is None:
-                texts[part.kind] += part.text
-    made: Json = {"role": "assistant", "content": texts["content"]}
-    if texts["reasoning"]:
-        made["reasoning_content"] = texts["reasoning"]
+            if part.kind == "reasoning":
+                reasoning += part.text
+            else:  # a call has no text
+                content += part.text
+    made: Json = {"role": "assistant", "content": content}
+    if reasoning:
+        made["reasoning_content"] = reasoning
     if choice.calls:
         made["tool_calls"] = [spelled(call) for call in choice.calls]
-        made["content"] = texts["content"] or None
+        made["content"] = content or None
     return made
 
 

@@ -30,7 +30,8 @@ class Store:
         for item in items + response["output"]:
             self._owners[item["id"]] = id
         while sum(map(len, self._stored.values())) > self.max_bytes:
-            self.delete(next(iter(self._stored)))
+            oldest = next(iter(self._stored))
+            self.delete(oldest)
 
     def get(self, id: str, param: str | None = None) -> tuple[Json, list[Json]]:
         """A response, and its items: its own input, then its output. Raises ApiError if it is not
@@ -42,15 +43,17 @@ class Store:
             raise ApiError(404, why, param, "not_found")
         self._stored.move_to_end(id)
         response, items = json.loads(self._stored[id])
-        return response, items + response["output"]
+        items += response["output"]
+        return response, items
 
     def delete(self, id: str) -> None:
         """Raises ApiError if it is not stored."""
         _, items = self.get(id)
         del self._stored[id]
         for item in items:
-            if self._owners.get(item["id"]) == id:
-                del self._owners[item["id"]]
+            own = item["id"]
+            if self._owners.get(own) == id:
+                del self._owners[own]
 
     def conversation(self, id: str | None) -> list[Json]:
         """All items up to the end of a response, oldest first. Raises ApiError if some of them are

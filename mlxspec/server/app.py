@@ -5,7 +5,7 @@ Rule: an endpoint is a function of a request; what they share is the `ServerStat
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from mlxspec import __version__, metrics
 from mlxspec.config import Config
@@ -36,8 +35,6 @@ from mlxspec.types import Dead, Served, UserError
 
 ANTHROPIC_HEADER = "anthropic-version"  # sent by all of Anthropic's clients
 
-Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
-
 
 def create_app(
     engine: Worker,
@@ -49,8 +46,13 @@ def create_app(
 ) -> Starlette:
     """The server's application. `tokenizer` and the directory `path` are the default model's,
     `others` the directories of the other models by name, `verdicts` the kernels' verdicts."""
+    routes = []
+    for endpoint, do in ENDPOINTS.items():
+        methods, place = endpoint.split()
+        for each in {place, place.removeprefix("/v1")}:
+            routes.append(Route(each, do, methods=methods.split(",")))
     app = Starlette(
-        routes=_routes(),
+        routes=routes,
         middleware=[Middleware(protect, config=config)],
         exception_handlers=HANDLERS,
     )
@@ -62,23 +64,17 @@ def create_app(
     return app
 
 
-def _routes() -> list[Route]:
-    short = {endpoint.replace(" /v1", " "): do for endpoint, do in API.items()}
-    routes = []
-    for endpoint, do in {**OWN, **API, **short}.items():
-        methods, _, path = endpoint.partition(" ")
-        routes.append(Route(path, do, methods=methods.split(",")))
-    return routes
-
-
 async def index(http: HttpRequest) -> Response:
     """The page for a browser, else the list of endpoints."""
     if wants_html(http.headers):
         return await page.file(http)
-    default = http.app.state.server.engine.info.name
-    endpoints = [endpoint.replace(":path", "") for endpoint in OWN | API]
-    about = {"name": "mlxspec", "version": __version__, "model": default, "endpoints": endpoints}
-    return JSONResponse(about, headers={"vary": "accept"})
+    body = {
+        "name": "mlxspec",
+        "version": __version__,
+        "model": http.app.state.server.engine.info.name,
+        "endpoints": [endpoint.replace(":path", "") for endpoint in ENDPOINTS],
+    }
+    return JSONResponse(body, headers={"vary": "accept"})
 
 
 async def hello(http: HttpRequest) -> Response:
@@ -89,12 +85,18 @@ async def hello(http: HttpRequest) -> Response:
 async def health(http: HttpRequest) -> Response:
     """200 while the engine accepts requests and makes progress, else 503 with the reason."""
     state: ServerState = http.app.state.server
-    if reason := state.unwell():
+    reason = state.unwell()
+    if reason:
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
     stats = state.engine.stats()
     served = state.engine.models().items()
     loaded = [name for name, model in served if model.status == "loaded"]
-    body = {"status": "ok", "running": stats.running, "waiting": stats.waiting, "loaded": loaded}
+    body = {
+        "status": "ok",
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "loaded": loaded,
+    }
     if state.note:
         body["note"] = state.note
     return JSONResponse(body)
@@ -102,7 +104,7 @@ async def health(http: HttpRequest) -> Response:
 
 async def prometheus(http: HttpRequest) -> Response:
     body = http.app.state.server.metrics.render()
-    return Response(body, headers={"content-type": metrics.CONTENT_TYPE})
+    return Response(body, media_type=metrics.CONTENT_TYPE)
 
 
 async def models(http: HttpRequest) -> Response:
@@ -154,15 +156,14 @@ async def unload(http: HttpRequest) -> Response:
     name = state.resolve_name(body.model, exact=True)
     if state.engine.models()[name].pinned and not body.force:
         why = f"{name} is pinned; send force: true, or load it with pin: false"
-        raise ApiError(409, why, param="model")
+        raise ApiError(409, why, "model")
     seconds = max(1.0, state.config.drain_s)
     try:
         async with asyncio.timeout(seconds):
             return await _change(http, name, state.engine.unload(name), ignored)
     except TimeoutError as error:
-        busy = state.engine.loading() or name
-        why = f"{busy} was still busy after {seconds:.0f} s; {name} stays loaded, try again later"
-        raise ApiError(409, why, param="model") from error
+        why = f"{name} was still busy after {seconds:.0f} s and stays loaded; try again later"
+        raise ApiError(409, why, "model") from error
 
 
 async def _change(
@@ -177,8 +178,8 @@ async def _change(
         raise unavailable(str(error)) from error
     except Dead as error:
         raise dead(state.engine) from error
-    seconds = round(time.monotonic() - began, 3)
-    body = _model(state.engine.models()[name]) | {"seconds": seconds}
+    body = _model(state.engine.models()[name])
+    body["seconds"] = round(time.monotonic() - began, 3)
     return JSONResponse(body, headers=state.report(ignored))
 
 
@@ -187,19 +188,22 @@ async def tokenize(http: HttpRequest) -> Response:
     body, ignored, model = await receive(http, Tokenize)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
-    options, unread = template_options(
-        model, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort
-    )
+    kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
+    options, unread = template_options(model, kwargs, reasoning_effort=effort)
     work = model.server.on_text_thread(_tokens, model, body, options)
     ids = await while_connected(http.receive, work)
-    counts = {"count": len(ids), "max_model_len": model.info.context, "tokens": ids}
+    counts = {
+        "count": len(ids),
+        "max_model_len": model.info.context,
+        "tokens": ids,
+    }
     return JSONResponse(counts, headers=model.server.report(ignored + unread))
 
 
 def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
-    if body.prompt is not None:
-        return encode_prompt(model, body.prompt, body.add_special_tokens)
-    talk = conversation_of(body.messages or [], body.tools, options, model.history)
+    if body.messages is None:
+        return encode_prompt(model, body.prompt or "", body.add_special_tokens)
+    talk = conversation_of(body.messages, body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids
 
@@ -213,7 +217,7 @@ async def detokenize(http: HttpRequest) -> Response:
     return JSONResponse({"prompt": text}, headers=model.server.report(ignored))
 
 
-OWN: dict[str, Endpoint] = {
+ENDPOINTS: dict[str, Any] = {  # each path with and without /v1
     "GET /": index,
     "GET /health": health,
     "GET /metrics": prometheus,
@@ -221,8 +225,6 @@ OWN: dict[str, Endpoint] = {
     "GET /page/now": page.now,
     "GET /page/events": page.events,
     "GET /page/{name}": page.file,
-}
-API: dict[str, Endpoint] = {  # with and without /v1
     "POST /v1/chat/completions": openai.chat,
     "POST /v1/completions": openai.completions,
     "POST /v1/messages": anthropic.messages,

@@ -144,7 +144,6 @@ class Generation:
             id=self.writer.id,
             model=self.model.name,
             **asdict(self._usage()),
-            rounds=sum(choice.output.rounds for choice in self.choices),
             seconds=time.monotonic() - self.arrived,
             outcome=self.outcome,
         )
@@ -155,11 +154,11 @@ class Generation:
                 row.rate = (row.generated - len(self.last)) / seconds
             return row
         # The engine lists each running choice in order; the first one has the prefix match.
+        ids = [request.id for request in self.requests]
         seated = self.model.server.engine.models()[self.model.name].stats.seated
-        running = dict(reversed(seated))
-        matched = [running[request.id] for request in self.requests if request.id in running]
+        matched = {id: cached for id, cached in reversed(seated) if id in ids}
         if matched:
-            row.state, row.cached = "reading", sum(matched)
+            row.state, row.cached = "reading", sum(matched.values())
         return row
 
     def _finish(self) -> None:
@@ -176,7 +175,9 @@ class Generation:
         server.journal.end(row)
         outcome = row.outcome.partition(",")[0]
         server.metrics.duration.labels(self.model.name, outcome).observe(row.seconds)
-        first = f"first after {row.first:.2f} s" if row.first else f"none after {row.seconds:.2f} s"
+        first = f"none after {row.seconds:.2f} s"
+        if row.first:
+            first = f"first after {row.first:.2f} s"
         counts = f"{row.prompt} in, {row.cached} cached, {row.generated} out"
         text = f"{row.id}: {counts}, {first}, {row.rate:.1f} tokens/s, {row.rounds} rounds"
         if drafts := stream.speculation(choices):
@@ -189,27 +190,19 @@ async def merged(
 ) -> AsyncGenerator[tuple[int, Output] | None, None]:
     """(index of the request, output) as they come, and None after each `pause` seconds of silence,
     until all have ended."""
-    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue(1)
-
-    async def forward(k: int) -> None:
-        async for output in outputs[k]:
-            await queue.put((k, output))
-        await queue.put(None)
-
-    tasks = [asyncio.ensure_future(forward(k)) for k in range(len(outputs))]
-    running = len(tasks)
+    waiting: dict[asyncio.Future[Output | None], int] = {}
+    for k, each in enumerate(outputs):
+        waiting[asyncio.ensure_future(anext(each, None))] = k
     try:
-        while running:
-            try:
-                async with asyncio.timeout(pause):
-                    each = await queue.get()
-            except TimeoutError:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, timeout=pause, return_when="FIRST_COMPLETED")
+            if not done:
                 yield None
-                continue
-            if each is None:
-                running -= 1
-            else:
-                yield each
+            for job in done:
+                k, output = waiting.pop(job), job.result()
+                if output is not None:
+                    waiting[asyncio.ensure_future(anext(outputs[k], None))] = k
+                    yield k, output
     finally:
-        for task in tasks:
-            task.cancel()
+        for job in waiting:
+            job.cancel()

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
@@ -35,12 +35,7 @@ SPARE = 64  # connections beyond those that may have requests: idle ones, health
 ACCEPTS = 4  # at once; asyncio logs an error for each when file descriptors run out
 BODY = '{"messages": [{"role": "user", "content": "Name three rivers."}]}'
 
-Announce = Callable[[str], None]
 Ended = Callable[[int], None]
-
-
-class Stopped(SystemExit):
-    """A signal arrived before the event loop ran."""
 
 
 def serve_model(
@@ -60,15 +55,18 @@ def serve_model(
     if listener:
         host, port = listener.getsockname()[:2]
         config = replace(config, host=host, port=port)
+
+    def stop(*_: object) -> None:
+        for number in _signals():
+            signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
+        log.info("stopped while loading")
+        ended(0)
+        _exit(0)  # the loading thread could run for minutes
+
     for number in _signals():
-        signal.signal(number, _stop)  # until the event loop takes over
+        signal.signal(number, stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
-        try:
-            app, worker = _load(config, asleep, note)
-        except Stopped:
-            log.info("stopped while loading")
-            ended(0)
-            _exit(0)  # the loading thread could run for minutes
+        app, worker = _load(config, asleep, note)
         return serve(app, worker, config, listener=listener, ended=ended)
 
 
@@ -78,12 +76,6 @@ def _signals() -> list[int]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     return numbers
-
-
-def _stop(*_: object) -> None:
-    for number in _signals():
-        signal.signal(number, signal.SIG_IGN)  # closing a terminal sends two
-    raise Stopped(0)
 
 
 def _exit(status: int) -> NoReturn:
@@ -118,16 +110,13 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starle
     info = worker.launch(meanwhile)
     from mlxspec.server.app import create_app
 
-    used: dict[str, Any] = {
-        "model": config.model or chosen.name,
-        "name": info.name,
-        "draft": config.draft,
-    }
-    if chosen.draft and not config.draft:
-        used["draft"] = chosen.draft.name
+    draft = config.draft
+    if chosen.draft and not draft:
+        draft = chosen.draft.name
+    used = replace(config, model=config.model or chosen.name, name=info.name, draft=draft)
     if not others and not asleep:  # other models have their own
-        used |= {"context": info.context, "kv_blocks": info.kv_blocks, "layout": info.layout}
-    _print(f"mlxspec serve {as_flags(replace(config, **used))}")
+        used = replace(used, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout)
+    _print(f"mlxspec serve {as_flags(used)}")
     paths = {other.name: other.path for other in others}
     app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, KERNELS.verdicts)
     app.state.server.note = note
@@ -146,27 +135,27 @@ def bind(config: Config) -> socket.socket:
     """The server's socket, not listening yet: while a model loads, connections are refused instead
     of hanging. Raises ConfigError."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind, proto)
+        bound = socket.socket(family)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind(address)
         except OSError:
             bound.close()
             raise
-        return bound
     except OSError as error:
         why = f"host = {config.host!r}, port = {config.port}: {error.strerror}"
         raise ConfigError(f"{why}; give another --port (0: any)") from error
+    return bound
 
 
 def serve(
     app: "Starlette",
     engine: "Worker",
     config: Config,
-    announce: Announce = _print,
+    announce: Callable[[str], None] = _print,
     listener: socket.socket | None = None,
     ended: Ended = lambda status: None,
 ) -> int:
@@ -178,10 +167,11 @@ def serve(
     loading = engine.loading()
     stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
     stopper.start()
-    stopper.join(0.0 if loading else STOP_S)  # loading cannot be interrupted
-    if stopper.is_alive() and not loading:
-        log.critical("the engine's thread does not end; leaving it")
-        status = 1
+    if not loading:  # loading cannot be interrupted
+        stopper.join(STOP_S)
+        if stopper.is_alive():
+            log.critical("the engine's thread does not end; leaving it")
+            status = 1
     if stopper.is_alive() or app.state.server.text_jobs:
         log.info("leaving threads that are still at work")
         ended(status)
@@ -190,27 +180,30 @@ def serve(
 
 
 async def _serve(
-    app: "Starlette", engine: "Worker", config: Config, announce: Announce, listener: socket.socket
+    app: "Starlette",
+    engine: "Worker",
+    config: Config,
+    announce: Callable[[str], None],
+    listener: socket.socket,
 ) -> int:
     server = make_server(app, config)
     draining: list[asyncio.Future[None]] = []
 
-    def end(*_: object) -> None:
+    async def drain() -> None:
+        await engine.drain(config.drain_s)
         server.should_exit = True
 
     def on_signal() -> None:
         if draining:  # the second signal: at once
-            server.force_exit = True
-            end()
+            server.force_exit = server.should_exit = True
             return
         log.info("stopping; running answers have %.0f s to finish", config.drain_s)
-        draining.append(asyncio.ensure_future(engine.drain(config.drain_s)))
-        draining[0].add_done_callback(end)
+        draining.append(asyncio.ensure_future(drain()))
 
     async def check() -> None:
         if not engine.alive():
             log.critical("the engine has stopped; the server exits")
-            end()
+            server.should_exit = True
 
     server.config.callback_notify = check
     for number in _signals():
@@ -256,7 +249,9 @@ def greeting(config: Config, models: Sequence[str], port: int) -> str:
     """What to do next: a curl line that works as it is."""
     url = url_of(config.host, port)
     key = ' -H "Authorization: Bearer $MLXSPEC_API_KEY"' if config.api_key else ""
-    others = f"{', '.join(models[1:])}: loaded when first asked for\n" if models[1:] else ""
+    others = ""
+    if models[1:]:
+        others = f"{', '.join(models[1:])}: loaded when first asked for\n"
     return f"""{models[0]} is served at {url}/v1
 {others}
   curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{BODY}'

@@ -23,7 +23,7 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server.errors import ApiError, Gone, busy, dead, invalid, unavailable
+from mlxspec.server.errors import ApiError, Gone, busy, invalid, unavailable
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -36,7 +36,6 @@ T = TypeVar("T")
 
 STALLED_S = 60.0  # without progress while there is work: longer than any healthy step
 LOADING_S = 600.0  # the same while a model is loading
-POLL_S = 0.5  # between checks that the engine still accepts requests
 BODY_S = 60.0  # to receive a request's body
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
@@ -124,7 +123,6 @@ class ServerState:
     models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: set[Future[Any]] = field(default_factory=set)  # waiting or running
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))
-    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def unwell(self) -> str:
         """Why the server is unhealthy, "" if it is healthy."""
@@ -137,25 +135,18 @@ class ServerState:
             return f"the engine has made no progress for {seconds:.0f} s"
         return ""
 
-    async def on_text_thread(self, work: Callable[..., T], /, *args: Any, **kw: Any) -> T:
+    async def on_text_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` on the text thread, after all that was submitted before. Raises ApiError: 429
-        when too much waits, 400 for Refused, 503 when the engine stops accepting requests."""
+        when too much waits, 400 for Refused."""
         if len(self.text_jobs) >= self.config.max_queue + self.config.max_sequences:
             raise busy(Busy(1))
-        calls = [partial(work, *args, **kw)]
-        job = self._submit(lambda: calls.pop()())
-        done = asyncio.wrap_future(job)
+        calls = [partial(work, *args)]
         try:
-            while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
-                if self.engine.draining() or not self.engine.alive():
-                    raise dead(self.engine)
-            return done.result()
+            return await asyncio.wrap_future(self._submit(lambda: calls.pop()()))
         except Refused as error:
             raise invalid(error.field, str(error), error.code) from error
         finally:
-            job.cancel()
             calls.clear()  # a cancelled job stays in the executor's queue; its body must not
-            del done  # break the cycle error -> traceback -> frame -> future -> error
 
     def later(self, work: Callable[[], None]) -> None:
         """Run `work` on the text thread; a failure is logged."""
@@ -193,8 +184,7 @@ class ServerState:
         name = self.resolve_name(name)
         if name not in self.models:
             try:
-                async with self._loading:
-                    await asyncio.to_thread(self.open, name)
+                await self.on_text_thread(self.open, name)
             except UserError as error:
                 raise unavailable(str(error)) from error
         return self.models[name]
@@ -229,19 +219,19 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`; cancel it and raise Gone when the client disconnects. The body must have been
     read."""
     job = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_disconnected(receive))
+    left = asyncio.ensure_future(_cancel_on_disconnect(receive, job))
     try:
-        await asyncio.wait((job, left), return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
-            raise Gone
-        return job.result()
+        return await job
+    except asyncio.CancelledError as error:
+        if left.done():
+            raise Gone from error
+        raise
     finally:
-        job.cancel()
         left.cancel()
-        await asyncio.gather(job, left, return_exceptions=True)
         del job  # break the cycle error -> traceback -> frame -> task -> error
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _cancel_on_disconnect(receive: Receive, job: asyncio.Future[Any]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    job.cancel()

@@ -74,11 +74,11 @@ class Choice:
         parts = self.parts.feed(text)
         if self.finish is not None:
             parts += self.parts.finish()
-        if self.single and self.parts.calls:
-            del self.parts.calls[1:]
+        if self.single and self.calls:
+            del self.calls[1:]
             self.finish = "stop"
-            first = next(n for n, part in enumerate(parts) if part.kind == "call")
-            del parts[first + 1 :]
+            while parts[-1].call is not self.calls[0]:
+                parts.pop()
         return parts
 
     @property
@@ -106,22 +106,23 @@ def _failure(output: Output) -> ApiError:
     if output.fault == "model":
         return unavailable(output.error)
     if output.fault == "prompt":
-        return ApiError(400, output.error, code="context_length_exceeded")
+        return ApiError(400, output.error, None, "context_length_exceeded")
     if output.fault == "client":
-        why = "the answer ends here: too much of it was not read in time; read it as it comes"
-        return ApiError(408, why)
+        return ApiError(408, "too much of the answer was not read in time; read it as it comes")
     return ApiError(500, f"the engine failed: {output.error}")
 
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a response. Of `drafted` tokens, `kept` are part of the answers."""
+    """Token counts of a response, in `rounds` that sampled. Of `drafted` tokens, `kept` are part of
+    the answers."""
 
     prompt: int = 0
     generated: int = 0
     cached: int = 0
     drafted: int = 0
     kept: int = 0
+    rounds: int = 0
 
 
 class ResponseWriter(Protocol):
@@ -157,17 +158,19 @@ def event(data: Json, name: str = "") -> bytes:
 
 def message(choice: Choice) -> Json:
     """An answer as the chat message that the client sends back with the next turn."""
-    texts = {"reasoning": "", "content": ""}
+    content = reasoning = ""
     for piece in choice.pieces:
         for part in piece.parts:
-            if part.call is None:
-                texts[part.kind] += part.text
-    made: Json = {"role": "assistant", "content": texts["content"]}
-    if texts["reasoning"]:
-        made["reasoning_content"] = texts["reasoning"]
+            if part.kind == "reasoning":
+                reasoning += part.text
+            else:  # a call has no text
+                content += part.text
+    made: Json = {"role": "assistant", "content": content}
+    if reasoning:
+        made["reasoning_content"] = reasoning
     if choice.calls:
         made["tool_calls"] = [spelled(call) for call in choice.calls]
-        made["content"] = texts["content"] or None
+        made["content"] = content or None
     return made
 
 
@@ -188,19 +191,21 @@ def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
         made.generated += choice.reader.count
         made.drafted += choice.output.drafted
         made.kept += choice.kept
+        made.rounds += choice.output.rounds
     return made
 
 
 def speculation(choices: Sequence[Choice]) -> str:
     """For the log: tokens per round, and the share of drafted tokens that were kept, by source; ""
     where nothing was drafted."""
-    counts, rounds, sources = usage((), choices), 0, Counter[str]()
-    for choice in choices:
-        rounds += choice.output.rounds
-        sources.update(dict(choice.output.accepted))
+    counts, sources = usage((), choices), Counter[str]()
     if not counts.drafted:
         return ""
+    for choice in choices:
+        sources.update(dict(choice.output.accepted))
     share = 100 * counts.kept / counts.drafted
-    text = f"{counts.generated / rounds:.1f} tok/round, {share:.0f} % of drafts kept"
+    text = f"{counts.generated / counts.rounds:.1f} tok/round, {share:.0f} % of drafts kept"
     accepted = ", ".join(f"{count} by {source}" for source, count in sources.items() if count)
-    return f"{text} ({accepted})" if accepted else text
+    if accepted:
+        text += f" ({accepted})"
+    return text

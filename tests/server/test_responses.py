@@ -515,15 +515,24 @@ def response(id: str, previous: str | None = None, said: str = "hello") -> dict[
     }
 
 
+def room_for(*responses: dict[str, Any]) -> Store:
+    """A store that these responses fill, without input items."""
+    store = Store()
+    for each in responses:
+        store.add(each, [])
+    return Store(max_bytes=sum(map(len, store._stored.values())))
+
+
 def test_the_least_used_makes_room() -> None:
-    store = Store(max_responses=2)
+    store = room_for(response("a"), response("b"))
     for id in "abc":
-        store.add(response(id), [{"id": f"in_{id}"}])
+        store.add(response(id), [])
         if id == "b":
             store.get("a")
     with pytest.raises(ApiError):
         store.get("b")
-    assert store.get("a")[0]["id"] == "a" and store.get("c")[1] == [{"id": "in_c"}]
+    for id in "ac":
+        assert store.get(id) == (response(id), response(id)["output"])
     assert set(store._owners.values()) == {"a", "c"}
 
 
@@ -531,7 +540,7 @@ def test_what_is_kept_has_a_size() -> None:
     store = Store(max_bytes=1000)
     for id in map(str, range(50)):
         store.add(response(id, said="x" * 100), [])
-        assert store._bytes == sum(map(len, store._stored.values())) <= 1000
+        assert sum(map(len, store._stored.values())) <= 1000
     assert 3 < len(store._stored) == len(store._owners) < 10
     store.add(
         response("large", said="x" * 1000), []
@@ -540,10 +549,10 @@ def test_what_is_kept_has_a_size() -> None:
 
 
 def test_a_conversation_without_its_beginning() -> None:
-    store = Store(max_responses=2)
-    store.add(response("a"), [{"id": "1"}])
-    store.add(response("b", "a"), [{"id": "2"}])
-    assert [item["id"] for item in store.conversation("b")] == ["1", "msg_a", "2", "msg_b"]
+    store = room_for(response("a"), response("b", "a"))
+    store.add(response("a"), [])
+    store.add(response("b", "a"), [])
+    assert [item["id"] for item in store.conversation("b")] == ["msg_a", "msg_b"]
     store.add(response("c", "b"), [])  # one of the two makes room
     with pytest.raises(ApiError) as caught:
         store.conversation("c")

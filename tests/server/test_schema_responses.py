@@ -352,10 +352,10 @@ def test_tool_choice(value: Any, choice: Any, left: Any) -> None:
     [
         ("any", "tool_choice"),
         (5, "tool_choice"),
-        ({"type": "web_search"}, "tool_choice.type"),
-        ({"type": "function"}, "tool_choice.name"),
+        ({"type": "web_search"}, "tool_choice"),
+        ({"type": "function"}, "tool_choice"),
         ({"type": "function", "name": "g"}, "tool_choice"),
-        ({"type": "allowed_tools", "mode": "none", "tools": []}, "tool_choice.mode"),
+        ({"type": "allowed_tools", "mode": "none", "tools": []}, "tool_choice"),
         (
             {"type": "allowed_tools", "mode": "auto", "tools": [function("g")]},
             "tool_choice",

@@ -34,7 +34,7 @@ async def test_text_work_runs_off_the_loop_and_in_order(state: ServerState) -> N
         order.append((name, threading.current_thread() is threading.main_thread()))
         return name
 
-    first = asyncio.ensure_future(state.on_text_thread(work, "a", wait=True))
+    first = asyncio.ensure_future(state.on_text_thread(work, "a", True))
     second = asyncio.ensure_future(state.on_text_thread(work, "b"))
     await asyncio.sleep(0)  # the loop is free although the thread is not
     assert not order
@@ -85,22 +85,6 @@ async def test_cancelled_text_work_is_freed(state: ServerState) -> None:
     assert len(state.text_jobs) == 1 and not bodies
     gate.set()
     assert await held
-
-
-async def test_text_work_fails_when_the_engine_stops(
-    state: ServerState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once: what is rendered then is refused."""
-    gate = threading.Event()
-    waiting = [asyncio.ensure_future(state.on_text_thread(gate.wait, 10)) for _ in range(2)]
-    await asyncio.sleep(0.1)
-    monkeypatch.setattr(type(state.engine), "draining", lambda self: True)
-    for job in waiting:
-        with pytest.raises(ApiError, match="is stopping") as caught:
-            await asyncio.wait_for(job, 2)
-        assert caught.value.status == 503
-    assert len(state.text_jobs) == 1
-    gate.set()
 
 
 async def test_refusals_become_400(state: ServerState) -> None:

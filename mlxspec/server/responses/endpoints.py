@@ -54,19 +54,19 @@ async def create(http: HttpRequest) -> ASGIApp:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    kwargs, effort = body.chat_template_kwargs, body.reasoning.effort
-    options, unread = template_options(model, kwargs, reasoning_effort=effort)
+    effort = body.reasoning.effort
+    options, unread = template_options(model, body.chat_template_kwargs, reasoning_effort=effort)
     request = ChatRequest(
         body,
-        messages=messages,
-        tools=tools.definitions,
-        tool_choice=tools.choice,
+        messages,
+        tools.definitions,
+        tools.choice,
         options=options,
         format=body.format,
         source="input",
     )
-    name = f"resp_{secrets.token_hex(16)}"
-    writer = ResponsesWriter(name, _head(model, body, name), tools.by_name, model.tokenizer)
+    response = _response(model, body)
+    writer = ResponsesWriter(response["id"], response, tools.by_name, model.tokenizer)
     if "reasoning.encrypted_content" in body.include:
         writer.encrypted = NOT_ENCRYPTED
     if body.store:
@@ -101,12 +101,14 @@ async def input_items(http: HttpRequest) -> Response:
     """A page of the items that a response answered, with those of the responses before it."""
     store: Store = http.app.state.responses
     page = validate(Page, dict(http.query_params))
-    response, own = store.get(http.path_params["id"])
-    items = [*store.conversation(response["previous_response_id"]), *own]
+    id = http.path_params["id"]
+    response, _ = store.get(id)
+    items = store.conversation(id)
+    items = items[: len(items) - len(response["output"])]
     if page.order == "desc":
         items.reverse()
-    ids = [item["id"] for item in items]
     if page.after is not None:
+        ids = [item["id"] for item in items]
         if page.after not in ids:
             raise wrong("after", page.after, "send the id of one of the items")
         items = items[ids.index(page.after) + 1 :]
@@ -129,14 +131,17 @@ def _stored(item: Json) -> Json:
     return item
 
 
-def _head(model: Model, body: Create, name: str) -> Json:
+def _response(model: Model, body: Create) -> Json:
     """The response before there is an answer: the request's fields, or their defaults. An infinite
     number in them becomes null."""
-    sampling = {"temperature": model.defaults.temperature, "top_p": model.defaults.top_p}
-    fields = DEFAULTS | sampling
-    given = body.model_dump_json(include=set(fields), exclude_unset=True, by_alias=True)
+    names = {*DEFAULTS, "temperature", "top_p"}
+    given = body.model_dump_json(include=names, exclude_unset=True, by_alias=True)
     return {
-        "id": name,
+        **DEFAULTS,
+        "temperature": model.defaults.temperature,
+        "top_p": model.defaults.top_p,
+        **json.loads(given),
+        "id": f"resp_{secrets.token_hex(16)}",
         "object": "response",
         "created_at": int(time.time()),
         "model": model.name,
@@ -145,6 +150,4 @@ def _head(model: Model, body: Create, name: str) -> Json:
         "incomplete_details": None,
         "output": [],
         "usage": None,
-        **fields,
-        **json.loads(given),
     }

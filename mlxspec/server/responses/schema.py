@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Items, Refused, Strict, validate, wrong
+from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Refused, Strict, validate, wrong
 from mlxspec.server.chat_request import Format
 from mlxspec.server.openai import schema as openai
 from mlxspec.server.stream import Json, spelled
@@ -58,11 +58,12 @@ HOSTED_TOOLS = {
 }
 GAP = "\n\n"  # between two messages, or two summaries, that become one text
 
+Objects = Annotated[list[Json], FIRST, Field(max_length=MAX_ITEMS)]
+
 
 class Reasoning(Strict):
     effort: str | None = None
     summary: str | None = None
-    generate_summary: str | None = None
 
 
 class TextFormat(openai.JsonSchema):
@@ -70,7 +71,54 @@ class TextFormat(openai.JsonSchema):
 
 
 class Text(Strict):
-    format: TextFormat | None = None
+    format: TextFormat = TextFormat(type="text")
+
+
+class Tool(Strict):
+    """A tool, or a choice of one. `parameters` is the JSON schema of a function's arguments; a
+    custom tool takes plain text instead, by the grammar in `format`."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+    description: str = ""
+    parameters: Json = Field(default={"type": "object", "properties": {}})
+    format: Json = Field(default={})
+
+    @property
+    def full_name(self) -> str:
+        """Its name in the prompt, which has no namespaces."""
+        if not self.namespace:
+            return self.name
+        return f"{self.namespace.rstrip('_')}__{self.name}"
+
+    @property
+    def definition(self) -> Json:
+        """The tool in chat form."""
+        function = {
+            "name": self.full_name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        if self.type == "custom":
+            description = "All of the tool's input, as plain text."
+            if grammar := self.format.get("definition"):
+                syntax = self.format.get("syntax")
+                description += f" It must follow this {syntax} grammar:\n{grammar}"
+            text = {"input": {"type": "string", "description": description}}
+            function["parameters"] = {"type": "object", "properties": text, "required": [*text]}
+        return {"type": "function", "function": function}
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[Tool], FIRST]
+
+
+class Namespace(Strict):
+    name: str
+    tools: Objects
 
 
 def _message(value: Any) -> Any:
@@ -84,19 +132,17 @@ class Create(openai.Common):
     alternatives: ClassVar[None] = None  # no log-probabilities
 
     n: Literal[1] = 1
-    input: Annotated[
-        list[Json], FIRST, Field(min_length=1, max_length=MAX_ITEMS), BeforeValidator(_message)
-    ]
+    input: Annotated[Objects, Field(min_length=1), BeforeValidator(_message)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     metadata: Json | None = None
-    tools: Annotated[Items, Field(default_factory=list)]
-    tool_choice: Any = "auto"
+    tools: Objects = Field([])
+    tool_choice: Literal["auto", "none", "required"] | AllowedTools | Tool = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
-    include: Annotated[list[str], FIRST, Field(default_factory=list)]
+    include: Annotated[list[str], FIRST] = Field([])
     chat_template_kwargs: Json | None = None
 
     @field_validator("include")
@@ -109,58 +155,11 @@ class Create(openai.Common):
     @property
     def format(self) -> Format | None:
         given = self.text.format
-        if given is None or given.type == "text":
-            return None
         if given.type == "json_object":
             return Format("object", "text.format")
-        return Format("schema", "text.format.schema", given.value)
-
-
-class Tool(Strict):
-    """A tool, or a choice of one. `parameters` is the JSON schema of a function's arguments; a
-    custom tool takes plain text instead, by the grammar in `format`."""
-
-    type: Literal["function", "custom"]
-    name: str
-    namespace: str | None = None
-    description: str = ""
-    parameters: Json = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    format: Json = Field(default_factory=dict)
-
-    @property
-    def full_name(self) -> str:
-        """Its name in the prompt, which has no namespaces."""
-        if not self.namespace:
-            return self.name
-        return f"{self.namespace.rstrip('_')}__{self.name}"
-
-    @property
-    def definition(self) -> Json:
-        """The tool in chat form."""
-        parameters = self.parameters
-        if self.type == "custom":
-            description = "All of the tool's input, as plain text."
-            if grammar := self.format.get("definition"):
-                syntax = self.format.get("syntax")
-                description += f" It must follow this {syntax} grammar:\n{grammar}"
-            text = {"type": "string", "description": description}
-            parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        function = {
-            "name": self.full_name,
-            "description": self.description,
-            "parameters": parameters,
-        }
-        return {"type": "function", "function": function}
-
-
-class Namespace(Strict):
-    name: str
-    tools: Items
-
-
-class AllowedTools(Strict):
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[Tool], FIRST]
+        if given.type == "json_schema":
+            return Format("schema", "text.format.schema", given.value)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,24 +178,23 @@ def toolbox(body: Create) -> Toolbox:
     ignored: list[str] = []
     tools = {tool.full_name: tool for tool in _tools(body.tools, "tools", None, ignored)}
     by_name = {tool.name: tool for tool in tools.values()} | tools
-    choice, allowed = body.tool_choice, set(tools)
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        given = validate(AllowedTools, choice, "tool_choice")
-        choice = given.mode
-        allowed = {_chosen(one, tools) for one in given.tools}
-    elif choice not in ("auto", "none", "required"):
-        choice = {"name": _chosen(validate(Tool, choice, "tool_choice"), tools)}
+    choice: Any = body.tool_choice
+    allowed = [*tools]
+    if isinstance(choice, AllowedTools):
+        allowed = [_chosen(one, by_name) for one in choice.tools]
+        choice = choice.mode
+    elif isinstance(choice, Tool):
+        choice = {"name": _chosen(choice, by_name)}
     shown = [tool.definition for name, tool in tools.items() if name in allowed]
     return Toolbox(shown, by_name, choice, ignored)
 
 
 def _tools(
-    tools: Sequence[Any], at: str, namespace: str | None, ignored: list[str]
+    tools: Sequence[Json], at: str, namespace: str | None, ignored: list[str]
 ) -> Iterator[Tool]:
     """The known tools; the types of unknown ones go to `ignored`."""
     for i, given in enumerate(tools):
-        here = f"{at}[{i}]"
-        kind = given.get("type") if isinstance(given, dict) else None
+        here, kind = f"{at}[{i}]", given.get("type")
         if kind == "namespace" and namespace is None:
             space = validate(Namespace, given, here)
             yield from _tools(space.tools, f"{here}.tools", space.name, ignored)
@@ -208,12 +206,11 @@ def _tools(
             ignored.append(f"tools[].{kind}")
 
 
-def _chosen(choice: Tool, tools: Mapping[str, Tool]) -> str:
+def _chosen(choice: Tool, by_name: Mapping[str, Tool]) -> str:
     """The full name of the chosen tool. Raises ApiError."""
-    for name, tool in tools.items():
-        if tool.name == choice.name and choice.namespace in (None, tool.namespace):
-            return name
-    raise wrong("tool_choice", choice.name, "is not in tools; send it there")
+    if choice.full_name not in by_name:
+        raise wrong("tool_choice", choice.name, "is not in tools; send it there")
+    return by_name[choice.full_name].full_name
 
 
 class Part(Strict):
@@ -234,8 +231,8 @@ class Message(Strict):
 
 
 class ReasoningItem(Strict):
-    summary: Annotated[Parts, Field(default_factory=list)]
-    content: Annotated[Parts, Field(default_factory=list)]
+    summary: Parts = Field([])
+    content: Parts = Field([])
 
     def chat(self) -> Json:
         text = _text(self.content or self.summary, GAP)
@@ -271,7 +268,7 @@ class CallOutput(Strict):
         return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
 
 
-ITEMS: dict[str, type[Message | ReasoningItem | FunctionCall | CallOutput]] = {
+ITEMS: dict[str, Any] = {
     "message": Message,
     "reasoning": ReasoningItem,
     "function_call": FunctionCall,
@@ -300,13 +297,12 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
         message = validate(ITEMS[kind], item, at).chat()
         key = list(message)[-1]
         if messages and messages[-1]["role"] == message["role"] == "assistant":
-            turn = messages[-1]
+            turn = messages.pop()
             if turn.get(key):
                 if key == last and key != "tool_calls":
                     turn[key] += GAP
                 message[key] = turn[key] + message[key]
-            turn |= message
-        else:
-            messages.append(message)
+            message = turn | message
+        messages.append(message)
         last = key
     return [one for one in messages if set(one) != {"role", "reasoning_content"}], ignored

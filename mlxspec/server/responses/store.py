@@ -1,18 +1,17 @@
-"""The stored responses, in memory: the most recently used ones, within bounds of count and bytes.
+"""The stored responses, in memory: the most recently used ones, within a bound of bytes.
 
 Rule: a response that was evicted is missing for good, also as the beginning of a conversation.
 """
 
+import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from mlxspec.server.errors import ApiError, invalid
 from mlxspec.server.stream import Json
 
-STORED = TypeAdapter(tuple[Json, list[Json]])  # writes an infinite number as null
-MAX_RESPONSES = 1 << 12
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 
 
@@ -20,36 +19,41 @@ MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 class Store:
     """Responses by id, least recently used first, each with its own input items."""
 
-    max_responses: int = MAX_RESPONSES
     max_bytes: int = MAX_BYTES
     _stored: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     _owners: dict[str, str] = field(default_factory=dict)  # by an item's id, its response's
-    _bytes: int = 0
 
     def add(self, response: Json, items: list[Json]) -> None:
         id = response["id"]
-        data = STORED.dump_json((response, items))
-        self._stored[id] = data
-        self._bytes += len(data)
+        pair = response, items
+        self._stored[id] = to_json(pair, inf_nan_mode="null")
         for item in items + response["output"]:
             self._owners[item["id"]] = id
-        while len(self._stored) > self.max_responses or self._bytes > self.max_bytes:
-            self.delete(next(iter(self._stored)))
+        while sum(map(len, self._stored.values())) > self.max_bytes:
+            oldest = next(iter(self._stored))
+            self.delete(oldest)
 
     def get(self, id: str, param: str | None = None) -> tuple[Json, list[Json]]:
-        """A response and its own input items. Raises ApiError if it is not stored."""
+        """A response, and its items: its own input, then its output. Raises ApiError if it is not
+        stored."""
         if id not in self._stored:
-            raise missing(id, param)
+            why = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
+            if param == "previous_response_id":
+                raise invalid(param, why, "previous_response_not_found")
+            raise ApiError(404, why, param, "not_found")
         self._stored.move_to_end(id)
-        return STORED.validate_json(self._stored[id])
+        response, items = json.loads(self._stored[id])
+        items += response["output"]
+        return response, items
 
     def delete(self, id: str) -> None:
         """Raises ApiError if it is not stored."""
-        response, items = self.get(id)
-        self._bytes -= len(self._stored.pop(id))
-        for item in items + response["output"]:
-            if self._owners.get(item["id"]) == id:
-                del self._owners[item["id"]]
+        _, items = self.get(id)
+        del self._stored[id]
+        for item in items:
+            own = item["id"]
+            if self._owners.get(own) == id:
+                del self._owners[own]
 
     def conversation(self, id: str | None) -> list[Json]:
         """All items up to the end of a response, oldest first. Raises ApiError if some of them are
@@ -57,7 +61,7 @@ class Store:
         found: list[Json] = []
         while id is not None:
             response, items = self.get(id, "previous_response_id")
-            found = items + response["output"] + found
+            found = items + found
             id = response["previous_response_id"]
         return found
 
@@ -67,15 +71,6 @@ class Store:
         if item.get("type") != "item_reference":
             return item
         id = str(item.get("id"))
-        if id not in self._owners:
-            raise missing(id, f"{at}.id")
-        response, items = self.get(self._owners[id])
-        return next(one for one in items + response["output"] if one["id"] == id)
-
-
-def missing(id: str, param: str | None) -> ApiError:
-    """For a response, or an item of one, that is not stored."""
-    message = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
-    if param == "previous_response_id":
-        return invalid(param, message, "previous_response_not_found")
-    return ApiError(404, message, param=param, code="not_found")
+        owner = self._owners.get(id, f"item {id}")
+        _, items = self.get(owner, f"{at}.id")
+        return next(one for one in items if one["id"] == id)

@@ -32,21 +32,21 @@ class ItemType:
 
 TYPES = {
     "message": ItemType(
-        prefix="msg",
-        key="content",
-        text_event="output_text",
-        text="text",
-        part_event="content_part",
-        part={"type": "output_text", "annotations": [], "logprobs": []},
-        extra={"logprobs": []},
+        "msg",
+        "content",
+        "output_text",
+        "text",
+        "content_part",
+        {"type": "output_text", "annotations": [], "logprobs": []},
+        {"logprobs": []},
     ),
     "reasoning": ItemType(  # as a summary, the form that clients show and send back
-        prefix="rs",
-        key="summary",
-        text_event="reasoning_summary_text",
-        text="text",
-        part_event="reasoning_summary_part",
-        part={"type": "summary_text"},
+        "rs",
+        "summary",
+        "reasoning_summary_text",
+        "text",
+        "reasoning_summary_part",
+        {"type": "summary_text"},
     ),
     "function_call": ItemType("fc", "arguments", "function_call_arguments", "arguments"),
     "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input", "input"),
@@ -84,9 +84,9 @@ class ResponsesWriter:
             if part.call is not None:
                 self._call(part.call)
             elif part.kind == "reasoning":
-                self._add("reasoning", part.text, {"encrypted_content": self.encrypted})
+                self._add("reasoning", part.text, encrypted_content=self.encrypted)
             else:
-                self._add("message", part.text, {"role": "assistant"})
+                self._add("message", part.text, role="assistant")
         return self._written()
 
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -94,12 +94,13 @@ class ResponsesWriter:
         if choices[0].finish == "length":
             status, details = "incomplete", {"reason": "max_output_tokens"}
         self._close(status)
+        reasoning = self._reasoning_tokens(choices[0].ids)
         counts = {
             "input_tokens": usage.prompt,
             # Writing to the cache costs nothing.
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.generated,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(choices[0].ids)},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": usage.prompt + usage.generated,
         }
         self._end(status, incomplete_details=details, usage=counts)
@@ -129,16 +130,16 @@ class ResponsesWriter:
         self.response |= {"status": status, "output": self._output, **fields}
         self._event(status, response=self.response)
 
-    def _add(self, kind: str, text: str, fields: Json) -> None:
+    def _add(self, kind: str, text: str, **fields: object) -> None:
         """Add text to the open item, or to a new one with these `fields`."""
         form = TYPES[kind]
         if self._item.get("type") != kind:
             self._close()
-            at = {"output_index": len(self._output)}
+            index = len(self._output)
             head = {"type": kind, "id": new_id(kind), "status": "in_progress"}
             self._item = {**head, **fields, form.key: [] if form.part else ""}
-            self._event("output_item.added", **at, item=self._item)
-            self._at = {**at, "item_id": self._item["id"]}
+            self._event("output_item.added", output_index=index, item=self._item)
+            self._at = {"output_index": index, "item_id": head["id"]}
             if form.part:
                 self._at[f"{form.key}_index"] = 0
                 self._event(f"{form.part_event}.added", **self._at, part={**form.part, "text": ""})
@@ -147,14 +148,13 @@ class ResponsesWriter:
 
     def _call(self, call: Call) -> None:
         tool = self.tools.get(call.name) or Tool(type="function", name=call.name)
+        kind, text = "function_call", call.arguments
+        if tool.type == "custom":
+            kind, text = "custom_tool_call", plain_input(text)
         fields = {"call_id": call.id, "name": tool.name}
         if tool.namespace:
             fields["namespace"] = tool.namespace
-        self._close()
-        if tool.type == "custom":
-            self._add("custom_tool_call", plain_input(call.arguments), fields)
-        else:
-            self._add("function_call", call.arguments, fields)
+        self._add(kind, text, **fields)
         self._close()
 
     def _close(self, status: str = "completed") -> None:
@@ -175,14 +175,14 @@ class ResponsesWriter:
         self._text.clear()
 
     def _reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """Tokens up to the end of the reasoning; 0 if no token ends it."""
-        types = [item["type"] for item in self._output]
-        if "reasoning" not in types or not self.tokenizer.has_thinking:
+        """Tokens up to the end of the reasoning, or all of them if no token ends it."""
+        thought = any(item["type"] == "reasoning" for item in self._output)
+        if not thought or not self.tokenizer.has_thinking:
             return 0
         end: int = self.tokenizer.find_think_end(ids)  # type: ignore[no-untyped-call]
-        if end >= 0:
-            return end + len(self.tokenizer.think_end_tokens)
-        return len(ids) if types == ["reasoning"] else 0
+        if end < 0:
+            return len(ids)
+        return end + len(self.tokenizer.think_end_tokens)
 
 
 def new_id(kind: str) -> str:
@@ -198,4 +198,6 @@ def plain_input(arguments: str) -> str:
     text = found.get("input")
     if len(found) == 1:
         [text] = found.values()
-    return text if isinstance(text, str) else arguments
+    if isinstance(text, str):
+        return text
+    return arguments

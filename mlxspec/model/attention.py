@@ -75,7 +75,8 @@ class Tapped:
             hidden = out[0] if isinstance(out, tuple) else out
             view.tapped[self._tap] = hidden
         if self._tap == FINAL_NORM and view.sampled is not None:
-            return out[view.sampled]  # only sampled rows go on to lm_head
+            rows = out.flatten(0, 1)[view.sampled]
+            return rows[:, None]  # only sampled rows go on to lm_head
         return out
 
     def __getattr__(self, name: str) -> Any:

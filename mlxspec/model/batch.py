@@ -214,6 +214,16 @@ def starts_of(plan: Plan) -> dict[Entry, int]:
     return starts
 
 
+def sampled_rows(plan: Plan) -> mx.array:
+    """int32 [R]: the indices of the sampled rows among all rows."""
+    rows: list[int] = []
+    end = 0
+    for e in plan:
+        end += e.rows
+        rows += range(end - e.sampled, end)
+    return mx.array(rows, mx.int32)
+
+
 def drafts_of(plan: Plan) -> list[tuple[int, int]]:
     """(index of its first row among all rows, length) of each sampling entry's draft; [] if nothing
     was drafted."""

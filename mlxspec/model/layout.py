@@ -233,15 +233,7 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
             alone = ", one sequence at a time" if lone and layout != "solo" else ""
             refused[f"{layout}{alone}: {error}"] = None
             continue
-        if kv_bits and not runner.pages():
-            raise UnsupportedModel(
-                f"kv_bits = {kv_bits}: in the {layout} layout this model has no K/V pools; give 0"
-            )
-        if layout == "solo":
-            held = _bytes_of([cache.state for cache in caches])
-            sizes = CacheBytes(-(-held // KV_STEP), (), 0)
-        else:
-            sizes = _measure(caches, kv_bits)
+        sizes = _sizes(runner, caches, kv_bits)
         return LayoutChoice(
             layout,
             trunk=runner.trunk is not None,
@@ -258,6 +250,19 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
     raise UnsupportedModel(
         "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused)
     )
+
+
+def _sizes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBytes:
+    """What the caches of a runner that ran take, from mlx-lm's own. Raises UnsupportedModel."""
+    if kv_bits and not runner.pages():
+        raise UnsupportedModel(
+            f"kv_bits = {kv_bits}: in the {runner.layout} layout this model has no K/V pools;"
+            " give 0"
+        )
+    if runner.layout == "solo":
+        held = _bytes_of([cache.state for cache in caches])
+        return CacheBytes(-(-held // KV_STEP), (), 0)
+    return _measure(caches, kv_bits)
 
 
 def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:

@@ -19,7 +19,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, recurrent
-from mlxspec.model.batch import Offsets, Step, bucket, build_inputs, drafts_of, owners_of, stage
+from mlxspec.model.batch import (
+    Offsets,
+    Step,
+    bucket,
+    build_inputs,
+    drafts_of,
+    owners_of,
+    sampled_rows,
+    stage,
+)
 from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import LayerState, RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
@@ -190,11 +199,7 @@ class Runner:
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(
-        self,
-        plan: Plan,
-        previous: Step | None,
-    ) -> Step:
+    def forward(self, plan: Plan, previous: Step | None) -> Step:
         """The plan's lazy forward, its entries sorted so that like ones are neighbours. `previous`
         is the step in flight, which holds pending tokens."""
         plan = sorted(plan, key=self._form)
@@ -245,11 +250,7 @@ class Runner:
         step.submit_seconds = time.perf_counter() - began
         return step
 
-    def rollback(
-        self,
-        plan: Plan,
-        kept_rows: Sequence[int],
-    ) -> None:
+    def rollback(self, plan: Plan, kept_rows: Sequence[int]) -> None:
         """Drop rejected drafts from recurrent states: see RecurrentStates.rollback."""
         self.states.rollback(plan, kept_rows)
 
@@ -319,8 +320,7 @@ class Runner:
         if self.layout != "rows":
             length = batch[0].rows
             view.positions = mx.array([e.start for e in batch])
-        index = self._sampled_rows(batch, length)
-        view.sampled = index
+        view.sampled = sampled = sampled_rows(batch)
         try:
             self.states.load(batch)
             logits: mx.array = self.model(ids.reshape(-1, length), cache=caches)
@@ -328,24 +328,13 @@ class Runner:
         finally:
             self.states.release()
             view.sampled = None
+        logits = logits.flatten(0, 1)
         if not self.trunk:
-            logits = logits[index]
+            logits = logits[sampled]
         if self.layout != "rows":
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. Naming them holds them until all is done, so only where the logits do not need
             # them all.
             pools = self._pools() if self._several else []
             mx.async_eval(logits, *states, *pools)
-        return logits[:, 0]
-
-    def _sampled_rows(self, batch: Plan, length: int) -> Any:
-        """What selects the rows to sample of [B, length, D], as [R, 1, D]."""
-        rows: list[int] = []
-        end = 0
-        for e in batch:
-            end += e.rows
-            rows += range(end - e.sampled, end)
-        if self.layout == "rows":
-            return mx.array(rows, mx.int32)
-        at = np.array(rows, np.int32)[:, None]
-        return mx.array(at // length), mx.array(at % length)
+        return logits

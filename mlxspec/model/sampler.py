@@ -125,7 +125,6 @@ def read(
     rows: Rows,
 ) -> tuple[list[int], list[Logprob | None]]:
     """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities."""
-    mx.eval(sampled.arrays())
     tokens = np.array(sampled.tokens).tolist()
     logprobs: list[Logprob | None] = [None for _ in rows]
     if not sampled.logprobs:
@@ -144,7 +143,10 @@ def read(
     return tokens, logprobs
 
 
-def _add_bias(x: mx.array, rows: Rows) -> mx.array:
+def _add_bias(
+    x: mx.array,
+    rows: Rows,
+) -> mx.array:
     at = []
     tokens = []
     values = []

@@ -373,6 +373,9 @@ class Entry:
         return 1 + len(self.draft.tokens) if self.samples else 0
 
 
+Plan = Seq[Entry]  # the entries of a step
+
+
 @dataclass(slots=True)
 class Accepted:
     """What a step brought for one entry, cut at a stop: accepted drafts, then one sampled token.

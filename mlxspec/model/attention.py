@@ -17,6 +17,7 @@ from mlxspec.model.pages import Pages, View
 from mlxspec.types import FINAL_NORM, Tap, UnsupportedModel
 
 _NAME = "scaled_dot_product_attention"
+TRUNK_NAMES = ("model", "backbone", "transformer")  # mlx-lm's, of the module with the layers
 
 
 def attention(
@@ -33,20 +34,31 @@ def attention(
     if not isinstance(keys, Pages):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     batch, heads, length, dim = queries.shape
-    q = (queries if length == 1 else queries.transpose(0, 2, 1, 3)).reshape(-1, heads, dim)
-    k, v = keys.pools()
-    groups = keys.view.groups
-    out = paged_attention(Attention(q, k, v, groups, scale, keys.window, sinks, keys.packings))
+    if length > 1:
+        queries = queries.swapaxes(1, 2)
+    inputs = Attention(
+        queries.reshape(-1, heads, dim),
+        keys.keys,
+        keys.values,
+        keys.view.groups,
+        scale,
+        keys.window,
+        sinks,
+        keys.packings,
+    )
+    out = paged_attention(inputs)
     if length == 1:
         return out[:, :, None]
-    return out.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
+    out = out.reshape(batch, length, heads, -1)
+    return out.swapaxes(1, 2)
 
 
 def install(model: Module) -> None:
     """Rebind attention in the modules that the model's layers come from. Idempotent."""
-    for module in {sys.modules[type(m).__module__] for _, m in model.named_modules()}:
-        if hasattr(module, _NAME) and module is not base:
-            setattr(module, _NAME, attention)
+    for layer in model.modules():
+        source = sys.modules[type(layer).__module__]
+        if hasattr(source, _NAME) and source is not base:
+            setattr(source, _NAME, attention)
 
 
 class Tapped:
@@ -58,10 +70,13 @@ class Tapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._inner(*args, **kwargs)
-        if self._tap in self._view.taps:
-            self._view.tapped[self._tap] = out[0] if isinstance(out, tuple) else out
-        if self._tap == FINAL_NORM and self._view.sampled is not None:
-            return out[self._view.sampled]  # only sampled rows go on to lm_head
+        view = self._view
+        if self._tap in view.taps:
+            hidden = out[0] if isinstance(out, tuple) else out
+            view.tapped[self._tap] = hidden
+        if self._tap == FINAL_NORM and view.sampled is not None:
+            rows = out.flatten(0, 1)[view.sampled]
+            return rows[:, None]  # only sampled rows go on to lm_head
         return out
 
     def __getattr__(self, name: str) -> Any:
@@ -71,18 +86,24 @@ class Tapped:
 def graft(model: Module, view: View) -> Module | None:
     """Make the module that holds the layers a Tapped one with this view, and return it. None where
     there is none."""
-    for owner, name in _seats(model):
-        inner = getattr(owner, name)
-        if isinstance(inner, Tapped):  # of a runner that was tried before
-            inner = inner._inner
-            delattr(owner, name)
-        if not isinstance(inner, Module):
+    for owner in (model, getattr(model, "language_model", None)):
+        if not isinstance(owner, Module):
             continue
-        if "layers" in inner or any(isinstance(each, list) for each in inner.values()):
-            setattr(owner, name, Tapped(inner, FINAL_NORM, view))
-            tap(inner, view, ())
-            return inner
+        for name in TRUNK_NAMES:
+            # Not by getattr, which finds properties too: they cannot be set.
+            inner = owner.get(name) or vars(owner).get(name)
+            if isinstance(inner, Tapped):  # of a runner that was tried before
+                inner = inner._inner
+            if isinstance(inner, Module) and _has_layers(inner):
+                setattr(owner, name, Tapped(inner, FINAL_NORM, view))
+                tap(inner, view, ())
+                return inner
     return None
+
+
+def _has_layers(module: Module) -> bool:
+    lists = [each for each in module.values() if isinstance(each, list)]
+    return bool(lists) or "layers" in module
 
 
 def tap(trunk: Module, view: View, taps: Sequence[Tap]) -> None:
@@ -97,14 +118,3 @@ def tap(trunk: Module, view: View, taps: Sequence[Tap]) -> None:
             raise UnsupportedModel(f"layer {i} is to be read; the model has {len(layers)}")
         layers[i] = Tapped(layers[i], i, view)
     view.taps, view.tapped = tuple(taps), {}
-
-
-def _seats(model: Module) -> list[tuple[Module, str]]:
-    """Where mlx-lm's models keep the module with the layers."""
-    seats = []
-    for owner in (model, getattr(model, "language_model", None)):
-        for name in ("model", "backbone", "transformer"):
-            # A property cannot be set.
-            if isinstance(owner, Module) and (name in owner or name in vars(owner)):
-                seats.append((owner, name))
-    return seats

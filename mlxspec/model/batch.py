@@ -1,13 +1,12 @@
 """From a plan to the arrays of a forward: input tokens, positions, slots, groups of like entries.
 
 Rule: the host builds plain lists, which is faster for few rows than numpy; only what depends on a
-step in flight is lazy. `offsets` int32 [entries] is how many drafted tokens of the step in flight
-were accepted: entries with drafts in flight begin so much later than their `start`.
+step in flight is lazy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, groupby
+from itertools import chain, groupby
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +15,13 @@ import numpy as np
 from mlxspec.kernels import Group
 from mlxspec.model.pages import View, placed
 from mlxspec.model.sampler import Row, Sampled, read
-from mlxspec.types import Entry, Logprob, Tap
+from mlxspec.types import Entry, Logprob, Plan, Tap
 from mlxspec.types import Sequence as Seq
+
+# int32 [entries]: how many drafted tokens of the step in flight were accepted. Entries with drafts
+# in flight begin so much later than their `start`. None: all are 0.
+Offsets = mx.array | None
+Result = tuple[list[int], list[Logprob]]  # of one entry
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +34,7 @@ class Step:
     index of its first sampled row among all rows, `first_row` among the sampled rows.
     """
 
-    plan: Sequence[Entry]
+    plan: Plan
     ids: mx.array
     rows: list[Row]
     row_offsets: mx.array | None
@@ -46,73 +50,81 @@ class Step:
     submit_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        row = 0
-        for e, start in starts_of(self.plan).items():
+        row = sampled = 0
+        for e in self.plan:
             if e.samples:
-                self.spans[e.seq] = start + e.count - 1
-                self.first_row[e.seq] = row
-                row += e.sampled
+                self.spans[e.seq] = row + e.count - 1
+                self.first_row[e.seq] = sampled
+            row += e.rows
+            sampled += e.sampled
 
-    def read(self) -> list[tuple[list[int], list[Logprob]]]:
+    def read(self) -> list[Result]:
         """Wait for the step; for each entry its accepted drafts and the token sampled behind them,
         with their log-probabilities if they were asked for."""
         mx.eval(self.marker)
-        if not self.sampled:
+        if self.sampled is None:
             return [([], []) for _ in self.plan]
         tokens, logprobs = read(self.sampled, self.rows)
-        accepted = [0 for _ in self.first_row]
+        accepted = np.zeros(len(self.first_row), int)
         if self.sampled.accepted is not None:
-            accepted = np.array(self.sampled.accepted).tolist()
-        counts = dict(zip(self.first_row, accepted, strict=True))
-        results: list[tuple[list[int], list[Logprob]]] = []
+            accepted = np.array(self.sampled.accepted)
+        counts = iter(accepted.tolist())
+        results: list[Result] = []
         for e in self.plan:
-            first = self.first_row.get(e.seq, 0)
-            stop = first
+            first = stop = self.first_row.get(e.seq, 0)
             if e.samples:
-                stop += 1 + counts[e.seq]
+                stop += next(counts) + 1
             asked = [logprob for logprob in logprobs[first:stop] if logprob]
             results.append((tokens[first:stop], asked))
         return results
 
-    def offsets(self, plan: Sequence[Entry]) -> mx.array:
+    def offsets(self, plan: Plan) -> mx.array:
         """int32 [entries]: how much later than their `start` the next plan's entries begin."""
         assert self.sampled is not None and self.sampled.accepted is not None
-        accepted = mx.concatenate([self.sampled.accepted, mx.zeros((1,), mx.int32)])
+        accepted = mx.pad(self.sampled.accepted, (0, 1))
         places = {seq: n for n, seq in enumerate(self.first_row)}
-        nothing = len(places)
         found = []
         for e in plan:
-            found.append(places.get(e.seq, nothing) if e.inflight_drafts else nothing)
+            place = len(places)  # of the 0 behind them
+            if e.inflight_drafts:
+                place = places[e.seq]
+            found.append(place)
         return accepted[mx.array(found)]
 
 
 def build_inputs(
-    plan: Sequence[Entry], previous: Step | None, offsets: mx.array | None
+    plan: Plan,
+    previous: Step | None,
+    offsets: Offsets,
 ) -> mx.array:
     """Input tokens int32 [T] in plan order. Tokens in flight are taken lazily from `previous`."""
     host: list[int] = []  # with a 0 for each token in flight and each lazy draft
-    for e in plan:
-        known = e.seq.tokens[e.start : e.start + e.count]
+    lazy: list[tuple[int, mx.array]] = []  # drafts, and where they begin
+    pending: list[int] = []  # entries whose last known token is in flight,
+    targets: list[int] = []  # and where it goes
+    for n, e in enumerate(plan):
+        host += e.seq.tokens[e.start : e.start + e.count]
+        if e.pending:
+            pending.append(n)
+            targets.append(len(host))
+            host.append(0)
         drafted = e.draft.tokens
         if isinstance(drafted, mx.array):
+            lazy.append((len(host), drafted))
             drafted = [0] * len(drafted)
-        host += [*known, *([0] * (e.count - len(known))), *drafted]
+        host += drafted
     ids = mx.array(host, mx.int32)
-    starts = starts_of(plan)
-    pending = [e for e in plan if e.pending]
     if pending and previous is not None and previous.sampled is not None:
         sampled = previous.sampled.tokens
-        sources = [previous.first_row[e.seq] for e in pending]
+        sources = [previous.first_row[plan[n].seq] for n in pending]
         if len(pending) == len(host) and sources == list(range(sampled.size)):
             return sampled  # the common case: the same sequences decode, without drafts
         rows = mx.array(sources)
         if offsets is not None:
-            rows = rows + offsets[mx.array([n for n, e in enumerate(plan) if e.pending])]
-        ids[mx.array([starts[e] + e.count - 1 for e in pending])] = sampled[rows]
-    for e in plan:
-        if isinstance(e.draft.tokens, mx.array):
-            first = starts[e] + e.count
-            ids[first : first + len(e.draft)] = e.draft.tokens
+            rows = rows + offsets[mx.array(pending)]
+        ids[mx.array(targets)] = sampled[rows]
+    for first, tokens in lazy:
+        ids[first : first + len(tokens)] = tokens
     return ids
 
 
@@ -121,39 +133,79 @@ def bucket(entry: Entry, block_size: int) -> tuple[int, int]:
     return entry.rows, (-(-entry.end // block_size) - 1).bit_length()
 
 
-def stage(view: View, plan: Sequence[Entry], offsets: mx.array | None) -> None:
+def stage(
+    view: View,
+    plan: Plan,
+    offsets: Offsets,
+) -> None:
     """Fill the view with positions, slots and groups. Neighbours of one bucket are a group."""
-    size = view.block_size
-    where: mx.array | None = None  # of each row's slot, among those of all possible positions
     view.positions = joined(range(e.start, e.end) for e in plan)
+    chosen: mx.array | None = None  # the slot of each row, of those of all its possible positions
     if offsets is not None:
-        moved = offsets[owners_of(e.rows for e in plan)]
-        view.positions = view.positions + moved
-        begins = accumulate((e.rows + e.inflight_drafts for e in plan), initial=0)
-        where = joined(range(at, at + e.rows) for at, e in zip(begins, plan, strict=False)) + moved
-    for i, pool in enumerate(view.blocks):
-        slots: list[int] = []
+        late = offsets[owners_of(e.rows for e in plan)]
+        view.positions = view.positions + late
+        parts = []
+        first = 0
         for e in plan:
-            table = e.seq.tables[i]
-            for at in range(e.start, e.end + e.inflight_drafts):
-                slots.append(table[at // size] * size + at % size)
-        view.slots[pool] = placed(slots) if where is None else mx.array(slots, mx.int32)[where]
-    view.groups = []
-    row, first = 0, 0
+            parts.append(range(first, first + e.rows))
+            first += e.rows + e.inflight_drafts
+        chosen = joined(parts) + late
+    for i, pool in enumerate(view.blocks):
+        slots = _slots(plan, i, view.block_size)
+        if chosen is None:
+            view.slots[pool] = placed(slots)
+        else:
+            view.slots[pool] = mx.array(slots, mx.int32)[chosen]
+    view.groups = _groups(view, plan, offsets)
+
+
+def _slots(plan: Plan, pool: int, size: int) -> list[int]:
+    """The slots of all positions that each entry's rows may have, in pool number `pool`."""
+    slots: list[int] = []
+    for e in plan:
+        table = e.seq.tables[pool]
+        for position in range(e.start, e.end + e.inflight_drafts):
+            block = table[position // size]
+            slots.append(block * size + position % size)
+    return slots
+
+
+def _groups(
+    view: View,
+    plan: Plan,
+    offsets: Offsets,
+) -> list[Group]:
+    size = view.block_size
+    groups = []
+    row = first = 0
     for (rows, _), members in groupby(plan, key=lambda e: bucket(e, size)):
-        group = list(members)
-        end, last = row + rows * len(group), first + len(group)
-        starts = [e.start for e in group]
-        tables = {pool: [e.seq.tables[i] for e in group] for i, pool in enumerate(view.blocks)}
-        spread = max(e.inflight_drafts for e in group)
+        entries = list(members)
+        last = first + len(entries)
+        end = row + rows * len(entries)
+        starts = [e.start for e in entries]
+        tables = {}
+        for i, pool in enumerate(view.blocks):
+            tables[pool] = [e.seq.tables[i] for e in entries]
+        spread = max(e.inflight_drafts for e in entries)
         late = None
         if offsets is not None and spread:
             late = offsets[first:last]
-        view.groups.append(Group(row, end, rows, starts, tables, size, late, spread))
+        group = Group(
+            row,
+            end,
+            rows,
+            starts,
+            tables,
+            size,
+            late,
+            spread,
+        )
+        groups.append(group)
         row, first = end, last
+    return groups
 
 
-def starts_of(plan: Iterable[Entry]) -> dict[Entry, int]:
+def starts_of(plan: Plan) -> dict[Entry, int]:
     """The index of each entry's first row among all rows."""
     starts, row = {}, 0
     for e in plan:
@@ -162,12 +214,23 @@ def starts_of(plan: Iterable[Entry]) -> dict[Entry, int]:
     return starts
 
 
-def drafts_of(plan: Sequence[Entry]) -> list[tuple[int, int]]:
+def sampled_rows(plan: Plan) -> mx.array:
+    """int32 [R]: the indices of the sampled rows among all rows."""
+    rows: list[int] = []
+    end = 0
+    for e in plan:
+        end += e.rows
+        rows += range(end - e.sampled, end)
+    return mx.array(rows, mx.int32)
+
+
+def drafts_of(plan: Plan) -> list[tuple[int, int]]:
     """(index of its first row among all rows, length) of each sampling entry's draft; [] if nothing
     was drafted."""
+    if not any(len(e.draft) for e in plan):
+        return []
     starts = starts_of(plan)
-    drafts = [(starts[e] + e.count, len(e.draft)) for e in plan if e.samples]
-    return drafts if any(length for _, length in drafts) else []
+    return [(starts[e] + e.count, len(e.draft)) for e in plan if e.samples]
 
 
 def owners_of(counts: Iterable[int]) -> mx.array:

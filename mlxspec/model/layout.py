@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.kernels import Packing
 from mlxspec.model import quantized
-from mlxspec.model.runner import Layout, Runner, flat_caches
+from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
 from mlxspec.types import Draft, Entry, Request, UnsupportedModel, blame, line_of
 from mlxspec.types import Sequence as Seq
 
@@ -149,12 +148,7 @@ def weights(model: Module) -> int:
 
 def _bytes_of(tree: Any) -> int:
     """Bytes of all arrays in a tree."""
-    return sum(array.nbytes for array in _arrays(tree))
-
-
-def _arrays(tree: Any) -> list[mx.array]:
-    leaves: Any = tree_flatten(tree)
-    return [array for _, array in leaves if isinstance(array, mx.array)]
+    return sum(array.nbytes for array in arrays_in(tree))
 
 
 def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
@@ -171,14 +165,15 @@ def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
 
 def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
     """What mlx-lm's caches take that hold one sequence, if K/V are quantized to `kv_bits`."""
-    token, state, windows = 0, 0, Counter[int]()
+    token = state = 0
+    windows = Counter[int]()
     for cache in flat_caches(caches):
         if cache.empty():  # a model may make caches that it never uses
             continue
         if isinstance(cache, ArraysCache):
             state += _bytes_of(cache.state)
             continue
-        size = sum(_token_bytes(kv, kv_bits) for kv in _arrays(cache.state))
+        size = sum(_token_bytes(kv, kv_bits) for kv in arrays_in(cache.state))
         if isinstance(cache, RotatingKVCache):
             windows[cache.max_size] += size
         else:
@@ -196,9 +191,11 @@ def _token_bytes(kv: mx.array, kv_bits: int) -> int:
 
 def load_weights(model: Module) -> None:
     """Read the weights into memory, logging progress. Raises UnsupportedModel."""
-    total, done, logged = weights(model), 0, time.monotonic()
+    total = weights(model)
+    done = 0
+    logged = time.monotonic()
     batch: list[mx.array] = []
-    for array in _arrays(model.parameters()):
+    for array in arrays_in(model.parameters()):
         batch.append(array)
         done += array.nbytes
         if done < total and _bytes_of(batch) < BATCH_BYTES:
@@ -236,15 +233,7 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
             alone = ", one sequence at a time" if lone and layout != "solo" else ""
             refused[f"{layout}{alone}: {error}"] = None
             continue
-        if kv_bits and not runner.pages():
-            raise UnsupportedModel(
-                f"kv_bits = {kv_bits}: in the {layout} layout this model has no K/V pools; give 0"
-            )
-        if layout == "solo":
-            held = _bytes_of([cache.state for cache in caches])
-            sizes = CacheBytes(-(-held // KV_STEP), (), 0)
-        else:
-            sizes = _measure(caches, kv_bits)
+        sizes = _sizes(runner, caches, kv_bits)
         return LayoutChoice(
             layout,
             trunk=runner.trunk is not None,
@@ -263,6 +252,19 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
     )
 
 
+def _sizes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBytes:
+    """What the caches of a runner that ran take, from mlx-lm's own. Raises UnsupportedModel."""
+    if kv_bits and not runner.pages():
+        raise UnsupportedModel(
+            f"kv_bits = {kv_bits}: in the {runner.layout} layout this model has no K/V pools;"
+            " give 0"
+        )
+    if runner.layout == "solo":
+        held = _bytes_of([cache.state for cache in caches])
+        return CacheBytes(-(-held // KV_STEP), (), 0)
+    return _measure(caches, kv_bits)
+
+
 def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:
     """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on; and
     its caches of the last prompt. Raises UnsupportedModel."""
@@ -270,8 +272,11 @@ def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:
     try:
         for prompt in PROMPTS:
             caches = make_prompt_cache(model)
-            inputs = [list(prompt), *([token] for token in CONTINUATION)]
-            logits.append(mx.stack([model(mx.array([x]), cache=caches)[0, -1] for x in inputs]))
+            rows = []
+            for tokens in (prompt, *((token,) for token in CONTINUATION)):
+                out = model(mx.array([tokens]), cache=caches)
+                rows.append(out[0, -1])
+            logits.append(mx.stack(rows))
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises
         raise UnsupportedModel(
@@ -284,9 +289,12 @@ def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:
 
 def probe_logits(runner: Runner) -> list[mx.array]:
     """The runner's logits for what `reference_logits` computes, all prompts in one batch."""
-    seqs = [Seq(Request("probe", prompt, 1), tokens=list(prompt)) for prompt in PROMPTS]
-    for i, seq in enumerate(seqs):
-        seq.table = list(range(1 + WIDTH * i, 1 + WIDTH * (i + 1)))
+    seqs = []
+    for i, prompt in enumerate(PROMPTS):
+        first = 1 + WIDTH * i
+        table = list(range(first, first + WIDTH))
+        request = Request("probe", prompt, 1)
+        seqs.append(Seq(request, tokens=list(prompt), table=table))
     logits: dict[Seq, list[mx.array]] = {seq: [] for seq in seqs}
 
     def step(plan: Sequence[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
@@ -317,12 +325,17 @@ def probe_logits(runner: Runner) -> list[mx.array]:
 def logits_error(logits: Sequence[mx.array], reference: Sequence[mx.array]) -> str:
     """How the logits differ by more than rounding explains, or ""."""
     for rows, expected in zip(logits, reference, strict=True):
-        a, b = (np.array(x.astype(mx.float32)) for x in (rows, expected))
+        tolerance = TOLERANCE_HALF
+        if expected.dtype == mx.float32:
+            tolerance = TOLERANCE_FP32
+        a = np.array(rows.astype(mx.float32))
+        b = np.array(expected.astype(mx.float32))
         allowed = ~np.isneginf(b)  # some models mask tokens with -inf
         if (allowed == np.isneginf(a)).any():
             return "other tokens are masked"
-        rmse = np.sqrt(np.mean(np.square(a[allowed] - b[allowed])))
-        error = float(rmse / max(b[allowed].std(), 1e-6))
-        if not error <= (TOLERANCE_FP32 if expected.dtype == mx.float32 else TOLERANCE_HALF):
+        a, b = a[allowed], b[allowed]
+        rmse = np.sqrt(np.square(a - b).mean())
+        error = float(rmse / max(b.std(), 1e-6))
+        if not error <= tolerance:
             return f"logits are off by {error:.2g} standard deviations"
     return ""

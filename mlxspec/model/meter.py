@@ -10,7 +10,8 @@ import mlx.core as mx
 
 def device_free() -> int:
     """Bytes left of the GPU's recommended working set; huge if the device recommends none."""
-    most = int(mx.device_info().get("max_recommended_working_set_size", 1 << 62))
+    info = mx.device_info()
+    most = int(info.get("max_recommended_working_set_size", 1 << 62))
     return max(0, most - mx.get_active_memory())
 
 
@@ -20,7 +21,8 @@ def bound(size: int) -> None:
     Each prompt length leaves buffers of its own sizes: without a limit, 40 short requests to a
     model of 0.1 billion parameters left 242 MiB.
     """
-    mx.set_cache_limit(min(size, mx.set_cache_limit(size)))
+    before = mx.set_cache_limit(size)
+    mx.set_cache_limit(min(size, before))
 
 
 def trim() -> None:

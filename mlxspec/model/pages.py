@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels import Group, Packing
-from mlxspec.kernels.reference import gather
+from mlxspec.kernels.reference import PackingPair, gather
 from mlxspec.types import Tap, UnsupportedModel
 
 
@@ -31,7 +31,7 @@ class View:
 
     block_size: int
     blocks: Mapping[int | None, int]
-    positions: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
+    positions: Any = None
     slots: dict[int | None, mx.array | slice] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     sampled: Any = None
@@ -45,33 +45,38 @@ class View:
 
     def slots_of(self, blocks: Sequence[int]) -> mx.array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
-        size = self.block_size
-        return mx.array([block * size + i for block in blocks for i in range(size)], mx.int32)
+        slots: list[int] = []
+        for block in blocks:
+            first = block * self.block_size
+            slots += range(first, first + self.block_size)
+        return mx.array(slots, mx.int32)
 
 
 class Pages:
     """One layer's K/V in the rows layout `[T, 1]`: written at the step's slots, and passed on to
     attention as this handle. Pools are made at the first write, when heads and dims are known."""
 
-    __slots__ = ("keys", "packings", "pool", "values", "view", "window")
+    __slots__ = ("dtype", "keys", "packings", "pool", "values", "view", "window")
 
     def __init__(self, view: View, window: int | None) -> None:
-        self.view, self.window = view, window
+        self.view = view
+        self.window = window
         self.pool = window if window in view.blocks else None
         self.keys: Any = None  # under these names, models make one cache wait for another
         self.values: Any = None
-        self.packings: tuple[Packing | None, Packing | None] = (None, None)
+        self.dtype: Any = None  # of K as computed; models that pass K/V on ask for it
+        self.packings: PackingPair = (None, None)
 
     @property
-    def offset(self) -> mx.array:
+    def offset(self) -> Any:
         return self.view.positions
 
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Asked for by models that pass K/V on."""
-        return self.packings[0].dtype if self.packings[0] else self.pools()[0].dtype
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+    def make_mask(
+        self,
+        N: int,
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
         """None: attention reads the view. Raises UnsupportedModel for a window that this layer's
         cache does not keep: probes are too short to see the difference."""
         if window_size not in (None, self.window):
@@ -91,25 +96,40 @@ class Pages:
 
     def write(self, k: mx.array, v: mx.array) -> None:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel."""
-        dim, dim_v, bits = k.shape[3], v.shape[3], self.view.kv_bits
-        if not dim or not dim_v:  # some reads of such a pool would work, others end the process
-            raise UnsupportedModel("a layer keeps keys without values, or the other way round")
-        if self.keys is None and bits:
-            self.packings = Packing(dim, k.dtype, bits), Packing(dim_v, v.dtype, bits)
         if v.dtype == mx.float16:
             # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach
             # the sequence whose padding or block this slot becomes.
             v = mx.where(mx.isfinite(v), v, 0)
-        rows = []
-        for x, packing in zip((k, v), self.packings, strict=True):
-            flat = x.squeeze(0) if len(x) == 1 else x.swapaxes(0, 1).flatten(1, 2)
-            rows.append(packing.pack(flat) if packing else flat)
         if self.keys is None:
-            slots = self.view.held[self.pool] * self.view.block_size
-            self.keys, self.values = (mx.zeros((len(x), slots, x.shape[2]), x.dtype) for x in rows)
-        self.put(self.view.slots[self.pool], *rows)
+            self.dtype = k.dtype
+            self.packings = self._packing(k), self._packing(v)
+        packing_k, packing_v = self.packings
+        keys = _rows(k, packing_k)
+        values = _rows(v, packing_v)
+        if self.keys is None:
+            self.keys = self._pool(keys)
+            self.values = self._pool(values)
+        self.put(self.view.slots[self.pool], keys, values)
 
-    def put(self, slots: mx.array | slice, k: mx.array, v: mx.array) -> None:
+    def _packing(self, x: mx.array) -> Packing | None:
+        dim = x.shape[3]
+        if not dim:  # some reads of such a pool would work, others end the process
+            raise UnsupportedModel("a layer keeps keys without values, or the other way round")
+        if self.view.kv_bits:
+            return Packing(dim, x.dtype, self.view.kv_bits)
+        return None
+
+    def _pool(self, rows: mx.array) -> mx.array:
+        slots = self.view.held[self.pool] * self.view.block_size
+        heads, _, width = rows.shape
+        return mx.zeros((heads, slots, width), rows.dtype)
+
+    def put(
+        self,
+        slots: mx.array | slice,
+        k: mx.array,
+        v: mx.array,
+    ) -> None:
         """Write k, v [kv_heads, n, D], as the pools hold them, at `slots` [n], in place."""
         self.keys[:, slots] = k
         self.values[:, slots] = v
@@ -123,9 +143,11 @@ class Pages:
         """Grow the pools to so many blocks, keeping their content."""
         more = blocks * self.view.block_size - self.keys.shape[1]
         if more:
-            grown = [mx.pad(pool, [(0, 0), (0, more), (0, 0)]) for pool in self.pools()]
-            mx.eval(grown)
-            self.keys, self.values = grown
+            width = [(0, 0), (0, more), (0, 0)]
+            keys = mx.pad(self.keys, width)
+            values = mx.pad(self.values, width)
+            mx.eval(keys, values)
+            self.keys, self.values = keys, values
 
 
 class DensePages(Pages):
@@ -134,23 +156,44 @@ class DensePages(Pages):
 
     __slots__ = ()
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+    def make_mask(
+        self,
+        N: int,
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
         """Bool [B, 1, L, S], "causal" (unless an array is asked for) or None, for the gathered
         slots."""
         super().make_mask(N, return_array, window_size)
-        mask, keep = self.view.groups[0].select(self.window)[1:]
+        _, mask, keep = self.view.groups[0].select(self.window)
         if isinstance(mask, str) and return_array:
-            return mx.tri(N, keep.stop - keep.start, keep.stop - keep.start - N, dtype=mx.bool_)
+            slots = keep.stop - keep.start
+            return mx.tri(N, slots, slots - N, dtype=mx.bool_)
         return mask
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Dense K and V [B, kv_heads, S, D] up to the step's rows."""
         group = self.view.groups[0]
+        size = self.view.block_size
         blocks, _, keep = group.select(self.window)
-        of_k, of_v = self.packings
-        keys = gather(self.keys, blocks, group.block_size, keep, of_k)
-        values = gather(self.values, blocks, group.block_size, keep, of_v)
+        packing_k, packing_v = self.packings
+        keys = gather(self.keys, blocks, size, keep, packing_k)
+        values = gather(self.values, blocks, size, keep, packing_v)
         return keys, values
+
+
+def _rows(
+    x: mx.array,
+    packing: Packing | None,
+) -> mx.array:
+    """x [B, kv_heads, L, D] as a pool holds it: [kv_heads, B * L, width]."""
+    if len(x) == 1:
+        x = x.squeeze(0)
+    else:
+        x = x.swapaxes(0, 1).flatten(1, 2)
+    if packing:
+        return packing.pack(x)
+    return x
 
 
 def window_of(cache: Any) -> int | None:
@@ -166,5 +209,8 @@ def window_of(cache: Any) -> int | None:
 def placed(slots: list[int]) -> mx.array | slice:
     """What indexes a pool at `slots`: a slice where they follow each other, which MLX writes as one
     piece and with fewer operations."""
-    row = slice(slots[0], slots[0] + len(slots))
-    return row if slots == list(range(row.start, row.stop)) else mx.array(slots, mx.int32)
+    first = slots[0]
+    last = first + len(slots)
+    if slots == list(range(first, last)):
+        return slice(first, last)
+    return mx.array(slots, mx.int32)

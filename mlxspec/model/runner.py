@@ -20,18 +20,19 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, recurrent
 from mlxspec.model.batch import (
+    Offsets,
     Step,
     bucket,
     build_inputs,
     drafts_of,
     owners_of,
+    sampled_rows,
     stage,
-    starts_of,
 )
 from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import LayerState, RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
-from mlxspec.types import Entry, Tap, UnsupportedModel
+from mlxspec.types import Entry, Plan, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
 GROWING: "WeakSet[Runner]" = WeakSet()
@@ -41,7 +42,16 @@ Layout = Literal["rows", "rect", "gather", "solo"]
 
 def flat_caches(caches: Iterable[Any]) -> list[Any]:
     """The layers' caches, those inside a CacheList one by one."""
-    return [each for cache in caches for each in getattr(cache, "caches", [cache])]
+    flat: list[Any] = []
+    for cache in caches:
+        flat += getattr(cache, "caches", [cache])
+    return flat
+
+
+def arrays_in(tree: Any) -> list[mx.array]:
+    """All arrays of a tree of lists and dicts."""
+    leaves: Any = tree_flatten(tree)
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def owed() -> int:
@@ -69,10 +79,12 @@ class Runner:
         """`trunk`: only sampled rows reach lm_head. `lone`: one sequence per forward.
         `rollback`: recurrent layers can drop rejected drafts. `kv_bits`: 8 or 4 bits per value in
         the pools; 0: as computed."""
-        self.model, self.layout = model, layout
+        self.model = model
+        self.layout = layout
         self.lone = lone or layout == "solo"
-        self.view = View(block_size, {None: blocks} | dict(windows or {}), kv_bits=kv_bits)
-        self._given: Callable[[], Sequence[int]] | None = None
+        pools = {None: blocks} | dict(windows or {})
+        self.view = View(block_size, pools, kv_bits=kv_bits)
+        self._highest: Callable[[], Sequence[int]] | None = None
         self.caches: list[Any] = []
         if layout != "solo":
             attention.install(model)
@@ -81,8 +93,9 @@ class Runner:
         # Several caches in a layer: deepseek_v32 makes one wait for the other.
         self._several = len(flat) > len(self.caches)
         self._paged = [c for c in flat if isinstance(c, Pages)]
-        self.states = RecurrentStates([c for c in flat if isinstance(c, LayerState)], rollback)
-        if self.states.layers:
+        layers = [c for c in flat if isinstance(c, LayerState)]
+        self.states = RecurrentStates(layers, rollback)
+        if layers:
             recurrent.install(model)
         self.trunk = attention.graft(model, self.view) if trunk else None
 
@@ -96,11 +109,14 @@ class Runner:
     def _cache(self, cache: Any) -> Any:
         """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""
         if type(cache) is CacheList:
-            return CacheList(*(self._cache(c) for c in cache.caches))  # type: ignore[no-untyped-call]
+            inner = map(self._cache, cache.caches)
+            return CacheList(*inner)  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
             return LayerState(len(cache.cache))
-        kind = DensePages if self.layout == "gather" else Pages
-        return kind(self.view, window_of(cache))
+        window = window_of(cache)
+        if self.layout == "gather":
+            return DensePages(self.view, window)
+        return Pages(self.view, window)
 
     # ---- pools -------------------------------------------------------------------------------
 
@@ -110,39 +126,56 @@ class Runner:
 
     def grow_on_demand(self, highest: Callable[[], Sequence[int]]) -> None:
         """Take memory only up to the `highest` block that was allocated, of each pool."""
-        self._given = highest
-        self.view.held = {pool: min(size, FIRST_BLOCKS) for pool, size in self.view.blocks.items()}
+        self._highest = highest
+        for pool, size in self.view.blocks.items():
+            self.view.held[pool] = min(size, FIRST_BLOCKS)
         GROWING.add(self)
 
     def grow(self) -> None:
         """Have memory for all allocated blocks, and half as many again (at most an eighth of the
         pool), so that it is rare. Layer by layer: a pool lies beside its copy meanwhile."""
-        if self._given is None:
+        if self._highest is None:
             return
-        for (pool, size), highest in zip(self.view.blocks.items(), self._given(), strict=True):
-            if highest < self.view.held[pool]:
+        view = self.view
+        for pool, highest in zip(view.blocks, self._highest(), strict=True):
+            if highest < view.held[pool]:
                 continue
-            blocks = min(size, highest + 1 + min((highest + 1) // 2, -(-size // 8)))
-            for pages in self.pages():
-                if pages.pool == pool:
-                    pages.grow(blocks)
-                    mx.clear_cache()
-            self.view.held[pool] = blocks  # last: if memory runs out on the way, it is retried
+            size = view.blocks[pool]
+            used = highest + 1
+            blocks = used + min(used // 2, -(-size // 8))
+            blocks = min(blocks, size)
+            for pages in self._pages_of(pool):
+                pages.grow(blocks)
+                mx.clear_cache()
+            view.held[pool] = blocks  # last: if memory runs out on the way, it is retried
+
+    def _pages_of(self, pool: int | None) -> list[Pages]:
+        return [pages for pages in self.pages() if pages.pool == pool]
 
     def owed(self) -> int:
         """Bytes by which the pools may still grow."""
-        held, blocks = self.view.held, self.view.blocks
-        sizes = ((p.pool, sum(x.nbytes for x in p.pools())) for p in self.pages())
-        return sum(size // held[pool] * (blocks[pool] - held[pool]) for pool, size in sizes)
+        total = 0
+        for pages in self.pages():
+            held = self.view.held[pages.pool]
+            more = self.view.blocks[pages.pool] - held
+            size = pages.keys.nbytes + pages.values.nbytes
+            total += size // held * more
+        return total
 
     def addresses(self) -> tuple[int, ...]:
         """The addresses of the pools, all work on them done."""
         mx.eval(self._pools())
-        pools = (np.array(pool.view(mx.uint8), copy=False) for pool in self._pools())
-        return tuple(int(pool.__array_interface__["data"][0]) for pool in pools)
+        found = []
+        for pool in self._pools():
+            host = np.array(pool.view(mx.uint8), copy=False)
+            found.append(host.ctypes.data)
+        return tuple(found)
 
     def _pools(self) -> list[mx.array]:
-        return [pool for pages in self.pages() for pool in pages.pools()]
+        pools: list[mx.array] = []
+        for pages in self.pages():
+            pools += pages.pools()
+        return pools
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks, (group, source, target) each. Waits for the step in flight."""
@@ -150,18 +183,23 @@ class Runner:
             return
         self.grow()
         for group, pool in enumerate(self.view.blocks):
-            sources = self.view.slots_of([source for of, source, _ in copies if of == group])
-            targets = self.view.slots_of([target for of, _, target in copies if of == group])
-            layers = [pages for pages in self.pages() if pages.pool == pool]
+            blocks = [copy for copy in copies if copy[0] == group]
+            sources = self.view.slots_of([source for _, source, _ in blocks])
+            targets = self.view.slots_of([target for _, _, target in blocks])
+            layers = self._pages_of(pool)
             # Read first, then write: a pool with a reader in flight is copied whole, not in place.
-            held = [[each[:, sources] for each in pages.pools()] for pages in layers]
+            held = []
+            for pages in layers:
+                k = pages.keys[:, sources]
+                v = pages.values[:, sources]
+                held.append((k, v))
             mx.eval(held)
             for pages, (k, v) in zip(layers, held, strict=True):
                 pages.put(targets, k, v)
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(self, plan: Iterable[Entry], previous: Step | None) -> Step:
+    def forward(self, plan: Plan, previous: Step | None) -> Step:
         """The plan's lazy forward, its entries sorted so that like ones are neighbours. `previous`
         is the step in flight, which holds pending tokens."""
         plan = sorted(plan, key=self._form)
@@ -178,15 +216,21 @@ class Runner:
         if not step.rows:
             return None
         spans = [step.spans[row.entry.seq] for row in step.rows]
-        drafts = drafts_of(step.plan)
-        return sample(step.logits, step.rows, step.ids, spans, step.row_offsets, drafts)
+        return sample(
+            step.logits,
+            step.rows,
+            step.ids,
+            spans,
+            step.row_offsets,
+            drafts_of(step.plan),
+        )
 
     def submit(self, step: Step, sampled: Sampled | None) -> Step:
         """Start the step on the device, without waiting for it."""
         own = []
         if self.layout == "solo":
-            leaves: Any = tree_flatten([c.state for e in step.plan for c in e.seq.state])
-            own = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+            for e in step.plan:
+                own += arrays_in([cache.state for cache in e.seq.state])
         results = [*own, *step.taps.values()]
         if sampled:
             results += sampled.arrays()
@@ -195,27 +239,31 @@ class Runner:
             # Without samples, the last layer's K and V, or state, depend on all before.
             # MLX holds an array that is named until the whole step is done, and would copy a pool
             # that the next step writes before that: so new memory is named, not a pool.
-            ends = own[-1:] or self._pools()[-2:] or step.plan[-1].seq.state[-1:]
-            markers = [end.flatten()[:1] + 0 for end in ends]
+            arrays = own or self._pools() or step.plan[-1].seq.state
+            markers = [array.flatten()[:1] + 0 for array in arrays[-2:]]
             results += markers
             step.marker = markers[-1]
-        step.sampled, step.logits = sampled, None
+        step.sampled = sampled
+        step.logits = None
         began = time.perf_counter()
         mx.async_eval(step.marker, *results)
         step.submit_seconds = time.perf_counter() - began
         return step
 
-    def rollback(self, plan: Sequence[Entry], kept_rows: Sequence[int]) -> None:
+    def rollback(self, plan: Plan, kept_rows: Sequence[int]) -> None:
         """Drop rejected drafts from recurrent states: see RecurrentStates.rollback."""
         self.states.rollback(plan, kept_rows)
 
-    def logits(self, plan: Iterable[Entry]) -> mx.array:
+    def logits(self, plan: Plan) -> mx.array:
         """Lazy logits [R, vocab] of a plan whose tokens are all known; for warm-up."""
         logits: mx.array = self.forward(plan, None).logits
         return logits
 
     def forward_rows(
-        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
+        self,
+        plan: Plan,
+        ids: mx.array,
+        offsets: Offsets,
     ) -> mx.array:
         """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
@@ -228,7 +276,10 @@ class Runner:
         return bucket(e, self.view.block_size), self.states.form(e)
 
     def _forward(
-        self, plan: Sequence[Entry], ids: mx.array, offsets: mx.array | None
+        self,
+        plan: Plan,
+        ids: mx.array,
+        offsets: Offsets,
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
         batches = [list(plan)]
@@ -237,39 +288,39 @@ class Runner:
         elif self.layout != "rows":
             batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
         self.states.begin_step(plan)
-        logits: list[mx.array] = []
+        logits = []
         taps: dict[Tap, list[mx.array]] = {tap: [] for tap in self.view.taps}
         row = 0
         for batch in batches:
-            rows = sum(e.rows for e in batch)
-            logits.append(self._forward_batch(batch, ids[row : row + rows], offsets))
-            for tap in taps:
-                taps[tap].append(self.view.tapped.pop(tap).flatten(0, 1))
-            row += rows
-        return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
+            end = row + sum(e.rows for e in batch)
+            logits.append(self._forward_batch(batch, ids[row:end], offsets))
+            for tap, parts in taps.items():
+                hidden = self.view.tapped.pop(tap)
+                parts.append(hidden.flatten(0, 1))
+            row = end
+        joined = {tap: mx.concatenate(parts) for tap, parts in taps.items()}
+        return mx.concatenate(logits), joined
 
     def _forward_batch(
-        self, batch: Sequence[Entry], ids: mx.array, offsets: mx.array | None
+        self,
+        batch: Plan,
+        ids: mx.array,
+        offsets: Offsets,
     ) -> mx.array:
         """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others."""
-        view, caches = self.view, self.caches
-        length = 1
-        sampled: list[int] = []
-        for e, start in starts_of(batch).items():
-            sampled += range(start + e.rows - e.sampled, start + e.rows)
-        index: Any = mx.array(sampled, mx.int32)
+        view = self.view
+        caches = self.caches
         if self.layout == "solo":
             seq = batch[0].seq
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
             stage(view, batch, offsets)
+        length = 1
         if self.layout != "rows":
             length = batch[0].rows
-            at = np.array(sampled, np.int32)[:, None]
-            index = mx.array(at // length), mx.array(at % length)
             view.positions = mx.array([e.start for e in batch])
-        view.sampled = index
+        view.sampled = sampled = sampled_rows(batch)
         try:
             self.states.load(batch)
             logits: mx.array = self.model(ids.reshape(-1, length), cache=caches)
@@ -277,11 +328,13 @@ class Runner:
         finally:
             self.states.release()
             view.sampled = None
+        logits = logits.flatten(0, 1)
         if not self.trunk:
-            logits = logits[index]
+            logits = logits[sampled]
         if self.layout != "rows":
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. Naming them holds them until all is done, so only where the logits do not need
             # them all.
-            mx.async_eval(logits, *states, *(self._pools() if self._several else ()))
-        return logits[:, 0]
+            pools = self._pools() if self._several else []
+            mx.async_eval(logits, *states, *pools)
+        return logits

@@ -4,8 +4,7 @@ Rule: a token is a function of (its logits, its history, the request's sampling,
 The noise is keyed by (seed, position), so neither the batch nor a drafter can change a token.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -15,7 +14,7 @@ import numpy as np
 
 from mlxspec.kernels import Draws, sample_accept
 from mlxspec.kernels.reference import allow
-from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Sampling
+from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Plan, Sampling
 from mlxspec.types import Sequence as Seq
 
 
@@ -31,8 +30,10 @@ class Sampled:
     logprobs: Sequence[mx.array] = ()
 
     def arrays(self) -> list[mx.array]:
-        counts = [] if self.accepted is None else [self.accepted]
-        return [self.tokens, *counts, *self.logprobs]
+        arrays = [self.tokens, *self.logprobs]
+        if self.accepted is not None:
+            arrays.append(self.accepted)
+        return arrays
 
 
 @dataclass(slots=True)
@@ -48,27 +49,35 @@ class Row:
     mask: bytes = b""
 
 
-def rows_of(plan: Iterable[Entry]) -> list[Row]:
+Rows = Sequence[Row]
+
+
+def rows_of(plan: Plan) -> list[Row]:
     """The sampled rows of a plan, in plan order."""
     rows = []
     for e in plan:
-        sampling, first = e.seq.request.sampling, e.start + e.count
+        sampling = e.seq.request.sampling
+        first = e.start + e.count
         for i in range(e.sampled):
-            mask = e.masks[i] if e.masks else b""
-            rows.append(Row(e, sampling, first + i, i + 1, mask))
+            row = Row(e, sampling, first + i, i + 1)
+            if e.masks:
+                row.mask = e.masks[i]
+            rows.append(row)
     return rows
 
 
 @lru_cache(256)
 def seed32(seed: int, index: int) -> int:
     """The 32-bit noise key of choice `index` of a request with `seed` (any int)."""
-    data = (seed % (1 << 128)).to_bytes(16, "little") + index.to_bytes(2, "little")
-    return int.from_bytes(blake2b(data, digest_size=4).digest(), "little")
+    seed %= 1 << 128
+    data = seed.to_bytes(16, "little") + index.to_bytes(2, "little")
+    digest = blake2b(data, digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def sample(
     logits: mx.array,
-    rows: Sequence[Row],
+    rows: Rows,
     inputs: mx.array,
     spans: Sequence[int],
     offsets: mx.array | None = None,
@@ -80,25 +89,42 @@ def sample(
     sampled row of row r's entry; `offsets` int32 [R] are added to the rows' positions; `drafts` as
     of batch.drafts_of.
     """
-    wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
-    x = logits.astype(mx.float32) if wanted else logits
-    own = x - mx.logsumexp(x, axis=-1, keepdims=True) if wanted else x
-    x = _add_bias(x, rows)
-    x = _penalize(x, rows, inputs, spans)
-    result = Sampled(*sample_accept(x, _draws(x, rows, offsets), inputs, drafts))
+    asked = [row.sampling.logprobs for row in rows]
+    wanted = [n for n in asked if n is not None]
     if wanted:
-        chosen = mx.take_along_axis(own, result.tokens[:, None], axis=-1)
-        result.logprobs = [chosen[:, 0]]
-        k = min(max(wanted), x.shape[-1] - 1)
-        if k:
-            top = mx.argpartition(-own, k, axis=-1)[:, :k].astype(mx.int32)
-            result.logprobs += [top, mx.take_along_axis(own, top, axis=-1)]
-    return result
+        logits = logits.astype(mx.float32)
+    x = _add_bias(logits, rows)
+    x = _penalize(x, rows, inputs, spans)
+    draws = _draws(x, rows, offsets)
+    tokens, accepted = sample_accept(x, draws, inputs, drafts)
+    sampled = Sampled(tokens, accepted)
+    if wanted:
+        sampled.logprobs = _logprobs(logits, tokens, max(wanted))
+    return sampled
 
 
-def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[Logprob | None]]:
+def _logprobs(
+    logits: mx.array,
+    tokens: mx.array,
+    k: int,
+) -> list[mx.array]:
+    """Sampled.logprobs: the model's own, before bias and penalties."""
+    own = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(own, tokens[:, None], axis=-1)
+    k = min(k, own.shape[-1] - 1)
+    if not k:
+        return [chosen[:, 0]]
+    top = mx.argpartition(-own, k, axis=-1)
+    top = top[:, :k].astype(mx.int32)
+    best = mx.take_along_axis(own, top, axis=-1)
+    return [chosen[:, 0], top, best]
+
+
+def read(
+    sampled: Sampled,
+    rows: Rows,
+) -> tuple[list[int], list[Logprob | None]]:
     """The step's one host read: tokens [R] and, for rows that asked, their log-probabilities."""
-    mx.eval(sampled.arrays())
     tokens = np.array(sampled.tokens).tolist()
     logprobs: list[Logprob | None] = [None for _ in rows]
     if not sampled.logprobs:
@@ -110,14 +136,20 @@ def read(sampled: Sampled, rows: Sequence[Row]) -> tuple[list[int], list[Logprob
             continue
         top: list[tuple[int, float]] = []
         if n:
-            pairs = zip(*(each[r] for each in best), strict=True)
-            top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+            ids, values = best
+            top = list(zip(ids[r], values[r], strict=True))
+            top.sort(key=lambda pair: (-pair[1], pair[0]))
         logprobs[r] = Logprob(tokens[r], chosen[r], tuple(top[:n]))
     return tokens, logprobs
 
 
-def _add_bias(x: mx.array, rows: Sequence[Row]) -> mx.array:
-    at, tokens, values = [], [], []
+def _add_bias(
+    x: mx.array,
+    rows: Rows,
+) -> mx.array:
+    at = []
+    tokens = []
+    values = []
     for r, row in enumerate(rows):
         for token, value in row.sampling.logit_bias:
             at.append(r)
@@ -126,91 +158,125 @@ def _add_bias(x: mx.array, rows: Sequence[Row]) -> mx.array:
     if not at:
         return x
     where = mx.array(at), mx.array(tokens)
-    return x.astype(mx.float32).at[where].add(mx.array(values, mx.float32))
+    biases = mx.array(values, mx.float32)
+    return x.astype(mx.float32).at[where].add(biases)
 
 
-def _penalize(x: mx.array, rows: Sequence[Row], inputs: mx.array, spans: Sequence[int]) -> mx.array:
+def _penalize(
+    x: mx.array,
+    rows: Rows,
+    inputs: mx.array,
+    spans: Sequence[int],
+) -> mx.array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
     (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
     chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
     if not chosen:
         return x
     x = x.astype(mx.float32)
-    some = [rows[r] for r in chosen]
-    in_prompt, counts = _token_counts(some, [spans[r] for r in chosen], inputs, x.shape[-1])
-    seen = in_prompt | (counts > 0)
-    asked = [row.sampling for row in some]
-    repetition = mx.array([each.repetition_penalty for each in asked])[:, None]
-    frequency = mx.array([each.frequency_penalty for each in asked])[:, None]
-    presence = mx.array([each.presence_penalty for each in asked])[:, None]
+    penalized = [rows[r] for r in chosen]
+    starts = [spans[r] for r in chosen]
+    in_prompt, counts = _token_counts(penalized, starts, inputs, x.shape[-1])
+    generated = counts > 0
+    penalties = []
+    for row in penalized:
+        s = row.sampling
+        penalties.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
+    columns = mx.array(penalties, mx.float32).T
+    repetition, frequency, presence = columns[:, :, None]
     y = _take(x, chosen)
-    y = mx.where(seen, mx.where(y > 0, y / repetition, y * repetition), y)
-    y = y - counts * frequency - (counts > 0) * presence
+    repeated = mx.where(y > 0, y / repetition, y * repetition)
+    y = mx.where(in_prompt | generated, repeated, y)
+    y = y - counts * frequency
+    y = y - generated * presence
     return _put(x, chosen, y)
 
 
 def _token_counts(
-    rows: Sequence[Row], spans: Sequence[int], inputs: mx.array, vocab: int
+    rows: Rows,
+    spans: Sequence[int],
+    inputs: mx.array,
+    vocab: int,
 ) -> tuple[mx.array, mx.array]:
     """For each row which tokens stand in the prompt, bool [R, vocab], and how often each was
     generated before it, float32 [R, vocab]; tokens of the step itself are counted lazily."""
-    prompts, outputs = [], []
+    prompts = []
+    outputs = []
     at: list[int] = []  # input tokens of this step that a row comes behind,
     of: list[int] = []  # and that row
-    for r, (row, span) in enumerate(zip(rows, spans, strict=True)):
+    for r, row in enumerate(rows):
         seq = row.entry.seq
         first = row.position - row.behind  # the span's first token may be unread, those before not
         prompt, output = _host_counts(seq, first, vocab)
         prompts.append(prompt)
         outputs.append(output)
         for i in range(max(0, seq.prompt_len - first), row.behind):
-            at.append(span + i)
+            at.append(spans[r] + i)
             of.append(r)
     counts = mx.stack(outputs)
     if at:
-        counts = counts.at[mx.array(of), inputs[mx.array(at)]].add(1.0)
+        tokens = inputs[mx.array(at)]
+        counts = counts.at[mx.array(of), tokens].add(1.0)
     return mx.stack(prompts), counts
 
 
-def _host_counts(seq: Seq, upto: int, vocab: int) -> tuple[mx.array, mx.array]:
+def _host_counts(
+    seq: Seq,
+    upto: int,
+    vocab: int,
+) -> tuple[mx.array, mx.array]:
     """Which tokens stand in the prompt, bool [vocab], and how often each was generated before
     position `upto`, float32 [vocab]. Kept with the sequence: a step counts only what is new."""
     if seq.counts is None:
         prompt = mx.zeros((vocab,), mx.bool_)
         prompt[mx.array(seq.request.prompt)] = True
-        seq.counts = seq.prompt_len, prompt, mx.zeros((vocab,))
+        output = mx.zeros((vocab,))
+        seq.counts = seq.prompt_len, prompt, output
     counted, prompt, output = seq.counts
     if upto > counted:
-        output = output.at[mx.array(seq.tokens[counted:upto])].add(1.0)
+        new = mx.array(seq.tokens[counted:upto])
+        output = output.at[new].add(1.0)
         seq.counts = upto, prompt, output
     return prompt, output
 
 
-def _draws(x: mx.array, rows: Sequence[Row], offsets: mx.array | None) -> Draws:
+def _draws(
+    x: mx.array,
+    rows: Rows,
+    offsets: mx.array | None,
+) -> Draws:
     """How the rows of x [R, vocab] are drawn; filters become the lowest logit that stays."""
     draws = Draws([], [], [], [], offsets)
     filtered = []
     for r, row in enumerate(rows):
-        temperature = row.sampling.temperature
-        draws.temperatures.append(max(temperature, COLDEST) if temperature else 0.0)
-        draws.seeds.append(seed32(row.sampling.seed, row.entry.seq.index))
+        sampling = row.sampling
+        temperature = sampling.temperature
+        if temperature:
+            temperature = max(temperature, COLDEST)
+        draws.temperatures.append(temperature)
+        draws.seeds.append(seed32(sampling.seed, row.entry.seq.index))
         draws.positions.append(row.position)
         draws.masks.append(row.mask)
-        if row.sampling.filtered:
+        if sampling.filtered:
             filtered.append(r)
     if filtered:
         some = [rows[r] for r in filtered]
-        y = allow(_take(x, filtered).astype(mx.float32), [row.mask for row in some])
-        y = y / mx.array([draws.temperatures[r] for r in filtered])[:, None]
-        draws.floors = _put(mx.full((len(rows),), -mx.inf), filtered, _floors(y, some))
+        masks = [row.mask for row in some]
+        temperatures = [draws.temperatures[r] for r in filtered]
+        y = _take(x, filtered).astype(mx.float32)
+        y = allow(y, masks)
+        y = y / mx.array(temperatures)[:, None]
+        none = mx.full((len(rows),), -mx.inf)
+        draws.floors = _put(none, filtered, _floors(y, some))
     return draws
 
 
-def _floors(x: mx.array, rows: Sequence[Row]) -> mx.array:
+def _floors(x: mx.array, rows: Rows) -> mx.array:
     """float32 [R], the lowest of x [R, vocab] that stays. A row with a small top_k ranks NARROW
     tokens alone, whichever rows it shares the batch with."""
     vocab = x.shape[-1]
-    narrow, wide = [], []
+    narrow = []
+    wide = []
     for r, row in enumerate(rows):
         if 0 < row.sampling.top_k <= NARROW < vocab:
             narrow.append(r)
@@ -218,38 +284,55 @@ def _floors(x: mx.array, rows: Sequence[Row]) -> mx.array:
             wide.append(r)
     floors = mx.zeros((len(rows),))
     for chosen in (narrow, wide):
-        if chosen:
-            y = _take(x, chosen)
-            if chosen is narrow:
-                y = mx.topk(y, NARROW, axis=-1)
-            ranked = mx.sort(y, axis=-1)[:, ::-1]
-            floor = _floor(ranked, [rows[r].sampling for r in chosen])
-            floors = _put(floors, chosen, floor)
+        if not chosen:
+            continue
+        y = _take(x, chosen)
+        if chosen is narrow:
+            y = mx.topk(y, NARROW, axis=-1)
+        ranked = mx.sort(y, axis=-1)[:, ::-1]
+        samplings = [rows[r].sampling for r in chosen]
+        floor = _floor(ranked, samplings)
+        floors = _put(floors, chosen, floor)
     return floors
 
 
-def _floor(ranked: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+def _floor(
+    ranked: mx.array,
+    samplings: Sequence[Sampling],
+) -> mx.array:
     """float32 [R], the lowest logit that stays: top_k, then top_p over what top_k left, and min_p
     relative to the best; ties at a threshold stay. `ranked` [R, n]: the n >= top_k best, sorted."""
     n = ranked.shape[-1]
     top_k = mx.array([min(s.top_k or n, n) for s in samplings])[:, None]
     # 2 where top_p is off: a sum that rounds to 1 must not cut the tail
     top_p = mx.array([s.top_p if s.top_p < 1 else 2.0 for s in samplings])[:, None]
-    min_p = mx.array([math.log(s.min_p) if s.min_p else -math.inf for s in samplings])
-    probs = mx.softmax(mx.where(mx.arange(n) < top_k, ranked, -mx.inf), axis=-1, precise=True)
+    min_p = mx.array([s.min_p for s in samplings])
+    kept = mx.where(mx.arange(n) < top_k, ranked, -mx.inf)
+    probs = mx.softmax(kept, axis=-1, precise=True)
     better = mx.cumsum(probs, axis=-1) - probs  # mass of the better tokens
-    count = ((better < top_p) & (probs > 0)).sum(-1, keepdims=True)
-    last = mx.maximum(mx.minimum(count, top_k), 1) - 1
+    inside = (better < top_p) & (probs > 0)
+    count = inside.sum(-1, keepdims=True)
+    last = mx.clip(count, 1, top_k) - 1
     floor = mx.take_along_axis(ranked, last, axis=-1)[:, 0]
-    return mx.maximum(floor, ranked[:, 0] + min_p)
+    best = ranked[:, 0]
+    return mx.maximum(floor, best + mx.log(min_p))
 
 
-def _take(x: mx.array, rows: list[int]) -> mx.array:
+def _take(
+    x: mx.array,
+    rows: list[int],
+) -> mx.array:
     """These rows of x; x itself if they are all."""
-    return x if len(rows) == len(x) else x[mx.array(rows)]
+    if len(rows) == len(x):
+        return x
+    return x[mx.array(rows)]
 
 
-def _put(x: mx.array, rows: list[int], values: mx.array) -> mx.array:
+def _put(
+    x: mx.array,
+    rows: list[int],
+    values: mx.array,
+) -> mx.array:
     """x with other values in these rows."""
     if len(rows) == len(x):
         return values

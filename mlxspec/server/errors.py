@@ -20,9 +20,6 @@ from mlxspec.types import Busy
 
 log = logging.getLogger("mlxspec")
 
-RELOAD_S = 10  # Retry-After for a model that failed to load
-RESTART_S = 5  # Retry-After while the server is stopping
-
 OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -72,12 +69,10 @@ def error_response(scope: Scope, error: ApiError) -> Response:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Whether the request is for Anthropic's API: by its path, or, for the shared /models, by the
-    header that Anthropic's clients send."""
+    """Whether the request is for Anthropic's API: by its path, or by the header that Anthropic's
+    clients send."""
     path: str = scope["path"].removeprefix("/v1")
-    if path.startswith("/models"):
-        return "anthropic-version" in Headers(scope=scope)
-    return path.startswith("/messages")
+    return path.startswith("/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
@@ -87,24 +82,20 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 def unavailable(why: str) -> ApiError:
     """503: a configured model cannot be loaded now."""
-    return ApiError(503, why, "model", "model_not_loaded", retry_after(RELOAD_S))
+    return ApiError(503, why, "model", "model_not_loaded", {"Retry-After": "10"})
 
 
 def dead(engine: Worker) -> ApiError:
     """503: the engine accepts no more requests."""
     if not engine.draining():
         return ApiError(503, "the engine has stopped; the server's log says why")
-    why = f"the server is stopping; send the request again in {RESTART_S} s"
-    return ApiError(503, why, headers=retry_after(RESTART_S))
+    why = "the server is stopping; send the request again in 5 s"
+    return ApiError(503, why, headers={"Retry-After": "5"})
 
 
 def busy(error: Busy) -> ApiError:
     """429: the queue is full."""
-    return ApiError(429, str(error), headers=retry_after(error.retry_after))
-
-
-def retry_after(seconds: int) -> dict[str, str]:
-    return {"Retry-After": str(seconds)}
+    return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
 
 
 class Gone(Exception):
@@ -122,11 +113,10 @@ async def on_gone(http: HttpRequest, error: Exception) -> Response:
 
 async def on_http_error(http: HttpRequest, error: Any) -> Response:
     """Errors of the router: unknown path or method."""
-    path, message = http.scope["path"][:200], error.detail
+    path = http.scope["path"][:200]
+    message = f"{http.method} is not a method of {path}; use the one of the Allow header"
     if error.status_code == 404:
         message = f"there is nothing at {path}; GET / lists the endpoints"
-    if error.status_code == 405:
-        message = f"{http.method} is not a method of {path}; use the one of the Allow header"
     return error_response(http.scope, ApiError(error.status_code, message, headers=error.headers))
 
 

@@ -19,43 +19,43 @@ from mlxspec.server.body import (
     Stops,
     Strict,
 )
-from mlxspec.server.openai.schema import Common
+from mlxspec.server.openai import schema as openai
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
 
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
-    "max_new_tokens": None,
-    "response_format": None,
+    **openai.REFUSED,
     "output_format": None,
     "reasoning_effort": None,
-    "reasoning": None,
-    "enable_thinking": None,
-    "functions": [],
     "parallel_tool_calls": True,
     "mcp_servers": [],
     "container": None,
-    "grammar": None,
     "logprobs": False,
     "chat_template_kwargs": {},
 }
-# The types of blocks, with the fields that each must have. A tool_reference stands for the
-# definition of a deferred tool.
+# The types of blocks, with the fields that each must have.
 BLOCKS = {
     "text": {"text"},
     "thinking": {"thinking"},
     "redacted_thinking": set[str](),
     "tool_use": {"id", "name", "input"},
     "tool_result": {"tool_use_id"},
-    "tool_reference": {"tool_name"},
 }
-# The types of blocks that a message of each role, or a tool result, may have.
+# The types of blocks that a message of each role may have.
 ROLES = {
-    "tool": {"text", "tool_reference"},
     "user": {"text", "tool_result"},
     "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
     "system": {"text"},
 }
+
+
+class ResultPart(Strict):
+    """A part of a tool's result. A tool_reference stands for the definition of a deferred tool."""
+
+    type: Literal["text", "tool_reference"]
+    text: str = ""
+    tool_name: str = ""
 
 
 class Block(Strict):
@@ -66,8 +66,7 @@ class Block(Strict):
     name: str = ""
     input: Json = Field(default_factory=dict)
     tool_use_id: str = ""
-    tool_name: str = ""
-    content: "Blocks" = Field(default_factory=list)  # of a tool result
+    content: Annotated[list[ResultPart], FIRST, TEXT_PART] = Field(default_factory=list)
     is_error: bool = False
 
     @model_validator(mode="after")
@@ -77,26 +76,18 @@ class Block(Strict):
         missing = BLOCKS[self.type] - self.model_fields_set
         if missing:
             raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        _check_types(self.content, "tool")
         return self
-
-
-Blocks = Annotated[list[Block], FIRST, TEXT_PART]
-
-
-def _check_types(blocks: Sequence[Block], role: str) -> None:
-    for block in blocks:
-        if block.type not in ROLES[role]:
-            raise ValueError(f"a block of type {block.type} cannot be here; send text")
 
 
 class Message(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: Annotated[list[Block], FIRST, TEXT_PART]
 
     @model_validator(mode="after")
     def _fits_role(self) -> "Message":
-        _check_types(self.content, self.role)
+        for block in self.content:
+            if block.type not in ROLES[self.role]:
+                raise ValueError(f"a block of type {block.type} cannot be here; send text")
         return self
 
 
@@ -136,7 +127,7 @@ class Prompt(Strict):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    system: Blocks = Field(default_factory=list)
+    system: Annotated[list[openai.TextPart], FIRST, TEXT_PART] = Field(default_factory=list)
     messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS)]
     tools: Annotated[list[Tool], FIRST, Field(default_factory=list, max_length=MAX_ITEMS)]
     tool_choice: ToolChoice = ToolChoice()
@@ -162,7 +153,7 @@ class Prompt(Strict):
         return "required" if kind == "any" else kind
 
 
-class Messages(Prompt, Common):
+class Messages(Prompt, openai.Common):
     """The body of POST /v1/messages."""
 
     refused: ClassVar[Refused] = REFUSED
@@ -189,31 +180,30 @@ def chat_messages(body: Prompt) -> list[Json]:
         if message.role == "system":
             made += _system(message.content)
             continue
-        results, calls, rest = [], [], []
+        text, thinking, calls = "", "", []
         for block in message.content:
+            text += block.text
+            thinking += block.thinking
             if block.type == "tool_result":
-                results.append(_result(block, tools))
+                made.append(_result(block, tools))
             elif block.type == "tool_use":
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            else:
-                rest.append(block)
-        made += results
-        turn: Json = {"role": message.role, "content": "".join(block.text for block in rest)}
-        if thinking := "".join(block.thinking for block in rest):
+        turn: Json = {"role": message.role, "content": text}
+        if thinking:
             turn["reasoning_content"] = thinking
         if calls:
             turn["tool_calls"] = calls
-        if rest or not results:
+        if {block.type for block in message.content} != {"tool_result"}:
             made.append(turn)
     return made
 
 
-def _system(blocks: Sequence[Block]) -> list[Json]:
+def _system(blocks: Sequence[Block | openai.TextPart]) -> list[Json]:
     """Empty if nothing is left of the text, as of Claude Code's billing header."""
     parts = [{"type": "text", "text": block.text} for block in blocks]
     made = canonical([{"role": "system", "content": parts}])
-    return made if made[0]["content"] else []
+    return [message for message in made if message["content"]]
 
 
 def _result(block: Block, tools: Mapping[str, Json]) -> Json:

@@ -80,13 +80,15 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:
-        why = f"the body is not a JSON object: {error.errors(include_input=False)[0]['msg']}"
+        [first] = error.errors(include_input=False)
+        why = f"the body is not a JSON object: {first['msg']}"
         raise ApiError(400, why, code="invalid_json") from error
     if len(raw) > MAX_FIELDS:
         raise invalid("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
-    for name in kind.refused.keys() & raw.keys() - kind.model_fields.keys():
-        if raw[name] not in (None, kind.refused[name]):
-            why = f"{name} = {shown(raw[name])} is not supported; leave it out"
+    for name, neutral in kind.refused.items():
+        value = raw.get(name)
+        if name not in kind.model_fields and value not in (None, neutral):
+            why = f"{name} = {shown(value)} is not supported; leave it out"
             raise invalid(name, why, "unsupported_parameter")
     body = validate(kind, raw)
     return body, _unknown(body)

@@ -51,10 +51,11 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to be continued. `body` has the fields of openai.schema.Common. `messages` and
-    `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be called too, but
-    are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name": ...}. `options`
-    are variables of the template. `source` is the body's field that holds the conversation."""
+    """A conversation to be continued. `body` has the fields of openai.schema.Common, and `format`.
+    `messages` and `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be
+    called too, but are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name":
+    ...}. `options` are variables of the template. `source` is the body's field that holds the
+    conversation."""
 
     body: Any
     messages: Sequence[Any]
@@ -62,7 +63,6 @@ class ChatRequest:
     tool_choice: str | Mapping[str, str] = "auto"
     deferred: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    format: Format | None = None
     source: str = "messages"
     arrived: float = field(default_factory=time.monotonic)
 
@@ -184,7 +184,7 @@ def _grammar(
 ) -> Make | None:
     """The grammar of the answer: the required call, else the format or, if tools are offered, a
     call."""
-    form, choice = chat.format, chat.tool_choice
+    form, choice = chat.body.format, chat.tool_choice
     required = choice not in ("auto", "none")
     offered = bool(talk.tools) and choice == "auto"
     if form is None and not required:

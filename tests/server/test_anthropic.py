@@ -283,7 +283,7 @@ async def test_a_schema_for_the_answer_is_passed_on(
     asked: list[Any] = []
 
     async def converse(http: Any, model: Any, ask: Any, *rest: Any) -> Any:
-        asked.append(ask.format)
+        asked.append(ask.body.format)
         return await real(http, model, ask, *rest)
 
     real = endpoints.converse

@@ -211,15 +211,21 @@ CALL = {"type": "tool_use", "id": "a", "name": "b"}
         ({"messages": [user({**IMAGE, "type": "document"})]}, "messages[0].content[0]"),
         (
             {"messages": [user({**RESULT, "content": [IMAGE]})]},
-            "messages[0].content[0].content[0].type",
+            "messages[0].content[0].tool_result.content[0].type",
         ),
-        ({"messages": [user({**RESULT, "content": 7})]}, "messages[0].content[0].content"),
-        ({"messages": [user({"type": "tool_result"})]}, "messages[0].content[0]"),
-        ({"messages": [user({"type": "text"})]}, "messages[0].content[0]"),
+        (
+            {"messages": [user({**RESULT, "content": 7})]},
+            "messages[0].content[0].tool_result.content",
+        ),
+        (
+            {"messages": [user({"type": "tool_result"})]},
+            "messages[0].content[0].tool_result.tool_use_id",
+        ),
+        ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text.text"),
         ({"messages": [user({**CALL, "input": {}})]}, "messages[0]"),
         (
             {"messages": [{"role": "assistant", "content": [CALL]}, *HELLO]},
-            "messages[0].content[0]",
+            "messages[0].content[0].tool_use.input",
         ),
         ({"system": 7}, "system"),
         ({"system": [IMAGE]}, "system[0].type"),

@@ -19,13 +19,15 @@ from mlxspec.server.body import (
     Stops,
     Strict,
 )
-from mlxspec.server.openai import schema as openai
+from mlxspec.server.chat_request import Format
+from mlxspec.server.openai.schema import REFUSED as OPENAI_REFUSED
+from mlxspec.server.openai.schema import Common, TextPart
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
 
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
-    **openai.REFUSED,
+    **OPENAI_REFUSED,
     "output_format": None,
     "reasoning_effort": None,
     "parallel_tool_calls": True,
@@ -34,20 +36,29 @@ REFUSED: Refused = {
     "logprobs": False,
     "chat_template_kwargs": {},
 }
-# The types of blocks, with the fields that each must have.
-BLOCKS = {
-    "text": {"text"},
-    "thinking": {"thinking"},
-    "redacted_thinking": set[str](),
-    "tool_use": {"id", "name", "input"},
-    "tool_result": {"tool_use_id"},
-}
-# The types of blocks that a message of each role may have.
+# The role of the messages that a type of blocks may be in; text may be in all.
 ROLES = {
-    "user": {"text", "tool_result"},
-    "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
-    "system": {"text"},
+    "thinking": "assistant",
+    "redacted_thinking": "assistant",
+    "tool_use": "assistant",
+    "tool_result": "user",
 }
+
+
+class Thought(Strict):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThought(Strict):
+    type: Literal["redacted_thinking"]
+
+
+class ToolUse(Strict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
 
 
 class ResultPart(Strict):
@@ -58,25 +69,16 @@ class ResultPart(Strict):
     tool_name: str = ""
 
 
-class Block(Strict):
-    type: str
-    text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: Json = Field(default_factory=dict)
-    tool_use_id: str = ""
-    content: Annotated[list[ResultPart], FIRST, TEXT_PART] = Field(default_factory=list)
+class ToolResult(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[list[ResultPart], FIRST, TEXT_PART] = Field([])
     is_error: bool = False
 
-    @model_validator(mode="after")
-    def _complete(self) -> "Block":
-        if self.type not in BLOCKS:
-            raise ValueError("this type of block is not supported; the model reads text only")
-        missing = BLOCKS[self.type] - self.model_fields_set
-        if missing:
-            raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        return self
+
+Block = Annotated[
+    TextPart | Thought | RedactedThought | ToolUse | ToolResult, Field(discriminator="type")
+]
 
 
 class Message(Strict):
@@ -86,7 +88,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _fits_role(self) -> "Message":
         for block in self.content:
-            if block.type not in ROLES[self.role]:
+            if ROLES.get(block.type, self.role) != self.role:
                 raise ValueError(f"a block of type {block.type} cannot be here; send text")
         return self
 
@@ -114,22 +116,22 @@ class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class Format(Strict):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     value: Json = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    format: Format | None = None
+    format: OutputFormat | None = None
 
 
 class Prompt(Strict):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    system: Annotated[list[openai.TextPart], FIRST, TEXT_PART] = Field(default_factory=list)
+    system: Annotated[list[TextPart], FIRST, TEXT_PART] = Field([])
     messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS)]
-    tools: Annotated[list[Tool], FIRST, Field(default_factory=list, max_length=MAX_ITEMS)]
+    tools: Annotated[list[Tool], FIRST] = Field([], max_length=MAX_ITEMS)
     tool_choice: ToolChoice = ToolChoice()
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
@@ -137,6 +139,13 @@ class Prompt(Strict):
     @property
     def parallel_tool_calls(self) -> bool:
         return not self.tool_choice.disable_parallel_tool_use
+
+    @property
+    def format(self) -> Format | None:
+        form = self.output_config.format
+        if form is None:
+            return None
+        return Format("schema", "output_config.format.schema", form.value)
 
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result
@@ -153,7 +162,7 @@ class Prompt(Strict):
         return "required" if kind == "any" else kind
 
 
-class Messages(Prompt, openai.Common):
+class Messages(Prompt, Common):
     """The body of POST /v1/messages."""
 
     refused: ClassVar[Refused] = REFUSED
@@ -182,11 +191,13 @@ def chat_messages(body: Prompt) -> list[Json]:
             continue
         text, thinking, calls = "", "", []
         for block in message.content:
-            text += block.text
-            thinking += block.thinking
-            if block.type == "tool_result":
+            if isinstance(block, TextPart):
+                text += block.text
+            elif isinstance(block, Thought):
+                thinking += block.thinking
+            elif isinstance(block, ToolResult):
                 made.append(_result(block, tools))
-            elif block.type == "tool_use":
+            elif isinstance(block, ToolUse):
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
         turn: Json = {"role": message.role, "content": text}
@@ -199,14 +210,14 @@ def chat_messages(body: Prompt) -> list[Json]:
     return made
 
 
-def _system(blocks: Sequence[Block | openai.TextPart]) -> list[Json]:
+def _system(blocks: Sequence[Strict]) -> list[Json]:
     """Empty if nothing is left of the text, as of Claude Code's billing header."""
-    parts = [{"type": "text", "text": block.text} for block in blocks]
+    parts = [block.model_dump() for block in blocks]
     made = canonical([{"role": "system", "content": parts}])
     return [message for message in made if message["content"]]
 
 
-def _result(block: Block, tools: Mapping[str, Json]) -> Json:
+def _result(block: ToolResult, tools: Mapping[str, Json]) -> Json:
     """The message of a tool. A tool_reference in it becomes the definition of the tool."""
     text = "Error: " if block.is_error else ""
     for part in block.content:

@@ -31,14 +31,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
         raise invalid("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    request = ChatRequest(
-        body,
-        body.messages,
-        body.tools,
-        body.choice,
-        options=options,
-        format=body.format,
-    )
+    request = ChatRequest(body, body.messages, body.tools, body.choice, options=options)
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
     return await converse(http, model, request, writer, ignored + unread)
 

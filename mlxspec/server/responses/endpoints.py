@@ -62,7 +62,6 @@ async def create(http: HttpRequest) -> ASGIApp:
         tools=tools.definitions,
         tool_choice=tools.choice,
         options=options,
-        format=body.format,
         source="input",
     )
     name = f"resp_{secrets.token_hex(16)}"

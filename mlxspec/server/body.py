@@ -30,7 +30,9 @@ MAX_STOP_CHARS = 1000
 
 
 def _text_part(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    return value
 
 
 FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
@@ -57,9 +59,9 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: one for name, one in value.items() if one is not None}
-        return value
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if one is not None}
 
 
 Body = TypeVar("Body", bound=Strict)
@@ -108,7 +110,8 @@ def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
         where = at.removeprefix(".")
         if first["type"] == "missing":
             raise invalid(where, f"{where} is missing; send it") from error
-        raise wrong(where, first["input"], first["msg"].removeprefix("Value error, ")) from error
+        problem = first["msg"].removeprefix("Value error, ")
+        raise wrong(where, first["input"], problem) from error
 
 
 def wrong(where: str, value: Any, problem: str) -> ApiError:

@@ -85,12 +85,15 @@ def _generation(
     request = engine_request(model, body, name, prompt.ids, chat.source)
     grammar = _grammar(grammars, chat, talk, prompt)
     request = replace(request, grammar=grammar, masks=grammars.vocab)
-    tools = [*talk.tools, *chat.deferred] if chat.tool_choice != "none" else ()
+    tools = [*talk.tools, *chat.deferred]
+    if chat.tool_choice == "none":
+        tools = []
+    constrained, single = grammar is not None, not body.parallel_tool_calls
     choices = []
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens)
-        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, grammar is not None)
-        choices.append(Choice(i, reader, parts, not body.parallel_tool_calls))
+        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, constrained)
+        choices.append(Choice(i, reader, parts, single))
     remember_all = partial(_remember, model, talk, prompt, choices)
     return Generation(
         model,
@@ -124,8 +127,13 @@ def _remember(
 def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises Refused."""
     talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
-    context = model.info.context
-    prompt = render(model.tokenizer, talk, model.history, context=context, field=chat.source)
+    prompt = render(
+        model.tokenizer,
+        talk,
+        model.history,
+        context=model.info.context,
+        field=chat.source,
+    )
     return talk, prompt
 
 

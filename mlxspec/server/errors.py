@@ -49,9 +49,13 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The body in OpenAI's format."""
-        kind = OPENAI_TYPES.get(self.status, "invalid_request_error")
-        code = self.code or CODES.get(self.status)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
+        error = {
+            "message": self.message,
+            "type": OPENAI_TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code or CODES.get(self.status),
+        }
+        return {"error": error}
 
     def anthropic(self) -> dict[str, Any]:
         """The body in Anthropic's format."""
@@ -64,15 +68,12 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     line = f"{scope['method']} {scope['path'][:200]}: {error.message}"
     log.info("%s (%d)", "".join(c if c.isprintable() else "?" for c in line), error.status)
     scope["app"].state.server.metrics.refused.labels(str(error.status)).inc()
-    body = error.anthropic() if _is_anthropic(scope) else error.body()
+    body = error.body()
+    path = scope["path"].removeprefix("/v1")
+    # The header is sent by all of Anthropic's clients.
+    if path.startswith("/messages") or "anthropic-version" in Headers(scope=scope):
+        body = error.anthropic()
     return JSONResponse(body, error.status, error.headers)
-
-
-def _is_anthropic(scope: Scope) -> bool:
-    """Whether the request is for Anthropic's API: by its path, or by the header that Anthropic's
-    clients send."""
-    path: str = scope["path"].removeprefix("/v1")
-    return path.startswith("/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:

@@ -31,7 +31,8 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        headers, path = Headers(scope=scope), scope["path"]
+        headers = Headers(scope=scope)
+        path = scope["path"]
         try:
             _check_host(headers, config)
             _check_fetch(path, headers)
@@ -54,8 +55,8 @@ def wants_html(headers: Headers) -> bool:
 def _check_host(headers: Headers, config: Config) -> None:
     """Refuse names that are not this server's. Where it listens on any address, an IP address is:
     it cannot be rebound, a name can."""
-    allowed = {*LOOPBACK, config.host, *config.allowed_hosts}
-    allowed = {name.lower() for name in allowed}
+    names = {config.host, *config.allowed_hosts}
+    allowed = LOOPBACK | {name.lower() for name in names}
     host = headers.get("host", "")
     if config.host in ANY and IP.fullmatch(_name(host)):
         allowed.add(_name(host))
@@ -117,7 +118,8 @@ def _limited(receive: Receive, limit: int) -> Receive:
     async def limited() -> Message:
         nonlocal size
         message = await receive()
-        size += len(message.get("body", b""))
+        body = message.get("body", b"")
+        size += len(body)
         if size > limit:
             raise _too_large(limit)
         return message

@@ -222,7 +222,6 @@ CALL = {"type": "tool_use", "id": "a", "name": "b"}
             "messages[0].content[0].tool_result.tool_use_id",
         ),
         ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text.text"),
-        ({"messages": [user({**CALL, "input": {}})]}, "messages[0]"),
         (
             {"messages": [{"role": "assistant", "content": [CALL]}, *HELLO]},
             "messages[0].content[0].tool_use.input",

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator
 
 from mlxspec.server.body import (
     FIRST,
@@ -35,13 +35,6 @@ REFUSED: Refused = {
     "container": None,
     "logprobs": False,
     "chat_template_kwargs": {},
-}
-# The role of the messages that a type of blocks may be in; text may be in all.
-ROLES = {
-    "thinking": "assistant",
-    "redacted_thinking": "assistant",
-    "tool_use": "assistant",
-    "tool_result": "user",
 }
 
 
@@ -84,13 +77,6 @@ Block = Annotated[
 class Message(Strict):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], FIRST, TEXT_PART]
-
-    @model_validator(mode="after")
-    def _fits_role(self) -> "Message":
-        for block in self.content:
-            if ROLES.get(block.type, self.role) != self.role:
-                raise ValueError(f"a block of type {block.type} cannot be here; send text")
-        return self
 
 
 class Tool(Strict):
@@ -212,7 +198,7 @@ def chat_messages(body: Prompt) -> list[Json]:
 
 def _system(blocks: Sequence[Strict]) -> list[Json]:
     """Empty if nothing is left of the text, as of Claude Code's billing header."""
-    parts = [block.model_dump() for block in blocks]
+    parts = [block.model_dump() for block in blocks if isinstance(block, TextPart)]
     made = canonical([{"role": "system", "content": parts}])
     return [message for message in made if message["content"]]
 

@@ -19,7 +19,7 @@ from pydantic import (
 from starlette.requests import Request as HttpRequest
 
 from mlxspec.server.errors import ApiError, invalid
-from mlxspec.server.state import Model, ServerState, read_body
+from mlxspec.server.state import Model, read_body
 from mlxspec.types import shown
 
 MAX_FIELDS = 1000  # at the top level of a body
@@ -70,9 +70,9 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    server: ServerState = http.app.state.server
     body, ignored = parse(kind, await read_body(http))
-    return body, ignored, await server.model(getattr(body, "model", None))
+    model = await http.app.state.server.model(getattr(body, "model", None))
+    return body, ignored, model
 
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:

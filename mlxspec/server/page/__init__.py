@@ -94,9 +94,10 @@ def snapshot(server: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
     engine, models = server.engine, list(server.engine.models().values())
     process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
-    kernels = []
-    for name, verdict in list(server.verdicts.items()):
-        kernels.append(asdict(verdict) | {"name": name, "gains": sorted(verdict.gains.items())})
+    kernels = [
+        {**asdict(verdict), "name": name, "gains": sorted(verdict.gains.items())}
+        for name, verdict in list(server.verdicts.items())
+    ]
     return {
         "version": __version__,
         "pid": os.getpid(),

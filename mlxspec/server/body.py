@@ -19,7 +19,7 @@ from pydantic import (
 from starlette.requests import Request as HttpRequest
 
 from mlxspec.server.errors import ApiError, invalid
-from mlxspec.server.state import Model, ServerState, read_body
+from mlxspec.server.state import Model, read_body
 from mlxspec.types import shown
 
 MAX_FIELDS = 1000  # at the top level of a body
@@ -30,7 +30,9 @@ MAX_STOP_CHARS = 1000
 
 
 def _text_part(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    return value
 
 
 FIRST = Field(fail_fast=True)  # do not describe a million errors in one list
@@ -57,9 +59,9 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: one for name, one in value.items() if one is not None}
-        return value
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if one is not None}
 
 
 Body = TypeVar("Body", bound=Strict)
@@ -68,9 +70,9 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    server: ServerState = http.app.state.server
     body, ignored = parse(kind, await read_body(http))
-    return body, ignored, await server.model(getattr(body, "model", None))
+    model = await http.app.state.server.model(getattr(body, "model", None))
+    return body, ignored, model
 
 
 def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
@@ -80,13 +82,15 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     try:
         raw = OBJECT.validate_json(data)
     except ValidationError as error:
-        why = f"the body is not a JSON object: {error.errors(include_input=False)[0]['msg']}"
+        [first] = error.errors(include_input=False)
+        why = f"the body is not a JSON object: {first['msg']}"
         raise ApiError(400, why, code="invalid_json") from error
     if len(raw) > MAX_FIELDS:
         raise invalid("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
-    for name in kind.refused.keys() & raw.keys() - kind.model_fields.keys():
-        if raw[name] not in (None, kind.refused[name]):
-            why = f"{name} = {shown(raw[name])} is not supported; leave it out"
+    for name, neutral in kind.refused.items():
+        value = raw.get(name)
+        if name not in kind.model_fields and value not in (None, neutral):
+            why = f"{name} = {shown(value)} is not supported; leave it out"
             raise invalid(name, why, "unsupported_parameter")
     body = validate(kind, raw)
     return body, _unknown(body)
@@ -106,7 +110,8 @@ def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
         where = at.removeprefix(".")
         if first["type"] == "missing":
             raise invalid(where, f"{where} is missing; send it") from error
-        raise wrong(where, first["input"], first["msg"].removeprefix("Value error, ")) from error
+        problem = first["msg"].removeprefix("Value error, ")
+        raise wrong(where, first["input"], problem) from error
 
 
 def wrong(where: str, value: Any, problem: str) -> ApiError:

@@ -28,21 +28,21 @@ from mlxspec.text.chat import (
     template_reads,
 )
 from mlxspec.text.detokenizer import Detokenizer
-from mlxspec.text.messages import Refused
+from mlxspec.text.messages import Refused, canonical
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
 
-# The fields of a body that are named as in `Sampling`. A body's `logprobs` is something else.
+# Fields of a body that are named as in `Sampling`; its `logprobs` is something else.
 SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What an answer must be: any JSON object, JSON by a schema, or text by a Lark grammar. `field`
-    is where the request says so."""
+    """What an answer must be: any JSON object, JSON by the schema `value`, or text by the Lark
+    grammar `value`. The request says so in `field`."""
 
     kind: Literal["object", "schema", "lark"]
     field: str
@@ -51,10 +51,11 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to be continued. `body` has the fields of openai.schema.Common. `messages` and
-    `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be called too, but
-    are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name": ...}. `options`
-    are variables of the template. `source` is the body's field that holds the conversation."""
+    """A conversation to be continued. `body` has the fields of openai.schema.Common, and `format`.
+    `messages` and `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be
+    called too, but are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name":
+    ...}. `options` are variables of the template. `source` is the body's field that holds the
+    conversation."""
 
     body: Any
     messages: Sequence[Any]
@@ -62,7 +63,6 @@ class ChatRequest:
     tool_choice: str | Mapping[str, str] = "auto"
     deferred: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    format: Format | None = None
     source: str = "messages"
     arrived: float = field(default_factory=time.monotonic)
 
@@ -85,15 +85,26 @@ def _generation(
     request = engine_request(model, body, name, prompt.ids, chat.source)
     grammar = _grammar(grammars, chat, talk, prompt)
     request = replace(request, grammar=grammar, masks=grammars.vocab)
-    tools = [*talk.tools, *chat.deferred] if chat.tool_choice != "none" else ()
+    tools = [*talk.tools, *chat.deferred]
+    if chat.tool_choice == "none":
+        tools = []
+    constrained, single = grammar is not None, not body.parallel_tool_calls
     choices = []
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens)
-        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, grammar is not None)
-        choices.append(Choice(i, reader, parts, not body.parallel_tool_calls))
-    headers = {"x-request-id": name, "request-id": name, **model.server.report(ignored)}
-    done = partial(_remember, model, talk, prompt, choices)
-    return Generation(model, [request], choices, writer, body.stream, headers, chat.arrived, done)
+        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, constrained)
+        choices.append(Choice(i, reader, parts, single))
+    remember_all = partial(_remember, model, talk, prompt, choices)
+    return Generation(
+        model,
+        [request],
+        choices,
+        writer,
+        body.stream,
+        {"x-request-id": name, "request-id": name, **model.server.report(ignored)},
+        chat.arrived,
+        partial(model.server.later, remember_all),
+    )
 
 
 def _call_id() -> str:
@@ -104,25 +115,25 @@ def _remember(
     model: Model, talk: Conversation, prompt: RenderedPrompt, choices: Sequence[Choice]
 ) -> None:
     """Keep the tokens of the answers: the next turn's prompt should repeat them."""
-    turns = [message(choice) for choice in choices]
-
-    def work() -> None:
-        tokenizer, history = model.tokenizer, model.history
-        for choice, turn in zip(choices, turns, strict=True):
-            for call in choice.calls:
-                history.keep_call(call)
-            if choice.ended_by_itself and choice.ids[-1] in tokenizer.eos_token_ids:
-                canonical = conversation_of([turn], None, {}, history).messages[0]
-                remember(tokenizer, talk, prompt, canonical, choice.ids, history)
-
-    model.server.later(work)
+    tokenizer, history = model.tokenizer, model.history
+    for choice in choices:
+        for call in choice.calls:
+            history.keep_call(call)
+        if choice.ended_by_itself and choice.ids[-1] in tokenizer.eos_token_ids:
+            [turn] = canonical([message(choice)])
+            remember(tokenizer, talk, prompt, turn, choice.ids, history)
 
 
 def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises Refused."""
     talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
-    context = model.info.context
-    prompt = render(model.tokenizer, talk, model.history, context=context, field=chat.source)
+    prompt = render(
+        model.tokenizer,
+        talk,
+        model.history,
+        context=model.info.context,
+        field=chat.source,
+    )
     return talk, prompt
 
 
@@ -156,12 +167,14 @@ def _sampling(model: Model, body: Any) -> Sampling:
     """The request's own settings, else the model's. Raises ApiError."""
     given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
     values = {"seed": secrets.randbits(63), **asdict(model.defaults), **given}
-    bias = values.pop("logit_bias", {})
+    bias = body.logit_bias or {}
     check_ids(model, bias, "logit_bias")
+    values["logit_bias"] = tuple(bias.items())
+    values["logprobs"] = body.alternatives
     values["top_k"] = max(0, values["top_k"])
     if values["temperature"] < COLDEST:
         values["temperature"] = 0.0
-    return Sampling(**values, logit_bias=tuple(bias.items()), logprobs=body.alternatives)
+    return Sampling(**values)
 
 
 def _predicted(model: Model, body: Any) -> tuple[int, ...]:
@@ -170,8 +183,8 @@ def _predicted(model: Model, body: Any) -> tuple[int, ...]:
         return ()
     info = model.info
     text = body.prediction.text[: info.context * CHARS_PER_TOKEN]
-    ids = encode(model.tokenizer, text, special=False)
-    return tuple(token for token in ids[: info.context] if token < info.vocab)
+    ids = encode(model.tokenizer, text, special=False)[: info.context]
+    return tuple(token for token in ids if token < info.vocab)
 
 
 def _grammar(
@@ -179,35 +192,34 @@ def _grammar(
 ) -> Make | None:
     """The grammar of the answer: the required call, else the format or, if tools are offered, a
     call."""
-    form, choice = chat.format, chat.tool_choice
+    form, choice = chat.body.format, chat.tool_choice
     required = choice not in ("auto", "none")
     offered = bool(talk.tools) and choice == "auto"
     if form is None and not required:
         return None
-    where = form.field if form else "tool_choice"
-    lark = form is not None and form.kind == "lark"
-    if form and (required or (lark and offered)):
-        raise Refused(where, f"{where} with tools: send one of them, or tool_choice 'none'")
-    if form and lark:
-        text = grammars.lark(form.value, where)
-        return grammars.compiled(text, _thinking(grammars, prompt), where)
+    where = "tool_choice"
     rules = []
+    text = None
     if form:
-        schema = {"type": "object"} if form.kind == "object" else form.value
-        rules.append(grammars.json(schema, where))
+        where = form.field
+        if required or (offered and form.kind == "lark"):
+            raise Refused(where, f"{where} with tools: send one of them, or tool_choice 'none'")
+        if form.kind == "lark":
+            text = grammars.lark(form.value, where)
+        elif form.kind == "object":
+            rules.append(grammars.json({"type": "object"}, where))
+        else:
+            rules.append(grammars.json(form.value, where))
     if required or offered:
         name = choice["name"] if isinstance(choice, Mapping) else None
         single = name is not None or not chat.body.parallel_tool_calls
         rules.append(grammars.calls(talk.tools, name, single, where))
-    return grammars.compiled(grammars.rules(rules), _thinking(grammars, prompt), where)
-
-
-def _thinking(grammars: Grammars, prompt: RenderedPrompt) -> bool | None:
-    """Whether the answer begins inside the reasoning, behind it (False), or may open one (None)."""
+    # The answer begins inside the reasoning, behind it (False), or may open it (None).
+    thinking: bool | None = prompt.thinking or None
     end = grammars.tokenizer.think_end
-    if not prompt.thinking and end and prompt.text.rstrip().endswith(end):
-        return False
-    return prompt.thinking or None
+    if end and prompt.text.rstrip().endswith(end):
+        thinking = False
+    return grammars.compiled(text or grammars.rules(rules), thinking, where)
 
 
 def check_count(model: Model, n: int, prompts: int) -> None:
@@ -231,10 +243,17 @@ def template_options(
 ) -> tuple[dict[str, Any], list[str]]:
     """Variables for the chat template, and the paths of those that this template does not read.
     `fields` are fields of the body that are named like the variables; None: not sent."""
-    given = dict(kwargs or {}) | {name: v for name, v in fields.items() if v is not None}
-    options = {name: v for name, v in given.items() if template_reads(model.tokenizer, name)}
-    unread = [name for name in given if name not in options]
-    return options, [name if name in fields else f"chat_template_kwargs.{name}" for name in unread]
+    given = dict(kwargs or {})
+    for name, value in fields.items():
+        if value is not None:
+            given[name] = value
+    options, unread = {}, []
+    for name, value in given.items():
+        if template_reads(model.tokenizer, name):
+            options[name] = value
+        else:
+            unread.append(name if name in fields else f"chat_template_kwargs.{name}")
+    return options, unread
 
 
 def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:

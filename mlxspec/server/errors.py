@@ -20,9 +20,6 @@ from mlxspec.types import Busy
 
 log = logging.getLogger("mlxspec")
 
-RELOAD_S = 10  # Retry-After for a model that failed to load
-RESTART_S = 5  # Retry-After while the server is stopping
-
 OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -52,9 +49,13 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The body in OpenAI's format."""
-        kind = OPENAI_TYPES.get(self.status, "invalid_request_error")
-        code = self.code or CODES.get(self.status)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
+        error = {
+            "message": self.message,
+            "type": OPENAI_TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code or CODES.get(self.status),
+        }
+        return {"error": error}
 
     def anthropic(self) -> dict[str, Any]:
         """The body in Anthropic's format."""
@@ -67,17 +68,12 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     line = f"{scope['method']} {scope['path'][:200]}: {error.message}"
     log.info("%s (%d)", "".join(c if c.isprintable() else "?" for c in line), error.status)
     scope["app"].state.server.metrics.refused.labels(str(error.status)).inc()
-    body = error.anthropic() if _is_anthropic(scope) else error.body()
+    body = error.body()
+    path = scope["path"].removeprefix("/v1")
+    # The header is sent by all of Anthropic's clients.
+    if path.startswith("/messages") or "anthropic-version" in Headers(scope=scope):
+        body = error.anthropic()
     return JSONResponse(body, error.status, error.headers)
-
-
-def _is_anthropic(scope: Scope) -> bool:
-    """Whether the request is for Anthropic's API: by its path, or, for the shared /models, by the
-    header that Anthropic's clients send."""
-    path: str = scope["path"].removeprefix("/v1")
-    if path.startswith("/models"):
-        return "anthropic-version" in Headers(scope=scope)
-    return path.startswith("/messages")
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
@@ -87,24 +83,20 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 def unavailable(why: str) -> ApiError:
     """503: a configured model cannot be loaded now."""
-    return ApiError(503, why, "model", "model_not_loaded", retry_after(RELOAD_S))
+    return ApiError(503, why, "model", "model_not_loaded", {"Retry-After": "10"})
 
 
 def dead(engine: Worker) -> ApiError:
     """503: the engine accepts no more requests."""
     if not engine.draining():
         return ApiError(503, "the engine has stopped; the server's log says why")
-    why = f"the server is stopping; send the request again in {RESTART_S} s"
-    return ApiError(503, why, headers=retry_after(RESTART_S))
+    why = "the server is stopping; send the request again in 5 s"
+    return ApiError(503, why, headers={"Retry-After": "5"})
 
 
 def busy(error: Busy) -> ApiError:
     """429: the queue is full."""
-    return ApiError(429, str(error), headers=retry_after(error.retry_after))
-
-
-def retry_after(seconds: int) -> dict[str, str]:
-    return {"Retry-After": str(seconds)}
+    return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
 
 
 class Gone(Exception):
@@ -122,11 +114,10 @@ async def on_gone(http: HttpRequest, error: Exception) -> Response:
 
 async def on_http_error(http: HttpRequest, error: Any) -> Response:
     """Errors of the router: unknown path or method."""
-    path, message = http.scope["path"][:200], error.detail
+    path = http.scope["path"][:200]
+    message = f"{http.method} is not a method of {path}; use the one of the Allow header"
     if error.status_code == 404:
         message = f"there is nothing at {path}; GET / lists the endpoints"
-    if error.status_code == 405:
-        message = f"{http.method} is not a method of {path}; use the one of the Allow header"
     return error_response(http.scope, ApiError(error.status_code, message, headers=error.headers))
 
 

@@ -31,11 +31,13 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        headers, path = Headers(scope=scope), scope["path"]
+        headers = Headers(scope=scope)
+        path = scope["path"]
         try:
             _check_host(headers, config)
             _check_fetch(path, headers)
-            if path not in NO_KEY and not (path == "/" and wants_html(headers)):
+            public = path in NO_KEY or (path == "/" and wants_html(headers))
+            if config.api_key and not public:
                 _check_key(headers, config.api_key)
             _check_length(headers, limit)
         except ApiError as error:
@@ -53,58 +55,60 @@ def wants_html(headers: Headers) -> bool:
 def _check_host(headers: Headers, config: Config) -> None:
     """Refuse names that are not this server's. Where it listens on any address, an IP address is:
     it cannot be rebound, a name can."""
-    allowed = LOOPBACK | {name.lower() for name in (config.host, *config.allowed_hosts)}
+    names = {config.host, *config.allowed_hosts}
+    allowed = LOOPBACK | {name.lower() for name in names}
     host = headers.get("host", "")
     if config.host in ANY and IP.fullmatch(_name(host)):
         allowed.add(_name(host))
     for value in (host, *headers.getlist("origin")):
         if _name(value) not in allowed:
-            why = (
-                f"{value[:200]!r} is not a name of this server; start it with --allowed-hosts NAME"
-            )
+            at = value[:200]
+            why = f"{at!r} is not a name of this server; start it with --allowed-hosts NAME"
             raise ApiError(403, why, code="host_not_allowed")
 
 
 def _name(address: str) -> str:
     """The host name in the value of a header, "" if there is none."""
     found = ADDRESS.fullmatch(address.lower())
-    return found[1].strip("[]").removesuffix(".") if found else ""
+    if not found:
+        return ""
+    return found[1].strip("[]").removesuffix(".")
 
 
 def _check_fetch(path: str, headers: Headers) -> None:
     """Refuse navigations, which carry no Origin: frames in a foreign page could use up all places
     of the event stream."""
-    site, kind = headers.get("sec-fetch-site"), headers.get("sec-fetch-dest", "empty")
-    if path in PAGE_ONLY and (site in ("cross-site", "same-site") or kind != "empty"):
+    foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    framed = headers.get("sec-fetch-dest", "empty") != "empty"
+    if path in PAGE_ONLY and (foreign or framed):
         why = f"{path} is for the scripts of the page; open / instead"
         raise ApiError(403, why, code="host_not_allowed")
 
 
 def _check_key(headers: Headers, key: str) -> None:
-    sent = [headers.get("x-api-key", "")]
+    sent = headers.getlist("x-api-key")
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         sent.append(token.strip())
-    matches = [hmac.compare_digest(one.encode("latin-1"), key.encode()) for one in sent]
-    if key and not any(matches):
-        why = "the API key is missing or wrong; send it as Authorization: Bearer, or as x-api-key"
-        raise ApiError(401, why, headers={"WWW-Authenticate": "Bearer"})
+    for one in sent:
+        if hmac.compare_digest(one.encode("latin-1"), key.encode()):
+            return
+    why = "the API key is missing or wrong; send it as Authorization: Bearer, or as x-api-key"
+    raise ApiError(401, why, headers={"WWW-Authenticate": "Bearer"})
 
 
 def _check_length(headers: Headers, limit: int) -> None:
     """Refuse a body by its announced length."""
-    length = headers.get("content-length")
-    if length and "transfer-encoding" in headers:
+    if "content-length" in headers and "transfer-encoding" in headers:
         # A proxy in front could go by the other one: request smuggling.
         why = "the body has a Content-Length and a Transfer-Encoding; send one of them"
         raise ApiError(400, why, headers={"Connection": "close"})
-    if length and int(length) > limit:
+    if int(headers.get("content-length", 0)) > limit:
         raise _too_large(limit)
 
 
 def _too_large(limit: int) -> ApiError:
-    why = f"the body is larger than {limit >> 20} MB; send less, or raise max_body_mb"
-    return ApiError(413, why)
+    return ApiError(413, f"larger than {limit >> 20} MB: send a smaller body, or raise max_body_mb")
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
@@ -114,7 +118,8 @@ def _limited(receive: Receive, limit: int) -> Receive:
     async def limited() -> Message:
         nonlocal size
         message = await receive()
-        size += len(message.get("body", b""))
+        body = message.get("body", b"")
+        size += len(body)
         if size > limit:
             raise _too_large(limit)
         return message

@@ -283,7 +283,7 @@ async def test_a_schema_for_the_answer_is_passed_on(
     asked: list[Any] = []
 
     async def converse(http: Any, model: Any, ask: Any, *rest: Any) -> Any:
-        asked.append(ask.format)
+        asked.append(ask.body.format)
         return await real(http, model, ask, *rest)
 
     real = endpoints.converse
@@ -325,8 +325,10 @@ async def test_max_tokens_beyond_the_window_is_clamped(make: Make) -> None:
 
 async def test_errors_have_anthropics_shape(make: Make) -> None:
     long = [{"role": "user", "content": "é" * 9000}]
+    call = {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
     for body, status, kind, said in (
         ({"max_tokens": ...}, 400, "invalid_request_error", "max_tokens is missing"),
+        ({"messages": [call]}, 400, "invalid_request_error", "messages[0].tool_calls"),
         ({"model": "other"}, 404, "not_found_error", "model = 'other' is not served here"),
         ({"messages": long}, 400, "invalid_request_error", "prompt is too long: "),
         ({"messages": long, "stream": True}, 400, "invalid_request_error", "prompt is too long: "),

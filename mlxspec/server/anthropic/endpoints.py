@@ -13,7 +13,6 @@ from mlxspec.server.anthropic.writer import MessageWriter
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import (
     ChatRequest,
-    Format,
     converse,
     render_prompt,
     template_options,
@@ -55,7 +54,6 @@ def _request(model: Model, body: Prompt) -> tuple[ChatRequest, list[str]]:
     Raises ApiError."""
     thinking = THINKING.get(body.thinking.type) if body.thinking else None
     options, unread = template_options(model, None, enable_thinking=thinking)
-    form = body.output_config.format
     request = ChatRequest(
         body,
         chat_messages(body),
@@ -63,7 +61,6 @@ def _request(model: Model, body: Prompt) -> tuple[ChatRequest, list[str]]:
         body.choice,
         body.functions(deferred=True),
         options,
-        Format("schema", "output_config.format.schema", form.value) if form else None,
     )
     return request, ["thinking"] if unread else []
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator
 
 from mlxspec.server.body import (
     FIRST,
@@ -19,85 +19,64 @@ from mlxspec.server.body import (
     Stops,
     Strict,
 )
-from mlxspec.server.openai.schema import Common
+from mlxspec.server.chat_request import Format
+from mlxspec.server.openai.schema import REFUSED as OPENAI_REFUSED
+from mlxspec.server.openai.schema import Common, TextPart
 from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
 
 # Unsupported fields that would change the answer.
 REFUSED: Refused = {
-    "max_new_tokens": None,
-    "response_format": None,
+    **OPENAI_REFUSED,
     "output_format": None,
     "reasoning_effort": None,
-    "reasoning": None,
-    "enable_thinking": None,
-    "functions": [],
     "parallel_tool_calls": True,
     "mcp_servers": [],
     "container": None,
-    "grammar": None,
     "logprobs": False,
     "chat_template_kwargs": {},
 }
-# The types of blocks, with the fields that each must have. A tool_reference stands for the
-# definition of a deferred tool.
-BLOCKS = {
-    "text": {"text"},
-    "thinking": {"thinking"},
-    "redacted_thinking": set[str](),
-    "tool_use": {"id", "name", "input"},
-    "tool_result": {"tool_use_id"},
-    "tool_reference": {"tool_name"},
-}
-# The types of blocks that a message of each role, or a tool result, may have.
-ROLES = {
-    "tool": {"text", "tool_reference"},
-    "user": {"text", "tool_result"},
-    "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
-    "system": {"text"},
-}
 
 
-class Block(Strict):
-    type: str
+class Thought(Strict):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThought(Strict):
+    type: Literal["redacted_thinking"]
+
+
+class ToolUse(Strict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+
+
+class ResultPart(Strict):
+    """A part of a tool's result. A tool_reference stands for the definition of a deferred tool."""
+
+    type: Literal["text", "tool_reference"]
     text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: Json = Field(default_factory=dict)
-    tool_use_id: str = ""
     tool_name: str = ""
-    content: "Blocks" = Field(default_factory=list)  # of a tool result
+
+
+class ToolResult(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[list[ResultPart], FIRST, TEXT_PART] = Field([])
     is_error: bool = False
 
-    @model_validator(mode="after")
-    def _complete(self) -> "Block":
-        if self.type not in BLOCKS:
-            raise ValueError("this type of block is not supported; the model reads text only")
-        missing = BLOCKS[self.type] - self.model_fields_set
-        if missing:
-            raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        _check_types(self.content, "tool")
-        return self
 
-
-Blocks = Annotated[list[Block], FIRST, TEXT_PART]
-
-
-def _check_types(blocks: Sequence[Block], role: str) -> None:
-    for block in blocks:
-        if block.type not in ROLES[role]:
-            raise ValueError(f"a block of type {block.type} cannot be here; send text")
+Block = Annotated[
+    TextPart | Thought | RedactedThought | ToolUse | ToolResult, Field(discriminator="type")
+]
 
 
 class Message(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Blocks
-
-    @model_validator(mode="after")
-    def _fits_role(self) -> "Message":
-        _check_types(self.content, self.role)
-        return self
+    content: Annotated[list[Block], FIRST, TEXT_PART]
 
 
 class Tool(Strict):
@@ -123,22 +102,22 @@ class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class Format(Strict):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     value: Json = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    format: Format | None = None
+    format: OutputFormat | None = None
 
 
 class Prompt(Strict):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    system: Blocks = Field(default_factory=list)
+    system: Annotated[list[TextPart], FIRST, TEXT_PART] = Field([])
     messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS)]
-    tools: Annotated[list[Tool], FIRST, Field(default_factory=list, max_length=MAX_ITEMS)]
+    tools: Annotated[list[Tool], FIRST] = Field([], max_length=MAX_ITEMS)
     tool_choice: ToolChoice = ToolChoice()
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
@@ -146,6 +125,13 @@ class Prompt(Strict):
     @property
     def parallel_tool_calls(self) -> bool:
         return not self.tool_choice.disable_parallel_tool_use
+
+    @property
+    def format(self) -> Format | None:
+        form = self.output_config.format
+        if form is None:
+            return None
+        return Format("schema", "output_config.format.schema", form.value)
 
     def functions(self, deferred: bool) -> list[Json]:
         """The tools in OpenAI's form. The prompt holds a deferred tool only where a tool result
@@ -189,34 +175,35 @@ def chat_messages(body: Prompt) -> list[Json]:
         if message.role == "system":
             made += _system(message.content)
             continue
-        results, calls, rest = [], [], []
+        text, thinking, calls = "", "", []
         for block in message.content:
-            if block.type == "tool_result":
-                results.append(_result(block, tools))
-            elif block.type == "tool_use":
+            if isinstance(block, TextPart):
+                text += block.text
+            elif isinstance(block, Thought):
+                thinking += block.thinking
+            elif isinstance(block, ToolResult):
+                made.append(_result(block, tools))
+            elif isinstance(block, ToolUse):
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            else:
-                rest.append(block)
-        made += results
-        turn: Json = {"role": message.role, "content": "".join(block.text for block in rest)}
-        if thinking := "".join(block.thinking for block in rest):
+        turn: Json = {"role": message.role, "content": text}
+        if thinking:
             turn["reasoning_content"] = thinking
         if calls:
             turn["tool_calls"] = calls
-        if rest or not results:
+        if {block.type for block in message.content} != {"tool_result"}:
             made.append(turn)
     return made
 
 
-def _system(blocks: Sequence[Block]) -> list[Json]:
+def _system(blocks: Sequence[Strict]) -> list[Json]:
     """Empty if nothing is left of the text, as of Claude Code's billing header."""
-    parts = [{"type": "text", "text": block.text} for block in blocks]
+    parts = [block.model_dump() for block in blocks if isinstance(block, TextPart)]
     made = canonical([{"role": "system", "content": parts}])
-    return made if made[0]["content"] else []
+    return [message for message in made if message["content"]]
 
 
-def _result(block: Block, tools: Mapping[str, Json]) -> Json:
+def _result(block: ToolResult, tools: Mapping[str, Json]) -> Json:
     """The message of a tool. A tool_reference in it becomes the definition of the tool."""
     text = "Error: " if block.is_error else ""
     for part in block.content:

@@ -5,42 +5,46 @@ Rule: a stream has the blocks of the body, in the order in which the model gener
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.server.errors import ApiError
 from mlxspec.server.stream import Choice, Json, Piece, Usage, event
 from mlxspec.text.output_parser import Part
 
+# What a block of each type begins with in a stream.
+EMPTY: dict[str, Json] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
 SIGNATURE = "bWx4c3BlYw=="  # says nothing; clients send reasoning back only with one
 
 
 @dataclass(slots=True)
 class MessageWriter:
-    """The ResponseWriter of /v1/messages."""
+    """The ResponseWriter of /v1/messages. The last block of `content` is open until the end."""
 
     id: str
     model: str
-    _type: str = ""  # of the open block; "": none
-    _index: int = 0  # of the open block, or of the next one
+    content: list[Json] = field(default_factory=list)
 
     def opening(self, usage: Usage) -> bytes:
         """Its usage counts the whole prompt: what is cached is only known at the end."""
-        end = {"stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message=self._message([], end, usage)) + self.still_here()
+        message = self._message({"stop_reason": None, "stop_sequence": None}, usage)
+        return _event("message_start", message=message) + self.still_here()
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         data = b""
         for part in piece.parts:
             block = _block(part)
             kind = block["type"]
-            if kind != self._type or part.call:
+            if not part.call and self.content and self.content[-1]["type"] == kind:
+                self.content[-1][kind] += part.text
+            else:
                 data += self._close()
-                self._type = kind
-                empty = {**block, "input": {}} if part.call else {**block, kind: ""}
-                if kind == "thinking":
-                    empty["signature"] = ""
-                data += self._block_event("start", content_block=empty)
+                self.content.append(block)
+                data += self._block_event("start", content_block=block | EMPTY[kind])
             delta = {"type": f"{kind}_delta", kind: part.text}
             if part.call:
                 delta = {"type": "input_json_delta", "partial_json": part.call.arguments}
@@ -58,35 +62,33 @@ class MessageWriter:
         return event(error.anthropic(), "error")
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
-        content: list[Json] = []
-        for part in (part for piece in choices[0].pieces for part in piece.parts):
-            block = _block(part)
-            kind = block["type"]
-            if content and content[-1]["type"] == kind and not part.call:
-                content[-1][kind] += part.text
-            else:
-                content.append(block)
-        return self._message(content, _end(choices[0]), usage)
+        for piece in choices[0].pieces:
+            self.chunk(choices[0], piece)
+        return self._message(_end(choices[0]), usage)
 
-    def _message(self, content: list[Json], end: Json, usage: Usage) -> Json:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
-        return {**head, "content": content, **end, "usage": usage_object(usage)}
+    def _message(self, end: Json, usage: Usage) -> Json:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": self.content,
+            **end,
+            "usage": usage_object(usage),
+        }
 
     def _close(self) -> bytes:
         """Ends the open block, if there is one."""
-        if not self._type:
+        if not self.content:
             return b""
         data = b""
-        if self._type == "thinking":
+        if self.content[-1]["type"] == "thinking":
             delta = {"type": "signature_delta", "signature": SIGNATURE}
             data = self._block_event("delta", delta=delta)
-        data += self._block_event("stop")
-        self._type = ""
-        self._index += 1
-        return data
+        return data + self._block_event("stop")
 
     def _block_event(self, kind: str, **fields: Json) -> bytes:
-        return _event(f"content_block_{kind}", index=self._index, **fields)
+        return _event(f"content_block_{kind}", index=len(self.content) - 1, **fields)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -94,22 +96,27 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _block(part: Part) -> Json:
-    if part.call is not None:
-        call = part.call
+    if call := part.call:
         arguments = json.loads(call.arguments)
-        return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+        return {
+            "type": "tool_use",
+            "id": call.id,
+            "name": call.name,
+            "input": arguments,
+        }
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     return {"type": "text", "text": part.text}
 
 
 def _end(choice: Choice) -> Json:
-    stopped = choice.reader.stopped
-    reason = "end_turn" if stopped is None else "stop_sequence"
+    reason, stopped = "end_turn", choice.reader.stopped
     if choice.finish == "length":
         reason = "max_tokens"
     elif choice.calls:
         reason, stopped = "tool_use", None
+    elif stopped:
+        reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": stopped}
 
 

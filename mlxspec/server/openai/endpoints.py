@@ -31,14 +31,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
         raise invalid("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
     options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    request = ChatRequest(
-        body,
-        body.messages,
-        body.tools,
-        body.choice,
-        options=options,
-        format=body.format,
-    )
+    request = ChatRequest(body, body.messages, body.tools, body.choice, options=options)
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
     return await converse(http, model, request, writer, ignored + unread)
 
@@ -65,11 +58,12 @@ def _generation(
     """On the text thread. Raises Refused and ApiError."""
     requests: list[Request] = []
     choices: list[Choice] = []
-    for k, prompt in enumerate(body.prompts):
+    name = writer.id
+    for prompt in body.prompts:
         ids = encode_prompt(model, prompt) if isinstance(prompt, str) else prompt
-        name = f"{writer.id}-{k}" if k else writer.id
         request = engine_request(model, body, name, ids, "prompt")
         requests.append(request)
+        name = f"{writer.id}-{len(requests)}"
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
             choices.append(Choice(len(choices), reader))

@@ -6,7 +6,7 @@ Rule: where the body says nothing, a sampling setting is None and the model's ow
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from mlxspec.server.body import (
     FIRST,
@@ -78,6 +78,12 @@ Biases = dict[Annotated[Token, Field(strict=False)], Bias]
 Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"send at most {MAX_BIASES} entries")
+    return value
+
+
 def _stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -139,16 +145,9 @@ class Common(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
+    logit_bias: Annotated[Biases, BeforeValidator(_few)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     prediction: Prediction | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _bounded(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_BIASES:
-            raise ValueError(f"send at most {MAX_BIASES} entries")
-        return value
 
     @property
     def limit(self) -> int | None:

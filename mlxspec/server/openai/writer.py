@@ -29,25 +29,28 @@ class CompletionWriter:
     chat: bool  # not a text completion
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
-    echoes: list[str] = field(
-        default_factory=list
-    )  # the prompt that each choice repeats; empty: none
+    # The prompt that each choice repeats; empty: none.
+    echoes: list[str] = field(default_factory=list)
 
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice, or the prompt that it repeats."""
-        contents: Sequence[Any] = self.echoes
+        data = b""
         if self.chat:
-            contents = [{"role": "assistant", "content": ""} for _ in range(self.request.n)]
-        return b"".join(self._chunk(i, content) for i, content in enumerate(contents))
+            for i in range(self.request.n):
+                data += self._chunk(i, {"role": "assistant", "content": ""})
+        for i, text in enumerate(self.echoes):
+            data += self._chunk(i, text)
+        return data
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         empty: Any = {} if self.chat else ""
-        contents: list[Any] = [piece.text] if piece.text else []
-        if self.chat:
-            contents = [_delta(choice, part) for part in piece.parts]
-        logprobs = self._logprobs([piece]) if piece.logprobs else None
-        if logprobs and not contents:
-            contents = [empty]
+        contents: list[Any] = [_delta(choice, part) for part in piece.parts]
+        if not self.chat and piece.text:
+            contents = [piece.text]
+        logprobs = None
+        if piece.logprobs:
+            logprobs = self._logprobs([piece])
+            contents = contents or [empty]
         data = b""
         for content in contents:
             data += self._chunk(choice.index, content, logprobs)
@@ -70,25 +73,38 @@ class CompletionWriter:
     def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
         written = []
         for choice in choices:
+            made: Json = {"index": choice.index}
             if self.chat:
-                content: Json = {"message": {**message(choice), "refusal": None}}
+                made["message"] = {**message(choice), "refusal": None}
             else:
-                text = self.echoes[choice.index] if self.echoes else ""
-                content = {"text": text + "".join(piece.text for piece in choice.pieces)}
-            content["logprobs"] = self._logprobs(choice.pieces)
-            content["finish_reason"] = _finish_reason(choice)
-            written.append({"index": choice.index, **content})
+                made["text"] = "".join(piece.text for piece in choice.pieces)
+            if self.echoes:
+                made["text"] = self.echoes[choice.index] + made["text"]
+            made["logprobs"] = self._logprobs(choice.pieces)
+            made["finish_reason"] = _finish_reason(choice)
+            written.append(made)
         return {**self._head(), "choices": written, "usage": usage_object(usage)}
 
     def _head(self, chunk: str = "") -> Json:
-        kind = f"chat.completion{chunk}" if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
+        kind = "text_completion"
+        if self.chat:
+            kind = f"chat.completion{chunk}"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+        }
 
     def _chunk(
         self, index: int, content: Any, logprobs: Json | None = None, finish: str | None = None
     ) -> bytes:
-        key = "delta" if self.chat else "text"
-        choice = {"index": index, key: content, "logprobs": logprobs, "finish_reason": finish}
+        choice = {
+            "index": index,
+            "delta" if self.chat else "text": content,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+        }
         data = {**self._head(".chunk"), "choices": [choice]}
         if self.request.stream_options.include_usage:
             data["usage"] = None
@@ -97,30 +113,34 @@ class CompletionWriter:
     def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
         if self.request.alternatives is None:
             return None
-        tokens = [self._entries(lp) for piece in pieces for lp in piece.logprobs]
+        content: list[Json] = []
+        starts: list[int] = []
+        for piece in pieces:
+            content += [self._entry(lp) for lp in piece.logprobs]
+            starts += piece.starts
         if self.chat:
-            content = [{**token, "top_logprobs": top} for token, *top in tokens]
             return {"content": content, "refusal": None}
+        tops = []
+        for entry in content:
+            tops.append({e["token"]: e["logprob"] for e in (entry, *entry["top_logprobs"])})
         return {
-            "tokens": [entries[0]["token"] for entries in tokens],
-            "token_logprobs": [entries[0]["logprob"] for entries in tokens],
-            "top_logprobs": [{e["token"]: e["logprob"] for e in entries} for entries in tokens],
-            "text_offset": [start for piece in pieces for start in piece.starts],
+            "tokens": [entry["token"] for entry in content],
+            "token_logprobs": [entry["logprob"] for entry in content],
+            "top_logprobs": tops,
+            "text_offset": starts,
         }
 
-    def _entries(self, lp: Logprob) -> list[Json]:
+    def _entry(self, lp: Logprob) -> Json:
         """A token and its alternatives; bytes of an incomplete character are in hexadecimal."""
         entries = []
         for token, logprob in ((lp.token, lp.logprob), *lp.top):
             raw = token_bytes(self.model.tokenizer, token)
-            try:
-                name = raw.decode()
-            except UnicodeDecodeError:
-                name = "" if self.chat else "bytes:"
-                name += "".join(f"\\x{byte:02x}" for byte in raw)
+            name = raw.decode("utf-8", "backslashreplace")
+            if not self.chat and name.encode() != raw:
+                name = f"bytes:{name}"
             logprob = max(logprob, MIN_LOGPROB)
             entries.append({"token": name, "logprob": logprob, "bytes": list(raw)})
-        return entries
+        return {**entries[0], "top_logprobs": entries[1:]}
 
 
 def _delta(choice: Choice, part: Part) -> Json:

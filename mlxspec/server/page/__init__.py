@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
-from mlxspec.server.errors import ApiError, retry_after
+from mlxspec.server.errors import ApiError
 from mlxspec.server.state import ServerState
 from mlxspec.server.stream import Json, event
 from mlxspec.types import PROCESS, Served
@@ -34,24 +34,21 @@ POLICY = (
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
-ALWAYS = {
+HEADERS = {
+    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "cross-origin-resource-policy": "same-origin",
-}
-HEADERS = ALWAYS | {
-    "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
     "vary": "accept",
 }
-DATA = ALWAYS | {
+DATA = HEADERS | {
     "cache-control": "no-store",
     "content-security-policy": "frame-ancestors 'none'",
 }
 LISTENERS = 8  # pages that may be open at once
-TICKS = 4  # checks whether the server is stopping between two snapshots
-TICK_S = 0.25  # from one to the next
+TICK_S = 1.0  # from one snapshot to the next
 
 
 async def file(http: HttpRequest) -> Response:
@@ -74,7 +71,7 @@ async def events(http: HttpRequest) -> Response:
     server: ServerState = http.app.state.server
     if server.listeners >= LISTENERS:
         why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
-        raise ApiError(429, why, headers=retry_after(5))
+        raise ApiError(429, why, headers={"Retry-After": "5"})
     if http.method == "HEAD":
         return Response(headers=DATA, media_type="text/event-stream")
     return StreamingResponse(_feed(server), headers=DATA, media_type="text/event-stream")
@@ -83,28 +80,24 @@ async def events(http: HttpRequest) -> Response:
 async def _feed(server: ServerState) -> AsyncIterator[bytes]:
     server.listeners += 1
     try:
-        while not _stopping(server):
-            yield event(snapshot(server))
-            for _ in range(TICKS):
-                if not _stopping(server):
-                    await asyncio.sleep(TICK_S)
-        yield event(snapshot(server))  # says why there are no more
+        while True:
+            now = snapshot(server)
+            yield event(now)
+            if now["stopping"] or not now["alive"]:
+                return
+            await asyncio.sleep(TICK_S)
     finally:
         server.listeners -= 1
-
-
-def _stopping(server: ServerState) -> bool:
-    return server.engine.draining() or not server.engine.alive()
 
 
 def snapshot(server: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
     engine, models = server.engine, list(server.engine.models().values())
-    process = {name: max(getattr(one.stats, name) for one in models) for name in sorted(PROCESS)}
-    kernels = []
-    for name, verdict in list(server.verdicts.items()):
-        gains = sorted(verdict.gains.items())
-        kernels.append({**asdict(verdict), "name": name, "gains": gains})
+    process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
+    kernels = [
+        {**asdict(verdict), "name": name, "gains": sorted(verdict.gains.items())}
+        for name, verdict in list(server.verdicts.items())
+    ]
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -125,15 +118,8 @@ def snapshot(server: ServerState) -> Json:
 
 
 def _model(served: Served) -> Json:
+    model = asdict(served)
     idle = None
     if served.used:
-        idle = round(max(0.0, time.monotonic() - served.used), 1)
-    return {
-        **asdict(served.info),
-        "status": served.status,
-        "pinned": served.pinned,
-        "loads": served.loads,
-        "idle": idle,
-        "error": served.error,
-        "stats": asdict(served.stats),
-    }
+        idle = round(time.monotonic() - served.used, 1)
+    return {**model.pop("info"), **model, "idle": idle}

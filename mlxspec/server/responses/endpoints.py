@@ -62,7 +62,6 @@ async def create(http: HttpRequest) -> ASGIApp:
         tools.definitions,
         tools.choice,
         options=options,
-        format=body.format,
         source="input",
     )
     response = _response(model, body)

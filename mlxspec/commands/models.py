@@ -5,7 +5,7 @@ Rule: listing downloads nothing and reads no weights beyond their headers.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -33,10 +33,9 @@ def local_models(config: Config) -> list[LocalModel]:
 
     known, found = cards(), []
     for name in dict.fromkeys((*models_of(config), *known, *_cached_repos())):
-        path, size = on_disk(name, config), 0
-        if path:
-            size = weight_bytes(path)
-        elif name in known:
+        path = on_disk(name, config)
+        size = weight_bytes(path) if path else 0
+        if not path and name in known:
             size = known[name].source.bytes
         found.append(LocalModel(name, path, size))
     return found
@@ -87,18 +86,17 @@ def pull(config: Config) -> list[LocalModel]:
 def show(found: Sequence[LocalModel], served: Sequence[Model], as_json: bool) -> None:
     """Print the models on disk, then those that only the server knows."""
     states = {one.name: f"served, {one.state}" for one in served}
+    known = {one.name for one in found}
+    more = [LocalModel(one.name, None, one.bytes) for one in served if one.name not in known]
     rows = []
-    for one in found:
-        state = states.pop(one.name, "on disk" if one.path else "not downloaded")
-        rows.append((one.name, one.bytes, state, str(one.path or "")))
-    for model in served:
-        if model.name in states:
-            rows.append((model.name, model.bytes, states[model.name], ""))
+    for one in (*found, *more):
+        there = "on disk" if one.path else "not downloaded"
+        rows.append(asdict(one) | {"state": states.get(one.name, there)})
     if as_json:
-        keys = ("name", "bytes", "state", "path")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2, default=str))
         return
     lines = []
-    for name, size, state, path in rows:
-        lines.append((name, format_size(size), state, path.replace(str(Path.home()), "~")))
+    for row in rows:
+        path = str(row["path"] or "").replace(str(Path.home()), "~")
+        lines.append((row["name"], format_size(row["bytes"]), row["state"], path))
     print_table(("name", "size", "state", "path"), lines)

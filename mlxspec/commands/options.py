@@ -1,10 +1,8 @@
 """Options that several commands share, and the server that a command is for."""
 
 import inspect
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,10 +25,13 @@ Served = Annotated[
 ]
 
 
+Workload = Literal["edits", "code", "chat", "all"]
+
+
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     """URL and API key of the server that a command is for: the one given, the settings', or, where
     they name no address, the service's. The settings' key is sent to no other server."""
-    config = load({}, os.environ)
+    config = load({})
     own = url_of(config.host, config.port)
     if (config.host, config.port) == (DEFAULTS.host, DEFAULTS.port):
         from mlxspec.service.launchd import installed_url
@@ -42,21 +43,10 @@ def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     return url, key or ""
 
 
-@contextmanager
-def working(text: str) -> Iterator[None]:
-    """A moving bar on stderr, if that is a terminal."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
-
-
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an argument or flag for each row of the settings' table."""
-    parameters = list(map(_parameter, TABLE))
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            parameters.append(parameter)
+    own = inspect.signature(command).parameters.values()
+    parameters = [*map(_parameter, TABLE), *(p for p in own if p.kind is p.KEYWORD_ONLY)]
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command

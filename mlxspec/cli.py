@@ -27,7 +27,6 @@ from mlxspec.commands.options import (
 )
 from mlxspec.commands.service import menubar, service
 from mlxspec.config import Config, ConfigError, load
-from mlxspec.files import format_size
 from mlxspec.types import UserError
 
 LOAD_S = 3600  # a model that is loaded or unloaded may take so long
@@ -195,8 +194,7 @@ def pull(model: Model = None, cache_dir: CacheDir = None) -> None:
     """Download and convert a model without serving it."""
     from mlxspec.commands.models import pull
 
-    for one in pull(load({"model": model, "cache_dir": cache_dir})):
-        print(f"{one.name} is in {one.path}, {format_size(one.bytes)}")
+    pull(load({"model": model, "cache_dir": cache_dir}))
 
 
 @app.command("load")
@@ -221,8 +219,8 @@ def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> Non
     server, path = server_of(url, api_key), f"/v1/models/{verb}"
     print(f"{verb}ing {body['model']} ...", file=sys.stderr)
     with request(*server, "POST", path, body, timeout=LOAD_S) as response:
-        done = printable(json.load(response))
-    print(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s")
+        done = json.load(response)
+    print(printable(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s"))
 
 
 @cache.command("ls")
@@ -248,5 +246,9 @@ def cache_clear(
 ) -> None:
     """Delete the cache. A running server goes on and fills it again."""
     from mlxspec.commands.cache import clear
+    from mlxspec.model.hub import prompts_of
 
-    clear(load({"cache_dir": cache_dir}), yes)
+    root = prompts_of(load({"cache_dir": cache_dir}))
+    if not yes:
+        typer.confirm(f"Delete the prompt cache in {root}?", abort=True)
+    clear(root)

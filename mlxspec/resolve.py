@@ -81,8 +81,8 @@ def models_of(config: Config) -> list[str]:
     for each in (config.model, *config.others):
         name = _split_name(each)[1] or DEFAULT
         found.append(name)
-        if name in known and not draft:
-            draft = known[name].draft
+        if name in known:
+            draft = draft or known[name].draft
         if draft and config.speculate == "on":
             found.append(draft)
         draft = ""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-import typer
-
 from mlxspec.cache.disk import read_label, stored_files
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
@@ -80,12 +78,10 @@ def totals(config: Config) -> None:
     print(f"limit      {limit}")
 
 
-def clear(config: Config, yes: bool) -> None:
+def clear(root: Path) -> None:
     """Delete all files, and print how many they were. A running server just misses them.
     Raises OSError."""
-    root, files, freed = prompts_of(config), 0, 0
-    if not yes:
-        typer.confirm(f"Delete the prompt cache in {root}?", abort=True)
+    files = freed = 0
     with lock(root / "lock"):
         for path, status in list(stored_files(root)):
             path.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mlxspec import __version__, blas
+from mlxspec.client import printable
 from mlxspec.commands.models import damage
 from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
@@ -40,7 +41,9 @@ def doctor(model: str | None, cache_dir: str | None, as_json: bool) -> int:
         return int(broken)
     for check in checks:
         mark = "broken" if check.broken else "ok"
-        text = check.text.replace(str(Path.home()), "~")  # the report may be sent to others
+        text = printable(check.text).replace(
+            str(Path.home()), "~"
+        )  # the report may be sent to others
         print(f"{mark:6} {check.name:9} {text}")
     return int(broken)
 

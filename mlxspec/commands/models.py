@@ -71,16 +71,15 @@ def damage(path: Path) -> list[str]:
     return found
 
 
-def pull(config: Config) -> list[LocalModel]:
+def pull(config: Config) -> None:
     """Download and convert the model and its draft model, as `serve` would. Raises UserError."""
     blas.load()
     from mlxspec.resolve import resolve_model
 
     model = resolve_model(config)
-    found = [(model.name, model.path)]
-    if model.draft:
-        found.append((model.draft.name, model.draft.path))
-    return [LocalModel(name, path, weight_bytes(path)) for name, path in found]
+    for one in (model, model.draft):
+        if one:
+            print(f"{one.name} is in {one.path}, {format_size(weight_bytes(one.path))}")
 
 
 def show(found: Sequence[LocalModel], served: Sequence[Model], as_json: bool) -> None:

@@ -33,7 +33,7 @@ def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     they name no address, the service's. The settings' key is sent to no other server."""
     config = load({})
     own = url_of(config.host, config.port)
-    if (config.host, config.port) == (DEFAULTS.host, DEFAULTS.port):
+    if own == url_of(DEFAULTS.host, DEFAULTS.port):
         from mlxspec.service.launchd import installed_url
 
         own = installed_url() or own
@@ -45,8 +45,10 @@ def server_of(url: str | None, key: str | None) -> tuple[str, str]:
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an argument or flag for each row of the settings' table."""
-    own = inspect.signature(command).parameters.values()
-    parameters = [*map(_parameter, TABLE), *(p for p in own if p.kind is p.KEYWORD_ONLY)]
+    parameters = list(map(_parameter, TABLE))
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            parameters.append(parameter)
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
@@ -54,14 +56,14 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str) -> inspect.Parameter:
     row = TABLE[name]
-    text = row.metadata["help"]
-    if limits(row):
-        text += f" Values: {limits(row)}."
+    text, values = row.metadata["help"], limits(row)
+    if values:
+        text += f" Values: {values}."
     if row.default:
         text += f" Default: {row.default}."
-    info: Any = typer.Option(flag(name), help=text, show_default=False)
+    info: Any = typer.Option(flag(name), help=text)
     if name in ARGUMENTS:
-        info = typer.Argument(help=text, show_default=False, metavar=flag(name))
+        info = typer.Argument(help=text, metavar=flag(name))
     value: Any = list[str] if name == "others" else str
     return inspect.Parameter(
         name,

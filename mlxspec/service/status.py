@@ -58,7 +58,7 @@ def get_status(url: str, api_key: str = "") -> Status:
         return Status(url, "asleep", service)
     try:
         with request(url, api_key, "GET", "/page/now", timeout=TIMEOUT_S) as response:
-            return parse(url, service, printable(json.load(response)))
+            return parse(url, service, json.load(response))
     except NotRunning as error:
         why = str(error)
         if service == "stopped":
@@ -134,7 +134,7 @@ def facts(now: Status) -> dict[str, str]:
         lines["drafts"] = f"{now.accepted:.0%} accepted"
         lines["memory"] = format_size(now.footprint)
         lines["version"] = f"{now.version}, process {now.pid}"
-    return {name: text for name, text in lines.items() if text}
+    return {name: printable(text) for name, text in lines.items() if text}
 
 
 def print_status(now: Status, as_json: bool = False) -> None:

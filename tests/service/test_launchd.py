@@ -265,7 +265,7 @@ def test_a_bootstrap_waits_until_the_label_is_gone(tool: fake.Launchctl) -> None
 
 def test_waiting_for_launchd_ends(tool: fake.Launchctl, monkeypatch: pytest.MonkeyPatch) -> None:
     launchd.install(agent())
-    monkeypatch.setattr(launchd, "SLACK_S", -49.95)
+    monkeypatch.setattr(launchd, "WAIT_S", 0.05)
     (tool.root / "linger").write_text("\n" * 1000)
     with pytest.raises(UserError, match="has not ended"):
         launchd.stop()

@@ -131,7 +131,7 @@ def launch(
 def bench(
     model: Model = None,
     draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A small draft model.")] = None,
-    workload: Annotated[Workload, typer.Option(help="What the prompts ask for.")] = "all",
+    workload: Annotated[Workload, typer.Option(help="edits, code, chat or all.")] = "all",
     prompts: Annotated[int, typer.Option(min=1, max=16, help="Prompts of each workload.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,

@@ -143,7 +143,12 @@ def load(
 
     A file named by `$MLXSPEC_CONFIG` must exist; the default file need not. Raises ConfigError.
     """
-    values = _read_file(env)
+    values = {}
+    named = env.get("MLXSPEC_CONFIG")
+    file = Path(named or FILE).expanduser()
+    if named or file.exists():
+        for name, value in _read(file).items():
+            values[name] = _checked(name, value, str(file))
     for variable, text in env.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and text and name != "config":
@@ -198,17 +203,12 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _read_file(env: Mapping[str, str]) -> dict[str, Any]:
-    named = env.get("MLXSPEC_CONFIG")
-    file = Path(named or FILE).expanduser()
-    if not named and not file.exists():
-        return {}
+def _read(file: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(file.read_text("utf-8"))
+        return tomllib.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # missing, not UTF-8, or not TOML
         fix = "correct the file or unset MLXSPEC_CONFIG"
         raise ConfigError(f"{file}: {error}; {fix}") from error
-    return {name: _checked(name, value, str(file)) for name, value in found.items()}
 
 
 def _checked(name: str, value: Any, source: str) -> Any:

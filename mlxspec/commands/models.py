@@ -84,18 +84,17 @@ def pull(config: Config) -> None:
 
 def show(found: Sequence[LocalModel], served: Sequence[Model], as_json: bool) -> None:
     """Print the models on disk, then those that only the server knows."""
-    states = {one.name: f"served, {one.state}" for one in served}
-    known = {one.name for one in found}
-    more = [LocalModel(one.name, None, one.bytes) for one in served if one.name not in known]
-    rows = []
-    for one in (*found, *more):
-        there = "on disk" if one.path else "not downloaded"
-        rows.append(asdict(one) | {"state": states.get(one.name, there)})
+    rows = {one.name: asdict(one) for one in found}
+    for model in served:
+        row = rows.setdefault(model.name, asdict(LocalModel(model.name, None, model.bytes)))
+        row["state"] = f"served, {model.state}"
+    for row in rows.values():
+        row.setdefault("state", "on disk" if row["path"] else "not downloaded")
     if as_json:
-        print(json.dumps(rows, indent=2, default=str))
+        print(json.dumps(list(rows.values()), indent=2, default=str))
         return
     lines = []
-    for row in rows:
+    for row in rows.values():
         path = str(row["path"] or "").replace(str(Path.home()), "~")
         lines.append((row["name"], format_size(row["bytes"]), row["state"], path))
     print_table(("name", "size", "state", "path"), lines)

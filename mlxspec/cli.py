@@ -4,9 +4,8 @@ is instant.
 Rule: what a user can fix ends in one line on stderr and exit status 2; a traceback is a bug.
 """
 
-import json as jsonlib
+import json
 import logging
-import os
 import sys
 from typing import Annotated, Any
 
@@ -22,13 +21,12 @@ from mlxspec.commands.options import (
     Model,
     Served,
     Url,
+    Workload,
     server_of,
     with_settings,
-    working,
 )
 from mlxspec.commands.service import menubar, service
 from mlxspec.config import Config, ConfigError, load
-from mlxspec.files import format_size
 from mlxspec.types import UserError
 
 LOAD_S = 3600  # a model that is loaded or unloaded may take so long
@@ -45,11 +43,7 @@ def main() -> None:
     try:
         app(prog_name="mlxspec")
     except (ConfigError, UserError, OSError) as error:
-        from rich.console import Console
-        from rich.text import Text
-
-        line = Text.assemble(("error: ", "bold red"), str(error))
-        Console(stderr=True).print(line, soft_wrap=True)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -61,10 +55,6 @@ def log_to_stderr(level: str) -> None:
         datefmt="%H:%M:%S",
     )
     logging.getLogger("mlxspec").setLevel(level.upper())
-
-
-def _settings(**flags: str | None) -> Config:
-    return load(flags, os.environ)
 
 
 def _show_version(wanted: bool) -> None:
@@ -92,7 +82,7 @@ def serve(**flags: str | list[str] | None) -> None:
     from mlxspec.service.launchd import activated_socket, log_file
 
     def settings() -> Config:
-        config = load(flags, os.environ)
+        config = load(flags)
         log_to_stderr(config.log_level)
         return config
 
@@ -141,7 +131,7 @@ def launch(
 def bench(
     model: Model = None,
     draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A small draft model.")] = None,
-    workload: Annotated[str, typer.Option(help="edits, code, chat or all.")] = "all",
+    workload: Annotated[Workload, typer.Option(help="edits, code, chat or all.")] = "all",
     prompts: Annotated[int, typer.Option(min=1, max=16, help="Prompts of each workload.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
@@ -158,7 +148,7 @@ def bench(
 
     Exits with 1 if any answer differs.
     """
-    config = _settings(model=model, draft=draft)
+    config = load({"model": model, "draft": draft})
     log_to_stderr(config.log_level)
     from mlxspec.commands.bench import bench
 
@@ -195,7 +185,7 @@ def models(
     from mlxspec.commands.models import local_models, show
     from mlxspec.service.status import get_status
 
-    found = local_models(_settings(cache_dir=cache_dir))
+    found = local_models(load({"cache_dir": cache_dir}))
     show(found, get_status(*server_of(url, api_key)).models, json)
 
 
@@ -204,8 +194,7 @@ def pull(model: Model = None, cache_dir: CacheDir = None) -> None:
     """Download and convert a model without serving it."""
     from mlxspec.commands.models import pull
 
-    for one in pull(_settings(model=model, cache_dir=cache_dir)):
-        print(f"{one.name} is in {one.path}, {format_size(one.bytes)}")
+    pull(load({"model": model, "cache_dir": cache_dir}))
 
 
 @app.command("load")
@@ -227,13 +216,11 @@ def stop(
 
 def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> None:
     """Load or unload a model of the server."""
-    at, path = server_of(url, api_key), f"/v1/models/{verb}"
-    with (
-        working(f"{verb}ing {body['model']}"),
-        request(*at, "POST", path, body, timeout=LOAD_S) as response,
-    ):
-        done = printable(jsonlib.load(response))
-    print(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s")
+    server, path = server_of(url, api_key), f"/v1/models/{verb}"
+    print(f"{verb}ing {body['model']} ...", file=sys.stderr)
+    with request(*server, "POST", path, body, timeout=LOAD_S) as response:
+        done = json.load(response)
+    print(printable(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s"))
 
 
 @cache.command("ls")
@@ -241,7 +228,7 @@ def cache_ls(cache_dir: CacheDir = None) -> None:
     """Show what is cached, by model."""
     from mlxspec.commands.cache import show
 
-    show(_settings(cache_dir=cache_dir))
+    show(load({"cache_dir": cache_dir}))
 
 
 @cache.command("stats")
@@ -249,7 +236,7 @@ def cache_stats(cache_dir: CacheDir = None) -> None:
     """Show the size of the cache and its limit."""
     from mlxspec.commands.cache import totals
 
-    totals(_settings(cache_dir=cache_dir))
+    totals(load({"cache_dir": cache_dir}))
 
 
 @cache.command("clear")
@@ -261,8 +248,7 @@ def cache_clear(
     from mlxspec.commands.cache import clear
     from mlxspec.model.hub import prompts_of
 
-    root = prompts_of(_settings(cache_dir=cache_dir))
+    root = prompts_of(load({"cache_dir": cache_dir}))
     if not yes:
         typer.confirm(f"Delete the prompt cache in {root}?", abort=True)
-    files, freed = clear(root)
-    print(f"{format_size(freed)} freed; files deleted: {files}")
+    clear(root)

@@ -36,11 +36,10 @@ def request(
     data = json.dumps(body) if body else None
     try:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        kind = kinds.get(parts.scheme)
+        if not kind or not parts.hostname:
             raise ClientError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
-        kind: type[http.client.HTTPConnection] = http.client.HTTPConnection
-        if parts.scheme == "https":
-            kind = http.client.HTTPSConnection
         with closing(kind(parts.hostname, parts.port, timeout=timeout)) as connection:
             connection.request(method, parts.path.rstrip("/") + path, data, headers)
             response = connection.getresponse()
@@ -59,15 +58,9 @@ def request(
         raise ClientError(f"{_foreign(url)} ({error!r})") from error
 
 
-def printable(value: Any) -> Any:
-    """JSON from a server, without the characters that control a terminal."""
-    if isinstance(value, dict):
-        return {printable(key): printable(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [printable(inner) for inner in value]
-    if isinstance(value, str):
-        return "".join(c if c.isprintable() else "?" for c in value)
-    return value
+def printable(text: str) -> str:
+    """Text from elsewhere, without the characters that control a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _error(response: http.client.HTTPResponse, url: str) -> ClientError:

@@ -1,14 +1,15 @@
 """The settings. One table, the fields of `Config`, makes the file, the variables, the flags and the
 docs.
 
-Precedence: file < `MLXSPEC_*` variables < flags. Values are checked here, and an error names the
-source, the setting, the value and what is allowed.
+Precedence: file < `MLXSPEC_*` variables < flags. Each value may be given as text; it is checked
+here, and an error names the source, the setting, the value and what is allowed.
 """
 
-import math
+import os
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,6 @@ T = TypeVar("T", str, int, float, tuple[str, ...])
 FILE = Path("~/.config/mlxspec/config.toml")
 PREFIX = "MLXSPEC_"
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
-KINDS = {str: "text", int: "a whole number", float: "a number", tuple: "a list of texts"}
 
 
 class ConfigError(ValueError):
@@ -28,9 +28,9 @@ class ConfigError(ValueError):
 def option(
     default: T,
     help: str,
-    low: float = 0,
-    high: float = math.inf,
+    high: float = 0,
     *,
+    low: float = 0,
     choices: tuple[T, ...] = (),
     secret: bool = False,
 ) -> T:
@@ -56,7 +56,7 @@ class Config:
     )
     name: str = option("", "Name of the (first) model in the API; empty: the model's own name.")
     host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8080, "Port to listen on; 0: any free port.", 0, 65535)
+    port: int = option(8080, "Port to listen on; 0: any free port.", 65535)
     api_key: str = option("", "API key that clients must send; empty: no key.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
         (), "Names allowed in `Host` and `Origin` headers, in addition to the loopback names."
@@ -65,36 +65,32 @@ class Config:
     idle_ttl: float = option(
         1800.0,
         "Idle seconds after which a model that is not pinned is unloaded; 0: never.",
-        0,
-        10**7,
+        10_000_000,
     )
-    max_sequences: int = option(16, "Most sequences in one step.", 1, 256)
-    max_queue: int = option(64, "Most requests that wait; further ones get status 429.", 1, 4096)
-    context: int = option(
-        0, "Context length (prompt and output) in tokens; 0: the model's.", 0, 2**24
+    max_sequences: int = option(16, "Most sequences in one step.", 256, low=1)
+    max_queue: int = option(
+        64, "Most requests that wait; further ones get status 429.", 4096, low=1
     )
-    block_size: int = option(32, "Tokens in a KV block.", 1, 512)
-    kv_blocks: int = option(0, "Number of KV blocks; 0: chosen by free memory.", 0, 2**24)
+    context: int = option(0, "Context length (prompt and output) in tokens; 0: the model's.", 2**24)
+    block_size: int = option(32, "Tokens in a KV block.", 512, low=1)
+    kv_blocks: int = option(0, "Number of KV blocks; 0: chosen by free memory.", 2**24)
     memory_gb: float = option(
         0.0,
         "Memory limit in GiB for weights, caches and headroom; 0: what is free.",
-        0,
-        2**16,
+        65_536,
     )
-    kv_bits: int = option(
-        0, "Bits per value of the KV cache; 0: not quantized.", 0, 8, choices=(0, 4, 8)
-    )
+    kv_bits: int = option(0, "Bits per value of the KV cache; 0: not quantized.", choices=(0, 4, 8))
     layout: str = option(
         "auto",
         "Batch layout; auto picks the fastest one that matches mlx-lm.",
         choices=("auto", "rows", "rect", "gather", "solo"),
     )
-    prefill_budget: int = option(0, "Prompt tokens computed in one step; 0: set by time.", 0, 2**16)
+    prefill_budget: int = option(0, "Prompt tokens computed in one step; 0: set by time.", 65_536)
     decode_gap_ms: int = option(
         250,
         "Target limit in ms on how long a prefill may delay running requests.",
-        1,
         60_000,
+        low=1,
     )
     strict_model_names: str = option(
         "off",
@@ -110,17 +106,17 @@ class Config:
     draft: str = option(
         "", "Draft model for the (first) model; empty: the one that its card names, if any."
     )
-    max_body_mb: int = option(32, "Largest request body, in MB.", 1, 1024)
+    max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)
     keepalive_s: float = option(
-        5.0, "Seconds of silence after which a stream sends a keep-alive.", 0.1, 60
+        5.0, "Seconds of silence after which a stream sends a keep-alive.", 60, low=0.1
     )
-    drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", 0, 3600)
+    drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", 3600)
     cache_dir: str = option(
         "",
         "Directory for converted models, measurements and the prompt cache; empty: the platform's.",
     )
     cache_gb: float = option(
-        10.0, "Disk space for the prompt cache in GiB; 0: no prompt cache.", 0, 2**20
+        10.0, "Disk space for the prompt cache in GiB; 0: no prompt cache.", 2**20
     )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
@@ -139,22 +135,27 @@ DEFAULTS = Config()
 TABLE: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 
 
-def load(flags: Mapping[str, str | Sequence[str] | None], env: Mapping[str, str]) -> Config:
+def load(
+    flags: Mapping[str, str | Sequence[str] | None], env: Mapping[str, str] = os.environ
+) -> Config:
     """The settings from file, variables and flags. A flag of None or [] and an empty variable count
     as unset.
 
     A file named by `$MLXSPEC_CONFIG` must exist; the default file need not. Raises ConfigError.
     """
-    values = _read_file(env)
+    values = {}
+    named = env.get("MLXSPEC_CONFIG")
+    file = Path(named or FILE).expanduser()
+    if named or file.exists():
+        for name, value in _read(file).items():
+            values[name] = _checked(name, value, str(file))
     for variable, text in env.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and text and name != "config":
-            values[name] = _checked(name, text, variable, from_text=True)
+            values[name] = _checked(name, text, variable)
     for name, given in flags.items():
-        if isinstance(given, str):
-            values[name] = _checked(name, given, flag(name), from_text=True)
-        elif given:
-            values[name] = tuple(given)
+        if given not in (None, []):
+            values[name] = _checked(name, given, flag(name))
     return Config(**values)
 
 
@@ -184,9 +185,9 @@ def limits(row: Field[Any]) -> str:
     meta = row.metadata
     if meta["choices"]:
         return "one of " + ", ".join(map(str, meta["choices"]))
-    if meta["high"] == math.inf:
-        return ""
-    return f"{meta['low']} to {meta['high']}"
+    if isinstance(row.default, int | float):
+        return f"{meta['low']} to {meta['high']}"
+    return ""
 
 
 def data_dir(name: str) -> Path:
@@ -202,53 +203,32 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _read_file(env: Mapping[str, str]) -> dict[str, Any]:
-    named = env.get("MLXSPEC_CONFIG")
-    file = Path(named or FILE).expanduser()
-    if not named and not file.exists():
-        return {}
+def _read(file: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: {error.strerror}; make it a readable file or unset MLXSPEC_CONFIG"
-        ) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
-        raise ConfigError(f"{file}: not TOML: {error}; correct that line") from error
-    return {name: _checked(name, value, str(file)) for name, value in found.items()}
+        return tomllib.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # missing, not UTF-8, or not TOML
+        fix = "correct the file or unset MLXSPEC_CONFIG"
+        raise ConfigError(f"{file}: {error}; {fix}") from error
 
 
-def _checked(name: str, value: Any, source: str, from_text: bool = False) -> Any:
-    """`value` in the type of the setting. Raises ConfigError."""
+def _checked(name: str, value: Any, source: str) -> Any:
+    """`value`, which may be text, in the type of the setting. Raises ConfigError."""
     if name not in TABLE:
         raise ConfigError(
             f"{source}: there is no setting {name!r}; docs/configuration.md lists them all"
         )
     row = TABLE[name]
-    kind, meta = type(row.default), row.metadata
-    if from_text:
-        value = _parsed(value, kind)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if kind is tuple and isinstance(value, list) and all(isinstance(x, str) for x in value):
-        value = tuple(value)
-    allowed = type(value) is kind and (not meta["choices"] or value in meta["choices"])
-    if allowed and kind in (int, float):
-        allowed = meta["low"] <= value <= meta["high"]  # also refuses nan
-    if allowed:
-        return value
-    shown = "the value" if meta["secret"] else repr(value)
-    what = KINDS[kind]
-    if limits(row):
-        what += f", {limits(row)}"
-    raise ConfigError(f"{source}: {name} = {shown} is not allowed; give {what}")
-
-
-def _parsed(text: str, kind: type) -> Any:
-    """The value of a variable or flag; the text itself where it is no such value."""
+    kind: Any = type(row.default)
+    choices = row.metadata["choices"]
     if kind is tuple:
-        return [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        return kind(text)
-    except ValueError:
-        return text
+        parts = value if isinstance(value, list) else str(value).split(",")
+        return tuple(filter(None, [str(part).strip() for part in parts]))
+    if not limits(row):
+        return str(value)
+    with suppress(ValueError):
+        found = kind(str(value))  # "True" is no number
+        if found in choices:
+            return found
+        if not choices and row.metadata["low"] <= found <= row.metadata["high"]:  # nor is nan
+            return found
+    raise ConfigError(f"{source}: {name} = {value!r} is not allowed; give {limits(row)}")

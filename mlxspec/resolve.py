@@ -58,9 +58,6 @@ class ResolvedModel:
             raise UnsupportedModel(
                 f"{file} cannot be read: {blame(error)}; give a complete model directory"
             ) from error
-        inner = config.get("text_config")
-        if isinstance(inner, dict):
-            config = inner | config
         weights = weight_bytes(self.path)
         if self.draft:
             weights += weight_bytes(self.draft.path)
@@ -84,8 +81,8 @@ def models_of(config: Config) -> list[str]:
     for each in (config.model, *config.others):
         name = _split_name(each)[1] or DEFAULT
         found.append(name)
-        if name in known and not draft:
-            draft = known[name].draft
+        if name in known:
+            draft = draft or known[name].draft
         if draft and config.speculate == "on":
             found.append(draft)
         draft = ""
@@ -100,12 +97,12 @@ def on_disk(model: str, config: Config) -> Path | None:
 def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
     """The first model of the settings. Downloads and converts what is missing. Raises
     UnsupportedModel."""
-    cache = cache_of(config)
+    cache, draft = cache_of(config), None
     name, model = _split_name(config.model)
     found = resolve(model, cache, METAL)
-    draft = None
-    if config.speculate == "on" and (config.draft or found.draft):
-        draft = resolve(config.draft or found.draft, cache, METAL)
+    small = config.draft or found.draft
+    if small and config.speculate == "on":
+        draft = resolve(small, cache, METAL)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
     if draft:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
@@ -116,20 +113,19 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
     """All models of the settings, with equal parts of the memory. Raises ConfigError and
     UnsupportedModel."""
     share = 1 / (1 + len(config.others))
-    models = [resolve_model(config, share)]
-    names = [models[0].name]
+    first = resolve_model(config, share)
+    models = {first.name: first}
     for other in config.others:
         model = resolve_model(replace(config, model=other, name="", draft=""), share)
-        if model.name in names:
+        if model.name in models:
             raise ConfigError(
                 f"others: two models are named {model.name!r}; give one as NAME={model.path}"
             )
-        models.append(model)
-        names.append(model.name)
+        models[model.name] = model
     for name in config.pin:
-        if name not in names:
-            raise ConfigError(f"pin = {name!r} is not a model; give some of {', '.join(names)}")
-    return models
+        if name not in models:
+            raise ConfigError(f"pin = {name!r} is not a model; give some of {', '.join(models)}")
+    return list(models.values())
 
 
 def make_manager(
@@ -148,9 +144,8 @@ def make_manager(
             free = config.memory_bytes - held + freed
         if need <= free:
             return ""
-        there = format_size(max(0, free))
-        fixes = "close other programs, unpin models or raise --memory-gb"
-        return f"it needs {format_size(need)} and {there} are available; {fixes}"
+        sizes = f"it needs {format_size(need)} and {format_size(max(0, free))} are available"
+        return f"{sizes}; close other programs, unpin models or raise --memory-gb"
 
     return ModelManager(list(slots.values()), memory_check, config.idle_ttl, lazy=asleep)
 

@@ -642,6 +642,10 @@ def settings_of(file: Path) -> None:
     load({}, {"MLXSPEC_CONFIG": str(file)})
 
 
+def crashes_of(file: Path) -> None:
+    assert len(crashes.read(file, 1e9)) <= crashes.SAFE_CRASHES
+
+
 def verdicts_of(file: Path) -> None:
     found = VerdictFile(file.parent, {})
     for suffix in ("json", "trying"):
@@ -655,7 +659,7 @@ READERS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], ...], 
     "fit": (WarmupCache.load, (), holes(FIT, json.dumps({**KNOWN, "layout": "@"}).replace('"@"', "%s"))),
     "costs": (WarmupCache.load, (), holes(COSTS, json.dumps({**KNOWN, "costs": "@"}).replace('"@"', "%s"))),
     "recording": (replay.read, (ConfigError,), ['{"prompt": %s, "output": [1]}', '{"prompt": [%s]}']),
-    "crashes": (crashes.read, (), ['{"running": %s}', '{"crashes": %s}', '{"crashes": [%s]}']),
+    "crashes": (crashes_of, (), ["[%s]", "[1, %s]"]),
     "weights": (told_by_flaws, (), ['{"w": %s}', '{"w": {"data_offsets": [0, %s]}}']),
     "run": (label_of, (), ['{"__metadata__":%s}', '{"__metadata__":{"keys":%s}}']),
     "settings": (settings_of, (ConfigError,), ["port = %s", "zzz = %s", "[%s]", "%s.a = 1"]),

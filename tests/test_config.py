@@ -67,9 +67,14 @@ def test_every_row_takes_its_default_from_file_variable_and_flag(name: str, tmp_
     assert load({}, {}, file(tmp_path, f"{name} = {toml}\n")) == Config()
 
 
+def test_a_value_may_be_text(tmp_path: Path) -> None:
+    config = load({}, {}, file(tmp_path, 'port = "80"\nhost = 1\napi_key = 53\nkv_bits = "4"\n'))
+    assert (config.port, config.host, config.api_key, config.kv_bits) == (80, "1", "53", 4)
+
+
 def test_lists(tmp_path: Path) -> None:
     from_file = load({}, {}, file(tmp_path, 'allowed_hosts = ["a.local", "b"]\n'))
-    from_flag = load({"allowed_hosts": "a.local, b,"}, {}, file(tmp_path, ""))
+    from_flag = load({"allowed_hosts": "a.local, , b,"}, {}, file(tmp_path, ""))
     assert from_file.allowed_hosts == from_flag.allowed_hosts == ("a.local", "b")
 
 
@@ -81,17 +86,17 @@ def test_whole_number_serves_as_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("port = 99999\n", "port = 99999 is not allowed; give a whole number, 0 to 65535"),
-        ('port = "80"\n', "port = '80' is not allowed; give a whole number, 0 to 65535"),
-        ("port = true\n", "port = True is not allowed; give a whole number, 0 to 65535"),
-        ("drain_s = nan\n", "drain_s = nan is not allowed; give a number, 0 to 3600"),
-        ("host = 1\n", "host = 1 is not allowed; give text"),
-        ("allowed_hosts = [1]\n", "allowed_hosts = [1] is not allowed; give a list of texts"),
-        ('layout = "box"\n', "layout = 'box' is not allowed; give text, one of auto, rows,"),
-        ("kv_bits = 5\n", "kv_bits = 5 is not allowed; give a whole number, one of 0, 4, 8"),
+        ("port = 99999\n", "port = 99999 is not allowed; give 0 to 65535"),
+        ('port = "8o"\n', "port = '8o' is not allowed; give 0 to 65535"),
+        ("port = 80.5\n", "port = 80.5 is not allowed; give 0 to 65535"),
+        ("port = [80]\n", "port = [80] is not allowed; give 0 to 65535"),
+        ("port = true\n", "port = True is not allowed; give 0 to 65535"),
+        ("drain_s = nan\n", "drain_s = nan is not allowed; give 0 to 3600"),
+        ('layout = "box"\n', "layout = 'box' is not allowed; give one of auto, rows,"),
+        ("kv_bits = 5\n", "kv_bits = 5 is not allowed; give one of 0, 4, 8"),
         ("max_que = 3\n", "there is no setting 'max_que'; "),
         ("[server]\nport = 1\n", "there is no setting 'server'; "),
-        ("port = \n", "not TOML: Invalid value (at line 1"),
+        ("port = \n", "Invalid value (at line 1"),
     ],
 )
 def test_errors_in_the_file(toml: str, message: str, tmp_path: Path) -> None:
@@ -105,12 +110,12 @@ def test_errors_in_the_file(toml: str, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "env", "message"),
     [
-        ({"port": "x"}, {}, "--port: port = 'x' is not allowed; give a whole number"),
-        ({"drain_s": "nan"}, {}, "--drain-s: drain_s = nan is not allowed; give a number"),
+        ({"port": "x"}, {}, "--port: port = 'x' is not allowed; give 0 to 65535"),
+        ({"drain_s": "nan"}, {}, "--drain-s: drain_s = 'nan' is not allowed; give 0 to 3600"),
         (
             {},
             {"MLXSPEC_PORT": "-1"},
-            "MLXSPEC_PORT: port = -1 is not allowed; give a whole number, 0 to 65535",
+            "MLXSPEC_PORT: port = '-1' is not allowed; give 0 to 65535",
         ),
         (
             {},
@@ -133,12 +138,12 @@ def test_errors_elsewhere(
 
 
 def test_named_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone.toml: No such file .* unset MLXSPEC_CONFIG"):
+    with pytest.raises(ConfigError, match=r"gone.toml: .*No such file .* unset MLXSPEC_CONFIG"):
         load({}, {"MLXSPEC_CONFIG": str(tmp_path / "gone.toml")})
-    with pytest.raises(ConfigError, match="Is a directory; "):
+    with pytest.raises(ConfigError, match="Is a directory"):
         load({}, {}, tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"\n')
-    with pytest.raises(ConfigError, match="not TOML: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match="'utf-8' codec"):
         load({}, {}, tmp_path / "latin.toml")
 
 
@@ -147,9 +152,6 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
     config = load({}, {}, path)
     assert config.api_key == "s3cret"
     assert "s3cret" not in repr(config) + as_flags(config)
-    with pytest.raises(ConfigError) as caught:
-        load({}, {}, file(tmp_path, "api_key = 53\n"))
-    assert "53" not in str(caught.value).removeprefix(str(path))
 
 
 def test_as_flags_reads_back(tmp_path: Path) -> None:

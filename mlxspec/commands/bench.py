@@ -157,16 +157,19 @@ Pairs = list[tuple[str, Answer, Answer]]
 def figures(pairs: Pairs) -> dict[str, float]:
     """Speeds are of one stream while it decodes; the speedup compares the sums of their times."""
     _, plain, fast = zip(*pairs, strict=True)
-    tokens = sum(len(answer.tokens) for answer in fast)
-    drafted = sum(answer.drafted for answer in fast)
-    seconds = sum(answer.seconds for answer in fast)
+    tokens = rounds = drafted = accepted = 0
+    for answer in fast:
+        tokens += len(answer.tokens)
+        rounds += answer.rounds
+        drafted += answer.drafted
+        accepted += answer.accepted
     return {
         "tokens": tokens,
         "tokens_per_s_plain": median(answer.speed for answer in plain),
         "tokens_per_s": median(answer.speed for answer in fast),
-        "speedup": sum(answer.seconds for answer in plain) / seconds,
-        "tokens_per_round": tokens / sum(answer.rounds for answer in fast),
-        "accepted": sum(answer.accepted for answer in fast) / max(drafted, 1),
+        "speedup": sum(one.seconds for one in plain) / sum(one.seconds for one in fast),
+        "tokens_per_round": tokens / rounds,
+        "accepted": accepted / max(drafted, 1),
     }
 
 
@@ -198,12 +201,8 @@ def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def groups_of(workload: str, streams: str, prompts: int) -> list[tuple[str, list[Task]]]:
     """Workload and tasks of every group that runs together. Raises ConfigError."""
-    if workload not in (*WORKLOADS, "all"):
-        raise ConfigError(f"--workload = {workload!r} is none of {', '.join(WORKLOADS)}, all")
     groups = []
-    for name in WORKLOADS:
-        if workload not in (name, "all"):
-            continue
+    for name in WORKLOADS if workload == "all" else (workload,):
         tasks = tasks_of(name)
         for text in streams.split(","):
             size = int(text) if text.isdecimal() else 0
@@ -267,13 +266,12 @@ def measure(
     run_group(engine, plain, short)
     run_group(engine, speculator, short)
     results: dict[tuple[str, int], Pairs] = {}
-    jobs = [(turn + at, *groups[at]) for turn in range(rounds) for at in range(len(groups))]
-    for number, workload, requests in track(jobs, console=Console(stderr=True)):
-        if number % 2:
-            fast = run_group(engine, speculator, requests)
-        slow = run_group(engine, plain, requests)
-        if not number % 2:
-            fast = run_group(engine, speculator, requests)
-        pairs = results.setdefault((workload, len(requests)), [])
-        pairs += [(name, slow[name], fast[name]) for name in slow]
+    sides = [plain, speculator]
+    for _ in range(rounds):
+        for workload, requests in track(groups, console=Console(stderr=True)):
+            answers = {side is plain: run_group(engine, side, requests) for side in sides}
+            sides.reverse()
+            slow, fast = answers[True], answers[False]
+            pairs = results.setdefault((workload, len(requests)), [])
+            pairs += [(name, slow[name], fast[name]) for name in slow]
     return results

@@ -70,14 +70,16 @@ def totals(config: Config) -> None:
     found = survey(root)
     print(f"directory  {root}")
     print(f"models     {len(found)}")
-    for name in ("files", "blocks", "damaged"):
-        print(f"{name:9}  {sum(getattr(usage, name) for usage in found)}")
+    print(f"files      {sum(usage.files for usage in found)}")
+    print(f"blocks     {sum(usage.blocks for usage in found)}")
+    print(f"damaged    {sum(usage.damaged for usage in found)}")
     print(f"bytes      {format_size(sum(usage.bytes for usage in found))}")
-    print(f"limit      {format_size(config.disk_bytes)}")
+    limit = format_size(config.disk_bytes) if config.disk_bytes else "off"
+    print(f"limit      {limit}")
 
 
-def clear(root: Path) -> tuple[int, int]:
-    """Delete all files; how many files and bytes they were. A running server just misses them.
+def clear(root: Path) -> None:
+    """Delete all files, and print how many they were. A running server just misses them.
     Raises OSError."""
     files = freed = 0
     with lock(root / "lock"):
@@ -87,4 +89,4 @@ def clear(root: Path) -> tuple[int, int]:
             freed += status.st_size
             with suppress(OSError):  # not empty yet
                 path.parent.rmdir()
-    return files, freed
+    print(f"{format_size(freed)} freed; files deleted: {files}")

@@ -21,12 +21,11 @@ HELP = "/exit or Ctrl-D ends the chat, /reset starts a new conversation"
 
 @dataclass(slots=True)
 class Chat:
-    """One conversation with the server at `url`. `temperature` None: the model's default."""
+    """One conversation with the server at `url`. `options` are sent with each request."""
 
     url: str
     api_key: str = ""
-    temperature: float | None = None
-    model: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -34,10 +33,11 @@ def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
     """Chat until stdin ends or /exit. In a terminal, only a missing server raises ClientError."""
     with request(url, api_key, "GET", "/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
-    opening = []
-    if system:
-        opening.append({"role": "system", "content": system})
-    chat = Chat(url, api_key, temperature, model, list(opening))
+    options = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if temperature is not None:
+        options["temperature"] = temperature
+    opening = [{"role": "system", "content": system}] if system else []
+    chat = Chat(url, api_key, options, opening)
     interactive = sys.stdin.isatty()
     if interactive:
         _note(f"{model} at {url}. {HELP}. Ctrl-C stops an answer.")
@@ -46,7 +46,7 @@ def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
         if text == "/exit":
             return
         if text == "/reset":
-            chat.messages = list(opening)
+            chat.messages = opening
         elif text:
             try:
                 answer(chat, text)
@@ -59,34 +59,28 @@ def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
 def answer(chat: Chat, text: str) -> None:
     """Print one answer as it streams. Ctrl-C stops it; what came stays in the conversation."""
     messages = [*chat.messages, {"role": "user", "content": text}]
-    body: dict[str, Any] = {"model": chat.model, "messages": messages, "stream": True}
-    if chat.temperature is not None:
-        body["temperature"] = chat.temperature
-    body["stream_options"] = {"include_usage": True}
-    reply, note, began, first = "", "", time.perf_counter(), 0.0
+    body = chat.options | {"messages": messages}
+    reply, began, first, tokens = "", time.perf_counter(), 0.0, 0
     try:
         with request(chat.url, chat.api_key, "POST", "/v1/chat/completions", body) as response:
             for event in _events(response):
                 for choice in event["choices"]:
                     piece = choice["delta"].get("content") or ""
-                    if not reply:
-                        first = time.perf_counter()
+                    first = first or time.perf_counter() - began
                     reply += piece
                     print(_plain(piece), end="", flush=True)
                 if event.get("usage"):
-                    tokens, now = event["usage"]["completion_tokens"], time.perf_counter()
-                    rate = (tokens - 1) / (now - first)  # the first token's time is the prompt's
-                    note = f"{tokens} tokens, {rate:.1f} tokens/s"
-                    note += f", first token after {first - began:.2f} s"
+                    tokens = event["usage"]["completion_tokens"]
     except KeyboardInterrupt:
-        note = "stopped"
+        _note("stopped")
     finally:
         if reply:
             print(flush=True)
-    if reply:
-        chat.messages = [*messages, {"role": "assistant", "content": reply}]
-    if note:
-        _note(note)
+            chat.messages = [*messages, {"role": "assistant", "content": reply}]
+    if tokens:
+        # The first token's time is the prompt's.
+        rate = (tokens - 1) / (time.perf_counter() - began - first)
+        _note(f"{tokens} tokens, {rate:.1f} tokens/s, first token after {first:.2f} s")
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

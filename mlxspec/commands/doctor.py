@@ -12,18 +12,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from mlxspec import __version__, blas
+from mlxspec.client import printable
 from mlxspec.commands.models import damage
-from mlxspec.config import FILE, Config, ConfigError, load, url_of
+from mlxspec.config import Config, ConfigError, as_flags, load, url_of
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.service.launchd import installed_url
-from mlxspec.service.status import get_status, headline
+from mlxspec.service.status import get_status
 from mlxspec.types import UserError
-
-MACOS = 14  # the first that MLX's wheels run on
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +39,24 @@ def doctor(model: str | None, cache_dir: str | None, as_json: bool) -> int:
         report = [asdict(check) for check in checks]
         print(json.dumps({"broken": broken, "checks": report}, indent=2))
         return int(broken)
-    console, home = Console(), str(Path.home())
     for check in checks:
-        mark = ("ok     ", "green")
-        if check.broken:
-            mark = ("broken ", "bold red")
-        text = check.text.replace(home, "~")  # the report may be sent to others
-        console.print(Text.assemble(mark, f"{check.name:9} {text}"), soft_wrap=True)
+        mark = "broken" if check.broken else "ok"
+        text = printable(check.text).replace(
+            str(Path.home()), "~"
+        )  # the report may be sent to others
+        print(f"{mark:6} {check.name:9} {text}")
     return int(broken)
 
 
 def examine(model: str | None, cache_dir: str | None) -> Iterator[Check]:
     """All checks, in the order in which they are shown."""
-    file = Path(os.environ.get("MLXSPEC_CONFIG") or FILE).expanduser()
     try:
-        config = load({"model": model, "cache_dir": cache_dir}, os.environ)
-        yield Check("settings", f"{file}" if file.is_file() else f"{file} (missing: defaults)")
+        config = load({"model": model, "cache_dir": cache_dir})
+        yield Check("settings", as_flags(config) or "defaults")
     except ConfigError as error:
         yield Check("settings", str(error), broken=True)
         config = Config(model=model or "", cache_dir=cache_dir or "")
-    yield _system()
+    yield Check("system", f"{platform.platform()}, Python {platform.python_version()}")
     yield _server(config)
     try:
         yield from _installation(config)
@@ -72,16 +66,6 @@ def examine(model: str | None, cache_dir: str | None) -> Iterator[Check]:
         yield Check("install", f"{error}; install mlxspec again", broken=True)
 
 
-def _system() -> Check:
-    mac, arch = platform.mac_ver()[0], platform.machine()
-    text = f"{platform.system()} {mac or platform.release()} {arch}"
-    if mac and int(mac.partition(".")[0]) < MACOS:
-        return Check("system", f"{text}: MLX needs macOS {MACOS}; update macOS", broken=True)
-    if sys.platform == "darwin" and arch != "arm64":
-        return Check("system", f"{text}: install a Python for arm64", broken=True)
-    return Check("system", text)
-
-
 def _server(config: Config) -> Check:
     """The service, where one is installed, else the server at the settings' address."""
     url = installed_url() or url_of(config.host, config.port)
@@ -89,7 +73,7 @@ def _server(config: Config) -> Check:
     if now.note:
         text = f"{url}: {now.note}; see mlxspec service logs, then run: mlxspec service restart"
         return Check("server", text, broken=True)
-    return Check("server", now.why or f"{url}: {headline(now)}", broken=now.state == "unwell")
+    return Check("server", now.why or f"{url}: {now.state}", broken=now.state == "unwell")
 
 
 def _installation(config: Config) -> Iterator[Check]:
@@ -100,19 +84,17 @@ def _installation(config: Config) -> Iterator[Check]:
     from mlxspec.model.hub import cache_of
 
     packages = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
-    yield Check("versions", f"mlxspec {__version__} {packages} Python {platform.python_version()}")
-    yield Check("chip", machine()["chip"])
-    yield Check("memory", format_size(memory.total()))
+    yield Check("versions", f"mlxspec {__version__} {packages}")
+    yield Check("machine", f"{machine()['chip']}, {format_size(memory.total())} memory")
     if sys.platform != "darwin":
         yield Check("blas", library or f"MLX's own, which is slow; {blas.INSTALL}")
     elif missing():
         yield Check("metal", f"{missing()}; unset MLX_ variables that hide the GPU", broken=True)
-    else:
-        yield Check("metal", "available")
-    cache = cache_of(config)
-    folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    folder = cache_of(config).absolute()
+    while not folder.exists():
+        folder = folder.parent
     if folder.is_dir() and os.access(folder, os.W_OK):
-        yield Check("cache", str(cache))
+        yield Check("cache", str(cache_of(config)))
     else:
         yield Check("cache", f"{folder} is not writable; give another --cache-dir", broken=True)
 
@@ -132,16 +114,14 @@ def _models(config: Config) -> Iterator[Check]:
         if not path:
             yield Check("model", f"{name}: not downloaded; mlxspec pull does that")
             continue
-        need = weight_bytes(path) + memory.headroom()
-        flaws = damage(path)
+        size = weight_bytes(path)
+        text = f"{name}: {format_size(size)} in {path}"
+        flaws, large = damage(path), size + memory.headroom() > room
         if flaws:
-            fix = "remove the directory and run: mlxspec pull"
-            yield Check("model", f"{name}: {'; '.join(flaws)}; {fix}", broken=True)
-        elif need > room:
-            why = f"needs {format_size(need)} of {format_size(room)} memory; give a smaller model"
-            yield Check("model", f"{name}: {why}", broken=True)
-        else:
-            yield Check("model", f"{name}: {format_size(weight_bytes(path))} in {path}")
+            text = f"{name}: {'; '.join(flaws)}; remove the directory and run: mlxspec pull"
+        elif large:
+            text += f" do not fit into {format_size(room)} memory; give a smaller model"
+        yield Check("model", text, broken=large or bool(flaws))
 
 
 def _kernels(config: Config) -> Iterator[Check]:
@@ -152,12 +132,12 @@ def _kernels(config: Config) -> Iterator[Check]:
 
     if config.kernels == "off":
         yield Check("kernels", "off by your settings")
+        return
     known = VerdictFile(cache_of(config) / KERNELS_DIR).load()
     if not known:
         yield Check("kernels", "not tested on this machine yet; serve does that on a Mac")
     for name, verdict in known.items():
         state = f"not used: {verdict.why}"
         if verdict.way:
-            gain = max(verdict.gains.values(), default=1.0)
-            state = f"used for {verdict.least} to {verdict.most} rows, up to {gain:.2f}x as fast"
-        yield Check("kernel", f"{name}: {state}")
+            state = f"used for {verdict.least} to {verdict.most} rows"
+        yield Check("kernels", f"{name}: {state}")

@@ -161,9 +161,8 @@ def launch(name: str, args: Sequence[str], url: str, api_key: str, show: bool) -
         model = json.load(response)["data"][0]
         server = Server(url, api_key or "none", model["id"], int(model["context_window"]))
     variables = variables_of(name, server)
-    if args and args[0] == "--":
-        args = args[1:]
-    command = [name, *flags_of(name, server), *args]
+    own = args[1:] if args[:1] == ["--"] else args
+    command = [name, *flags_of(name, server), *own]
     if show:
         print(*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), end=" ")
         print(shlex.join(command))

@@ -5,7 +5,7 @@ Rule: listing downloads nothing and reads no weights beyond their headers.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -33,10 +33,9 @@ def local_models(config: Config) -> list[LocalModel]:
 
     known, found = cards(), []
     for name in dict.fromkeys((*models_of(config), *known, *_cached_repos())):
-        path, size = on_disk(name, config), 0
-        if path:
-            size = weight_bytes(path)
-        elif name in known:
+        path = on_disk(name, config)
+        size = weight_bytes(path) if path else 0
+        if not path and name in known:
             size = known[name].source.bytes
         found.append(LocalModel(name, path, size))
     return found
@@ -72,33 +71,30 @@ def damage(path: Path) -> list[str]:
     return found
 
 
-def pull(config: Config) -> list[LocalModel]:
+def pull(config: Config) -> None:
     """Download and convert the model and its draft model, as `serve` would. Raises UserError."""
     blas.load()
     from mlxspec.resolve import resolve_model
 
     model = resolve_model(config)
-    found = [(model.name, model.path)]
-    if model.draft:
-        found.append((model.draft.name, model.draft.path))
-    return [LocalModel(name, path, weight_bytes(path)) for name, path in found]
+    for one in (model, model.draft):
+        if one:
+            print(f"{one.name} is in {one.path}, {format_size(weight_bytes(one.path))}")
 
 
 def show(found: Sequence[LocalModel], served: Sequence[Model], as_json: bool) -> None:
     """Print the models on disk, then those that only the server knows."""
-    states = {one.name: f"served, {one.state}" for one in served}
-    rows = []
-    for one in found:
-        state = states.pop(one.name, "on disk" if one.path else "not downloaded")
-        rows.append((one.name, one.bytes, state, str(one.path or "")))
+    rows = {one.name: asdict(one) for one in found}
     for model in served:
-        if model.name in states:
-            rows.append((model.name, model.bytes, states[model.name], ""))
+        row = rows.setdefault(model.name, asdict(LocalModel(model.name, None, model.bytes)))
+        row["state"] = f"served, {model.state}"
+    for row in rows.values():
+        row.setdefault("state", "on disk" if row["path"] else "not downloaded")
     if as_json:
-        keys = ("name", "bytes", "state", "path")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))
+        print(json.dumps(list(rows.values()), indent=2, default=str))
         return
     lines = []
-    for name, size, state, path in rows:
-        lines.append((name, format_size(size), state, path.replace(str(Path.home()), "~")))
+    for row in rows.values():
+        path = str(row["path"] or "").replace(str(Path.home()), "~")
+        lines.append((row["name"], format_size(row["bytes"]), row["state"], path))
     print_table(("name", "size", "state", "path"), lines)

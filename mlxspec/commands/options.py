@@ -1,10 +1,8 @@
 """Options that several commands share, and the server that a command is for."""
 
 import inspect
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,12 +25,15 @@ Served = Annotated[
 ]
 
 
+Workload = Literal["edits", "code", "chat", "all"]
+
+
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     """URL and API key of the server that a command is for: the one given, the settings', or, where
     they name no address, the service's. The settings' key is sent to no other server."""
-    config = load({}, os.environ)
+    config = load({})
     own = url_of(config.host, config.port)
-    if (config.host, config.port) == (DEFAULTS.host, DEFAULTS.port):
+    if own == url_of(DEFAULTS.host, DEFAULTS.port):
         from mlxspec.service.launchd import installed_url
 
         own = installed_url() or own
@@ -40,15 +41,6 @@ def server_of(url: str | None, key: str | None) -> tuple[str, str]:
     if not key and url == own:
         key = config.api_key
     return url, key or ""
-
-
-@contextmanager
-def working(text: str) -> Iterator[None]:
-    """A moving bar on stderr, if that is a terminal."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -64,14 +56,14 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str) -> inspect.Parameter:
     row = TABLE[name]
-    text = row.metadata["help"]
-    if limits(row):
-        text += f" Values: {limits(row)}."
+    text, values = row.metadata["help"], limits(row)
+    if values:
+        text += f" Values: {values}."
     if row.default:
         text += f" Default: {row.default}."
-    info: Any = typer.Option(flag(name), help=text, show_default=False)
+    info: Any = typer.Option(flag(name), help=text)
     if name in ARGUMENTS:
-        info = typer.Argument(help=text, show_default=False, metavar=flag(name))
+        info = typer.Argument(help=text, metavar=flag(name))
     value: Any = list[str] if name == "others" else str
     return inspect.Parameter(
         name,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlxspec.commands.options import Key, Url, server_of, with_settings, working
+from mlxspec.commands.options import Key, Url, server_of, with_settings
 from mlxspec.config import ConfigError, load
 
 service = typer.Typer(no_args_is_help=True, help="Run the server in the background on macOS.")
@@ -41,9 +41,8 @@ def _add_action(name: str) -> None:
     def act() -> None:
         from mlxspec.service import launchd
 
-        with working(f"service {name}"):
-            said = getattr(launchd, name)()
-        print(said)
+        print(f"service {name} ...", file=sys.stderr)
+        print(getattr(launchd, name)())
 
 
 for each in ACTIONS:
@@ -60,7 +59,7 @@ def service_status() -> None:
     if not url:
         print("not installed; run: mlxspec service install")
         sys.exit(4)
-    now = get_status(url, load({}, os.environ).api_key)
+    now = get_status(url, load({}).api_key)
     print_status(now)
     if now.state in DOWN:
         sys.exit(3)

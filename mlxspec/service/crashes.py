@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.files import lock, write_atomic
@@ -26,18 +26,13 @@ log = logging.getLogger("mlxspec")
 SAFE_CRASHES, WINDOW_S = 3, 600.0
 LOG_BYTES, ROTATE_S = 10 << 20, 15.0
 REFUSE_S = 60.0  # then it exits, and the next connection tries the settings again
+# Unix times, at most SAFE_CRASHES + 1: a process's own start stays only if it crashes.
+STARTS = TypeAdapter(list[float])
 CLIENT_S = 2.0  # for a client that is refused to send its request
 
 
-class Record(BaseModel):
-    """What outlives the process: whether it runs, and when crashes were noticed, in unix time."""
-
-    running: bool = False
-    crashes: list[float] = []  # at most SAFE_CRASHES
-
-
 def files() -> tuple[Path, Path]:
-    """The record, and the file that is locked while the service runs."""
+    """When crashed processes started, and the file that is locked while the service runs."""
     folder = Path.home() / "Library/Application Support/mlxspec"
     return folder / "service.json", folder / "service.lock"
 
@@ -48,31 +43,27 @@ def is_running() -> bool:
         return not free
 
 
-def read(path: Path) -> Record:
-    """The record; an empty one where the file is missing or damaged."""
-    if not path.exists():
-        return Record()
+def read(path: Path, now: float) -> list[float]:
+    """The starts of the last processes that crashed, oldest first; those longer ago do not count.
+
+    Empty where the file is missing or damaged.
+    """
     try:
-        return Record.model_validate_json(path.read_bytes())
+        starts = STARTS.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return []
     except (OSError, ValidationError):
         log.warning("%s is damaged; earlier crashes are not counted", path)
-        return Record()
+        return []
+    return [at for at in starts if now - WINDOW_S < at <= now][-SAFE_CRASHES:]
 
 
-def write(path: Path, record: Record) -> None:
+def write(path: Path, starts: list[float]) -> None:
     """A full disk must not stop the server."""
     try:
-        write_atomic(path, record.model_dump_json().encode())
+        write_atomic(path, json.dumps(starts).encode())
     except OSError as error:
         log.warning("%s: %s; crashes are not counted", path, error.strerror)
-
-
-def begin(before: Record, now: float) -> Record:
-    """The record of a process that starts `now`."""
-    recent = [at for at in before.crashes if now - WINDOW_S < at <= now]
-    if before.running:
-        recent.append(now)
-    return Record(running=True, crashes=recent[-SAFE_CRASHES:])
 
 
 def forget() -> None:
@@ -85,17 +76,18 @@ def serve(settings: Callable[[], Config], listener: socket.socket, log_file: Pat
     threading.Thread(target=_keep_small, args=(log_file,), name="log", daemon=True).start()
     path, lock_file = files()
     with lock(lock_file):
-        record = begin(read(path), time.time())
-        write(path, record)
+        now = time.time()
+        crashed = read(path, now)
+        write(path, [*crashed, now])
 
         def ended(status: int) -> None:
             if status == 0:
-                write(path, Record(crashes=record.crashes))
+                write(path, crashed)
 
         note = ""
         try:
             config = settings()
-            if len(record.crashes) == SAFE_CRASHES:
+            if len(crashed) == SAFE_CRASHES:
                 config = replace(config, speculate="off", kernels="off")
                 note = f"safe mode, without speculation: {SAFE_CRASHES} crashes in 10 minutes"
                 log.warning("%s; `mlxspec service restart` ends it", note)

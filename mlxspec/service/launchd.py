@@ -24,13 +24,14 @@ from mlxspec.service import crashes
 from mlxspec.types import UserError
 
 LABEL, MENUBAR = "dev.mlxspec", "dev.mlxspec.menubar"
+DOMAIN = f"gui/{os.getuid()}"
 SOCKET = "http"  # its name in the definition
 PROGRAM = (sys.executable, "-m", "mlxspec")
 # Variables that the service keeps; none holds a secret.
 VARIABLES = ("MLXSPEC_CONFIG", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME")
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 EXIT_S = 20  # to exit, in addition to `drain_s`
-SLACK_S = 10.0  # that launchd may take longer than the definition says
+WAIT_S = 4000.0  # longer than the longest `drain_s`
 BOOTOUT_OK = (3, 36, 113)  # statuses: the label is unknown, or its process is still ending
 POLL_S = 0.1
 
@@ -118,24 +119,22 @@ def _absolute(model: str) -> str:
     return model
 
 
-def _address(agent: Mapping[str, Any]) -> tuple[str, int]:
-    listen = agent["Sockets"][SOCKET]
-    return listen["SockNodeName"], int(listen["SockServiceName"])
-
-
-def _installed(label: str = LABEL) -> dict[str, Any]:
+def _installed() -> dict[str, Any]:
     """The installed definition; {} where there is none."""
-    try:
-        agent: dict[str, Any] = plistlib.loads(agent_file(label).read_bytes())
-        return agent
-    except FileNotFoundError:
-        return {}
+    file = agent_file()
+    return dict(plistlib.loads(file.read_bytes())) if file.exists() else {}
+
+
+def url_in(agent: Mapping[str, Any]) -> str:
+    """Where the service listens."""
+    listen = agent["Sockets"][SOCKET]
+    return url_of(listen["SockNodeName"], listen["SockServiceName"])
 
 
 def installed_url() -> str:
     """Where the installed service listens; "" if none is installed."""
     agent = _installed()
-    return url_of(*_address(agent)) if agent else ""
+    return url_in(agent) if agent else ""
 
 
 # ---- commands; they raise UserError and OSError
@@ -150,13 +149,13 @@ def install(agent: Mapping[str, Any], dry_run: bool = False) -> str:
 
     if dry_run:
         return f"would write {agent_file()}:\n{plistlib.dumps(dict(agent)).decode()}"
-    host, port = _address(agent)
+    listen = agent["Sockets"][SOCKET]
     unload()
-    bind(Config(host=host, port=port)).close()
+    bind(Config(host=listen["SockNodeName"], port=int(listen["SockServiceName"]))).close()
     log_file().parent.mkdir(0o700, parents=True, exist_ok=True)  # or launchd starts nothing
     crashes.forget()
     load_agent(agent)
-    return f"the service listens at {url_of(host, port)}/v1, now and after each login"
+    return f"the service listens at {url_in(agent)}/v1, now and after each login"
 
 
 def uninstall() -> str:
@@ -181,7 +180,7 @@ def restart() -> str:
     unload()
     crashes.forget()
     load_agent(agent)
-    _launchctl("kickstart", _target(LABEL))
+    _launchctl("kickstart", f"{DOMAIN}/{LABEL}")
     return "the service is started"
 
 
@@ -203,15 +202,15 @@ def _require_installed() -> dict[str, Any]:
 
 def is_loaded(label: str = LABEL) -> bool:
     """Whether launchd listens for the service, or runs another agent."""
-    return _launchctl("print", _target(label), ok=range(256)) == 0
+    return _launchctl("print", f"{DOMAIN}/{label}", ok=range(256)) == 0
 
 
 def load_agent(agent: Mapping[str, Any]) -> None:
     """Write the definition, and start it now and after each login."""
     label = agent["Label"]
     write_atomic(agent_file(label), plistlib.dumps(dict(agent)))
-    _launchctl("enable", _target(label))
-    _launchctl("bootstrap", _domain(), str(agent_file(label)))
+    _launchctl("enable", f"{DOMAIN}/{label}")
+    _launchctl("bootstrap", DOMAIN, str(agent_file(label)))
 
 
 def unload(label: str = LABEL) -> None:
@@ -219,8 +218,8 @@ def unload(label: str = LABEL) -> None:
 
     Returns when launchd has forgotten the label, before which a bootstrap fails.
     """
-    _launchctl("bootout", _target(label), ok=BOOTOUT_OK)
-    deadline = time.monotonic() + _installed(label).get("ExitTimeOut", EXIT_S) + SLACK_S
+    _launchctl("bootout", f"{DOMAIN}/{label}", ok=BOOTOUT_OK)
+    deadline = time.monotonic() + WAIT_S
     while is_loaded(label):
         if time.monotonic() > deadline:
             raise UserError(f"launchd has not ended {label}; try again in a minute")
@@ -238,9 +237,7 @@ def remove_agent(label: str) -> bool:
 def _launchctl(*args: str, ok: Sequence[int] = ()) -> int:
     """The status: 0, or one of `ok`. Raises UserError for any other."""
     try:
-        done = subprocess.run(
-            ("launchctl", *args), capture_output=True, text=True, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(("launchctl", *args), capture_output=True, text=True)
     except FileNotFoundError as error:
         raise UserError("the service needs macOS; elsewhere run: mlxspec serve") from error
     if done.returncode and done.returncode not in ok:
@@ -249,14 +246,6 @@ def _launchctl(*args: str, ok: Sequence[int] = ()) -> int:
             f" {done.stderr.strip()}; log in at this Mac's screen, then try again"
         )
     return done.returncode
-
-
-def _domain() -> str:
-    return f"gui/{os.getuid()}"
-
-
-def _target(label: str) -> str:
-    return f"{_domain()}/{label}"
 
 
 # ---- the socket

@@ -10,9 +10,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxspec.service import launchd
 from mlxspec.service.status import Service, State, Status, facts
@@ -31,16 +30,14 @@ VERBS: dict[Service, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A line of the menu; without a title a separator, without a command only text."""
 
     title: str = ""
     command: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Menu:
+class Menu(NamedTuple):
     title: str
     items: tuple[Item, ...] = ()
 
@@ -75,13 +72,10 @@ def menu_of(now: Status) -> Menu:
         if verb == "install":
             command = in_terminal("service", verb)
         items.append(Item(f"{verb.capitalize()} the service", command))
-    if now.service in ("stopped", "waiting", "running"):
-        items.append(Item("Show the log", in_terminal("service", "logs", "-f")))
-    if now.state == "unwell":
-        items.append(Item("What is wrong", in_terminal("doctor")))
+    items.append(Item("Show the log", in_terminal("service", "logs", "-f")))
+    items.append(Item("Check the installation", in_terminal("doctor")))
     items.append(Item())
-    if now.state != "stopped":
-        items.append(Item("Open the page", ("open", f"{now.url}/")))
+    items.append(Item("Open the page", ("open", f"{now.url}/")))
     copy = f'set the clipboard to "{now.url}/v1"'
     items.append(Item("Copy the base URL", ("osascript", "-e", copy)))
     return Menu(icon, tuple(items))
@@ -111,14 +105,14 @@ def show(poll: Callable[[], Menu]) -> None:
         app.title = shown.title
         app.menu.clear()
         for key, item in enumerate(shown.items):
-            if item.title:
-                node = rumps.MenuItem(f"{key}")  # its first title is a key: must be unique
-                node.title = item.title
-                if item.command:
-                    node.set_callback(partial(run, item.command))
-                app.menu.add(node)
-            else:
+            if not item.title:
                 app.menu.add(rumps.separator)
+                continue
+            node = rumps.MenuItem(f"{key}")  # its first title is a key: must be unique
+            node.title = item.title
+            if item.command:
+                node.set_callback(partial(run, item.command))
+            app.menu.add(node)
         app.menu.add(rumps.MenuItem("Quit", callback=rumps.quit_application))
 
     threading.Thread(target=keep_polling, name="poll", daemon=True).start()

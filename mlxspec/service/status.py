@@ -16,19 +16,13 @@ from mlxspec.types import UserError
 TIMEOUT_S = 5.0
 
 Service = Literal["none", "not installed", "stopped", "waiting", "running"]
-State = Literal["stopped", "unwell", "loading", "short", "asleep", "busy", "idle"]
-HEADLINES: dict[State, str] = {
-    "stopped": "Stopped",
-    "loading": "Loading a model",
-    "asleep": "Asleep: the next request loads a model",
-    "short": "Serving, but memory is short",
-}
+State = Literal["stopped", "unwell", "loading", "short of memory", "asleep", "busy", "idle"]
 DOWN: frozenset[State] = frozenset({"stopped", "unwell"})
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the server. `bytes`: its weights, and its KV memory once it is loaded."""
+    """A model of the server. `bytes`: its weights."""
 
     name: str
     state: Literal["loaded", "loading", "unloaded"]
@@ -46,6 +40,7 @@ class Status:
     why: str = ""  # what is wrong, and the fix
     note: str = ""  # set in safe mode
     version: str = ""
+    pid: int = 0
     models: tuple[Model, ...] = ()
     running: int = 0
     waiting: int = 0
@@ -63,7 +58,7 @@ def get_status(url: str, api_key: str = "") -> Status:
         return Status(url, "asleep", service)
     try:
         with request(url, api_key, "GET", "/page/now", timeout=TIMEOUT_S) as response:
-            return parse(url, service, printable(json.load(response)))
+            return parse(url, service, json.load(response))
     except NotRunning as error:
         why = str(error)
         if service == "stopped":
@@ -90,76 +85,56 @@ def service_at(url: str) -> Service:
 
 def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
     """The status from the server's /page/now."""
-    rows = page["requests"]
+    rows, models, process = page["requests"], page["models"], page["process"]
     live = tuple(row for row in rows if not row["outcome"])
-    models, running, waiting = [], 0, 0
-    for model in page["models"]:
-        size = model["weight_bytes"]
-        if model["status"] == "loaded":
-            size += model["kv_bytes"]
-        models.append(Model(model["name"], model["status"], size))
-        running += model["stats"]["running"]
-        waiting += model["stats"]["waiting"]
+    states = {model["status"] for model in models}
+    state: State = "asleep"
+    if page["unwell"]:
+        state = "unwell"
+    elif page["loading"] or "loading" in states:
+        state = "loading"
+    elif process["memory_pressure"]:
+        state = "short of memory"
+    elif live:
+        state = "busy"
+    elif "loaded" in states:
+        state = "idle"
 
     def total(name: str) -> int:
         return sum(row[name] for row in rows)
 
     return Status(
         url,
-        _state(page),
+        state,
         service,
         page["unwell"],
         page["note"],
         page["version"],
-        tuple(models),
-        running,
-        waiting,
+        page["pid"],
+        tuple(Model(one["name"], one["status"], one["weight_bytes"]) for one in models),
+        running=sum(one["stats"]["running"] for one in models),
+        waiting=sum(one["stats"]["waiting"] for one in models),
         speed=sum(row["rate"] for row in live or rows[:1]),
         tokens_per_round=total("generated") / max(total("rounds"), 1),
         accepted=total("kept") / max(total("drafted"), 1),
-        footprint=page["process"]["footprint_bytes"],
+        footprint=process["footprint_bytes"],
         requests=live,
     )
 
 
-def _state(page: Mapping[str, Any]) -> State:
-    states = {one["status"] for one in page["models"]}
-    if page["unwell"]:
-        return "unwell"
-    if page["loading"] or "loading" in states:
-        return "loading"
-    if page["process"]["memory_pressure"]:
-        return "short"
-    if any(not row["outcome"] for row in page["requests"]):
-        return "busy"
-    return "idle" if "loaded" in states else "asleep"
-
-
-def headline(now: Status) -> str:
-    """The state in a few words."""
-    if now.state == "unwell":
-        return f"Unwell: {now.why}"
-    loaded = ", ".join(one.name for one in now.models if one.state == "loaded")
-    return HEADLINES.get(now.state, f"Serving {loaded}")
-
-
 def facts(now: Status) -> dict[str, str]:
-    """The status as lines of name and text."""
-    lines = {"server": now.url, "state": headline(now)}
+    """The status as lines of name and text, without those that are empty."""
+    lines = {"server": now.url, "state": now.state, "why": now.why, "note": now.note}
     if now.service not in ("none", "not installed"):
         lines["service"] = now.service
-    if now.note:
-        lines["note"] = now.note
     if now.version:
         lines["models"] = "; ".join(f"{one.name} ({one.state})" for one in now.models)
         lines["load"] = f"{now.running} running, {now.waiting} waiting"
         lines["speed"] = f"{now.speed:.1f} tokens/s, {now.tokens_per_round:.1f} per round"
         lines["drafts"] = f"{now.accepted:.0%} accepted"
         lines["memory"] = format_size(now.footprint)
-        lines["version"] = now.version
-    elif now.state == "stopped":
-        lines["fix"] = now.why
-    return lines
+        lines["version"] = f"{now.version}, process {now.pid}"
+    return {name: printable(text) for name, text in lines.items() if text}
 
 
 def print_status(now: Status, as_json: bool = False) -> None:

@@ -110,7 +110,7 @@ def test_the_flag_and_the_settings_choose_the_directory(
     assert MODEL[:8] not in command("ls").output
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", "~/else")
     monkeypatch.setenv("MLXSPEC_CACHE_GB", "0")
-    assert "limit      0 B" in command("stats").output
+    assert "limit      off" in command("stats").output
     assert "models     1" in command("stats").output
     monkeypatch.delenv("MLXSPEC_CACHE_DIR")
     assert "/mlxspec/prompts" in command("ls").output.replace("\n", "")

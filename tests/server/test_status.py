@@ -1,6 +1,7 @@
 """status, load, stop and models: against a server on a real socket, a foreign one, and none."""
 
 import json
+import os
 import plistlib
 import socket
 import threading
@@ -73,6 +74,7 @@ def test_a_running_server(at: At, model_dir: Path) -> None:
         made.app.state.server.paths = {"tiny": model_dir, "small": model_dir}
         done = run("status", "--url", url)
         assert done.exit_code == 0 and "1 running, 2 waiting" in done.output
+        assert f"process {os.getpid()}" in done.output
         assert "tiny (loaded); small (unloaded)" in done.output
         assert run("status", "--url", f"{url}/v1/").output == done.output
         assert run("load", "small", "--url", url).output.startswith("small is loaded, after ")
@@ -128,7 +130,7 @@ ROW = Row("chatcmpl-1", "tiny", 100, 64, 30, 10, 20, 15, 0.2, 2.0, 15.0)
 STATES: dict[str, tuple[Stats | None, Change]] = {
     "busy": (None, lambda made: made.app.state.server.journal.live.update(a=lambda: ROW)),
     "idle": (Stats(), lambda made: None),
-    "short": (Stats(memory_pressure=1), lambda made: None),
+    "short of memory": (Stats(memory_pressure=1), lambda made: None),
     "asleep": (Stats(), lambda made: setattr(made.engine, "sleeps", True)),
     "loading": (None, lambda made: setattr(made.engine, "loads", "small")),
     "unwell": (None, lambda made: setattr(made.engine, "silent", 61.0)),

@@ -21,7 +21,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.service import crashes
-from mlxspec.service.crashes import SAFE_CRASHES, WINDOW_S, Record, begin
+from mlxspec.service.crashes import SAFE_CRASHES, WINDOW_S
 from tests import tiny
 from tests.service.activator import Activator
 from tests.tiny_tokenizer import save_tokenizer
@@ -29,58 +29,49 @@ from tests.tiny_tokenizer import save_tokenizer
 STATE = "Library/Application Support/mlxspec/service.json"
 
 
-def crash_at(times: list[float]) -> Record:
-    """The record of processes that started at `times`; each but the last has crashed."""
-    record = Record()
+def crash_at(folder: Path, times: list[float]) -> list[int]:
+    """How many crashes each process finds that starts at one of `times` and crashes."""
+    file, found = folder / "service.json", []
     for at in times:
-        record = begin(record, at)
-    return record
+        crashed = crashes.read(file, at)
+        crashes.write(file, [*crashed, at])
+        found.append(len(crashed))
+    return found
 
 
-def test_three_crashes_bring_safe_mode() -> None:
-    seen = [crash_at([1000.0 + 10 * n for n in range(starts)]) for starts in range(1, 7)]
-    assert [len(one.crashes) for one in seen] == [min(n, SAFE_CRASHES) for n in range(6)]
-    later = begin(Record(crashes=seen[-1].crashes), 1060 + WINDOW_S)
-    assert later.crashes == []
+def test_three_crashes_bring_safe_mode(tmp_path: Path) -> None:
+    assert crash_at(tmp_path, [1000.0 + 10 * n for n in range(6)]) == [0, 1, 2, 3, 3, 3]
+    assert crash_at(tmp_path, [1060 + WINDOW_S]) == [0]
 
 
-def test_crashes_far_apart_are_forgotten() -> None:
-    record = crash_at([1000 + n * WINDOW_S * 0.6 for n in range(50)])
-    assert len(record.crashes) < SAFE_CRASHES
-
-
-def test_clean_exits_are_not_crashes() -> None:
-    record = Record()
-    for n in range(20):
-        record = begin(Record(crashes=record.crashes), 1000.0 + n)
-    assert record.crashes == []
+def test_crashes_far_apart_are_forgotten(tmp_path: Path) -> None:
+    assert max(crash_at(tmp_path, [1000 + n * WINDOW_S * 0.6 for n in range(50)])) < SAFE_CRASHES
 
 
 @pytest.mark.parametrize("now", [100.0, 1e9])
-def test_a_clock_that_was_set_forgets(now: float) -> None:
-    record = crash_at([5000, 5010, 5020, 5030])
-    assert len(record.crashes) == SAFE_CRASHES > len(begin(record, now).crashes)
+def test_a_clock_that_was_set_forgets(tmp_path: Path, now: float) -> None:
+    assert crash_at(tmp_path, [5000, 5010, 5020, 5030, now])[3:] == [3, 0]
 
 
 def test_the_file_is_private(tmp_path: Path) -> None:
-    file, record = tmp_path / "deep/service.json", crash_at([1000, 1010, 1020])
-    crashes.write(file, record)
-    assert crashes.read(file) == record and os.listdir(file.parent) == ["service.json"]
+    file = tmp_path / "deep/service.json"
+    crashes.write(file, [1000.0, 1010.0])
+    assert crashes.read(file, 1020) == [1000, 1010] and os.listdir(file.parent) == ["service.json"]
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 10**6, '{"crashes": ["x"]}', "\0"])
+@pytest.mark.parametrize("text", ["", "{", "{}", "null", "[" * 10**6, '["x"]', "\0"])
 def test_a_damaged_file_is_ignored(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "x").write_text(text)
-    assert crashes.read(tmp_path / "x") == Record()
+    assert crashes.read(tmp_path / "x", 1e9) == []
     assert "damaged" in caplog.text
 
 
 def test_an_unwritable_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "x").write_text("")
-    crashes.write(tmp_path / "x/service.json", Record())
+    crashes.write(tmp_path / "x/service.json", [])
     assert "not counted" in caplog.text
 
 
@@ -171,14 +162,15 @@ def model(tmp_path: Path) -> Path:
 def test_a_request_starts_it_and_crashes_bring_safe_mode(model: Path) -> None:
     """With the same answer in safe mode."""
     file = model / STATE
-    crashes.write(file, Record(crashes=[time.time() - 20, time.time() - 10]))
+    now = time.time()
+    crashes.write(file, [now - 20, now - 10])
     with service(model, str(model)) as running:
         assert running.process is None
         found = health(running.url)
         assert found["loaded"] == [] and "note" not in found  # it answers before a model is loaded
         first = reply(running.url)
         assert health(running.url)["loaded"] == [model.name]
-        assert crashes.read(file).running
+        assert len(crashes.read(file, time.time())) == 3
         running.signal()
         wait_for(lambda: running.statuses)
         assert reply(running.url) == first
@@ -186,7 +178,7 @@ def test_a_request_starts_it_and_crashes_bring_safe_mode(model: Path) -> None:
         running.signal(signal.SIGTERM)
         wait_for(lambda: len(running.statuses) == 2)
     assert running.statuses == [-signal.SIGKILL, 0]
-    assert not crashes.read(file).running
+    assert len(crashes.read(file, time.time())) == 3  # its own end was clean
     log = (model / "log").read_text()
     assert "--speculate off" in log and "--kernels off" in log
 
@@ -211,7 +203,7 @@ def test_a_server_that_cannot_start_says_why(model: Path, settings: str) -> None
         assert running.statuses == []
         running.signal(signal.SIGTERM)
         wait_for(lambda: running.statuses)
-    assert crashes.read(model / STATE).crashes == []
+    assert crashes.read(model / STATE, time.time()) == []
 
 
 def test_a_refusal_bears_idle_clients_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,4 +254,4 @@ def test_an_idle_service_gives_its_memory_back(tmp_path: Path) -> None:
             assert "".join(piece.get("content") or "" for piece in pieces) == first
             assert lines.count(": keep-alive") > 2, lines
             assert parts[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert crashes.read(tmp_path / STATE).crashes == []
+    assert crashes.read(tmp_path / STATE, time.time()) == []

@@ -1,9 +1,12 @@
-"""Progress of long work in the log: a line every two seconds."""
+"""Progress of long work on stderr: a bar on a terminal, elsewhere a log line every two seconds."""
 
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress
 
 log = logging.getLogger("mlxspec")
 
@@ -14,13 +17,17 @@ Report = Callable[[float, float], None]  # (done, total), in any unit
 
 @contextmanager
 def progress(text: str) -> Iterator[Report]:
-    """Yields what is called with (done, total). Logs nothing in the first two seconds."""
+    """Yields what is called with (done, total). Shows nothing before the first call."""
+    console = Console(stderr=True)
     logged = time.monotonic()
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(text, total=None, visible=False)
 
-    def report(done: float, total: float) -> None:
-        nonlocal logged
-        if time.monotonic() - logged > LOG_S:
-            logged = time.monotonic()
-            log.info("%s: %.0f %%", text, 100 * done / max(total, 1))
+        def report(done: float, total: float) -> None:
+            nonlocal logged
+            bar.update(task, completed=done, total=total, visible=True)
+            if bar.disable and time.monotonic() - logged > LOG_S:
+                logged = time.monotonic()
+                log.info("%s: %.0f %%", text, 100 * done / max(total, 1))
 
-    yield report
+        yield report

@@ -21,6 +21,8 @@ from mlxspec.service.launchd import installed_url
 from mlxspec.service.status import get_status
 from mlxspec.types import UserError
 
+MACOS = 14  # the first that MLX's wheels run on
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -41,9 +43,8 @@ def doctor(model: str | None, cache_dir: str | None, as_json: bool) -> int:
         return int(broken)
     for check in checks:
         mark = "broken" if check.broken else "ok"
-        text = printable(check.text).replace(
-            str(Path.home()), "~"
-        )  # the report may be sent to others
+        # The report may be sent to others.
+        text = printable(check.text).replace(str(Path.home()), "~")
         print(f"{mark:6} {check.name:9} {text}")
     return int(broken)
 
@@ -56,7 +57,7 @@ def examine(model: str | None, cache_dir: str | None) -> Iterator[Check]:
     except ConfigError as error:
         yield Check("settings", str(error), broken=True)
         config = Config(model=model or "", cache_dir=cache_dir or "")
-    yield Check("system", f"{platform.platform()}, Python {platform.python_version()}")
+    yield _system()
     yield _server(config)
     try:
         yield from _installation(config)
@@ -64,6 +65,16 @@ def examine(model: str | None, cache_dir: str | None) -> Iterator[Check]:
         yield from _kernels(config)
     except ImportError as error:
         yield Check("install", f"{error}; install mlxspec again", broken=True)
+
+
+def _system() -> Check:
+    mac, arch = platform.mac_ver()[0], platform.machine()
+    text = f"{platform.platform()}, Python {platform.python_version()}"
+    if mac and int(mac.partition(".")[0]) < MACOS:
+        return Check("system", f"{text}: MLX needs macOS {MACOS}; update macOS", broken=True)
+    if mac and arch != "arm64":
+        return Check("system", f"{text}: install a Python for arm64", broken=True)
+    return Check("system", text)
 
 
 def _server(config: Config) -> Check:

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import takewhile
+from operator import eq
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from mlxspec.types import NULL_BLOCK
 MAX_PARTIALS = 8  # copy sources kept under one parent; the oldest is dropped first
 TOKEN_BYTES = 4  # of an int32
 
+Ids = Sequence[int]
 Tokens = tuple[int, ...]
 Queue = OrderedDict[int, None]  # of blocks
 
@@ -54,7 +56,7 @@ class BlockPool:
 
     # ---- the index
 
-    def chain(self, tokens: Sequence[int], parent: bytes = b"") -> Iterator[bytes]:
+    def chain(self, tokens: Ids, parent: bytes = b"") -> Iterator[bytes]:
         """The keys of the full blocks of `tokens`, which follow the block with key `parent`."""
         key = parent or self.root
         content = np.asarray(tokens, np.int32).tobytes()
@@ -64,21 +66,18 @@ class BlockPool:
             key = blake2b(block, digest_size=16, key=key).digest()
             yield key
 
-    def match(self, tokens: Sequence[int]) -> list[bytes]:
+    def match(self, tokens: Ids) -> list[bytes]:
         """The keys of the longest cached prefix of `tokens`, in full blocks. Changes nothing."""
         return list(takewhile(self.by_key.__contains__, self.chain(tokens)))
 
-    def match_partial(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+    def match_partial(self, parent: bytes, tokens: Ids) -> tuple[int, int]:
         """The block after `parent` that shares the most leading tokens with `tokens`, and how many.
 
         The null block and 0 where none shares any."""
         best, most = NULL_BLOCK, 0
         for block, content in self.partials.get(parent, {}).items():
-            shared = 0
-            for own, wanted in zip(content, tokens, strict=False):
-                if own != wanted:
-                    break
-                shared += 1
+            same = map(eq, content, tokens)
+            shared = sum(takewhile(bool, same))
             if shared > most:
                 best, most = block, shared
         return best, most
@@ -121,7 +120,7 @@ class BlockPool:
                 self._take(block)
             self.refs[block] += 1
 
-    def free(self, blocks: Sequence[int], low_priority: bool = False) -> None:
+    def free(self, blocks: Ids, low_priority: bool = False) -> None:
         """Drop a reference to each block, the last block first, so that a prefix is evicted last.
 
         `low_priority` content is evicted before all other."""
@@ -141,29 +140,28 @@ class BlockPool:
 
     def evict_idle(self) -> int:
         """Evict all idle blocks; how many they were."""
-        evicted = len(self.idle)
-        for block in reversed(self.idle):
+        evicted = list(self.idle)
+        for block in evicted:
+            self.share([block])
             self._evict(block)
-            self.free_blocks.move_to_end(block, last=False)
-        self.idle.clear()
-        self.low_priority.clear()
-        return evicted
+            self.free([block])
+        return len(evicted)
 
-    def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+    def check(self, tables: Iterable[Ids] | None = None) -> None:
         """Assert every invariant; `tables`, if given, are all the block tables with references."""
-        for block in range(1, self.size):
-            assert (block in self.free_blocks) == (self.refs[block] == 0)
+        refs = Counter(dict(enumerate(self.refs)))
+        assert self.free_blocks.keys() == {b for b in range(1, self.size) if not refs[b]}
         if tables is not None:
             held = Counter(block for table in tables for block in table)
             del held[NULL_BLOCK]
-            assert held == Counter(dict(enumerate(self.refs))), "tables and references differ"
+            assert held == refs, "tables and references differ"
         assert self.low_priority.keys() <= self.idle.keys()
         assert list(self.idle) == [b for b in self.free_blocks if b in self.parents]
         assert self.keys == {block: key for key, block in self.by_key.items()}
         assert self.keys.keys() <= self.parents.keys()
         for parent, siblings in self.partials.items():
             assert 0 < len(siblings) <= MAX_PARTIALS
-            assert all(self.parents[block] == parent for block in siblings)
+            assert {self.parents[block] for block in siblings} == {parent}
 
     def _allocate_one(self) -> int:
         """Take a free block without content, else a low-priority one, else the longest idle one."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from io import BytesIO
 from pathlib import Path
-from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -104,7 +103,8 @@ def encode(run: Run, fingerprint: str, model: str) -> bytes:
 def decode(data: bytes, fingerprint: str) -> Run | None:
     """The run in a file; None if it is damaged or another model's."""
     try:
-        label, arrays = read_label(BytesIO(data)), load(data)
+        label = read_label(BytesIO(data))
+        arrays = load(data)
     except (ValueError, KeyError, SafetensorError):
         return None
     if label.fingerprint != fingerprint or label.digest != _digest(label, arrays):
@@ -122,12 +122,14 @@ def _digest(label: Label, arrays: Mapping[str, np.ndarray]) -> str:
 
 def stored_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Every file of the cache under `root`, also partly written ones. Raises OSError."""
-    for folder in root.iterdir() if root.exists() else ():
-        if FOLDER.fullmatch(folder.name):
-            for entry in os.scandir(folder):
+    folders = root.iterdir() if root.exists() else ()
+    for folder in folders:
+        if not FOLDER.fullmatch(folder.name):
+            continue
+        for path in folder.iterdir():
+            if FILE.fullmatch(path.name):
                 with suppress(FileNotFoundError):  # evicted meanwhile
-                    if FILE.fullmatch(entry.name):
-                        yield Path(entry), entry.stat(follow_symlinks=False)
+                    yield path, path.lstat()
 
 
 # ---- the directory
@@ -156,8 +158,8 @@ class DiskCache:
         self.fingerprint = fingerprint
         self.limit = limit
         self.model = model
-        self.queued = 0  # bytes that wait to be written
-        self._lock = Lock()  # guards `queued`
+        self._submitted = 0  # bytes, counted by the caller's thread
+        self._done = 0  # of these, counted by the writer's
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
         self._keys: dict[Path, tuple[bytes, ...]] = {}
         self._last_used = 0
@@ -171,12 +173,18 @@ class DiskCache:
             self._warn(error)
         self._submit(0, self._make_room, 0)
 
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be written."""
+        return self._submitted - self._done
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._paths
 
     def files(self, keys: Iterable[bytes]) -> list[Path]:
         """The files that hold these keys, each once, in the order of the keys."""
-        return list(dict.fromkeys(self._paths[key] for key in keys if key in self._paths))
+        found = {self._paths[key]: None for key in keys if key in self._paths}
+        return list(found)
 
     def save(self, run: Run) -> bool:
         """Queue a run to be written; False if too much is queued."""
@@ -243,8 +251,8 @@ class DiskCache:
             path.unlink()
 
     def _warn(self, error: OSError) -> None:
-        level = logging.DEBUG if self._warned else logging.WARNING
-        log.log(level, "prompt cache in %s: %s", self.root, error)
+        if not self._warned:
+            log.warning("prompt cache in %s: %s", self.root, error)
         self._warned = True
 
     # ---- the writer's thread
@@ -253,13 +261,9 @@ class DiskCache:
         """Queue a task that changes the directory; False where `size` more bytes are too many."""
         if self.queued + size > MAX_QUEUED:
             return False
-        self._count(size)
+        self._submitted += size
         self._writer.submit(self._locked, size, task, *args)
         return True
-
-    def _count(self, size: int) -> None:
-        with self._lock:
-            self.queued += size
 
     def _locked(self, size: int, task: Callable[..., None], *args: Any) -> None:
         try:
@@ -268,7 +272,7 @@ class DiskCache:
         except OSError as error:
             self._warn(error)
         finally:
-            self._count(-size)
+            self._done += size
 
     def _write(self, run: Run) -> None:
         path = self._path(run.keys)

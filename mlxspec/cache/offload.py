@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import takewhile
 from typing import Any
 
 from mlxspec.cache.disk import DiskCache, Run
-from mlxspec.cache.prefix import KVCacheManager, PrefixMatch
+from mlxspec.cache.prefix import Keys, KVCacheManager, PrefixMatch
 from mlxspec.types import NULL_BLOCK
 from mlxspec.types import Sequence as Seq
 
@@ -82,7 +81,7 @@ class KVOffloader:
     def save(self, seq: Seq) -> None:
         """Save the sequence's cached blocks, and states: a later prompt may continue here."""
         if seq.keys and not self.broken:
-            self._saves.append(self._save(tuple(seq.keys)))
+            self._saves.append(self._save(seq.keys.copy()))
 
     def _save_next(self) -> bool:
         while self._saves and self.disk.queued < MAX_BACKLOG:
@@ -91,32 +90,34 @@ class KVOffloader:
             self._saves.popleft()
         return False
 
-    def _save(self, keys: tuple[bytes, ...]) -> Job:
+    def _save(self, keys: Keys) -> Job:
         """Hand what the disk lacks of a chain to its writer. The blocks of windows count from the
         end: the same prompt leaves a token."""
         for number, window in enumerate(self.cache.layers):
-            blocks = window.pool.by_key
             bytes_each = max(1, self.transfer.block_bytes(number))  # 0: all layers are recurrent
             size = max(1, min(RUN_BLOCKS, RUN_BYTES // bytes_each))
-            first = window.first((len(keys) - 1) * window.pool.block_size)
+            first = window.first((len(keys) - 1) * self.cache.block_size)
             for start in range(first, len(keys), size):
-                lacking = {}
-                for key in keys[start : start + size]:
-                    name = _disk_key(key, number)
-                    if key in blocks and name not in self.disk:
-                        lacking[name] = blocks[key]
-                if lacking:
-                    exported = self.transfer.export(number, list(lacking.values()))
+                blocks = self._unsaved(number, keys[start : start + size])
+                if blocks:
+                    exported = self.transfer.export(number, list(blocks.values()))
                     yield True  # the device copies them meanwhile
                     arrays = self.transfer.host(exported)
-                    self.disk.save(Run(tuple(lacking), arrays))
-        for key in keys:
-            state, name = self._state(key), _disk_key(key, STATE)
-            if state is not None and name not in self.disk:
-                arrays = self.transfer.host(state)
-                self.disk.save(Run((name,), arrays))
-                yield True
+                    self.disk.save(Run(tuple(blocks), arrays))
+        for name, state in self._unsaved(STATE, keys).items():
+            self.disk.save(Run((name,), self.transfer.host(state)))
+            yield True
         self.disk.touch(keys)
+
+    def _unsaved(self, number: int, keys: Keys) -> dict[bytes, Any]:
+        """What memory has and the disk lacks, by key on disk: blocks of a pool, or states."""
+        found = {}
+        for key in keys:
+            name = _disk_key(key, number)
+            content = self._in_memory(number, key)
+            if content is not None and name not in self.disk:
+                found[name] = content
+        return found
 
     # ---- restoring
 
@@ -136,36 +137,38 @@ class KVOffloader:
         """The sequence starts or has ended."""
         self._restores.pop(seq, None)
 
-    def _state(self, key: bytes) -> Any:
-        """The state behind the block with this key, or None."""
+    def _in_memory(self, number: int, key: bytes) -> Any:
+        """The block with this key, or the state behind it; None where there is none."""
+        if number != STATE:
+            return self.cache.pools[number].by_key.get(key)
         states = self.cache.states
         return None if states is None else states.peek((key, ()))
 
-    def _in_memory(self, number: int, key: bytes) -> bool:
-        if number == STATE:
-            return self._state(key) is not None
-        return key in self.cache.pools[number].by_key
-
     def _has(self, number: int, key: bytes) -> bool:
-        return self._in_memory(number, key) or _disk_key(key, number) in self.disk
+        if self._in_memory(number, key) is not None:
+            return True
+        return _disk_key(key, number) in self.disk
 
     def _needed(self, n: int) -> Iterator[Place]:
         """All that a prompt needs which continues after `n` blocks; what few prefixes have comes
         first."""
         if self.cache.states is not None:
             yield STATE, n - 1
-        for number in reversed(range(len(self.cache.layers))):
-            window = self.cache.layers[number]
-            for i in range(window.first(n * window.pool.block_size), n):
+        windows = list(enumerate(self.cache.layers))
+        for number, window in reversed(windows):
+            for i in range(window.first(n * self.cache.block_size), n):
                 yield number, i
 
     def _plan(self, seq: Seq, match: PrefixMatch) -> Job | None:
         """Restore the longest prefix that memory and disk have together, if it is worth a wait."""
-        pool = self.cache.pool
-        most = min(len(seq.tokens) - 1, len(pool.free_blocks) * pool.block_size)
-        chain = pool.chain(seq.tokens[:most])
-        keys = list(takewhile(lambda key: self._has(0, key), chain))
-        least = match.length // pool.block_size + MIN_GAIN
+        size = self.cache.block_size
+        most = min(len(seq.tokens) - 1, len(self.cache.pool.free_blocks) * size)
+        keys: list[bytes] = []
+        for key in self.cache.pool.chain(seq.tokens[:most]):
+            if not self._has(0, key):
+                break
+            keys.append(key)
+        least = match.length // size + MIN_GAIN
         for n in range(len(keys), least - 1, -1):
             if all(self._has(number, keys[i]) for number, i in self._needed(n)):
                 return self._start(seq, keys[:n])
@@ -174,13 +177,12 @@ class KVOffloader:
     def _start(self, seq: Seq, keys: list[bytes]) -> Job | None:
         places: Places = {}
         for number, i in self._needed(len(keys)):
-            if not self._in_memory(number, keys[i]):
+            if self._in_memory(number, keys[i]) is None:
                 places[_disk_key(keys[i], number)] = number, i
-        for window in self.cache.layers:  # used now: what is restored must not evict it
-            blocks = window.pool.by_key
-            known = [blocks.get(key, NULL_BLOCK) for key in keys]
-            window.pool.share(known)
-            window.pool.free(known)
+        for pool in self.cache.pools:  # used now: what is restored must not evict it
+            known = [pool.by_key.get(key, NULL_BLOCK) for key in keys]
+            pool.share(known)
+            pool.free(known)
         self.disk.touch(places)
         return self._restore(seq, keys, places) if places else None
 
@@ -233,15 +235,15 @@ class KVOffloader:
             return False
         try:
             which = [n for n, name in enumerate(run.keys) if name in places]
-            fits: bool = self.transfer.place(number, blocks, run.arrays, which)
-            if fits:
-                for block, (_, i) in zip(blocks, found, strict=True):
-                    start = i * pool.block_size
-                    tokens = tuple(seq.tokens[start : start + pool.block_size])
-                    pool.cache(block, pool.parent(keys, i), tokens, keys[i])
+            if not self.transfer.place(number, blocks, run.arrays, which):
+                return False
+            for block, (_, i) in zip(blocks, found, strict=True):
+                start = i * pool.block_size
+                tokens = tuple(seq.tokens[start : start + pool.block_size])
+                pool.cache(block, pool.parent(keys, i), tokens, keys[i])
         finally:
             pool.free(blocks)  # one whose key is cached already is blank again
-        return fits
+        return True
 
 
 def _disk_key(key: bytes, number: int) -> bytes:

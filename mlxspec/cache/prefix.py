@@ -7,7 +7,7 @@ continue; blocks that left the window are freed and replaced by the null block.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mlxspec.cache.blocks import BlockPool, Tokens
@@ -18,6 +18,7 @@ from mlxspec.types import Sequence as Seq
 WINDOW_STRIDE = 256  # blocks after which a passed window is kept for a while, so that hits happen
 MIN_PROMPT = 4  # blocks of a prompt for which a state before its last token is worth a step
 
+Keys = Sequence[bytes]
 Copies = list[tuple[int, int, int]]  # (pool, source block, target block); pool 0 is full attention
 
 
@@ -29,7 +30,13 @@ class Window:
     pool: BlockPool
 
     @staticmethod
-    def min_blocks(tokens: int, block_size: int, sequences: int, chunk: int, depth: int) -> int:
+    def min_blocks(
+        tokens: int,
+        block_size: int,
+        sequences: int,
+        chunk: int,
+        depth: int,
+    ) -> int:
         """Blocks, null block included, that always suffice for `sequences`: each holds its window
         and `1 + depth` rows of two steps; together they hold `chunk` prompt rows a step."""
         own = tokens + 2 * (1 + depth)
@@ -42,11 +49,21 @@ class Window:
         oldest = max(0, position - self.tokens + 1)
         return oldest // self.pool.block_size
 
-    def table(self, keys: Sequence[bytes]) -> list[int]:
+    def seen(self, keys: Keys) -> Keys:
+        """The last blocks of a chain: those that the next row sees."""
+        end = len(keys) * self.pool.block_size
+        return keys[self.first(end) :]
+
+    def holds(self, keys: Keys) -> bool:
+        """Whether the next row after a chain finds its window in the pool."""
+        last_first = reversed(self.seen(keys))
+        return all(key in self.pool.by_key for key in last_first)
+
+    def table(self, keys: Keys) -> list[int]:
         """The cached blocks of a chain; those that the next row cannot see are null."""
-        first = self.first(len(keys) * self.pool.block_size)
-        passed = [NULL_BLOCK for _ in keys[:first]]
-        return passed + [self.pool.by_key[key] for key in keys[first:]]
+        blocks = [self.pool.by_key[key] for key in self.seen(keys)]
+        passed = [NULL_BLOCK for _ in keys[len(blocks) :]]
+        return passed + blocks
 
 
 FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
@@ -61,25 +78,29 @@ class PrefixMatch:
     full-attention pool, though another pool may not be able to continue there."""
 
     length: int = 0
-    keys: Sequence[bytes] = ()
-    tables: Sequence[Sequence[int]] = ()
-    sources: Sequence[int] = ()
+    keys: Keys = ()
+    tables: tuple[list[int], ...] = ()
+    sources: tuple[int, ...] = ()
     state: Any = None
     known: int = 0
 
 
-@dataclass(slots=True)
 class KVCacheManager:
-    """`pool` is that of full attention; `states` is there if the model has recurrent layers."""
+    """`pool` is that of full attention; `states` is there if the model has recurrent layers.
 
-    pool: BlockPool
-    windows: Sequence[Window] = ()
-    states: StateCache | None = None
-    layers: list[Window] = field(init=False)  # all pools: full attention first, then the windows
-    pools: list[BlockPool] = field(init=False)
+    `layers` and `pools` are all of them: full attention first, then the windows."""
 
-    def __post_init__(self) -> None:
-        self.layers = [Window(FULL_ATTENTION, self.pool), *self.windows]
+    def __init__(
+        self,
+        pool: BlockPool,
+        windows: Sequence[Window] = (),
+        states: StateCache | None = None,
+    ) -> None:
+        self.pool = pool
+        self.block_size = pool.block_size
+        self.windows = windows
+        self.states = states
+        self.layers = [Window(FULL_ATTENTION, pool), *windows]
         self.pools = [window.pool for window in self.layers]
 
     @property
@@ -93,11 +114,11 @@ class KVCacheManager:
         """The longest reusable prefix of `tokens`, their last token excepted. Changes nothing, but
         marks the state that it finds as used."""
         prompt = tuple(tokens[:-1])
-        keys = self.pool.match(prompt)
-        size = self.pool.block_size
-        known = len(keys) * size
-        for n, tail in self._candidates(keys, prompt):
-            if not self._windows_hold(keys[:n]):
+        cached = self.pool.match(prompt)
+        known = len(cached) * self.block_size
+        for n, tail in self._candidates(cached, prompt):
+            keys = cached[:n]
+            if not all(window.holds(keys) for window in self.windows):
                 continue
             parent = self.pool.parent(keys, n)
             found = [pool.match_partial(parent, tail) for pool in self.pools]
@@ -107,15 +128,16 @@ class KVCacheManager:
                 if copied < len(tail):
                     continue
                 state = self.states.use((parent, tail))
-            sources = [block for block, _ in found] if copied else []
-            tables = [window.table(keys[:n]) for window in self.layers]
-            return PrefixMatch(n * size + copied, keys[:n], tables, sources, state, known)
+            sources = tuple(block for block, _ in found) if copied else ()
+            tables = tuple(window.table(keys) for window in self.layers)
+            length = n * self.block_size + copied
+            return PrefixMatch(length, keys, tables, sources, state, known)
         return PrefixMatch(known=known)
 
-    def _candidates(self, keys: Sequence[bytes], prompt: Tokens) -> Iterator[tuple[int, Tokens]]:
+    def _candidates(self, keys: Keys, prompt: Tokens) -> Iterator[tuple[int, Tokens]]:
         """Where a prefix may end, the longest first: the number of cached blocks, and the tokens
         behind them to look for. With recurrent layers these are the places that have a state."""
-        size = self.pool.block_size
+        size = self.block_size
         if self.states is None:
             for n in range(len(keys), -1, -1):
                 yield n, prompt[n * size : (n + 1) * size]
@@ -123,40 +145,34 @@ class KVCacheManager:
         blocks = {key: n for n, key in enumerate([self.pool.root, *keys])}
         found = []
         for parent, tail in self.states:
-            start = blocks.get(parent)
-            if start is not None and prompt[start * size :][: len(tail)] == tail:
-                found.append((start, len(tail), tail))
-        for n, _, tail in sorted(found, reverse=True):
+            if parent in blocks:
+                n = blocks[parent]
+                end = n * size + len(tail)
+                if prompt[n * size : end] == tail:
+                    found.append((end, n, tail))
+        for _, n, tail in sorted(found, reverse=True):
             yield n, tail
-
-    def _windows_hold(self, keys: Sequence[bytes]) -> bool:
-        """Whether every window has the last blocks of a chain that the next row sees."""
-        for window in self.windows:
-            first = window.first(len(keys) * window.pool.block_size)
-            for key in reversed(keys[first:]):
-                if key not in window.pool.by_key:
-                    return False
-        return True
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
         """Index the full blocks of the sequence's first `upto` tokens, extending `seq.keys`."""
-        size = self.pool.block_size
-        start = len(seq.keys) * size
-        parent = self.pool.parent(seq.keys, len(seq.keys))
-        for key in self.pool.chain(seq.tokens[start:upto], parent):
-            content = tuple(seq.tokens[start : start + size])
+        n = len(seq.keys)
+        new = seq.tokens[n * self.block_size : upto]
+        parent = self.pool.parent(seq.keys, n)
+        for key in self.pool.chain(new, parent):
+            n = len(seq.keys)
+            start = n * self.block_size
+            content = tuple(seq.tokens[start : start + self.block_size])
             for pool, table in zip(self.pools, seq.tables, strict=True):
-                pool.cache(table[start // size], parent, content, key)
+                pool.cache(table[n], parent, content, key)
             seq.keys.append(key)
             parent = key
-            start += size
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
         """Offer the partly filled block that ends at `upto` as a copy source."""
         parent, tail = self._name(seq, upto)
         if tail:
             for pool, table in zip(self.pools, seq.tables, strict=True):
-                pool.cache(table[upto // pool.block_size], parent, tail)
+                pool.cache(table[upto // self.block_size], parent, tail)
 
     def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
         """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
@@ -165,9 +181,9 @@ class KVCacheManager:
 
     def _name(self, seq: Seq, upto: int) -> Name:
         """The key of the last full block before `upto`, and the tokens after it."""
-        n = upto // self.pool.block_size
-        tail = tuple(seq.tokens[n * self.pool.block_size : upto])
-        return self.pool.parent(seq.keys, n), tail
+        n = upto // self.block_size
+        tail = seq.tokens[n * self.block_size : upto]
+        return self.pool.parent(seq.keys, n), tuple(tail)
 
     def evict_cached(self) -> int:
         """Evict all that no sequence uses; how many blocks that were."""
@@ -179,34 +195,32 @@ class KVCacheManager:
 
     def allocate_prefix(self, seq: Seq, match: PrefixMatch) -> Copies:
         """Give a sequence without blocks its cached prefix. Returns the blocks to copy."""
-        size = self.pool.block_size
-        tables: list[list[int]] = [[] for _ in self.pools]
-        for table, shared in zip(tables, match.tables, strict=False):
-            table += shared
-        for pool, table in zip(self.pools, tables, strict=True):
+        if match.tables:
+            seq.table, *seq.windows = match.tables
+        for pool, table in zip(self.pools, seq.tables, strict=True):
             pool.share(table)
         if match.sources and not self.num_free:  # no block to copy to
-            self._free(tables)
+            self.free(seq)
             return self.allocate_prefix(seq, PrefixMatch(known=match.known))
-        copies: Copies = []
+        copies = []
         for i, source in enumerate(match.sources):
-            for block in self.pools[i].allocate(1) or ():
-                tables[i].append(block)
-                copies.append((i, source, block))
-        seq.table, *seq.windows = tables
+            table = seq.tables[i]
+            table += self.pools[i].allocate(1) or ()
+            copies.append((i, source, table[-1]))
         seq.keys = list(match.keys)
         seq.state = match.state
         seq.computed = match.length
         seq.marks = []
         if match.known > match.length:
-            seq.marks.append(match.known // size)
-        if self.states is None or seq.prompt_len - match.length > MIN_PROMPT * size:
-            seq.marks.append((seq.prompt_len - 1) // size)
+            seq.marks.append(match.known // self.block_size)
+        left = seq.prompt_len - match.length
+        if self.states is None or left > MIN_PROMPT * self.block_size:
+            seq.marks.append((seq.prompt_len - 1) // self.block_size)
         return copies
 
     def blocks_needed(self, seq: Seq, upto: int) -> int:
         """Blocks that each of the sequence's tables lacks to hold `upto` tokens."""
-        needed = math.ceil(upto / self.pool.block_size)
+        needed = math.ceil(upto / self.block_size)
         return max(0, needed - len(seq.table))
 
     def allocate(self, seq: Seq, n: int) -> bool:
@@ -220,26 +234,25 @@ class KVCacheManager:
     def free_passed(self, seq: Seq, position: int) -> None:
         """Free the window blocks that rows from `position` on cannot see. Blocks that a later hit
         may need are evicted like any other, the rest first."""
-        size = self.pool.block_size
         for window, table in zip(self.windows, seq.windows, strict=True):
-            passed = table[: window.first(position)]
-            for i in reversed(range(len(passed))):
+            for i in reversed(range(window.first(position))):
                 if table[i] == NULL_BLOCK:
                     break
-                marks = _marks(seq, i, WINDOW_STRIDE)
-                useful = any(window.first(mark * size) <= i < mark for mark in marks)
-                window.pool.free([table[i]], low_priority=not useful)
+                low_priority = True
+                for mark in _marks(seq, i, WINDOW_STRIDE):
+                    if window.first(mark * self.block_size) <= i < mark:
+                        low_priority = False
+                window.pool.free([table[i]], low_priority)
                 table[i] = NULL_BLOCK
 
     def limit_rows(self, seq: Seq, rows: int) -> int:
         """At most `rows` next rows, fewer if a recurrent state is to be kept in between."""
-        if self.states is None or not self.states.capacity:
+        if self.states is None:
             return rows
-        size = self.pool.block_size
-        block = seq.computed // size
+        block = seq.computed // self.block_size
         for mark in _marks(seq, block, self.states.stride):
             if mark > block:
-                rows = min(rows, mark * size - seq.computed)
+                rows = min(rows, mark * self.block_size - seq.computed)
         return rows
 
     def keeps_state(self, seq: Seq, upto: int) -> bool:
@@ -247,30 +260,29 @@ class KVCacheManager:
         and every `stride` blocks."""
         if self.states is None:
             return False
-        n, rest = divmod(upto, self.pool.block_size)
+        if upto == seq.prompt_len:
+            return True
+        n, rest = divmod(upto, self.block_size)
         at_mark = n in seq.marks or n % self.states.stride == 0
-        return upto == seq.prompt_len or (not rest and at_mark)
+        return at_mark and not rest
 
     def free(self, seq: Seq) -> None:
         """Take all blocks and the state from the sequence."""
-        self._free(seq.tables)
+        for pool, table in zip(self.pools, seq.tables, strict=True):
+            pool.free(table)
         seq.table = []
         seq.windows = [[] for _ in self.windows]
         seq.keys = []
         seq.state = seq.batch = None
         seq.computed = seq.cached = 0
 
-    def _free(self, tables: Sequence[Sequence[int]]) -> None:
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.free(table)
-
     def check(self, seqs: Iterable[Seq]) -> None:
         """Assert every invariant of the pools and of `seqs`, which are all there are."""
         for i, pool in enumerate(self.pools):
             pool.check([seq.tables[i] for seq in seqs])
         for seq in seqs:
-            for table in seq.windows:
-                assert len(table) == len(seq.table), "tables of different lengths"
+            lengths = set(map(len, seq.tables))
+            assert len(lengths) == 1, "tables of different lengths"
             assert NULL_BLOCK not in seq.table, "a null block under full attention"
         if self.states is not None:
             self.states.check()

@@ -26,11 +26,13 @@ MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks of a measuremen
 SAMPLED_ROWS = 2  # that are drawn to measure sampling
 HISTORY = 1024  # tokens that penalties count while sampling is measured
 SAMPLINGS = (
-    Sampling(temperature=1.0),
-    Sampling(temperature=1.0, top_p=0.9),
-    Sampling(temperature=1.0, top_k=20),
+    Sampling(),
+    Sampling(top_p=0.9),
+    Sampling(top_k=20),
     Sampling(temperature=0),
 )
+
+Report = Callable[[int, int], None]
 
 
 def calibrate(
@@ -38,96 +40,97 @@ def calibrate(
     vocab: int,
     table: list[int],
     known: Costs | None = None,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Report = lambda done, total: None,
 ) -> Costs | None:
     """The cost of a step of one sequence with 1 to 32 rows; None if `table`, unused blocks, is too
     small. `known` is an earlier measurement, valid for equal contexts."""
-    high = min(CONTEXTS[1], len(table) * runner.view.block_size - max(GRID) - 1)
-    if high < 1:
+    short, long = CONTEXTS
+    long = min(long, len(table) * runner.view.block_size - GRID[-1] - 1)
+    if long < 1:
         return None
-    contexts = (min(CONTEXTS[0], high), high)
+    contexts = min(short, long), long
     if known and known.contexts == contexts:
         return known
-    times = _measure(runner, _sequence(runner, table, high), contexts, report)
+    times = _measure(runner, table, contexts, report)
     # More rows and more context are never cheaper: what says so is noise.
-    times = np.maximum.accumulate(times, axis=0)
-    low, top = np.maximum.accumulate(times, axis=1).tolist()
-    log.info(
-        "a step takes %.1f ms with 1 row, %.1f ms with %d rows",
-        1e3 * low[0],
-        1e3 * low[-1],
-        GRID[-1],
-    )
-    return Costs(contexts, GRID, (low, top), sampling(vocab))
+    for axis in range(2):
+        times = np.maximum.accumulate(times, axis)
+    low, high = times.tolist()
+    milliseconds = 1e3 * low[0], 1e3 * low[-1]
+    log.info("a step takes %.1f ms with 1 row, %.1f ms with 32 rows", *milliseconds)
+    return Costs(contexts, GRID, (low, high), sampling(vocab))
 
 
 def one_row(runner: Runner, table: list[int]) -> float:
     """Seconds of a step with one row behind a short context. The first compiles, so it is left
     out."""
     context = min(CONTEXTS[0], len(table) * runner.view.block_size - 2)
-    seq = _sequence(runner, table, context)
-    _time(runner, seq, context, 1)
-    return min(_time(runner, seq, context, 1) for _ in range(3))
+    _, *times = [_time(runner, table, context, 1) for _ in range(4)]
+    return min(times)
 
 
 def sampling(vocab: int) -> dict[str, float]:
     """Seconds of drawing a row's token beyond a greedy one, by Sampling.kind."""
     logits = mx.zeros((SAMPLED_ROWS, vocab))
     inputs = mx.zeros((1,), mx.int32)
+    penalized = [replace(params, presence_penalty=0.1) for params in SAMPLINGS]
     times = {}
-    for params in [*SAMPLINGS, *(replace(each, presence_penalty=0.1) for each in SAMPLINGS)]:
-        tokens = np.zeros(HISTORY, int).tolist()
-        seq = Sequence(Request("measure", (0,), 1, params), tokens=tokens)
-        row = Row(Entry(seq, HISTORY - 1, 1, True), params, HISTORY, 1)
+    costs = {}
+    for params in (*SAMPLINGS, *penalized):
+        entry = _entry(HISTORY - 1)
+        row = Row(entry, params, HISTORY, 1)
         for _ in range(2):  # the first compiles
             began = time.perf_counter()
             sampled = sample(logits, [row, row], inputs, [0, 0])
             mx.eval(sampled.tokens)
             times[params.kind] = time.perf_counter() - began
-    return {kind: max(0.0, t - times["greedy"]) / SAMPLED_ROWS for kind, t in times.items()}
+    for kind, seconds in times.items():
+        beyond = seconds - times["greedy"]
+        costs[kind] = max(0.0, beyond) / SAMPLED_ROWS
+    return costs
 
 
 def _measure(
     runner: Runner,
-    seq: Sequence,
+    table: list[int],
     contexts: tuple[int, int],
-    report: Callable[[int, int], None],
+    report: Report,
 ) -> np.ndarray:
     """Seconds [contexts, rows of GRID], the best of as many turns as there is time for; at least
     two where kernels are compiled at their first use."""
     until = time.perf_counter() + SECONDS
     least = 2 if mx.metal.is_available() else 1
-    best = np.full((len(contexts), len(GRID)), np.inf)
-    _time(runner, seq, contexts[0], 1)
+    best = np.full((2, len(GRID)), np.inf)
+    _time(runner, table, contexts[0], 1)
     for turn in range(TURNS):
         for j, rows in enumerate(GRID):
             report(turn * len(GRID) + j, TURNS * len(GRID))
             for i, context in enumerate(contexts):
                 if turn >= least and time.perf_counter() > until:
                     return best
-                seconds = _time(runner, seq, context, rows)
+                seconds = _time(runner, table, context, rows)
                 best[i, j] = min(best[i, j], seconds)
     return best
 
 
-def _sequence(runner: Runner, table: list[int], context: int) -> Sequence:
-    unused = [NULL_BLOCK for _ in table]
-    return Sequence(
-        Request("measure", (0,), 1),
-        tokens=np.zeros(context + 1, int).tolist(),
-        table=table,
-        windows=[unused for _ in list(runner.view.blocks)[1:]],
-    )
+def _entry(context: int) -> Entry:
+    """One row behind `context` tokens."""
+    tokens = np.zeros(context + 1, int).tolist()
+    seq = Sequence(Request("measure", (0,), 1), tokens=tokens)
+    return Entry(seq, context, 1, True)
 
 
-def _time(runner: Runner, seq: Sequence, context: int, rows: int) -> float:
+def _time(runner: Runner, table: list[int], context: int, rows: int) -> float:
     """Seconds of a step with `rows` rows behind `context` tokens, half of whose draft is rejected.
     What the blocks and the state hold does not matter."""
-    draft = Draft(np.zeros(rows - 1, int).tolist())
-    entry = Entry(seq, context, 1, True, draft=draft)
+    entry = _entry(context)
+    entry.draft = Draft(np.zeros(rows - 1, int).tolist())
+    entry.seq.table = table
+    unused = [NULL_BLOCK for _ in table]
+    entry.seq.windows = [unused for _ in runner.view.blocks][1:]
     began = time.perf_counter()
     mx.eval(mx.argmax(runner.logits([entry]), axis=-1))
     runner.rollback([entry], [1 + (rows - 1) // 2])
     if runner.states.layers:
-        mx.eval(seq.state)
+        mx.eval(entry.seq.state)
     return time.perf_counter() - began

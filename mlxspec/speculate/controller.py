@@ -8,6 +8,7 @@ temperature or a large batch need no rule of their own: they lower a rate or rai
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ INNOVATION = 0.25  # one observed time moves a cost by this part at most
 CORRECTION = 0.1  # weight of one observed time
 
 Key = Hashable
+Curve = Sequence[float]  # seconds by rows, or rates by depth
 Floats = npt.NDArray[np.float64]
 
 
@@ -33,19 +35,16 @@ class Proposal:
     `keys` say by token what its acceptance rate depends on, `rates` are these rates, each given
     that the tokens before it were accepted. `seconds` is the cost of one more token, `fixed` that
     of drafting at all (copies: 0; a chain of passes: per token; a block in one pass: fixed).
-    `tokens` are there if they are known already.
+    `tokens` are there if they are known already; `drafter` is set by the Proposer.
     """
 
     source: str
-    rates: Sequence[float] = ()
+    rates: Curve = ()
     seconds: float = 0.0
     fixed: float = 0.0
     keys: Sequence[Key] = ()
     tokens: Sequence[int] = ()
-
-    @property
-    def free(self) -> bool:
-        return not (self.seconds or self.fixed)
+    drafter: Any = None
 
 
 @dataclass(slots=True)
@@ -59,7 +58,8 @@ class AcceptanceRate:
 
     def of(self, key: Key) -> float:
         hits, tries = self._faded(key)
-        return (hits + PRIOR * self.prior(key)) / (tries + PRIOR)
+        hits += PRIOR * self.prior(key)
+        return hits / (tries + PRIOR)
 
     def learn(self, key: Key, accepted: bool) -> None:
         hits, tries = self._faded(key)
@@ -69,9 +69,8 @@ class AcceptanceRate:
         self._seen[key] = hits, tries, self.round
 
     def _faded(self, key: Key) -> tuple[float, float]:
-        hits, tries, last = self._seen.get(key, (0.0, 0.0, self.round))
-        rounds = self.round - last
-        fade = FORGETTING**rounds
+        hits, tries, last = self._seen.get(key, (0.0, 0.0, 0))
+        fade = FORGETTING ** (self.round - last)
         return hits * fade, tries * fade
 
 
@@ -87,20 +86,19 @@ class Costs:
 
     contexts: tuple[int, int]
     rows: Sequence[int]
-    measured: tuple[Sequence[float], Sequence[float]]
+    measured: tuple[Curve, Curve]
     sampling: Mapping[str, float] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
 
     def curve(self, rows: int, context: float, mode: str, draw: float = 0.0) -> Floats:
         """[rows]: seconds of a step with 1, 2, ... rows; `draw` are those of sampling a row."""
-        each = np.arange(1, rows + 1, dtype=np.float64)
+        each = np.arange(1.0, rows + 1)
         low, high = (self._by_rows(measured, each) for measured in self.measured)
         short, long = self.contexts
-        position = (context - short) / max(1, long - short)
-        position = max(0.0, position)
+        position = max(0, context - short) / max(1, long - short)
         forward = low + position * (high - low)
-        forward = np.maximum(forward, 1e-9)
-        seconds: Floats = forward + draw * each
+        seconds: Floats = np.maximum(forward, 1e-9)
+        seconds += draw * each
         return seconds * self.factors.get(mode, 1.0)
 
     def step(self, rows: int, context: float, mode: str, draw: float = 0.0) -> float:
@@ -109,29 +107,34 @@ class Costs:
 
     def draw(self, kinds: Sequence[str]) -> float:
         """Seconds of sampling a row, on average over sequences of these kinds."""
-        seconds = [self.sampling.get(kind, 0.0) for kind in kinds]
-        return sum(seconds) / max(1, len(seconds))
+        total = sum(self.sampling.get(kind, 0.0) for kind in kinds)
+        return total / max(1, len(kinds))
 
     def learn(
-        self, rows: int, context: float, mode: str, seconds: float, draw: float = 0.0
+        self,
+        rows: int,
+        context: float,
+        mode: str,
+        seconds: float,
+        draw: float = 0.0,
     ) -> None:
         """A step of `rows` rows took `seconds`."""
         expected = self.step(rows, context, mode, draw)
-        factor = self.factors.get(mode, 1.0)
-        self.factors[mode] = factor * corrected(seconds / expected)
+        self.factors.setdefault(mode, 1.0)
+        self.factors[mode] *= corrected(seconds / expected)
 
-    def _by_rows(self, measured: Sequence[float], rows: Floats) -> Floats:
-        last_rows = self.rows[-1] - self.rows[-2]
-        slope = (measured[-1] - measured[-2]) / last_rows
-        slope = max(0.0, slope)  # more rows are never cheaper
-        beyond = np.maximum(0.0, rows - self.rows[-1])
-        return np.interp(rows, self.rows, measured) + slope * beyond
+    def _by_rows(self, measured: Curve, rows: Floats) -> Floats:
+        *_, before, last = self.rows
+        rise = max(0.0, measured[-1] - measured[-2])  # more rows are never cheaper
+        beyond = np.maximum(0.0, rows - last)
+        inside = np.interp(rows, self.rows, measured)
+        return inside + beyond * rise / (last - before)
 
 
 def corrected(ratio: float) -> float:
     """The factor for an estimate whose truth was once `ratio` times as large."""
-    bounded = min(1 + INNOVATION, max(1 - INNOVATION, ratio))
-    return 1 + CORRECTION * (bounded - 1)
+    change = max(-INNOVATION, min(INNOVATION, ratio - 1))
+    return 1 + CORRECTION * change
 
 
 @dataclass(slots=True)
@@ -139,20 +142,16 @@ class SequenceStats:
     """Acceptance rates of one sequence, initialised from the global ones, and its idle rounds."""
 
     rate: AcceptanceRate
-    idle: int = 0  # rounds without a draft
+    idle: float = 0.0  # rounds without a draft; infinite: the last one was right
 
 
-@dataclass(slots=True)
 class Controller:
     """Decides from measured `costs` and learned rates; `prior(key)` is the rate of a key that was
     never tried."""
 
-    costs: Costs
-    prior: Callable[[Key], float]
-    rate: AcceptanceRate = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rate = AcceptanceRate(self.prior)
+    def __init__(self, costs: Costs, prior: Callable[[Key], float]) -> None:
+        self.costs = costs
+        self.rate = AcceptanceRate(prior)
 
     def begin(self) -> SequenceStats:
         return SequenceStats(AcceptanceRate(self.rate.of))
@@ -186,16 +185,16 @@ class Controller:
     def judge(self, stats: SequenceStats, keys: Sequence[Key], accepted: int) -> None:
         """`keys` are those of the drafted tokens, none for a plain round; the first `accepted` were
         accepted, the next was rejected, those behind it were not reached."""
-        stats.idle = 0 if keys else stats.idle + 1
+        stats.idle += 1
+        if keys:
+            stats.idle = math.inf if accepted else 0.0
         for rate in (self.rate, stats.rate):
             rate.round += 1
             for i, key in enumerate(keys[: accepted + 1]):
                 rate.learn(key, i < accepted)
 
 
-def tokens_per_second(
-    option: Proposal, rates: Sequence[float], curve: Sequence[float], base: int
-) -> float:
+def tokens_per_second(option: Proposal, rates: Curve, curve: Curve, base: int) -> float:
     """The most expected tokens per second of a step in which one of `base` sequences drafts by
     `option`, at these acceptance rates."""
     best, tokens, reached = 0.0, float(base), 1.0
@@ -207,17 +206,16 @@ def tokens_per_second(
     return best
 
 
-def _best(options: Sequence[Proposal], curve: Sequence[float], base: int) -> Proposal | None:
+def _best(options: Sequence[Proposal], curve: Curve, base: int) -> Proposal | None:
     """The option that brings the most tokens per second."""
-    best, best_speed = None, 0.0
-    for option in options:
-        speed = tokens_per_second(option, option.rates, curve, base)
-        if speed > best_speed:
-            best, best_speed = option, speed
-    return best
+
+    def speed(option: Proposal) -> float:
+        return tokens_per_second(option, option.rates, curve, base)
+
+    return max(options, key=speed, default=None)
 
 
-def share(options: Sequence[Proposal | None], curve: Sequence[float], plain: float) -> list[int]:
+def share(options: Sequence[Proposal | None], curve: Curve, plain: float) -> list[int]:
     """How many tokens to draft for each sequence, for the most expected tokens per second.
 
     `curve[r - 1]` are the seconds of a drafting step with r rows, `plain` those of one without
@@ -235,10 +233,12 @@ def share(options: Sequence[Proposal | None], curve: Sequence[float], plain: flo
         reached = 1.0
         for depth, rate in enumerate(option.rates, 1):
             reached *= rate
-            positions.append((reached, i, 0 if option.free else depth))
+            passes = depth if option.seconds or option.fixed else 0
+            positions.append((reached, i, passes))
     positions.sort(key=lambda position: -position[0])
-    best, best_speed = [0 for _ in options], base / plain
-    for passes in sorted({needed for _, _, needed in positions}):
+    best = [0 for _ in options]
+    best_speed = base / plain
+    for passes in sorted({needed for *_, needed in positions}):
         drafting = fixed + seconds * passes if passes else 0.0
         depths = [0 for _ in options]
         tokens, rows = float(base), base
@@ -253,7 +253,7 @@ def share(options: Sequence[Proposal | None], curve: Sequence[float], plain: flo
     return best
 
 
-def probe_every(option: Proposal, curve: Sequence[float], plain: float, base: int) -> int:
+def probe_every(option: Proposal, curve: Curve, plain: float, base: int) -> int:
     """Rounds between two probes of a drafter that does not pay now, so that they take PROBE_SHARE
     of the time; 0 where it could not pay if every token were accepted."""
     sure = [1.0 for _ in option.rates]

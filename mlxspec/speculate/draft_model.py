@@ -14,11 +14,11 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxspec.model.batch import Step, build_inputs, starts_of
-from mlxspec.model.layout import LayoutChoice, context_of, find_layout, weights
+from mlxspec.model.layout import LayoutChoice, context_of, find_layout
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
 from mlxspec.speculate import Plan, Proposals
-from mlxspec.speculate.controller import Key, Proposal, corrected
+from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import Accepted, Draft, Entry, Sampling, Tap, UnsupportedModel, UserError
 from mlxspec.types import Sequence as Seq
 
@@ -26,15 +26,15 @@ MAX_DEPTH = 8  # tokens that it drafts at most: each takes a pass
 MAX_LAG = 32  # tokens that it may fall behind a sequence for which it does not draft
 CATCH_UP = 256  # rows that it reads in one step, besides a prompt's own
 
+Offsets = mx.array | None  # int32 [entries]; see Step.offsets
+
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A draft model that is loaded and runs in the rows layout; `weights` in bytes, `context` in
-    tokens."""
+    """A draft model that is loaded and runs in the rows layout; `context` in tokens."""
 
     model: Module
     fit: LayoutChoice
-    weights: int
     context: int
 
 
@@ -48,11 +48,11 @@ def fit_small(
             f"--draft: rejected drafts cannot be rolled back in the {target.layout} layout of this"
             " model; leave --draft out"
         )
-    size = weights(model)
     try:
-        return SmallModel(model, find_layout(model, "rows"), size, context_of(config))
+        fit = find_layout(model, "rows")
     except UserError as error:
         raise UnsupportedModel(f"{path} cannot draft: {error}; give another --draft") from error
+    return SmallModel(model, fit, context_of(config))
 
 
 @dataclass(slots=True, eq=False)
@@ -105,12 +105,13 @@ class DraftModel:
         most = min(MAX_DEPTH, seq.room - 1)
         if most < 1 or not self._ready(seq):
             return []
-        keys: list[Key] = [(self.name, position) for position in range(1, most + 1)]
+        keys = [(self.name, i + 1) for i in range(most)]
         return [Proposal(self.name, seconds=self.seconds, keys=keys)]
 
     def _ready(self, seq: Seq) -> bool:
         """Whether it can draft in the next step: it has read all but the last few tokens."""
-        if seq.remaining != 1 or seq.known + seq.inflight_drafts + MAX_DEPTH > self.context:
+        end = seq.known + seq.inflight_drafts + MAX_DEPTH
+        if seq.remaining != 1 or end > self.context:
             return False
         if seq.inflight_drafts:
             return seq.flight[-1].draft.source == self.name
@@ -118,51 +119,41 @@ class DraftModel:
 
     # ---- drafting ----------------------------------------------------------------------------
 
-    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
-        """Read what is new, then fill the drafts, one pass for each further token."""
+    def draft(
+        self,
+        plan: Plan,
+        previous: Step | None,
+        chosen: Proposals,
+    ) -> None:
+        """Read what is new, then fill the drafts, one pass for each further token. The deepest
+        drafts come first, so that each pass has the first entries of the one before it."""
         drafting = [e for e in plan if e.seq in chosen]
-        drafting.sort(key=lambda e: e.depth, reverse=True)
+        drafting.sort(key=lambda e: -e.depth)
         reading = list(self._catch_up(e for e in plan if e not in drafting))
-        entries = [*map(self._unread, drafting), *reading]
+        entries = [self._unread(e) for e in drafting] + reading
         if not entries:
             return
         offsets = None
         if previous is not None and any(e.inflight_drafts for e in entries):
             offsets = previous.offsets(entries)
         ids = self._inputs(entries, previous, offsets)
-        for e in entries:
-            self._forget_blocks(e)
         logits = self._forward(entries, ids, offsets)
         for e in reading:
             self._live[e.seq].read = e.end
-        if drafting:
-            passes = self._passes(drafting, entries, logits, offsets)
-            for n, e in enumerate(drafting):
-                tokens = [sampled[n : n + 1] for sampled in passes[: e.depth]]
-                e.draft = Draft(mx.concatenate(tokens), self.name, chosen[e.seq].keys)
-
-    def _passes(
-        self,
-        drafting: Plan,
-        entries: Plan,
-        logits: mx.array,
-        offsets: mx.array | None,
-    ) -> list[mx.array]:
-        """The tokens that each pass drafts, int32 [sequences that want so many]; the deepest drafts
-        come first. `logits` are behind the rows of `entries`."""
-        passes: list[mx.array] = []
-        for depth in range(drafting[0].depth):
-            n = sum(e.depth > depth for e in drafting)
+        passes: list[mx.array] = []  # the tokens of each, int32 [sequences that want so many]
+        while n := sum(e.depth > len(passes) for e in drafting):
+            entries = entries[:n]
             if offsets is not None:
                 offsets = offsets[:n]
-            entries = entries[:n]
-            if depth:
-                entries = [_next_row(e) for e in entries]
+            if passes:
+                entries = [replace(e, start=e.end, count=1, samples=True) for e in entries]
                 logits = self._forward(entries, passes[-1][:n], offsets)
             passes.append(self._sample(logits, entries, offsets))
-        return passes
+        for n, e in enumerate(drafting):
+            tokens = [sampled[n : n + 1] for sampled in passes[: e.depth]]
+            e.draft = Draft(mx.concatenate(tokens), self.name, chosen[e.seq].keys)
 
-    def _forward(self, plan: Plan, ids: mx.array, offsets: mx.array | None) -> mx.array:
+    def _forward(self, plan: Plan, ids: mx.array, offsets: Offsets) -> mx.array:
         ids = mx.minimum(ids, self.own_vocab - 1)
         return self.runner.forward_rows(plan, ids, offsets)
 
@@ -171,8 +162,7 @@ class DraftModel:
         token was not read if all of it is accepted: the row before the last known one is then read
         once more."""
         start = e.start - 1 if e.inflight_drafts else self._live[e.seq].read
-        count = e.start + e.count - start
-        return replace(e, start=start, count=count)
+        return replace(e, start=start, count=e.start + e.count - start)
 
     def _catch_up(self, plan: Iterable[Entry]) -> Iterator[Entry]:
         """Prompts as the target reads them, and sequences that lag far behind; read tokens only."""
@@ -181,53 +171,48 @@ class DraftModel:
             read = self._follower(e.seq).read
             prompt = e.count if e.count > 1 else 0
             known = min(len(e.seq.tokens) - 1, e.start + prompt, self.context)
-            count = min(known - read, left + prompt)
-            if count > 0 and (prompt or known - read >= MAX_LAG):
+            lag = known - read
+            count = min(lag, left + prompt)
+            if count > 0 and (prompt or lag >= MAX_LAG):
                 left = max(0, left - count)
                 yield Entry(e.seq, read, count, False)
 
-    def _inputs(self, entries: Plan, previous: Step | None, offsets: mx.array | None) -> mx.array:
+    def _inputs(self, entries: Plan, previous: Step | None, offsets: Offsets) -> mx.array:
         """Input tokens int32 [T]; those in flight are taken lazily from `previous`."""
         ids = build_inputs(entries, previous, offsets)
         overlapped = [n for n, e in enumerate(entries) if e.inflight_drafts]
         if overlapped and previous is not None and offsets is not None:
-            spans = [previous.spans[entries[n].seq] for n in overlapped]
-            rows = mx.array(spans) + offsets[mx.array(overlapped)]
             starts = starts_of(entries)
             holes = [starts[e] + e.count - 2 for e in entries if e.inflight_drafts]
+            spans = [previous.spans[entries[n].seq] for n in overlapped]
+            rows = mx.array(spans) + offsets[mx.array(overlapped)]
             ids[mx.array(holes)] = previous.ids[rows]
         return ids
 
-    def _sample(self, logits: mx.array, entries: Plan, offsets: mx.array | None) -> mx.array:
+    def _sample(self, logits: mx.array, entries: Plan, offsets: Offsets) -> mx.array:
         """The next token of each entry, int32 [entries], drawn as the target would."""
+        logits = logits[:, : self.vocab]
         lacking = self.vocab - logits.shape[-1]
-        if lacking > 0:
-            width = [(0, 0), (0, lacking)]
-            logits = mx.pad(logits, width, constant_values=-mx.inf)
-        rows = []
-        for e in entries:
-            sampling = self._live[e.seq].sampling
-            rows.append(Row(e, sampling, e.end, 1))
+        if lacking:
+            logits = mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
+        rows = [Row(e, self._live[e.seq].sampling, e.end, 1) for e in entries]
         counts = [0 for _ in rows]
         none = mx.zeros((0,), mx.int32)
-        logits = logits[:, : self.vocab]
         return sample(logits, rows, none, counts, offsets).tokens
 
     # ---- what its blocks hold ----------------------------------------------------------------
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         """Of what it wrote ahead, the accepted part stands."""
-        size = self.runner.view.block_size
         for e, new in zip(step.plan, accepted, strict=True):
             if e.seq.finish is not None:
                 continue
             live = self._follower(e.seq)
             if e.draft.source == self.name:
-                kept = min(len(e.draft), len(new.tokens))
-                live.read = e.start + kept
-            full = e.seq.keys[: live.read // size]
-            for block, key in zip(e.seq.table, full, strict=False):
-                self._filled[block] = key
+                live.read = e.start + min(len(e.draft), len(new.tokens))
+            full = live.read // self.runner.view.block_size
+            blocks = zip(e.seq.table[:full], e.seq.keys, strict=False)
+            self._filled.update(blocks)
 
     def _follower(self, seq: Seq) -> Follower:
         """How far the sequence was read. Where it has new blocks, those from the prefix cache may
@@ -241,15 +226,3 @@ class DraftModel:
                 live.read += self.runner.view.block_size
             live.read = min(live.read, max(0, seq.computed - 1))
         return live
-
-    def _forget_blocks(self, e: Entry) -> None:
-        """Blocks that are written to hold nothing known until they are full."""
-        size = self.runner.view.block_size
-        first, last = e.start // size, (e.end - 1) // size
-        for block in e.seq.table[first : last + 1]:
-            self._filled.pop(block, None)
-
-
-def _next_row(e: Entry) -> Entry:
-    """The row behind an entry, for the token that was drafted there."""
-    return Entry(e.seq, e.end, 1, True, inflight_drafts=e.inflight_drafts)

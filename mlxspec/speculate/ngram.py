@@ -7,10 +7,12 @@ size is all the memory. A copy needs tokens that the host has read.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Plan, Proposals
-from mlxspec.speculate.controller import Key, Proposal
+from mlxspec.speculate.controller import Proposal
 from mlxspec.types import MAX_DEPTH, Accepted, Draft, Tap
 from mlxspec.types import Sequence as Seq
 
@@ -32,6 +34,8 @@ AGREEMENT = (0.3, 0.7, 1.0)
 MOST = (0.5, 0.9)  # shares above which most, or nearly all, of the occurrences agree
 GRAMMAR = "grammar"  # the source of tokens that a grammar forces
 
+Tokens = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -39,7 +43,7 @@ class Copy:
     occurrences that went on with it."""
 
     source: str
-    tokens: tuple[int, ...]
+    tokens: Tokens
     match: int
     shares: tuple[float, ...]
 
@@ -89,7 +93,8 @@ class Index:
                 if end < 0:
                     break
                 length = self._common(context, end)
-                if length >= size and self._token(end + 1) != SEPARATOR:
+                following = self.tokens[end + 1 : end + 2]
+                if length >= size and following not in ([], [SEPARATOR]):
                     found.append((length, end))
                 end = before[end]
             if found:
@@ -98,31 +103,22 @@ class Index:
 
     def _common(self, context: Sequence[int], end: int) -> int:
         """How many tokens up to `end` equal the last ones of `context`."""
-        most = min(len(context), end + 1, MAX_MATCH)
-        for n in range(most):
-            if self.tokens[end - n] != context[-1 - n]:
-                return n
-        return most
+        start = max(0, end + 1 - MAX_MATCH)
+        text = self.tokens[start : end + 1]
+        same = map(eq, reversed(text), reversed(context))
+        return sum(takewhile(bool, same))
 
-    def _token(self, at: int, copied: Sequence[int] = ()) -> int:
-        """The token at a position of the text with `copied` behind it; behind both a separator."""
-        at_copied = at - len(self.tokens)
-        if at_copied < 0:
-            return self.tokens[at]
-        if at_copied < len(copied):
-            return copied[at_copied]
-        return SEPARATOR
-
-    def follow(
-        self, source: str, match: int, ends: Sequence[int], most: int, repeat: bool = False
-    ) -> Copy | None:
+    def follow(self, source: str, match: int, ends: list[int], most: int) -> Copy:
         """What most of the occurrences at `ends` go on with, token by token; each token keeps those
-        that agree. `repeat`: a copy that reaches the end of the text goes on with itself."""
+        that agree. A copy that reaches the end of the text goes on with itself."""
+        size = len(self.tokens)
         tokens: list[int] = []
         shares: list[float] = []
         while len(tokens) < most:
-            behind = tokens if repeat else ()
-            following = {end: self._token(end + 1 + len(tokens), behind) for end in ends}
+            following = {}
+            for end in ends:
+                at = end + 1 + len(tokens)
+                following[end] = self.tokens[at] if at < size else tokens[at - size]
             known = [token for token in following.values() if token != SEPARATOR]
             if not known:
                 break
@@ -130,8 +126,6 @@ class Index:
             tokens.append(token)
             shares.append(known.count(token) / len(ends))
             ends = [end for end in ends if following[end] == token]
-        if not tokens:
-            return None
         return Copy(source, tuple(tokens), match, tuple(shares))
 
 
@@ -151,7 +145,7 @@ class Lookup:
 
     def __post_init__(self) -> None:
         if self.prediction:
-            self._index.tokens = [*self.prediction, SEPARATOR]
+            self._index.tokens += [*self.prediction, SEPARATOR]
             self._offset = len(self._index.tokens)
             self._cursor = 0
 
@@ -171,8 +165,9 @@ class Lookup:
             match = found[0][0]
             ends = [end for length, end in found if length == match]
             self._cursor = ends[0] + 1
-            return self._index.follow("lookup", match, ends, most, repeat=True)
-        if self._misses < MAX_MISSES and 0 <= self._cursor < len(tokens):
+            return self._index.follow("lookup", match, ends, most)
+        resumes = self._misses < MAX_MISSES and 0 <= self._cursor < len(tokens)
+        if resumes and tokens[self._cursor] != SEPARATOR:
             return self._index.follow("resume", 0, [self._cursor - 1], most)
         return None
 
@@ -201,9 +196,9 @@ class Corpus:
         text = self._index.tokens
         if text and len(text) + len(new) > self.capacity:
             text = text[-half:]
-            text = text[text.index(SEPARATOR) + 1 :]  # the first may have lost its beginning
-            self._index = Index(text)
-        text += new
+            first_end = text.index(SEPARATOR)  # the first may have lost its beginning
+            self._index = Index(text[first_end + 1 :])
+        self._index.tokens += new
 
     def index(self, most: int) -> int:
         """Index up to `most` further tokens. Returns how many were."""
@@ -213,14 +208,12 @@ class Corpus:
         """The continuation with the best score over the longest matches: a shorter match has more
         occurrences."""
         found = self._index.find(context)
-        lengths = sorted({length for length, _ in found}, reverse=True)
-        best: Copy | None = None
-        for match in lengths[:MATCH_LENGTHS]:
+        lengths = sorted({length for length, _ in found})
+        copies = []
+        for match in reversed(lengths[-MATCH_LENGTHS:]):
             ends = [end for length, end in found if length >= match]
-            copy = self._index.follow("suffix", match, ends, most)
-            if copy and (best is None or copy.score > best.score):
-                best = copy
-        return best
+            copies.append(self._index.follow("suffix", match, ends, most))
+        return max(copies, key=lambda copy: copy.score, default=None)
 
 
 @dataclass(slots=True)
@@ -240,10 +233,9 @@ class NgramDrafter:
 
     def end(self, seq: Seq) -> None:
         self._proposals.pop(seq, None)
-        if self._live.pop(seq, None) and seq.generated:
-            prompt = seq.tokens[: seq.prompt_len]
-            output = seq.tokens[seq.prompt_len :]
-            self.corpus.add(prompt[-CONTEXT:], output)
+        del self._live[seq]
+        context = seq.request.prompt[-CONTEXT:]
+        self.corpus.add(context, seq.tokens[seq.prompt_len :])
 
     def clear(self) -> None:
         self.corpus = Corpus(self.corpus.capacity)
@@ -253,9 +245,8 @@ class NgramDrafter:
 
     def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
         for e in plan:
-            proposal = chosen.get(e.seq)
-            if proposal:
-                tokens = list(proposal.tokens[: e.depth])
+            if proposal := chosen.get(e.seq):
+                tokens = proposal.tokens[: e.depth]
                 e.draft = Draft(tokens, proposal.source, proposal.keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
@@ -280,17 +271,14 @@ class NgramDrafter:
             return []
         context = seq.tokens[-MAX_MATCH:]
         copies = [lookup.propose(most), self.corpus.propose(context, most)]
-        forced: tuple[int, ...] = ()
+        forced: Tokens = ()
         if seq.matcher is not None:
             forced = tuple(seq.matcher.forced(most))
-        found: list[Proposal] = []
-        for copy in copies:
-            if copy and copy.tokens[: len(forced)] == forced:
-                found.append(_proposal(copy))
+        found = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
         if forced and not found:
             sure = tuple(1.0 for _ in forced)
-            found.append(_proposal(Copy(GRAMMAR, forced, MAX_MATCH, sure)))
-        return found
+            found = [Copy(GRAMMAR, forced, MAX_MATCH, sure)]
+        return list(map(_proposal, found))
 
 
 def bucket(match: int) -> int:
@@ -301,7 +289,7 @@ def bucket(match: int) -> int:
 def _proposal(copy: Copy) -> Proposal:
     """What a token's acceptance rate depends on: the source, the tokens that match if those before
     it are right, and how many of the occurrences agree."""
-    keys: list[Key] = []
+    keys = []
     for i, share in enumerate(copy.shares):
         agreement = sum(share > least for least in MOST)
         keys.append((copy.source, bucket(copy.match + i), agreement))

@@ -8,48 +8,39 @@ it is parked, and probed now and then.
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter, Plan
 from mlxspec.speculate.controller import Controller, Costs, Key, Proposal, SequenceStats
 from mlxspec.speculate.ngram import GRAMMAR, first_rate
-from mlxspec.types import Accepted, Draft, Entry, Sequence
+from mlxspec.types import Accepted, Draft, Sequence
 
 log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
-Options = dict[Proposal, Drafter]
+Decided = dict[Sequence, tuple[int, Proposal]]
 
 FIRST_RATE = 0.6  # of the first token of a model or head, before anything is known
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How one sequence drafts in the next step: `depth` tokens of a drafter's proposal."""
-
-    drafter: Drafter
-    proposal: Proposal
-    depth: int
-
-
-@dataclass(slots=True)
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; `overlap`:
     the target can start a step while drafts are in flight (the rows layout)."""
 
-    costs: Costs
-    drafters: list[Drafter]
-    overlap: bool = True
-    control: Controller = field(init=False)
-    _stats: dict[Sequence, SequenceStats] = field(default_factory=dict)
-    _chosen: dict[Sequence, Choice] = field(default_factory=dict)
-    _by_name: dict[str, Drafter] = field(init=False)  # also those that failed
-
-    def __post_init__(self) -> None:
-        self.control = Controller(self.costs, self._prior)
-        self._by_name = {drafter.name: drafter for drafter in self.drafters}
+    def __init__(
+        self,
+        costs: Costs,
+        drafters: list[Drafter],
+        overlap: bool = True,
+    ) -> None:
+        self.costs = costs
+        self.drafters = drafters
+        self.overlap = overlap
+        self.control = Controller(costs, self._prior)
+        self._stats: dict[Sequence, SequenceStats] = {}
+        self._chosen: dict[Sequence, Proposal] = {}
+        self._by_name = {drafter.name: drafter for drafter in drafters}  # also those that failed
 
     def begin(self, seq: Sequence) -> None:
         self._stats[seq] = self.control.begin()
@@ -80,67 +71,71 @@ class Proposer:
         """Whether a draft in flight cannot be continued before it is read, or a copy is worth
         waiting for the tokens in flight."""
         for seq in seqs:
-            restricted = seq.request.sampling.penalized or seq.matcher is not None
-            if seq.inflight_drafts and (restricted or not self._overlaps()):
+            if seq.inflight_drafts and not self._continues(seq):
                 return True
-        in_flight = {seq for seq in seqs if seq.flight}
-        choices = self._decide(seqs, in_flight).values()
-        return any(not choice.drafter.lazy for choice in choices)
+        decided = self._decide(seqs, in_flight=True)
+        return any(not proposal.drafter.lazy for _, proposal in decided.values())
 
     def depths(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
-        read = {seq for seq in seqs if not seq.flight}
-        self._chosen = self._decide(seqs, read)
-        return {seq: choice.depth for seq, choice in self._chosen.items()}
+        decided = self._decide(seqs, in_flight=False)
+        self._chosen = {seq: proposal for seq, (_, proposal) in decided.items()}
+        return {seq: depth for seq, (depth, _) in decided.items()}
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
         for drafter in self.drafters:
-            entries: list[Entry] = []
-            proposals: dict[Sequence, Proposal] = {}
+            chosen = {}
             for e in plan:
-                choice = self._chosen.get(e.seq)
-                if e.depth and choice and choice.drafter is drafter:
-                    entries.append(e)
-                    proposals[e.seq] = choice.proposal
-            self._ask(drafter, drafter.draft, plan, previous, proposals)
-            if drafter not in self.drafters:  # it may have failed half way
-                for e in entries:
+                proposal = self._chosen.get(e.seq)
+                if e.depth and proposal and proposal.drafter is drafter:
+                    chosen[e.seq] = proposal
+            self._ask(drafter, drafter.draft, plan, previous, chosen)
+            if drafter in self.drafters:
+                continue
+            for e in plan:  # it may have failed half way
+                if e.seq in chosen:
                     e.draft = Draft()
 
     def _overlaps(self) -> bool:
         """Whether steps with drafts are submitted before the step in front of them is read."""
         return self.overlap and any(drafter.lazy for drafter in self.drafters)
 
-    def _decide(self, seqs: Seq[Sequence], read: set[Sequence]) -> dict[Sequence, Choice]:
-        """What to draft for each sequence, if anything. Drafters that are not lazy are asked only
-        for the sequences whose tokens are `read`, or will be."""
+    def _continues(self, seq: Sequence) -> bool:
+        """Whether the sequence's next step can be built before its draft in flight is read."""
+        counted = seq.request.sampling.penalized
+        return self._overlaps() and not counted and seq.matcher is None
+
+    def _decide(self, seqs: Seq[Sequence], in_flight: bool) -> Decided:
+        """How many tokens to draft for each sequence, if any. Drafters that are not lazy are asked
+        only for sequences that have tokens `in_flight`, as if these were read, or only for others.
+        """
         seqs = [seq for seq in seqs if seq in self._stats]
-        found = [self._options(seq, seq in read) for seq in seqs]
         stats = [self._stats[seq] for seq in seqs]
-        proposals = [list(options) for options in found]
+        options = [self._options(seq, in_flight) for seq in seqs]
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if self._overlaps() else "exact"
-        decided = self.control.decide(stats, proposals, context, mode, self._draw(seqs))
+        draw = self.costs.draw([seq.request.sampling.kind for seq in seqs])
+        decided = self.control.decide(stats, options, context, mode, draw)
         chosen = {}
-        for seq, options, (depth, proposal) in zip(seqs, found, decided, strict=True):
+        for seq, (depth, proposal) in zip(seqs, decided, strict=True):
             if depth and proposal:
-                chosen[seq] = Choice(options[proposal], proposal, depth)
+                chosen[seq] = depth, proposal
         return chosen
 
-    def _options(self, seq: Sequence, read: bool) -> Options:
-        """What could be drafted for a sequence, with its present acceptance rates, and by whom.
-        Tokens that a grammar forces leave no other choice."""
+    def _options(self, seq: Sequence, in_flight: bool) -> list[Proposal]:
+        """What could be drafted for a sequence, with its present acceptance rates. Tokens that a
+        grammar forces leave no other choice."""
         rate = self._stats[seq].rate
-        options: Options = {}
+        options = []
         for drafter in self.drafters:
-            if not (drafter.lazy or read):
+            if not drafter.lazy and bool(seq.flight) != in_flight:
                 continue
             for proposal in self._ask(drafter, drafter.options, seq) or []:
                 rates = {key: rate.of(key) for key in set(proposal.keys)}
                 proposal.rates = [rates[key] for key in proposal.keys]
-                options[proposal] = drafter
-                if proposal.source == GRAMMAR:
-                    return {proposal: drafter}
-        return options
+                proposal.drafter = drafter
+                options.append(proposal)
+        forced = [proposal for proposal in options if proposal.source == GRAMMAR]
+        return forced or options
 
     def _prior(self, key: Key) -> float:
         """The acceptance rate of a key that was never tried: (source, position) starts from the
@@ -152,9 +147,6 @@ class Proposer:
         if position == 1:
             return FIRST_RATE
         return self.control.rate.of((source, position - 1))
-
-    def _draw(self, seqs: Seq[Sequence]) -> float:
-        return self.costs.draw([seq.request.sampling.kind for seq in seqs])
 
     # ---- after a step ------------------------------------------------------------------------
 
@@ -178,15 +170,11 @@ class Proposer:
         rows = sum(e.rows for e in plan)
         context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "exact"
-        draw = self._draw([e.seq for e in plan])
-        depths: dict[str, int] = {}  # by model
-        for e in plan:
-            source, depth = e.draft.source, len(e.draft)
-            if depth and source in self._by_name:
-                depths[source] = max(depth, depths.get(source, 0))
-        if not depths:
+        draw = self.costs.draw([e.seq.request.sampling.kind for e in plan])
+        drafts = [e.draft for e in plan if e.draft.source in self._by_name]
+        if not drafts:
             self.costs.learn(rows, context, mode, seconds, draw)
-        elif len(depths) == 1:
-            own = seconds - self.costs.step(rows, context, mode, draw)
-            for name, depth in depths.items():
-                self._by_name[name].learn_seconds(own, depth)
+            return
+        own = seconds - self.costs.step(rows, context, mode, draw)
+        deepest = max(drafts, key=len)
+        self._by_name[deepest.source].learn_seconds(own, len(deepest))

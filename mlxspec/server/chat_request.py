@@ -31,6 +31,7 @@ from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import Refused
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
+from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
@@ -189,12 +190,12 @@ def _grammar(
     if form and (required or (lark and offered)):
         raise Refused(where, f"{where} with tools: send one of them, or tool_choice 'none'")
     if form and lark:
-        text = grammars.lark(form.value, where)
+        text = checked_lark(form.value, where)
         return grammars.compiled(text, _thinking(grammars, prompt), where)
     rules = []
     if form:
         schema = {"type": "object"} if form.kind == "object" else form.value
-        rules.append(grammars.json(schema, where))
+        rules.append(json_rule(schema, where))
     if required or offered:
         name = choice["name"] if isinstance(choice, Mapping) else None
         single = name is not None or not chat.body.parallel_tool_calls

@@ -11,8 +11,9 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Refused, types_of
+from mlxspec.text.messages import refused, types_of
 from mlxspec.text.structured.json_schema import MAX_INT, STYLE, checked_schema, json_rule, validate
+from mlxspec.text.tool_calls import typed
 
 Function = Mapping[str, Any]
 Rules = Callable[[TokenizerWrapper, Sequence[Function], bool, str], str]
@@ -20,9 +21,9 @@ Rules = Callable[[TokenizerWrapper, Sequence[Function], bool, str], str]
 OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
 CLOSE = "\n</parameter>\n"
 WORD, TAG = r"[\w-]+", r"[^\s<>]+"  # what the parsers take as a name
-# Free text in Qwen3-Coder's format: its parser reads "null" as no string, and no text may hold a
-# closing tag.
-TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|tool_call)>(?s:.*)/ & ~/(?i:null)/"
+# Free text in Qwen3-Coder's format has no closing tag.
+TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\/(parameter|tool_call)>(?s:.*)/"
+TAGS = re.compile("</?(parameter|tool_call)>")
 
 
 def quoted(text: str) -> str:
@@ -79,7 +80,7 @@ def xml_calls(
         for j, name in enumerate(dict.fromkeys([*schema.get("properties", {}), *required])):
             rule = f"p{i}x{j}"
             parameters.append(rule if name in required else f"{rule}?")
-            value, more = _value(tokenizer, function, name, schema, where, f"V{i}X{j}")
+            value, more = _value(name, schema, where, f"V{i}X{j}")
             head = quoted(f"<parameter={_named(name, TAG, where)}>\n")
             lines += [f"{rule}: {head} {value}", *more]
         head = quoted(f"<function={_named(function['name'], TAG, where)}>\n")
@@ -113,9 +114,8 @@ def _bodies(functions: Sequence[Function], where: str) -> list[str]:
 
 def _named(name: str, taken: str, where: str) -> str:
     if not re.fullmatch(taken, name):
-        raise Refused(
-            where, f"{where}: the name {name!r} cannot be written in this model's format; change it"
-        )
+        why = f"has the name {name!r}, which cannot be written in this model's format; change it"
+        raise refused(where, why)
     return name
 
 
@@ -133,30 +133,23 @@ def _arguments(function: Function, where: str) -> str:
     return f"%json {json.dumps({**_known(function, where), 'x-guidance': STYLE})}"
 
 
-def _value(
-    tokenizer: TokenizerWrapper,
-    function: Function,
-    name: str,
-    root: Mapping[str, Any],
-    where: str,
-    rule: str,
-) -> tuple[str, list[str]]:
+def _value(name: str, root: Mapping[str, Any], where: str, rule: str) -> tuple[str, list[str]]:
     """What a parameter's value may be, with its closing tag, and the rules that this needs."""
     schema, close = root.get("properties", {}).get(name), quoted(CLOSE)
     if not isinstance(schema, dict):
         schema = {}
+    types = types_of(schema)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        pairs = zip(texts, values, strict=True)
-        fit = [
-            quoted(text) for text, value in pairs if _reads(tokenizer, function, name, text, value)
-        ]
-        if not fit:
-            why = f"no value of {name} can be written in this model's format"
-            raise Refused(where, f"{where}: {why}; change them")
-        return f"({' | '.join(fit)}) {close}", []
-    types = types_of(schema)
+        texts = []
+        for value in values:
+            text = value if isinstance(value, str) else json.dumps(value)
+            if json.dumps(typed(text, types)) == json.dumps(value) and not TAGS.search(text):
+                texts.append(quoted(text))
+        if not texts:
+            why = f"has {name}, no value of which can be written in this model's format; change it"
+            raise refused(where, why)
+        return f"({' | '.join(texts)}) {close}", []
     if types and "string" not in types:
         if schema.get("type") in ("integer", "number"):  # more digits: infinite for the parser
             schema = {"minimum": -MAX_INT, "maximum": MAX_INT, **schema}
@@ -167,16 +160,3 @@ def _value(
         return rule, [f"{rule}: TEXT {close}"]
     size = f"/(?s:.{{{least},{most}}})/"
     return rule, [f"{rule}: {rule}T {close}", f"{rule}T: TEXT & {size}"]
-
-
-def _reads(
-    tokenizer: TokenizerWrapper, function: Function, name: str, text: str, value: Any
-) -> bool:
-    """Whether mlx-lm's parser reads the text of a parameter as this value."""
-    call = f"<function={function['name']}>\n<parameter={name}>\n{text}{CLOSE}</function>"
-    try:
-        found = tokenizer.tool_parser(call, [{"type": "function", "function": function}])
-    except Exception:  # a parser raises whatever its author chose
-        return False
-    same = json.dumps(found["arguments"]) == json.dumps({name: value})
-    return same and "</tool_call>" not in text

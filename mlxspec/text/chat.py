@@ -120,8 +120,10 @@ def generation_defaults(path: Path) -> Defaults:
 
 def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
     """Token ids of plain text, with the model's begin token if `special`, yet never twice."""
-    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    return list(tokenizer.encode(text, add_special_tokens=special and not begun))
+    bos = tokenizer.bos_token
+    if bos and text.startswith(bos):
+        special = False
+    return list(tokenizer.encode(text, add_special_tokens=special))
 
 
 def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:

@@ -7,7 +7,7 @@ control tokens that have none.
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -42,11 +42,13 @@ class ControlTokens:
                 after = r"\s*" if token.rstrip else ""
                 kinds.setdefault((before, after), []).append(token.content)
         self.begins = _beginnings(words)
-        self.answers = _beginnings([word for word in words if word not in own])
+        said = [word for word in words if word not in own]
+        self.answers = _beginnings(said)
         cuts = []
         for (before, after), some in kinds.items():
             cuts.append(rf"{before}{_any_of(some)}(?!{MARK}){after}")
-        self.cut = re.compile("|".join(cuts) or NOTHING)
+        every = "|".join(cuts) or NOTHING
+        self.cut = re.compile(f"({every})")
         alone = t.encode("a", add_special_tokens=False)
         first = "".join(words[:1])
         self.ahead = t.encode(first + "a", add_special_tokens=False)[1:] != alone
@@ -63,7 +65,8 @@ def _beginnings(words: Iterable[str]) -> re.Pattern[str]:
             whole.append(word)
         else:
             cut_off.append(word)
-    return re.compile(rf"(?={_any_of(whole)}|{_any_of(cut_off, END)}).", re.DOTALL)
+    one, other = _any_of(whole), _any_of(cut_off, END)
+    return re.compile(f"(?={one}|{other}).", re.DOTALL)
 
 
 def _any_of(words: Iterable[str], end: str = "") -> str:
@@ -75,17 +78,26 @@ def _any_of(words: Iterable[str], end: str = "") -> str:
     whole = rests.pop("", None)
     if not rests:
         return "" if whole else NOTHING
-    branches = [re.escape(first) + _any_of(rest, end) for first, rest in rests.items()]
-    pattern = f"(?:{'|'.join(branches)}{end})"
-    return pattern + "?" if whole else pattern
+    branches = []
+    for first, rest in rests.items():
+        branches.append(re.escape(first) + _any_of(rest, end))
+    choice = "|".join(branches)
+    pattern = f"(?:{choice}{end})"
+    if whole:
+        pattern += "?"
+    return pattern
 
 
 def marked(value: Any, begins: re.Pattern[str]) -> Any:
     """A copy, with marks, of what a client sent, at any depth."""
     if isinstance(value, str):
-        return begins.sub(rf"\g<0>{MARK}", value.replace(MARK, "\ufffd"))
+        bare = value.replace(MARK, "\ufffd")
+        return begins.sub(rf"\g<0>{MARK}", bare)
     if isinstance(value, Mapping):
-        return {marked(key, begins): marked(own, begins) for key, own in value.items()}
+        made = {}
+        for key, own in value.items():
+            made[marked(key, begins)] = marked(own, begins)
+        return made
     if isinstance(value, list | tuple):
         return [marked(own, begins) for own in value]
     return value
@@ -96,27 +108,26 @@ def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     control = control_tokens_of(tokenizer)
     if MARK not in text and not control.loose:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    cuts = [match.span() for match in control.cut.finditer(text)]
     ids: list[int] = []
-    done = at = 0  # encoded so far; behind the last control token
-    for start, stop in [*cuts, (len(text), len(text))]:
-        piece = text[at:start]
-        if piece and (control.loose or MARK in piece):
-            ids += tokenizer.encode(text[done:at], add_special_tokens=False)
-            ids += _plain(tokenizer, piece.replace(MARK, ""), control.ahead and at > 0)
-            done = start
-        at = stop
-    return ids + list(tokenizer.encode(text[done:], add_special_tokens=False))
+    for i, piece in enumerate(control.cut.split(text)):
+        if i % 2:
+            ids += tokenizer.encode(piece, add_special_tokens=False)
+        elif piece:
+            behind = control.ahead and i > 0
+            ids += _plain(tokenizer, piece.replace(MARK, ""), behind)
+    return ids
 
 
 def _plain(tokenizer: TokenizerWrapper, text: str, behind: bool) -> list[int]:
     """Token ids of a text in which there are no control tokens; `behind`: it follows one."""
-
-    def split(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-
+    split = partial(
+        tokenizer.encode,
+        add_special_tokens=False,
+        split_special_tokens=True,
+    )
     if behind:
-        before, both = split("\n"), split("\n" + text)
+        before = split("\n")
+        both = split("\n" + text)
         if both[: len(before)] == before:
-            return both[len(before) :]
-    return split(text)
+            return list(both[len(before) :])
+    return list(split(text))

@@ -114,19 +114,14 @@ class Detokenizer:
 
 
 @lru_cache(maxsize=1 << 16)
-def is_token(tokenizer: TokenizerWrapper, token: int) -> bool:
-    """Whether the tokenizer knows this id. A model's vocabulary may be padded with ids that mean
-    nothing."""
-    return token < len(tokenizer) and tokenizer.convert_ids_to_tokens(token) is not None
-
-
-@lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
     """The UTF-8 bytes that a token stands for, also of a part of a character; none for an unknown
     id."""
-    if not is_token(tokenizer, token):
+    piece: str | None = None
+    if token < len(tokenizer):
+        piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:  # a model's vocabulary may be padded with ids that mean nothing
         return b""
-    piece: str = tokenizer.convert_ids_to_tokens(token)
     if byte := BYTE_PIECE.fullmatch(piece):
         return bytes([int(byte[1], 16)])
     if isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer):

@@ -54,12 +54,19 @@ class History:
         renders the answer in a way that the prompt did not prepare."""
         at = after.rfind(end)
         stop = at + len(end)
-        if not end or at < len(before) or not after.startswith(before) or after[stop:].strip():
+        if not end or at < len(before) or not after.startswith(before):
+            return
+        if after[stop:].strip():
             return
         key = blake2b(after[:stop].encode(), digest_size=16).digest()
         if old := self._turns.pop(key, None):
             self._tokens -= len(old.ids)
-        self._turns[key] = Turn(len(before), at, stop, tuple(ids[:-1]))
+        self._turns[key] = Turn(
+            len(before),
+            at,
+            stop,
+            tuple(ids[:-1]),
+        )
         self._tokens += len(ids) - 1
         while self._tokens > MAX_TOKENS or len(self._turns) > MAX_TURNS:
             _, old = self._turns.popitem(last=False)
@@ -80,12 +87,17 @@ class History:
 
     def _found(self, text: str) -> list[Turn]:
         """Turns that stand in the text, first to last."""
-        found, hashed, at = [], blake2b(digest_size=16), 0
-        for stop in sorted({turn.stop for turn in self._turns.values() if turn.stop <= len(text)}):
+        found = []
+        hashed = blake2b(digest_size=16)
+        at = 0
+        stops = {turn.stop for turn in self._turns.values()}
+        for stop in sorted(stops):
+            if stop > len(text):
+                break
             hashed.update(text[at:stop].encode())
             at = stop
             key = hashed.digest()
-            if key in self._turns:
+            if turn := self._turns.get(key):
                 self._turns.move_to_end(key)
-                found.append(self._turns[key])
+                found.append(turn)
         return found

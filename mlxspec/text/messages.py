@@ -107,7 +107,10 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     if calls and (role != "assistant" or not isinstance(calls, list)):
         raise refused(f"{at}.tool_calls", "must be a list, of an assistant's message")
     if calls:
-        plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        made = []
+        for i, call in enumerate(calls):
+            made.append(_call(call, f"{at}.tool_calls[{i}]"))
+        plain["tool_calls"] = made
     return plain
 
 
@@ -231,7 +234,8 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     both = {**other, **one}
     for key in ("content", "reasoning_content"):
         if key in both:
-            both[key] = "\n\n".join(filter(None, (one.get(key), other.get(key))))
+            texts = (one.get(key), other.get(key))
+            both[key] = "\n\n".join(filter(None, texts))
     if "tool_calls" in both:
         both["tool_calls"] = one.get("tool_calls", []) + other.get("tool_calls", [])
     return both

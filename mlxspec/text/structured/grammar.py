@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Tools, refused
 from mlxspec.text.structured.json_schema import LIMITS, first_line
-from mlxspec.text.structured.tools import CALLS, json_calls
+from mlxspec.text.structured.tools import call_rules
 from mlxspec.types import Matcher
 
 MAX_COMPILED = 32  # grammars that are kept
@@ -47,23 +47,22 @@ class Grammars:
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
         """The rule of calls of these tools, or only of the one called `name`; the rules that it
         needs follow on further lines."""
-        functions = [tool["function"] for tool in tools]
-        if name:
-            functions = [function for function in functions if function["name"] == name]
+        functions = []
+        for tool in tools:
+            if not name or tool["function"]["name"] == name:
+                functions.append(tool["function"])
         if not functions:
             raise refused(where, f"names no tool {name or ''}; send it in tools")
-        kind = self.tokenizer.tool_parser.__module__.rpartition(".")[2]
-        if kind not in CALLS and self.tokenizer.response_transitions:
-            why = f"cannot be honoured with calls in this model's format, {kind}; send"
-            raise refused(where, f"{why} tool_choice 'auto' and no format, or 'none'")
-        return CALLS.get(kind, json_calls)(self.tokenizer, functions, single, where)
+        return call_rules(self.tokenizer, functions, single, where)
 
     def rules(self, parts: Iterable[str]) -> str:
         """A whole grammar: one of several rules, each with the rules that it needs behind its first
         line."""
-        numbered = list(enumerate(parts))
-        start = " | ".join(f"way{i}" for i, _ in numbered)
-        return "\n".join([f"start: {start}", *(f"way{i}: {part}" for i, part in numbered)])
+        lines = []
+        for i, part in enumerate(parts):
+            lines.append(f"way{i}: {part}")
+        ways = " | ".join(f"way{i}" for i in range(len(lines)))
+        return "\n".join([f"start: {ways}", *lines])
 
     def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
         """A function that makes a matcher for one answer. `thinking`: the prompt has opened the

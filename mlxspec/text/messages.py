@@ -117,7 +117,7 @@ def _message(message: Any, at: str) -> dict[str, Any]:
 def _call(call: Any, at: str) -> dict[str, Any]:
     """A call with an object as arguments, as templates want them."""
     function = _function(call)
-    if not isinstance(function.get("name"), str):
+    if function is None or not isinstance(function.get("name"), str):
         raise wrong(at, call, "is no call; send id, type and function with name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
@@ -135,10 +135,10 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     return made
 
 
-def _function(value: Any) -> Mapping[str, Any]:
-    """The function of a tool or of a call; empty where there is none."""
+def _function(value: Any) -> Mapping[str, Any] | None:
+    """The function of a tool or of a call."""
     function = value.get("function") if isinstance(value, Mapping) else None
-    return function if isinstance(function, Mapping) else {}
+    return function if isinstance(function, Mapping) else None
 
 
 def _texts(content: Any, at: str) -> list[str]:
@@ -168,7 +168,7 @@ def check_tools(tools: Any) -> Tools:
     names: set[str] = set()
     for i, tool in enumerate(tools or ()):
         at, function = f"tools[{i}]", _function(tool)
-        if not function or tool.get("type") != "function":
+        if function is None or tool.get("type") != "function":
             raise wrong(at, tool, "is no function; send type 'function' and function")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not name or name in names:

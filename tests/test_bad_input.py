@@ -385,6 +385,7 @@ from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from mlxspec.text.structured.grammar import Grammars
+from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.text.messages import Refused
 from mlxspec.text.chat import load_tokenizer
 
@@ -392,7 +393,7 @@ g = Grammars(load_tokenizer(Path(sys.argv[1])), 320)
 
 def work(kind, given):
     try:
-        rule = g.lark(given, "it") if kind == "lark" else g.rules([g.json(given, "it")])
+        rule = checked_lark(given, "it") if kind == "lark" else g.rules([json_rule(given, "it")])
         g.compiled(rule, None, "it")().masks([])
         print("taken", flush=True)
     except Refused as error:

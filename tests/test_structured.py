@@ -17,6 +17,7 @@ from mlxspec.speculate import NoSpeculation
 from mlxspec.text.chat import load_tokenizer, render_chat
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars
+from mlxspec.text.structured.json_schema import json_rule
 from mlxspec.types import Output, Request, Sampling
 from tests.schemas import schemas
 
@@ -64,7 +65,7 @@ def test_every_answer_keeps_to_its_schema(served: tuple[Engine, Any], first: int
     t, wanted, requests = grammars.tokenizer, {}, []
     for i, schema in list(enumerate(some(RUNS)))[first : first + BATCH]:
         wanted[f"{i}"] = schema
-        make = grammars.compiled(grammars.rules([grammars.json(schema, "f")]), False, "f")
+        make = grammars.compiled(grammars.rules([json_rule(schema, "f")]), False, "f")
         ask = f"Answer in JSON by this schema: {json.dumps(schema)[:600]}"
         prompt = tuple(render_chat(t, [{"role": "user", "content": ask}]))
         sampling, ends = Sampling(temperature=1.0, seed=i), frozenset(t.eos_token_ids)

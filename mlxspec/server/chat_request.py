@@ -31,6 +31,7 @@ from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import Refused, canonical
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
+from mlxspec.text.structured.json_schema import checked_lark, json_rule
 from mlxspec.types import COLDEST, Request, Sampling, too_long
 
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
@@ -197,29 +198,30 @@ def _grammar(
     offered = bool(talk.tools) and choice == "auto"
     if form is None and not required:
         return None
-    where = "tool_choice"
+    where = form.field if form else "tool_choice"
+    lark = form is not None and form.kind == "lark"
+    if form and (required or (lark and offered)):
+        raise Refused(where, f"{where} with tools: send one of them, or tool_choice 'none'")
+    if form and lark:
+        text = checked_lark(form.value, where)
+        return grammars.compiled(text, _thinking(grammars, prompt), where)
     rules = []
-    text = None
     if form:
-        where = form.field
-        if required or (offered and form.kind == "lark"):
-            raise Refused(where, f"{where} with tools: send one of them, or tool_choice 'none'")
-        if form.kind == "lark":
-            text = grammars.lark(form.value, where)
-        elif form.kind == "object":
-            rules.append(grammars.json({"type": "object"}, where))
-        else:
-            rules.append(grammars.json(form.value, where))
+        schema = {"type": "object"} if form.kind == "object" else form.value
+        rules.append(json_rule(schema, where))
     if required or offered:
         name = choice["name"] if isinstance(choice, Mapping) else None
         single = name is not None or not chat.body.parallel_tool_calls
         rules.append(grammars.calls(talk.tools, name, single, where))
-    # The answer begins inside the reasoning, behind it (False), or may open it (None).
-    thinking: bool | None = prompt.thinking or None
+    return grammars.compiled(grammars.rules(rules), _thinking(grammars, prompt), where)
+
+
+def _thinking(grammars: Grammars, prompt: RenderedPrompt) -> bool | None:
+    """Whether the answer begins inside the reasoning, behind it (False), or may open it (None)."""
     end = grammars.tokenizer.think_end
-    if end and prompt.text.rstrip().endswith(end):
-        thinking = False
-    return grammars.compiled(text or grammars.rules(rules), thinking, where)
+    if not prompt.thinking and end and prompt.text.rstrip().endswith(end):
+        return False
+    return prompt.thinking or None
 
 
 def check_count(model: Model, n: int, prompts: int) -> None:

@@ -23,11 +23,13 @@ from mlxspec.text.messages import (
     REWRITES,
     Messages,
     Refused,
+    Rewrite,
     TooLong,
     Tools,
     canonical,
     check_tools,
     clean,
+    refused,
     spelled_out,
 )
 from mlxspec.types import InvalidRequest, blame, shown, too_long
@@ -95,8 +97,8 @@ def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> 
         if own.get(i) != other.get(i):
             raise InvalidRequest(
                 f"draft = {names[1]} has another vocabulary than {names[0]}: token {i} is"
-                f" {other.get(i)!r} there and {own.get(i)!r} here ({len(other)} and {len(own)}"
-                " tokens); give a model of the same family, or leave --draft out"
+                f" {other.get(i)!r} there and {own.get(i)!r} here; give a model of the same family,"
+                " or leave --draft out"
             )
 
 
@@ -118,8 +120,10 @@ def generation_defaults(path: Path) -> Defaults:
 
 def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
     """Token ids of plain text, with the model's begin token if `special`, yet never twice."""
-    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    return list(tokenizer.encode(text, add_special_tokens=special and not begun))
+    bos = tokenizer.bos_token
+    if bos and text.startswith(bos):
+        special = False
+    return list(tokenizer.encode(text, add_special_tokens=special))
 
 
 def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:
@@ -139,7 +143,7 @@ def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> N
 
 def template_reads(tokenizer: Tokenizer, name: str) -> bool:
     """Whether the chat template may read the variable `name`. A template in code may."""
-    template = getattr(tokenizer, "chat_template", None)
+    template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else [template]
     return any(text is None or name in text for text in texts)
 
@@ -222,8 +226,7 @@ def remember(
     messages = [*conversation.messages, dict(answer)]
     try:
         after = _rendered(tokenizer, replace(conversation, messages=messages), False)
-    except Refused as error:
-        log.info("the next turn will encode this answer again: %s", error)
+    except Refused:  # the next turn will encode this answer again
         return
     end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
     rendered = after[len(before.text) :].replace(MARK, "")
@@ -233,10 +236,24 @@ def remember(
 
 def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
     """The template's text. Where the template refuses the messages, they are tried merged, then
-    with the system text in the first user message. Tools are spelled out where it knows none."""
+    with the system text in the first user message."""
     if not tokenizer.has_chat_template:
-        why = "messages cannot be rendered: the model has no chat template; use /v1/completions"
-        raise Refused("messages", why)
+        why = "cannot be rendered: the model has no chat template; use /v1/completions"
+        raise refused("messages", why)
+    reason = ""
+    for rewrite in REWRITES:
+        try:
+            return _applied(tokenizer, conversation, rewrite, generation_prompt)
+        except Exception as error:  # a template raises whatever its author chose
+            reason = reason or str(error).strip() or type(error).__name__
+    why = f"do not fit: the model's chat template refuses them: {reason}; change roles or order"
+    raise refused("messages", why)
+
+
+def _applied(
+    tokenizer: Tokenizer, conversation: Conversation, rewrite: Rewrite, generation_prompt: bool
+) -> str:
+    """The text of rewritten messages. Tools are spelled out where the template knows none."""
     options, messages, tools = _marked(tokenizer, conversation)
     if not template_reads(tokenizer, "tools"):
         messages = spelled_out(messages, tools)
@@ -244,14 +261,7 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
         options["tools"] = tools
     options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
     apply: Callable[..., str] = tokenizer.apply_chat_template
-    reason = ""
-    for rewrite in REWRITES:
-        try:
-            return clean(apply(rewrite(messages), **options))
-        except Exception as error:  # a template raises whatever its author chose
-            reason = reason or str(error).strip() or type(error).__name__
-    why = f"messages: the model's chat template refuses them: {reason}; change their roles or order"
-    raise Refused("messages", why)
+    return clean(apply(rewrite(messages), **options))
 
 
 def _marked(
@@ -260,17 +270,11 @@ def _marked(
     """The options, messages and tools of a conversation, in which no text is a control token."""
     special = control_tokens_of(tokenizer)
     messages = []
-    try:
-        for turn in conversation.messages:
-            pattern = special.answers if turn["role"] == "assistant" else special.begins
-            messages.append({**marked(turn, pattern), "role": turn["role"]})
-        options = {}
-        for name, value in conversation.options.items():
-            options[name] = marked(value, special.begins)
-        return options, messages, marked(conversation.tools, special.begins)
-    except RecursionError as error:
-        why = "messages, tools or options lie too deep in each other; flatten"
-        raise Refused("messages", why) from error
+    for turn in conversation.messages:
+        pattern = special.answers if turn["role"] == "assistant" else special.begins
+        messages.append({**marked(turn, pattern), "role": turn["role"]})
+    options = {name: marked(value, special.begins) for name, value in conversation.options.items()}
+    return options, messages, marked(conversation.tools, special.begins)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ pieces, nothing of a stop string is shown, and what might become one is held bac
 import codecs
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import (
@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import (
 )
 
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-NEUTRAL = "a"  # stands for the prompt's end where the text continues it
+NEUTRAL = "a"  # stands before a token whose text depends on what is before it
 
 
 def held_back(text: str, strings: Collection[str]) -> int:
@@ -49,7 +49,9 @@ class Detokenizer:
         prompt_text_continues: bool = False,
     ) -> None:
         self._stop, self._stop_tokens = tuple(stop), stop_tokens
-        self._add, self._flush, trims = _decoder(tokenizer, prompt_text_continues)
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        trims = getattr(tokenizer.detokenizer, "trim_space", True)
         self._trim = trims and not prompt_text_continues
         self._pending = ""  # read, not shown: may be the beginning of a stop string
         self._shown = 0  # characters
@@ -70,7 +72,7 @@ class Detokenizer:
                 self.ended = True
                 break
             self._starts.append(self._shown + len(self._pending))
-            shown.append(self._take(self._add(token)))
+            shown.append(self._take(self._utf8.decode(token_bytes(self._tokenizer, token))))
         return "".join(shown)
 
     def finish(self) -> str:
@@ -78,7 +80,7 @@ class Detokenizer:
         self.ended = True
         if self.stopped is not None:
             return ""
-        text = self._take(self._flush())
+        text = self._take(self._utf8.decode(b"", True))
         if self.stopped is None:
             text += self._show(len(self._pending))
             self.released += self._starts
@@ -111,58 +113,23 @@ class Detokenizer:
         return text
 
 
-def _decoder(
-    tokenizer: TokenizerWrapper, continues: bool
-) -> tuple[Callable[[int], str], Callable[[], str], bool]:
-    """How tokens become text: add a token, flush the rest, and whether the first space is to go.
-
-    Where tokens are bytes they are decoded as such. Else mlx-lm's detokenizer decodes the line so
-    far, which drops the first space itself: a text that continues is begun with a token that is not
-    shown.
-    """
-    inner = tokenizer.detokenizer
-    if isinstance(inner, (BPEStreamingDetokenizer, SPMStreamingDetokenizer)):
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        return (
-            lambda token: utf8.decode(token_bytes(tokenizer, token)),
-            lambda: utf8.decode(b"", True),
-            getattr(inner, "trim_space", True),
-        )
-
-    def add(token: int) -> str:
-        if is_token(tokenizer, token):
-            inner.add_token(token)
-        return str(inner.last_segment)
-
-    def flush() -> str:
-        inner.finalize()
-        return str(inner.last_segment)
-
-    for token in tokenizer.encode(NEUTRAL, add_special_tokens=False) if continues else ():
-        add(token)
-    return add, flush, False
-
-
-@lru_cache(maxsize=1 << 16)
-def is_token(tokenizer: TokenizerWrapper, token: int) -> bool:
-    """Whether the tokenizer knows this id. A model's vocabulary may be padded with ids that mean
-    nothing."""
-    return token < len(tokenizer) and tokenizer.convert_ids_to_tokens(token) is not None
-
-
 @lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
     """The UTF-8 bytes that a token stands for, also of a part of a character; none for an unknown
     id."""
-    if not is_token(tokenizer, token):
+    piece: str | None = None
+    if token < len(tokenizer):
+        piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:  # a model's vocabulary may be padded with ids that mean nothing
         return b""
-    piece: str = tokenizer.convert_ids_to_tokens(token)
     if byte := BYTE_PIECE.fullmatch(piece):
         return bytes([int(byte[1], 16)])
     if isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer):
         return piece.replace("▁", " ").encode()
     if not isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
-        return str(tokenizer.decode([token])).encode()
+        before = tokenizer.encode(NEUTRAL, add_special_tokens=False)
+        text = str(tokenizer.decode([*before, token]))
+        return text.removeprefix(tokenizer.decode(before)).encode()
     if token in _added(tokenizer):
         return piece.encode()
     alphabet = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte

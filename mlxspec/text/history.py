@@ -18,13 +18,13 @@ MAX_CALLS = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answer: where it starts and stops in its conversation's text, in characters, and its
-    tokens. `end` is the text of its end token."""
+    """An answer: its tokens but for the end token, and, as characters of its conversation's text,
+    where it starts, where its end token starts, and where that stops."""
 
     start: int
+    end: int
     stop: int
     ids: tuple[int, ...]
-    end: str
 
 
 @dataclass(slots=True)
@@ -54,50 +54,50 @@ class History:
         renders the answer in a way that the prompt did not prepare."""
         at = after.rfind(end)
         stop = at + len(end)
-        if not end or at < len(before) or not after.startswith(before) or after[stop:].strip():
+        if not end or at < len(before) or not after.startswith(before):
+            return
+        if after[stop:].strip():
             return
         key = blake2b(after[:stop].encode(), digest_size=16).digest()
         if old := self._turns.pop(key, None):
             self._tokens -= len(old.ids)
-        self._turns[key] = Turn(len(before), stop, tuple(ids), end)
-        self._tokens += len(ids)
+        self._turns[key] = Turn(
+            len(before),
+            at,
+            stop,
+            tuple(ids[:-1]),
+        )
+        self._tokens += len(ids) - 1
         while self._tokens > MAX_TOKENS or len(self._turns) > MAX_TURNS:
             _, old = self._turns.popitem(last=False)
             self._tokens -= len(old.ids)
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of a conversation, with what was generated in its place."""
+        """Token ids of a conversation, with what was generated in its place. What follows an answer
+        is encoded with the end token in front: some tokenizers encode the beginning of a text
+        differently."""
         ids: list[int] = []
-        end, at = "", 0
+        at = 0
         for turn in self._found(text):
             if turn.start >= at:
-                between = _encode_after(end, text[at : turn.start], ids, encode)
-                if between is not None:
-                    ids += [*between, *turn.ids]
-                    end, at = turn.end, turn.stop
-        rest = _encode_after(end, text[at:], ids, encode)
-        return encode(text) if rest is None else ids + rest
+                ids += encode(text[at : turn.start])
+                ids += turn.ids
+                at = turn.end
+        return ids + encode(text[at:])
 
     def _found(self, text: str) -> list[Turn]:
         """Turns that stand in the text, first to last."""
-        found, hashed, at = [], blake2b(digest_size=16), 0
-        for stop in sorted({turn.stop for turn in self._turns.values() if turn.stop <= len(text)}):
+        found = []
+        hashed = blake2b(digest_size=16)
+        at = 0
+        stops = {turn.stop for turn in self._turns.values()}
+        for stop in sorted(stops):
+            if stop > len(text):
+                break
             hashed.update(text[at:stop].encode())
             at = stop
             key = hashed.digest()
-            if key in self._turns:
+            if turn := self._turns.get(key):
                 self._turns.move_to_end(key)
-                found.append(self._turns[key])
+                found.append(turn)
         return found
-
-
-def _encode_after(
-    end: str, text: str, ids: Sequence[int], encode: Callable[[str], list[int]]
-) -> list[int] | None:
-    """Token ids of `text` behind the end token `end`; None where that cannot be told. Some
-    tokenizers encode the beginning of a text differently, so the end token is encoded with it and
-    taken away."""
-    if not text or not end:
-        return encode(text) if text else []
-    made = encode(end + text)
-    return made[1:] if made[:1] == list(ids[-1:]) else None

@@ -55,11 +55,21 @@ class TooLong(Refused):
     tokens = 0
 
 
+def refused(field: str, why: str) -> Refused:
+    """A refusal of what `field` is or has: "has a cycle; send none"."""
+    return Refused(field, f"{field} {why}")
+
+
+def wrong(field: str, value: Any, why: str) -> Refused:
+    """A refusal that shows the value."""
+    return refused(field, f"= {shown(value)} {why}")
+
+
 def canonical(messages: Sequence[Any]) -> Messages:
     """Messages with a known role and a string as content. Raises Refused for what this server
     cannot read."""
     if not messages:
-        raise Refused("messages", "messages = []: send one message at least")
+        raise refused("messages", "= []: send one message at least")
     made: Messages = []
     for i, message in enumerate(messages):
         turn = _message(message, f"messages[{i}]")
@@ -74,14 +84,13 @@ def canonical(messages: Sequence[Any]) -> Messages:
 
 def _message(message: Any, at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise Refused(at, f"{at} = {shown(message)} is not an object; send role and content")
+        raise wrong(at, message, "is not an object; send role and content")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        why = f"{at}.role = {shown(role)} is not a role; send one of {', '.join(ROLES)}"
-        raise Refused(f"{at}.role", why)
+        raise wrong(f"{at}.role", role, f"is not a role; send one of {', '.join(ROLES)}")
     for key in ("function_call", "audio"):
         if message.get(key):
-            raise Refused(f"{at}.{key}", f"{at}.{key} is not supported; send content, tool_calls")
+            raise refused(f"{at}.{key}", "is not supported; send content, tool_calls")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""
     texts = _texts(content, f"{at}.content")
@@ -90,48 +99,59 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     plain = {"role": role, "content": "".join(texts)}
     for key in KEPT:
         value = message.get(key)
-        if not isinstance(value, str | None):
-            raise Refused(f"{at}.{key}", f"{at}.{key} = {shown(value)} is not text; send a string")
-        if value is not None:
+        if isinstance(value, str):
             plain[key] = value
-    calls = message.get("tool_calls")
-    if not calls:
-        return plain
-    if role != "assistant" or not isinstance(calls, list):
-        why = f"{at}.tool_calls must be a list, of an assistant's message"
-        raise Refused(f"{at}.tool_calls", why)
-    plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        elif value is not None:
+            raise wrong(f"{at}.{key}", value, "is not text; send a string")
+    calls = message.get("tool_calls") or []
+    if calls and (role != "assistant" or not isinstance(calls, list)):
+        raise refused(f"{at}.tool_calls", "must be a list, of an assistant's message")
+    if calls:
+        made = []
+        for i, call in enumerate(calls):
+            made.append(_call(call, f"{at}.tool_calls[{i}]"))
+        plain["tool_calls"] = made
     return plain
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:
     """A call with an object as arguments, as templates want them."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        why = f"{at} = {shown(call)}: send id, type and function with name and arguments"
-        raise Refused(at, why)
+    function = _function(call)
+    if function is None or not isinstance(function.get("name"), str):
+        raise wrong(at, call, "is no call; send id, type and function with name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) or {}
     if not isinstance(arguments, dict):  # some model wrote it so; templates want an object
         arguments = {"arguments": arguments}
-    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
+    made = {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+    if not isinstance(made["id"], str):
+        del made["id"]
+    return made
+
+
+def _function(value: Any) -> Mapping[str, Any] | None:
+    """The function of a tool or of a call."""
+    function = value.get("function") if isinstance(value, Mapping) else None
+    return function if isinstance(function, Mapping) else None
 
 
 def _texts(content: Any, at: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        why = f"{at} = {shown(content)} is not text; send a string or a list of text parts"
-        raise Refused(at, why)
+        raise wrong(at, content, "is not text; send a string or a list of text parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            why = "this server reads text only: send {'type': 'text', 'text': ...}"
-            raise Refused(f"{at}[{i}]", f"{at}[{i}] = {shown(part)}: {why}")
+            why = "is no text, and this server reads text only; send {'type': 'text', 'text': ...}"
+            raise wrong(f"{at}[{i}]", part, why)
         texts.append(part[kind])
     return texts
 
@@ -144,22 +164,20 @@ def clean(text: str) -> str:
 def check_tools(tools: Any) -> Tools:
     """A list of functions to call; none where `tools` is None. Raises Refused."""
     if not isinstance(tools, list | None):
-        raise Refused("tools", f"tools = {shown(tools)} is not a list; send one")
+        raise wrong("tools", tools, "is not a list; send one")
     names: set[str] = set()
     for i, tool in enumerate(tools or ()):
-        at = f"tools[{i}]"
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise Refused(at, f"{at} = {shown(tool)}: send type 'function' and function")
-        name, at = function.get("name"), f"{at}.function"
+        at, function = f"tools[{i}]", _function(tool)
+        if function is None or tool.get("type") != "function":
+            raise wrong(at, tool, "is no function; send type 'function' and function")
+        name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not name or name in names:
-            why = f"{at}.name = {shown(name)} is no name, or there twice; send one of its own"
-            raise Refused(f"{at}.name", why)
+            why = "is no name, or there twice; send one of its own"
+            raise wrong(f"{at}.function.name", name, why)
         names.add(name)
-        parameters = function.get("parameters")
         if not isinstance(parameters, Mapping | None):
-            why = f"{at}.parameters = {shown(parameters)} is not a JSON schema; send an object"
-            raise Refused(f"{at}.parameters", why)
+            why = "is not a JSON schema; send an object"
+            raise wrong(f"{at}.function.parameters", parameters, why)
     return tools or ()
 
 
@@ -190,10 +208,14 @@ def listed(value: Any) -> list[Any]:
 def system_as_user(messages: Messages) -> Messages:
     """System text that does not come first becomes user text."""
     turns: Messages = []
+    first = True
     for message in messages:
-        late = message["role"] == "system" and any(turn["role"] != "system" for turn in turns)
-        said = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
-        turns.append({**message, **said} if late else message)
+        if message["role"] != "system":
+            first = False
+        elif not first:
+            said = f"<system>\n{message['content']}\n</system>"
+            message = {**message, "role": "user", "content": said}
+        turns.append(message)
     return turns
 
 
@@ -212,7 +234,8 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     both = {**other, **one}
     for key in ("content", "reasoning_content"):
         if key in both:
-            both[key] = "\n\n".join(filter(None, (one.get(key), other.get(key))))
+            texts = (one.get(key), other.get(key))
+            both[key] = "\n\n".join(filter(None, texts))
     if "tool_calls" in both:
         both["tool_calls"] = one.get("tool_calls", []) + other.get("tool_calls", [])
     return both
@@ -220,18 +243,14 @@ def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def without_system(messages: Messages) -> Messages:
     """Merged, for a template that knows no system role: its text opens the first user message."""
-    turns = merged(messages)
-    if turns[0]["role"] != "system":
-        return turns
-    return merged([{**turns[0], "role": "user"}, *turns[1:]])
+    first, *rest = merged(messages)
+    if first["role"] == "system":
+        first = {**first, "role": "user"}
+    return merged([first, *rest])
 
 
-REWRITES: tuple[Callable[[Messages], Messages], ...] = (
-    list,
-    system_as_user,
-    merged,
-    without_system,
-)
+Rewrite = Callable[[Messages], Messages]
+REWRITES: tuple[Rewrite, ...] = (list, system_as_user, merged, without_system)
 
 
 def spelled_out(messages: Messages, tools: Tools) -> Messages:
@@ -244,12 +263,14 @@ def spelled_out(messages: Messages, tools: Tools) -> Messages:
             first, messages = _joined(messages[0], first), messages[1:]
         turns.append(first)
     for message in messages:
-        turn = {key: message[key] for key in message if key not in ("tool_calls", "tool_call_id")}
+        turn = dict(message)
+        calls = turn.pop("tool_calls", ())
+        turn.pop("tool_call_id", None)
         if turn["role"] == "tool":
-            said = f"<tool_response>\n{turn['content']}\n</tool_response>"
-            turn |= {"role": "user", "content": said}
+            turn["role"] = "user"
+            turn["content"] = f"<tool_response>\n{turn['content']}\n</tool_response>"
         texts = [turn["content"]]
-        for call in message.get("tool_calls", ()):
+        for call in calls:
             said = json.dumps(call["function"], ensure_ascii=False)
             texts.append(f"<tool_call>\n{said}\n</tool_call>")
         turn["content"] = "\n".join(filter(None, texts))

@@ -81,8 +81,8 @@ class PartBuffer:
             self._kind, self._space = kind, None
         if self._space is None:
             text = text.lstrip()
-        if self._space is None and not text:
-            return
+            if not text:
+                return
         text = (self._space or "") + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
@@ -175,11 +175,11 @@ class OutputParser:
         self._held.append(text)
         if self._state != NORMAL or text.isspace():
             return
-        start = "".join(self._held).lstrip()[: UNTAGGED_CHARS + 1]
+        text = self._text()
+        start = text.lstrip()[: UNTAGGED_CHARS + 1]
         if UNTAGGED_JSON.match(start):
             self._state = JSON_CALL
         elif start and (start[0] not in "{`" or len(start) > UNTAGGED_CHARS):
-            text = "".join(self._held)
             self._enter(CONTENT)
             self._say(text)
 
@@ -194,16 +194,18 @@ class OutputParser:
         elif before in CONTENT_STATES and after == NORMAL:  # a marker that leads nowhere
             if marker == self._tokenizer.tool_call_end and not self._parts.after_call:
                 self._add(marker)
-        elif before in CONTENT_STATES and after == REASONING and self._has_begun():
+        elif before in CONTENT_STATES and after == REASONING and self._begun():
             self._add(marker)
         else:
             self._end_untagged()
             self._enter(after)
 
-    def _has_begun(self) -> bool:
+    def _begun(self) -> bool:
         """Whether the answer itself has begun: nothing in it opens the reasoning any more."""
-        held = "".join(self._held)
-        return self._parts.has_content or bool(self.calls or held.strip())
+        return self._parts.has_content or bool(self.calls or self._text().strip())
+
+    def _text(self) -> str:
+        return "".join(self._held)
 
     def _leave_call(self, marker: str, after: str) -> None:
         """The end of a call, if the call can be read. Else its end is part of it, or it was
@@ -219,7 +221,7 @@ class OutputParser:
     def _end_call(self) -> bool:
         """Whether the text of the call, or what follows the last opening in it, can be read. If so,
         it is."""
-        opener, text = self._opener(), "".join(self._held)
+        opener, text = self._opener(), self._text()
         calls = self._read(text)
         head, opened, last = text.rpartition(opener)
         if not calls and opened and (calls := self._read(last)):
@@ -241,7 +243,7 @@ class OutputParser:
 
     def _call_as_text(self, end: str) -> None:
         log.info("a tool call cannot be read and is shown as text: %s", self._error)
-        self._say(self._opener() + "".join(self._held) + end)
+        self._say(self._opener() + self._text() + end)
 
     def _opener(self) -> str:
         return FUNCTION if self._state == XML_CALL else str(self._tokenizer.tool_call_start)
@@ -249,7 +251,7 @@ class OutputParser:
     def _end_untagged(self) -> None:
         """The end of what may be a call in JSON without tags."""
         if self._state in (NORMAL, JSON_CALL):
-            text = "".join(self._held)
+            text = self._text()
             calls = read_untagged(text, self._tools)
             self._add_calls(calls)
             if text and not calls:

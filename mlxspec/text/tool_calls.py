@@ -6,7 +6,6 @@ A call is read as its name and its arguments, a JSON object as text.
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -99,11 +98,12 @@ def parse_xml(text: str, tools: Tools) -> list[dict[str, Any]]:
     out what it does not expect and rounds large numbers. Raises ValueError where there is anything
     but calls."""
     calls, at = [], 0
+    known = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     while head := XML_HEAD.match(text, at):
         at, arguments = head.end(), {}
-        schemas = _parameter_schemas(head[1], tools)
+        schemas = (known.get(head[1]) or {}).get("properties") or {}
         while value := XML_VALUE.match(text, at):
-            arguments[value[1]] = _typed(value[2], types_of(schemas.get(value[1])))
+            arguments[value[1]] = typed(value[2], types_of(schemas.get(value[1])))
             at = value.end()
         end = XML_TAIL.match(text, at)
         if not end:
@@ -115,15 +115,7 @@ def parse_xml(text: str, tools: Tools) -> list[dict[str, Any]]:
     return calls
 
 
-def _parameter_schemas(name: str, tools: Tools) -> Mapping[str, Any]:
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            parameters = tool["function"].get("parameters") or {}
-            return parameters.get("properties") or {}
-    return {}
-
-
-def _typed(text: str, types: set[str]) -> Any:
+def typed(text: str, types: set[str]) -> Any:
     """The value of a parameter's text; the text itself where it has none of the types."""
     stripped = text.strip()
     if "string" in types:

@@ -165,7 +165,7 @@ def test_a_template_without_a_system_role(tmp_path: Path, tokenizer: Any) -> Non
 
 def test_what_the_template_refuses_in_every_form(tmp_path: Path) -> None:
     never = with_template(tmp_path, "{{ raise_exception('Not these ' ~ messages|length) }}")
-    with pytest.raises(Refused, match="refuses them: Not these 2; change their roles") as caught:
+    with pytest.raises(Refused, match="refuses them: Not these 2; change roles") as caught:
         render_chat(never, [user("A"), user("B")])  # what is said of the messages as they came
     assert caught.value.field == "messages"
 
@@ -309,4 +309,4 @@ def test_a_draft_model_must_have_the_same_vocabulary(tokenizer: Any) -> None:
         UserError, match="draft = small has another vocabulary than big: token 77 is 'other' there"
     ) as e:
         check_draft(tokenizer, Other(swapped), ("big", "small"))
-    assert f"{token!r} here ({len(swapped)} and {len(own)} tokens)" in str(e.value)
+    assert f"{token!r} here" in str(e.value)

@@ -18,7 +18,7 @@ from mlxspec.text.messages import Refused
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import MAX_COMPILED, MAX_DIGITS, Grammars
-from mlxspec.text.structured.json_schema import MAX_BYTES
+from mlxspec.text.structured.json_schema import MAX_BYTES, json_rule
 from tests.schemas import schemas
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, TEMPLATE, THINK, save_tokenizer
 
@@ -74,7 +74,7 @@ def text(g: Grammars, tokens: list[int]) -> str:
 
 
 def by(g: Grammars, schema: Any, thinking: bool | None = False) -> Any:
-    return g.compiled(g.rules([g.json(schema, "f")]), thinking, "f")
+    return g.compiled(g.rules([json_rule(schema, "f")]), thinking, "f")
 
 
 # ---- JSON
@@ -449,7 +449,7 @@ def test_json_or_a_call(agent: Grammars) -> None:
             },
         }
     ]
-    rules = agent.rules([agent.json({"const": 5}, "f"), agent.calls(some, None, True, "f")])
+    rules = agent.rules([json_rule({"const": 5}, "f"), agent.calls(some, None, True, "f")])
     said = {
         text(agent, walk(agent, agent.compiled(rules, False, "f")(), random.Random(i)))
         for i in range(20)

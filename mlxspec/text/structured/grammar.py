@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Refused, Tools
-from mlxspec.text.structured.json_schema import LIMITS, checked_lark, first_line, json_rule
-from mlxspec.text.structured.tools import CALLS, json_calls
+from mlxspec.text.messages import Tools, refused
+from mlxspec.text.structured.json_schema import LIMITS, first_line
+from mlxspec.text.structured.tools import call_rules
 from mlxspec.types import Matcher
 
 MAX_COMPILED = 32  # grammars that are kept
@@ -44,36 +44,25 @@ class Grammars:
     _vocabulary: "Vocabulary | None" = None
     _compiled: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
 
-    def json(self, schema: Any, where: str) -> str:
-        """The rule of JSON that conforms to the schema, an object."""
-        return json_rule(schema, where)
-
-    def lark(self, text: str, where: str) -> str:
-        """A client's whole grammar in Lark's language."""
-        return checked_lark(text, where)
-
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
         """The rule of calls of these tools, or only of the one called `name`; the rules that it
         needs follow on further lines."""
-        functions = [tool["function"] for tool in tools]
-        if name:
-            functions = [function for function in functions if function["name"] == name]
+        functions = []
+        for tool in tools:
+            if not name or tool["function"]["name"] == name:
+                functions.append(tool["function"])
         if not functions:
-            raise Refused(where, f"{where}: there is no tool {name or ''}; send it in tools")
-        kind = self.tokenizer.tool_parser.__module__.rpartition(".")[2]
-        if kind not in CALLS and self.tokenizer.response_transitions:
-            why = f"calls in this model's format, {kind}, cannot be enforced"
-            raise Refused(
-                where, f"{where}: {why}; send tool_choice 'auto' and no format, or 'none'"
-            )
-        return CALLS.get(kind, json_calls)(self.tokenizer, functions, single, where)
+            raise refused(where, f"names no tool {name or ''}; send it in tools")
+        return call_rules(self.tokenizer, functions, single, where)
 
     def rules(self, parts: Iterable[str]) -> str:
         """A whole grammar: one of several rules, each with the rules that it needs behind its first
         line."""
-        numbered = list(enumerate(parts))
-        start = " | ".join(f"way{i}" for i, _ in numbered)
-        return "\n".join([f"start: {start}", *(f"way{i}: {part}" for i, part in numbered)])
+        lines = []
+        for i, part in enumerate(parts):
+            lines.append(f"way{i}: {part}")
+        ways = " | ".join(f"way{i}" for i in range(len(lines)))
+        return "\n".join([f"start: {ways}", *lines])
 
     def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
         """A function that makes a matcher for one answer. `thinking`: the prompt has opened the
@@ -90,18 +79,17 @@ class Grammars:
 
     def _compile(self, lark: str, where: str) -> LLMatcher:
         if len(lark) > MAX_BYTES:
-            raise Refused(where, f"{where} is larger than {MAX_BYTES >> 10} KB; send a smaller one")
+            raise refused(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
         tokens = self._tokens(where).inner
         try:
             grammar = LLMatcher.grammar_from_lark(lark)
             matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
         except UnicodeEncodeError as error:
-            why = f"{where} has half a surrogate pair; send whole characters"
-            raise Refused(where, why) from error
+            raise refused(where, "has half a surrogate pair; send whole characters") from error
         error_or_warnings = _warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
         if error_or_warnings:
             why = first_line(error_or_warnings)
-            raise Refused(where, f"{where} cannot be honoured: {why}; leave it out")
+            raise refused(where, f"cannot be honoured: {why}; leave it out")
         return matcher
 
     def _tokens(self, where: str) -> "Vocabulary":
@@ -109,8 +97,8 @@ class Grammars:
             try:
                 self._vocabulary = Vocabulary(self.tokenizer, self.vocab)
             except BaseException as error:  # a panic of Rust code is no Exception
-                why = f"this model's tokenizer takes no grammars ({first_line(str(error))})"
-                raise Refused(where, f"{where}: {why}; leave it out") from error
+                why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
+                raise refused(where, f"{why}; leave it out") from error
         return self._vocabulary
 
 

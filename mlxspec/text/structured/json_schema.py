@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import lru_cache
-from itertools import product
 from typing import Any, TypeGuard
 
 from llguidance import LLMatcher, LLParserLimits
 
-from mlxspec.text.messages import Refused
+from mlxspec.text.messages import refused, wrong
 from mlxspec.types import shown
 
 Nodes = list[dict[str, Any]]
@@ -25,7 +24,8 @@ MAX_DEPTH = 120  # serde_json, which reads the schema in llguidance, stops at 12
 MAX_LEVELS = 1000  # of all $ref targets: llguidance recurses, 3,000 overran its stack
 MAX_INT = 1 << 53  # llguidance computes with floats: a larger integer becomes its neighbour
 MAX_MULTIPLE = 10_000  # an automaton state per remainder: 9,999,991 took 264 s and 5.6 GB
-MAX_PATTERNS = 4  # on one string: the automaton is a product over them
+MAX_SHIFTED = 1e14  # an integer with a half beyond has more digits than floats hold
+MAX_PATTERNS = 12  # on one string: the automaton is a product over them, 24 took minutes
 EXACT_HINT = "send integers up to 2^53 and other numbers with up to 15 digits"
 
 # One way to write white space, so a weak model cannot go on with it for ever and the text between
@@ -37,16 +37,13 @@ STYLE = {
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',
 }
-MERGED = frozenset(  # keywords that meet those of another schema where two are combined
+BRANCHES = frozenset(("anyOf", "oneOf", "$ref"))
+APPLIED = BRANCHES | frozenset(  # keywords that two combined schemas may both have
     "properties patternProperties items additionalProperties additionalItems prefixItems"
     " pattern".split()
 )
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
-VACUOUS_NAMES: tuple[Any, ...] = (
-    True,
-    {},
-    {"type": "string"},
-)  # propertyNames that constrain nothing
+EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 # llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 15 ms a mask.
 LIMITS = LLParserLimits(
@@ -73,22 +70,18 @@ def checked_schema(schema: Any, where: str) -> dict[str, Any]:
         copy = json.loads(text)
         height = _height(copy)
     except (RecursionError, ValueError) as error:
-        raise Refused(where, f"{where} is not a JSON schema: {error}; send an object") from error
+        raise refused(where, f"is not a JSON schema: {error}; send an object") from error
     if not isinstance(copy, dict):
-        raise Refused(where, f"{where} = {shown(schema)} is not a JSON schema; send an object")
+        raise wrong(where, schema, "is not a JSON schema; send an object")
     if len(text) > MAX_BYTES:
-        raise Refused(where, f"{where} is larger than {MAX_BYTES >> 10} KB; send a smaller schema")
+        raise refused(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller schema")
     if height > MAX_DEPTH:
-        raise Refused(where, f"{where} is nested deeper than {MAX_DEPTH}; send a flatter schema")
+        raise refused(where, f"is nested deeper than {MAX_DEPTH}; send a flatter schema")
     _drop(copy)
     nodes = [value for _, value in _walk(copy) if isinstance(value, dict)]
     _check_references(copy, nodes, where)
     _check_numbers(nodes, where)
-    together = [[node] for node in nodes]  # schemas that may apply to one value
-    if any(map(_merges, nodes)):
-        together = [nodes]
-    for group in together:
-        _check_group(group, where)
+    _check_patterns(nodes, where)
     return copy
 
 
@@ -98,7 +91,7 @@ def validate(schema: str, where: str) -> None:
     grammar = LLMatcher.grammar_from_json_schema(schema)
     _, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if messages:
-        raise Refused(where, f"{where} cannot be honoured: {first_line(messages[0])}; leave it out")
+        raise refused(where, f"cannot be honoured: {first_line(messages[0])}; leave it out")
 
 
 def first_line(error: str) -> str:
@@ -112,14 +105,14 @@ def checked_lark(text: str, where: str) -> str:
     """A client's grammar. Raises Refused for options that have no meaning here, and for what could
     take minutes or gigabytes."""
     if option := OPTION.search(text):
-        raise Refused(where, f"{where}: the option {option[1]} cannot be honoured; leave it out")
+        raise refused(where, f"has the option {option[1]}, which cannot be honoured; leave it out")
     if any(found[1] for found in LITERAL.finditer(text)):  # llguidance takes minutes to find that
-        raise Refused(where, f"{where} has a string or a pattern without its end; close it")
+        raise refused(where, "has a string or a pattern without its end; close it")
     bare = LITERAL.sub('""', text)
     if sign := NOT_IN_LARK.search(bare):
-        raise Refused(where, f"{where}: {sign[0]} is not taken in a grammar; write what may come")
+        raise refused(where, f"has {sign[0]}, which is not taken in a grammar; write what may come")
     if len(re.findall(r"[(\[:]", bare)) > MAX_LEVELS:
-        raise Refused(where, f"{where} has more than {MAX_LEVELS} rules and groups; send fewer")
+        raise refused(where, f"has more than {MAX_LEVELS} rules and groups; send fewer")
     return text
 
 
@@ -131,7 +124,7 @@ def _drop(node: Any, names: bool = False) -> None:
         node.pop("$schema", None)
         if node.get("uniqueItems") is False:
             del node["uniqueItems"]
-        if node.get("propertyNames") in VACUOUS_NAMES:
+        if node.get("propertyNames") in EVERY_NAME:
             del node["propertyNames"]
     for key, value in _items(node):
         if key not in ("const", "enum"):
@@ -155,77 +148,77 @@ def _height(value: Any) -> int:
     return max(depth for depth, _ in _walk(value))
 
 
-def _merges(node: dict[str, Any]) -> bool:
-    """Whether two schemas apply to one value."""
-    combined = sum(key in node for key in ("anyOf", "oneOf", "$ref"))
-    if isinstance(node.get("allOf"), list):
-        combined += len(node["allOf"])
-    return combined + bool(MERGED & node.keys()) > 1
-
-
 def _check_references(root: dict[str, Any], nodes: Nodes, where: str) -> None:
     levels = {}
     for node in nodes:
         if node is not root and isinstance(node.get("$id"), str):  # the base of other references
-            raise Refused(where, f'{where}: an inner "$id" cannot be honoured; leave it out')
+            raise refused(where, 'has an inner "$id", which cannot be honoured; leave it out')
         ref = node.get("$ref")
         if not isinstance(ref, str):
             continue
         if not re.fullmatch(r"#(/[^/~%]+)*", ref):
-            why = f"{where}: $ref = {shown(ref)} is not in the schema; write it as #/$defs/name"
-            raise Refused(where, why)
+            why = f"has $ref = {shown(ref)}, not in the schema; write it as #/$defs/name"
+            raise refused(where, why)
         target: Any = root
         for step in ref.split("/")[1:]:
             target = {str(key): value for key, value in _items(target)}.get(step)
         levels[ref] = _height(target)
     if sum(levels.values()) > MAX_LEVELS:
-        why = f"{where} has more than {MAX_LEVELS} levels in what $ref names; send fewer"
-        raise Refused(where, why)
+        raise refused(where, f"has more than {MAX_LEVELS} levels in what $ref names; send fewer")
 
 
 def _check_numbers(nodes: Nodes, where: str) -> None:
-    """Refuses numbers that llguidance would read inexactly, and moves bounds beyond exact integers
-    inwards. Also what it can count only with a state for each number, or not at all."""
+    """Refuses numbers that llguidance would read inexactly, and what it can count only with a state
+    for each number, or not at all."""
     multiple = 1
     for node in nodes:
         for key in LOWER + UPPER:
             if _is_number(bound := node.get(key)):
-                node[key] = max(bound, -MAX_INT) if key in LOWER else min(bound, MAX_INT)
+                node[key] = _bound(key, bound)
         for key in ("const", "enum", *LOWER, *UPPER):
             for _, value in _walk(node.get(key)):
                 if _is_number(value) and _is_inexact(value):
-                    why = f"{where}: {key} has {shown(value)}, which is not exact; {EXACT_HINT}"
-                    raise Refused(where, why)
+                    why = f"{key} has {shown(value)}, which is not exact; {EXACT_HINT}"
+                    raise refused(where, why)
         step = node.get("multipleOf")
         if _is_number(step):
             multiple = math.lcm(multiple, _digits(step))
         if not 1 <= multiple <= MAX_MULTIPLE:
             why = f"together the digits of all in a schema may make 1 to {MAX_MULTIPLE}"
-            raise Refused(where, f"{where}: multipleOf = {shown(step)}: {why}; leave it out")
+            raise refused(where, f"has multipleOf = {shown(step)}: {why}; leave it out")
         least, required = node.get("minProperties"), node.get("required")
         names = set(map(str, required)) if isinstance(required, list) else ()
         if _is_number(least) and least > 1 + len(names):
-            why = "cannot be honoured, names may come twice; use required"
-            raise Refused(where, f"{where}: minProperties = {shown(least)} {why}")
+            why = f"has minProperties = {shown(least)}, but names may come twice; use required"
+            raise refused(where, why)
 
 
-def _check_group(nodes: Nodes, where: str) -> None:
-    """Refuses exclusive bounds so near to another that llguidance would take an excluded integer,
-    and patterns that may meet on one string."""
-    for low, high in product(LOWER, UPPER):
-        if (low, high) == ("minimum", "maximum"):
-            continue
-        for one, other in product(_numbers(nodes, low), _numbers(nodes, high)):
-            if abs(one - other) < 1:
-                why = "exclusive bounds less than 1 apart cannot be honoured"
-                raise Refused(where, f"{where}: {why}; send minimum and maximum")
-    if len({str(node["pattern"]) for node in nodes if "pattern" in node}) > MAX_PATTERNS:
-        why = f"more than {MAX_PATTERNS} patterns in a schema that combines schemas"
-        raise Refused(where, f"{where}: {why} cannot be honoured; leave some out")
+def _bound(key: str, bound: float) -> float:
+    """A bound, moved inwards to one that llguidance reads right: beyond exact integers to the last
+    of them, and from an exclusive integer, which llguidance takes where the other bound is less
+    than 1 away, to a number beside it."""
+    sign = 1
+    if key in LOWER:
+        bound = max(bound, -MAX_INT)
+    else:
+        sign, bound = -1, min(bound, MAX_INT)
+    if key.startswith("exclusive") and bound % 1 == 0 and abs(bound) < MAX_SHIFTED:
+        step = 1e-8 if abs(bound) < 1e6 else 0.5  # 15 digits in all
+        bound = round(bound + sign * step, 8)
+    return bound
 
 
-def _numbers(nodes: Nodes, key: str) -> set[float]:
-    return {node[key] for node in nodes if _is_number(node.get(key))}
+def _check_patterns(nodes: Nodes, where: str) -> None:
+    """Refuses many patterns that may meet on one string."""
+    combined = False
+    for node in nodes:
+        keys = node.keys()
+        if "allOf" in keys or (keys & BRANCHES and len(keys & APPLIED) > 1):
+            combined = True
+    patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
+    if combined and len(patterns) > MAX_PATTERNS:
+        why = f"combines schemas with more than {MAX_PATTERNS} patterns; leave some out"
+        raise refused(where, why)
 
 
 def _digits(number: float) -> int:

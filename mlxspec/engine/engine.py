@@ -228,9 +228,10 @@ class Engine:
         """Read the memory pressure and give memory back where it is high. Once a step, and idle."""
         if not self.monitor:
             return
-        level, read = self.monitor.poll(), self.monitor.read
-        kv, short = self.scheduler.kv, level > NORMAL
-        self.scheduler.short = short
+        level = self.monitor.poll()
+        read = self.monitor.read
+        kv = self.scheduler.kv
+        self.scheduler.short = short = level > NORMAL
         if short and read != self._pressure_read:
             meter.trim()
         if level > self._pressure:

@@ -3,7 +3,6 @@
 Rule: a registry of our own, no global one; reading costs the engine nothing.
 """
 
-from collections import Counter as Count
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +23,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 GAPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-POSITIONS = 16  # positions in a draft with a label of their own
 MODEL = ("model",)
 
 # Of each model: names in `Stats`, and the last ones of `Served`.
@@ -67,15 +65,28 @@ class Metrics:
     def __init__(self, models: Callable[[], Mapping[str, Served]]) -> None:
         self.models, self.registry = models, CollectorRegistry()
         histogram = partial(Histogram, registry=self.registry)
-        text = "From arrival to the first token."
-        self.first_token = histogram("mlxspec_first_token_seconds", text, MODEL, buckets=SECONDS)
-        text = "From token to token."
-        self.between_tokens = histogram("mlxspec_between_tokens_seconds", text, MODEL, buckets=GAPS)
-        text = "From arrival to the end, by how the request ended."
+        self.first_token = histogram(
+            "mlxspec_first_token_seconds",
+            "From arrival to the first token.",
+            MODEL,
+            buckets=SECONDS,
+        )
+        self.between_tokens = histogram(
+            "mlxspec_between_tokens_seconds", "From token to token.", MODEL, buckets=GAPS
+        )
         labels = ("model", "finish")
-        self.duration = histogram("mlxspec_request_seconds", text, labels, buckets=SECONDS)
-        text = "Requests answered with an error, by status."
-        self.refused = Counter("mlxspec_refused", text, ("status",), registry=self.registry)
+        self.duration = histogram(
+            "mlxspec_request_seconds",
+            "From arrival to the end, by how the request ended.",
+            labels,
+            buckets=SECONDS,
+        )
+        self.refused = Counter(
+            "mlxspec_refused",
+            "Requests answered with an error, by status.",
+            ("status",),
+            registry=self.registry,
+        )
         self.registry.register(self)
 
     def between(self, model: str, seconds: float, tokens: int) -> None:
@@ -102,8 +113,9 @@ class Metrics:
         for name, text in PROCESS.items():
             value = max((row[name] for row in values.values()), default=0)
             yield GaugeMetricFamily(f"mlxspec_{name}", text, value=value)
-        text = "KV blocks by state."
-        blocks = GaugeMetricFamily("mlxspec_kv_blocks", text, labels=("model", "state"))
+        blocks = GaugeMetricFamily(
+            "mlxspec_kv_blocks", "KV blocks by state.", labels=("model", "state")
+        )
         for model, row in values.items():
             for state in ("used", "cached", "free"):
                 blocks.add_metric((model, state), row[f"blocks_{state}"])
@@ -129,28 +141,28 @@ def _drafts(served: Mapping[str, Served]) -> Iterator[Metric]:
     """Drafted and accepted tokens by source and position in the draft."""
     labels = ("model", "source", "position")
     drafted = CounterMetricFamily("mlxspec_drafted_tokens", "Tokens drafted.", labels=labels)
-    text = "Drafted tokens that were accepted."
-    accepted = CounterMetricFamily("mlxspec_accepted_tokens", text, labels=labels)
-    counts = Count[tuple[str, str, str]]()
-    kept = Count[tuple[str, str, str]]()
+    accepted = CounterMetricFamily(
+        "mlxspec_accepted_tokens", "Drafted tokens that were accepted.", labels=labels
+    )
     for model, one in served.items():
         for source, position, tried, right in one.stats.drafts:
-            label = str(position) if position <= POSITIONS else f"{POSITIONS + 1}+"
-            counts[model, source, label] += tried
-            kept[model, source, label] += right
-    for key, count in counts.items():
-        drafted.add_metric(key, count)
-        accepted.add_metric(key, kept[key])
-    yield from (drafted, accepted)
+            key = (model, source, str(position))
+            drafted.add_metric(key, tried)
+            accepted.add_metric(key, right)
+    yield drafted
+    yield accepted
 
 
 def _depths(served: Mapping[str, Served]) -> Metric:
     """Rounds by the number of tokens drafted for them."""
-    text = "Tokens drafted per round; 0 where none were."
-    family = HistogramMetricFamily("mlxspec_draft_depth", text, labels=("model",))
+    family = HistogramMetricFamily(
+        "mlxspec_draft_depth", "Tokens drafted per round; 0 where none were.", labels=MODEL
+    )
     for model, one in served.items():
         rounds = one.stats.depths
-        buckets = [(str(float(le)), sum(n for depth, n in rounds if depth <= le)) for le in DEPTHS]
+        buckets = []
+        for most in DEPTHS:
+            buckets.append((str(float(most)), sum(n for depth, n in rounds if depth <= most)))
         buckets.append(("+Inf", sum(n for _, n in rounds)))
         family.add_metric((model,), buckets, sum(depth * n for depth, n in rounds))
     return family

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Finish = Literal["stop", "length", "abort", "error"]
 
@@ -70,20 +70,6 @@ class Sampling:
         return f"{kind}+penalized" if self.penalized else kind
 
 
-class Matcher(Protocol):
-    """The state of a grammar in one choice. Engine thread only; an error ends the choice."""
-
-    def masks(self, draft: Seq[int]) -> list[bytes]:
-        """The masks of the next token and of those behind each drafted token that is allowed:
-        `len(masks) - 1` are. Bit i % 8 of byte i // 8 allows token i; an empty mask allows all."""
-
-    def take(self, tokens: Seq[int]) -> None:
-        """Advance over sampled tokens."""
-
-    def forced(self, most: int) -> list[int]:
-        """Up to `most` tokens of the only text that can follow; it may be spelled otherwise."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One accepted request, in token ids. `n` choices share the prompt's blocks.
@@ -100,7 +86,7 @@ class Request:
     n: int = 1
     created: float = 0.0
     prediction: tuple[int, ...] = ()  # the answer that the client expects, to copy from
-    grammar: Callable[[], Matcher] | None = None  # makes the matcher of each choice
+    grammar: Callable[[], Any] | None = None  # makes a GrammarMatcher for each choice
     model: str = ""  # its served name; empty: the default
     masks: int = 0  # the vocabulary size that the grammar was made for; 0: unknown
 
@@ -305,9 +291,9 @@ class Sequence:
     accepted: Counter[str] = field(default_factory=Counter)  # by source
     reported_cached: int = 0  # `cached` of the first admission, for usage
     finish: Finish | None = None
-    flight: "deque[Entry]" = field(default_factory=lambda: deque())  # submitted, not committed
+    flight: "deque[Entry]" = field(default_factory=deque)  # submitted, not committed
     admitted: bool = False
-    matcher: Matcher | None = None  # of the request's grammar, advanced over all generated tokens
+    matcher: Any = None  # of the request's grammar, advanced over all generated tokens
     counts: Any = None  # token counts for penalties: the sampler's
 
     @property
@@ -355,22 +341,22 @@ class Entry:
     pending: bool = False
     inflight_drafts: int = 0
     draft: Draft = field(default_factory=Draft)
-    masks: Seq[bytes] = ()  # of the sampled rows, under a grammar; see Matcher.masks
+    masks: Seq[bytes] = ()  # of the sampled rows, under a grammar; see GrammarMatcher.masks
     state: Any = None  # the sequence's recurrent state behind these rows, once submitted
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.draft.tokens)
+        return self.count + len(self.draft)
 
     @property
     def end(self) -> int:
         """Positions this entry makes computed, its draft included."""
-        return self.start + self.count + len(self.draft.tokens)
+        return self.start + self.rows
 
     @property
     def sampled(self) -> int:
         """Rows that are sampled."""
-        return 1 + len(self.draft.tokens) if self.samples else 0
+        return 1 + len(self.draft) if self.samples else 0
 
 
 Plan = Seq[Entry]  # the entries of a step

@@ -156,7 +156,7 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
         worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64, monitor=MemoryMonitor())
         worker.launch()
         asyncio.run(churn(worker, seconds, seen, tell))
-        stats = worker.stats()
+        stats = tiny.stats(worker)
         seen.counts.update(loads=sum(m.loads for m in worker.models().values()))
         seen.counts.update(
             preemptions=stats.preemptions, cached=stats.cached_tokens, steps=stats.steps

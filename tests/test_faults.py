@@ -36,6 +36,7 @@ from mlxspec.server import chat_request as asking
 from mlxspec.server import process
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
+from tests import tiny
 from tests.model.test_layout import save
 from tests.server.scripted import MESSAGES, Answer, Connection
 from tests.server.test_process import Caller, stop_me
@@ -155,7 +156,9 @@ async def asked(app: ASGIApp, worker: Worker, fault: Fault) -> dict[tuple[str, i
             talks[url, n] = Connection(app, url, body | {"stream": stream})
     await until(lambda: len(worker._streams) == len(talks))
     gate.set()
-    await until(lambda: worker.stats().running == 4 and worker.stats().waiting == len(talks) - 4)
+    await until(
+        lambda: tiny.stats(worker).running == 4 and tiny.stats(worker).waiting == len(talks) - 4
+    )
     fault.armed = True
     talks[CHAT, 3] = Connection(app, CHAT, BODIES[CHAT])  # so that there is an order to take
     return {key: await talk.answer() for key, talk in talks.items()}
@@ -322,7 +325,7 @@ def test_a_signal_ends_it_in_time(
         if when in ("load", "swap", "text"):
             assert begun.wait(20)
         elif bodies:
-            while len(went) < 6 or worker.stats().running < len(bodies):
+            while len(went) < 6 or tiny.stats(worker).running < len(bodies):
                 assert not begun.wait(0.005)
         since.append(time.monotonic())
         stop_me()

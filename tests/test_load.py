@@ -108,7 +108,7 @@ def at_rest(s: Served) -> None:
         )
     )
     s.engine.check()
-    stats = s.worker.stats()
+    stats = tiny.stats(s.worker)
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.blocks_cached + stats.blocks_free == BLOCKS - 1
 

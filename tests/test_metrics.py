@@ -60,11 +60,11 @@ def test_drafts_by_source_and_position() -> None:
         for k, v in shown.items()
         if "accepted" in k
     }
-    assert tried == {"1lookup": 9, "16lookup": 7, "17+lookup": 6, "1model": 6}
-    assert kept == {"1lookup": 8, "16lookup": 5, "17+lookup": 3, "1model": 1}
+    assert tried == {"1lookup": 9, "16lookup": 7, "17lookup": 4, "32lookup": 2, "1model": 6}
+    assert kept == {"1lookup": 8, "16lookup": 5, "17lookup": 3, "32lookup": 0, "1model": 1}
     assert shown["mlxspec_speculation_parked_seconds_total"] == 2.5
     assert (
-        'mlxspec_drafted_tokens_total{model="tiny",position="17+",source="lookup"} 6.0'
+        'mlxspec_drafted_tokens_total{model="tiny",position="17",source="lookup"} 4.0'
         in metrics.render().decode()
     )
 

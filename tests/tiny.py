@@ -8,7 +8,7 @@ import importlib
 import io
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +27,7 @@ from mlxspec.model.recurrent import own as own_state
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import MAX_DEPTH, Output, Request, Sampling
+from mlxspec.types import MAX_DEPTH, Output, Request, Sampling, Stats
 
 VOCAB = 320
 SALT = b"tiny"
@@ -184,6 +184,16 @@ class Plain:
             out.append(int(mx.argmax(logits).item()))
             x = mx.array([[out[-1]]])
         return out
+
+
+def stats(worker: Any) -> Stats:
+    """Of all models of a worker together; what is not a number is left out."""
+    merged: dict[str, Any] = {}
+    for served in worker.models().values():
+        for name, value in asdict(served.stats).items():
+            if isinstance(value, int):
+                merged[name] = merged.get(name, 0) + value
+    return Stats(**merged)
 
 
 def windows_of(m: nn.Module) -> list[int]:

@@ -20,7 +20,7 @@ from mlxspec.model import meter
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import Entry, Output, Request, Stats
+from mlxspec.types import Draft, Entry, Output, Request, Stats
 from mlxspec.types import Sequence as Seq
 
 log = logging.getLogger("mlxspec")
@@ -36,11 +36,12 @@ class SpecDecodeMetrics:
     depths: Counter[int] = field(default_factory=Counter)
     parked: float = 0.0
 
-    def record(self, source: str, drafted: int, accepted: int) -> None:
-        self.depths[drafted] += 1
-        for position in range(1, drafted + 1):
-            self.drafted[source, position] += 1
-            self.accepted[source, position] += position <= accepted
+    def record(self, draft: Draft, accepted: int) -> None:
+        self.depths[len(draft)] += 1
+        for i in range(len(draft)):
+            key = draft.source, i + 1
+            self.drafted[key] += 1
+            self.accepted[key] += i < accepted
 
 
 @dataclass(slots=True)
@@ -73,7 +74,11 @@ class Engine:
         """Queue a request. Raises InvalidRequest for a prompt without room for an answer."""
         self.scheduler.add(request)
 
-    def abort(self, request: str, index: int | None = None) -> list[Output]:
+    def abort(
+        self,
+        request: str,
+        index: int | None = None,
+    ) -> list[Output]:
         """End a request's choices now; their blocks are free when this returns."""
         outputs = self.scheduler.abort(request, index)
         self._end_finished()
@@ -87,7 +92,7 @@ class Engine:
     @property
     def active(self) -> bool:
         """Whether there is anything to do, if only for the disk."""
-        return self.busy or (self.offloader is not None and self.offloader.saving)
+        return self.busy or bool(self.offloader and self.offloader.saving)
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -104,14 +109,20 @@ class Engine:
         self._begin_new(plan)
         self.proposer.draft(plan, previous)
         failed = self._fail(structured.mask(plan))
-        plan = [e for e in plan if e.seq.finish is None]
+        plan = [e for e in plan if not e.seq.finish]
         self.runner.copy_blocks(self.scheduler.copies)
         self.scheduler.copies.clear()
         if plan:
             forward = self.runner.forward(plan, previous)
             sampled = self.runner.sample(forward)
-            self.in_flight = self.runner.submit(forward, sampled)
-            self._submitted(self.in_flight, began, previous)
+            step = self.runner.submit(forward, sampled)
+            self.counters["steps"] += 1
+            step.number = self.counters["steps"]
+            step.began = began
+            step.overlaps = previous is not None
+            self.scheduler.submitted(plan)
+            self.in_flight = step
+            self.trace("submit", step.number)
         if previous:
             outputs += self._finish(previous)
         if self.in_flight and not self.in_flight.sampled:
@@ -120,7 +131,7 @@ class Engine:
             outputs += self._finish(self.in_flight)
         outputs += failed
         self._end_finished()
-        self._disk_busy = self.offloader is not None and self.offloader.poll()
+        self._disk_busy = bool(self.offloader and self.offloader.poll())
         self.rests = not (plan or outputs or self._disk_busy)
         return outputs
 
@@ -128,17 +139,10 @@ class Engine:
         """Whether the step in flight must be read before the next one is planned: a grammar's mask
         or a drafter depends on tokens that were not read."""
         running = self.scheduler.running
-        if any(s.matcher is not None and s.pending for s in running):
-            return True
+        for seq in running:
+            if seq.matcher and seq.pending:
+                return True
         return self.proposer.needs_sync(running)
-
-    def _submitted(self, step: Step, began: float, previous: Step | None) -> None:
-        self.counters["steps"] += 1
-        step.number = self.counters["steps"]
-        step.began = began
-        step.overlaps = previous is not None
-        self.scheduler.submitted(step.plan)
-        self.trace("submit", step.number)
 
     def _finish(self, step: Step) -> list[Output]:
         """Read a submitted step: accept, commit, observe."""
@@ -148,12 +152,18 @@ class Engine:
         results = step.read()
         self.trace("read", step.number)
         self._learn_time(step, time.perf_counter() - began)
-        accepted = [accept(e, *new) for e, new in zip(step.plan, results, strict=True)]
-        pairs = list(zip(step.plan, accepted, strict=True))
-        self.runner.rollback(step.plan, [e.count + new.drafts for e, new in pairs])
-        for e, new in pairs:
-            self._count(e, new.drafts)
-        failures = structured.advance(pairs)
+        accepted, rows = [], []
+        for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
+            new = accept(e, tokens, logprobs)
+            accepted.append(new)
+            rows.append(e.count + new.drafts)
+            if e.samples and not e.seq.finish:
+                self.counters["rounds"] += 1
+                self.drafts.record(e.draft, new.drafts)
+            prompt = e.seq.prompt_len - e.start
+            self.counters["prompt_tokens"] += max(0, min(e.count, prompt))
+        self.runner.rollback(step.plan, rows)
+        failures = structured.advance(zip(step.plan, accepted, strict=True))
         outputs = self.scheduler.commit(step.plan, accepted)
         self.counters["generated_tokens"] += sum(len(o.tokens) for o in outputs)
         outputs += self._fail(failures)
@@ -162,15 +172,12 @@ class Engine:
 
     def _fail(self, failures: structured.Failures) -> list[Output]:
         """End the choices whose grammars failed."""
-        return [
-            self.scheduler.end(seq, "error", why) for seq, why in failures if seq.finish is None
-        ]
-
-    def _count(self, e: Entry, drafts: int) -> None:
-        if e.samples and e.seq.finish is None:
-            self.counters["rounds"] += 1
-            self.drafts.record(e.draft.source, len(e.draft), drafts)
-        self.counters["prompt_tokens"] += max(0, min(e.count, e.seq.prompt_len - e.start))
+        outputs = []
+        for seq, error in failures:
+            why = f"the grammar cannot go on: {error}"
+            log.warning("%s", why)
+            outputs.append(self.scheduler.end(seq, "error", why))
+        return outputs
 
     def _learn_time(self, step: Step, waited: float) -> None:
         """A step lasts from the later of its beginning and the read before it to its own read, for
@@ -183,7 +190,7 @@ class Engine:
             return
         prefill = _prompt_rows(step)
         decoding = any(e.count == 1 for e in step.plan)
-        if self.stalls and not prefill and self._pressure == NORMAL:
+        if self.stalls and not prefill and not self.scheduler.short:
             self._watch_for_hang(self.stalls, step, waited)
         self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
@@ -192,16 +199,15 @@ class Engine:
     def _watch_for_hang(self, stalls: HangDetector, step: Step, waited: float) -> None:
         """Report a step whose time is the kernels': without prompts in the step that was built
         while it ran. A device that lags far behind is waited for when submitting, too."""
-        rows = sum(e.rows for e in step.plan)
+        beside = self.in_flight
         if not step.overlaps:
             waited += step.submit_seconds
-        beside_rows = 0
-        if beside := self.in_flight:
+        if beside:
             if _prompt_rows(beside):
                 return
             waited += beside.submit_seconds
-            beside_rows = sum(e.rows for e in beside.plan)
-        stalls.took(rows, self.step_seconds, waited, beside_rows)
+        meanwhile = _rows(beside) if beside else 0
+        stalls.took(_rows(step), self.step_seconds, waited, meanwhile)
 
     def _begin_new(self, plan: Iterable[Entry]) -> None:
         for e in plan:
@@ -212,7 +218,7 @@ class Engine:
 
     def _end_finished(self) -> None:
         for seq in list(self._live):
-            if seq.finish is not None and not seq.flight:
+            if seq.finish and not seq.flight:
                 del self._live[seq]
                 self.proposer.end(seq)
 
@@ -220,24 +226,23 @@ class Engine:
 
     def poll_memory(self) -> None:
         """Read the memory pressure and give memory back where it is high. Once a step, and idle."""
-        if self.monitor is None:
+        if not self.monitor:
             return
-        level, read = self.monitor.poll(), self.monitor.read
+        level = self.monitor.poll()
+        read = self.monitor.read
         kv = self.scheduler.kv
-        if level > NORMAL and read != self._pressure_read:
+        self.scheduler.short = short = level > NORMAL
+        if short and read != self._pressure_read:
             meter.trim()
         if level > self._pressure:
-            evicted = kv.evict_cached()
-            log.info("memory pressure: evicted %d cached blocks and all recurrent states", evicted)
-        if level != self._pressure:
-            self.scheduler.short = level > NORMAL
-            for pool in kv.pools:
-                pool.save_memory = level > NORMAL
+            log.info("memory pressure: evicted %d cached blocks and states", kv.evict_cached())
+        for pool in kv.pools:
+            pool.save_memory = short
         self._pressure, self._pressure_read = level, read
 
     def close(self, seconds: float) -> None:
         """No step will follow: let the disk finish, for at most so many seconds."""
-        if self.offloader is not None:
+        if self.offloader:
             self.offloader.close(seconds)
 
     def reset(self) -> None:
@@ -255,8 +260,12 @@ class Engine:
         """A snapshot; the process's part is the ModelManager's."""
         scheduler, drafts = self.scheduler, self.drafts
         pool, states = scheduler.pool, scheduler.kv.states
-        disk = self.offloader.disk.stats() if self.offloader else DiskStats()
-        drafted = [(*key, n, drafts.accepted[key]) for key, n in drafts.drafted.items()]
+        disk = DiskStats()
+        if self.offloader:
+            disk = self.offloader.disk.stats()
+        drafted = []
+        for key, n in drafts.drafted.items():
+            drafted.append((*key, n, drafts.accepted[key]))
         return Stats(
             **self.counters,
             running=len(scheduler.running),
@@ -266,17 +275,21 @@ class Engine:
             blocks_free=pool.size - 1 - pool.used - len(pool.idle),
             prompt_left=sum(map(_unread, (*scheduler.running, *scheduler.waiting))),
             drafts=tuple(drafted),
-            depths=tuple(sorted(drafts.depths.items())),
+            depths=tuple(drafts.depths.items()),
             parked_seconds=drafts.parked,
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
-            states=len(states) if states else 0,
+            states=len(states or ()),
             disk_read_bytes=disk.read,
             disk_written_bytes=disk.written,
             disk_runs_found=disk.hits,
             disk_runs_damaged=disk.damaged,
             seated=tuple((s.request.id, s.reported_cached) for s in scheduler.running),
         )
+
+
+def _rows(step: Step) -> int:
+    return sum(e.rows for e in step.plan)
 
 
 def _prompt_rows(step: Step) -> int:

@@ -46,7 +46,7 @@ from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import ModelInfo, Request, Sampling, UnsupportedModel
+from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 log = logging.getLogger("mlxspec")
 
@@ -55,49 +55,35 @@ WARM_ROWS = 64  # of a warm-up prompt
 
 
 def load_engine(
-    path: Path,
-    name: str,
-    config: Config,
-    draft: Path | None = None,
-    share: float = 1.0,
+    path: Path, name: str, config: Config, draft: Path | None = None, share: float = 1.0
 ) -> tuple[Engine, ModelInfo]:
-    """Load the model at `path`, and maybe a draft model. This thread owns MLX from now on.
-
-    `share` is the model's part of the memory for caches. Raises UnsupportedModel with the reason
-    and the fix.
+    """Load the model at `path`, and maybe a draft model; this thread owns MLX from now on. `share`
+    is the model's part of the memory for caches. Raises UnsupportedModel.
     """
-    # Load. The weights stay on disk until the plan shows that they fit.
     began = time.perf_counter()
-    loaded = [load(each) for each in (path, draft) if each]
-    models = [each for each, _ in loaded]
+    loaded = [load(each) for each in (path, draft) if each]  # their weights stay on disk
+    models = [model for model, _ in loaded]
     context = min(context_of(loaded[0][1]), config.context or 1 << 31)
-    size = sum(weights(each) for each in models)  # a Runner hides some of them
+    size = sum(map(weights, models))  # a Runner hides some of them
     cases = _cases(models, config)  # likewise
     plan_for = partial(make_plan, config, context, size, free=_free_bytes(config), share=share)
     plan_for([(0, (), 0)])  # the weights alone: with some models, geometry() reads weights
     plan_for([geometry(models[0], config.kv_bits), *map(geometry, models[1:])])
-    for each in models:
-        load_weights(each)
-
-    # Choose the layout, as an earlier start did, and the kernels.
+    for model in models:
+        load_weights(model)
     file = cache_file(path, config)
-    cache = WarmupCache.load(file)
-    fresh = cache is None
-    if cache is None:
-        try:
-            cache = WarmupCache(layout=find_layout(models[0], config.layout, config.kv_bits))
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{path}: {error}") from error
+    cache = WarmupCache.load(file) or _find_layout(path, models[0], config)
     layout = cache.layout
-    small = fit_small(draft, *loaded[1], layout) if draft else None
+    caches, small = [layout.cache_bytes], None
+    if draft:
+        small = fit_small(draft, *loaded[1], layout)
+        caches.append(small.fit.cache_bytes)
     stalls = _verify_kernels(cases, config)  # before the pools take memory
-
-    # Plan again with what the layout really keeps, build the engine, warm up, calibrate.
-    plan = plan_for([layout.cache_bytes, *([small.fit.cache_bytes] if small else [])])
+    plan = plan_for(caches)  # with what the layout really keeps
     identity = _identity(path, layout, plan, config)
     engine = _build(models[0], layout, plan, context, identity, config)
     engine.stalls = stalls
-    _warm_up(engine, fresh)
+    _warm_up(engine, cache)
     if config.speculate == "on":
         _speculate(engine, cache, small)
     cache.save(file)
@@ -105,9 +91,16 @@ def load_engine(
         disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
         offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
         engine.offloader = engine.scheduler.offloader = offloader
-
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
     return engine, _report(engine.scheduler, name, layout, plan, context)
+
+
+def _find_layout(path: Path, model: Module, config: Config) -> WarmupCache:
+    """At the first start."""
+    try:
+        return WarmupCache(layout=find_layout(model, config.layout, config.kv_bits))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
 
 
 def _report(
@@ -137,9 +130,10 @@ def _cases(models: Sequence[Module], config: Config) -> list[Case]:
     """The kernels to verify. The K/V of a draft model are not quantized."""
     if config.kernels == "off":
         return []
-    found = cases_of(models[0], config.block_size, config.kv_bits)
-    for draft in models[1:]:
-        found += cases_of(draft, config.block_size)
+    found, bits = [], config.kv_bits
+    for model in models:
+        found += cases_of(model, config.block_size, bits)
+        bits = 0
     return found
 
 
@@ -148,31 +142,28 @@ def _free_bytes(config: Config) -> int:
     free = min(memory.available(), meter.device_free())
     if config.memory_gb:
         free = config.memory_bytes - meter.held()[0]
-    return max(0, free - owed())
+    return free - owed()
 
 
 def _verify_kernels(cases: Sequence[Case], config: Config) -> HangDetector | None:
     """Decide which kernels are used. None if none is used."""
-    began, file = time.perf_counter(), VerdictFile(cache_of(config) / KERNELS_DIR)
     with progress("Trying kernels") as report:
-        verdicts = verify(cases, file, report)
-    used = [name for name, verdict in verdicts.items() if verdict.way]
+        verdicts = verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
+    used = [verdict for verdict in verdicts.values() if verdict.way]
     if verdicts and not missing():
-        took = time.perf_counter() - began
-        log.info("%d of %d kernels in use, checked in %.1f s", len(used), len(verdicts), took)
+        log.info("%d of %d kernels in use", len(used), len(verdicts))
     return HangDetector() if used else None
 
 
-def _identity(path: Path, layout: LayoutChoice, plan: MemoryPlan, config: Config) -> str:
+def _identity(
+    path: Path,
+    layout: LayoutChoice,
+    plan: MemoryPlan,
+    config: Config,
+) -> str:
     """A hash of everything that the content of a KV block depends on, beside its tokens."""
-    facts = versions() | {
-        "layout": layout.layout,
-        "bits": str(layout.kv_bits),
-        "block": str(config.block_size),
-        "windows": str(sorted(plan.windows)),
-        "device": str(mx.default_device()),
-    }
-    return fingerprint(path, facts)
+    kept = f"{layout.layout} {layout.kv_bits} {config.block_size} {sorted(plan.windows)}"
+    return fingerprint(path, versions() | {"kept": kept, "device": str(mx.default_device())})
 
 
 def _build(
@@ -207,39 +198,44 @@ def _build(
     return Engine(runner, scheduler, vocab=layout.vocab)
 
 
-def _warm_up(engine: Engine, fresh: bool) -> None:
+def _warm_up(engine: Engine, cache: WarmupCache) -> None:
     """Run short requests through the real pools, which allocates them and compiles what is compiled
-    lazily. At the first start of a model also check that steps write the pools in place; later a
-    single row is enough."""
+    lazily. At the first start of a model also check that steps write the pools in place, and time a
+    prompt, from which the budget for prompts starts."""
     scheduler, limit = engine.scheduler, engine.scheduler.limit
     if limit < 2:
         raise UnsupportedModel(
             f"a context of {limit} tokens has no room for an answer; raise --context or --kv-blocks"
         )
     pace, scheduler.pace = scheduler.pace, PrefillBudget()  # learns nothing from compiling
-    if not fresh:
-        _run(engine, (1,), 1, 1)
+    if cache.prefill_seconds:
+        _run(engine, 0, 1, 1)
     else:
-        rows, places = min(WARM_ROWS, limit - 1), set()
+        sizes, places = set(), set()
         # With odd and even numbers of steps: two buffers in turn are back in place after two.
-        for numbers, tokens in (((1, 2), 4), ((3, 4), 4), ((5, 6), 3)):
-            _run(engine, numbers, rows, tokens)
-            sizes = tuple(engine.runner.view.held.values())
-            places.add((sizes, engine.runner.addresses()))
-        if len({sizes for sizes, _ in places}) < len(places):  # a grown pool may have moved
-            log.warning(
-                "MLX copies the KV pool in each step instead of writing in place: answers are right"
-                " but slow; please report it"
-            )
+        for number, tokens in enumerate((4, 4, 3, 1)):
+            _run(engine, 2 * number, WARM_ROWS, tokens)
+            held = tuple(engine.runner.view.held.values())
+            sizes.add(held)
+            places.add((held, engine.runner.addresses()))
+        if len(sizes) < len(places):  # a grown pool may have moved
+            log.warning("MLX copies the KV pool in each step: answers are slow; please report it")
+        cache.prefill_seconds = engine.step_seconds / 2  # of the last prompts, in one step
     scheduler.pace = pace
+    pace.learn(WARM_ROWS, True, cache.prefill_seconds)
     engine.reset()
 
 
-def _run(engine: Engine, numbers: Sequence[int], rows: int, tokens: int) -> None:
-    """Serve a prompt of `rows` tokens for each number."""
-    for number in numbers:
-        prompt = tuple((number + at) % engine.vocab for at in range(rows))
-        engine.add(Request(f"warm-up {number}", prompt, tokens, Sampling(seed=1)))
+def _run(
+    engine: Engine,
+    number: int,
+    rows: int,
+    tokens: int,
+) -> None:
+    """Serve two prompts of `rows` tokens."""
+    for start in (number, number + 1):
+        prompt = tuple((start + at) % engine.vocab for at in range(rows))
+        engine.add(Request("warm-up", prompt[: engine.scheduler.limit - 1], tokens))
     while engine.busy:
         engine.step()
 
@@ -252,7 +248,8 @@ def _speculate(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> 
         return
     highest, kernels = pool.highest, kernels_in_use()
     known = cache.costs if cache.kernels == kernels else None
-    table = pool.allocate(min(len(pool.free_blocks), -(-MEASURED // pool.block_size))) or []
+    blocks = min(len(pool.free_blocks), -(-MEASURED // pool.block_size))
+    table = pool.allocate(blocks) or []
     try:
         with progress("Measuring steps") as report:
             costs = calibrate(runner, engine.vocab, table, known, report)
@@ -261,19 +258,13 @@ def _speculate(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> 
             return
         drafters: list[Drafter] = [NgramDrafter()]
         if small:
-            drafters.append(_draft_model(engine, small, table))
+            drafts = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
+            drafts.grow_on_demand(lambda: [pool.highest])
+            seconds, vocab = one_row(drafts, table), small.fit.vocab
+            drafters.append(DraftModel(drafts, engine.vocab, seconds, vocab, small.context))
     finally:
         pool.free(table)
         pool.highest = highest  # the measurement left nothing worth keeping
     cache.costs, cache.kernels = costs, kernels
     runner.tap([tap for drafter in drafters for tap in drafter.taps])
     engine.proposer = Proposer(costs, drafters, overlap=runner.layout == "rows")
-
-
-def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftModel:
-    """The draft model over the target's block ids; `table` are blocks to measure it with."""
-    pool = engine.scheduler.pool
-    runner = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
-    runner.grow_on_demand(lambda: [pool.highest])
-    seconds = one_row(runner, table)
-    return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)

@@ -133,14 +133,11 @@ def make_plan(
     free: int,
     share: float = 1.0,
 ) -> MemoryPlan:
-    """Divide `free` bytes: full contexts, sliding windows, states and snapshots, each cut by the
-    same part if that is too much.
+    """Divide `free` bytes beside `weights`: pools and states, each cut by the same part if needed.
 
-    `weights` are bytes. `caches` are those of the model and maybe its draft model. The pool for
-    full attention also holds windows that no context exceeds, and all K/V of the draft model.
-    `share` is this model's part of the memory for caches, which one sequence may exceed. Raises
-    OutOfMemory with what is needed, what is free and what would fit.
-    """
+    `caches` are those of the model and its draft model, whose K/V are in the pool for full
+    attention, like windows that no context exceeds. `share` is this model's part of the memory for
+    caches, which one sequence may exceed. Raises OutOfMemory."""
     _, local, state_bytes = caches[0]
     windows = {window: size for window, size in local if window < context}
     token_bytes = sum(size + sum(each for _, each in local) for size, local, _ in caches)
@@ -154,31 +151,28 @@ def make_plan(
         raise _too_large(config, held, int(least / part), free)
     wanted = max(1, sum(pool.unit * pool.most for pool in pools) - least)
     rest = min(max(0, int(budget * share) - least), wanted)
-    counts = []
+    counts, cache_bytes = [], 0
     for pool in pools:
         more = pool.most - pool.least
-        counts.append(pool.least + (more * rest // wanted if pool.unit else more))
+        if pool.unit:
+            more = more * rest // wanted
+        counts.append(pool.least + more)
+        cache_bytes += pool.unit * counts[-1]
     blocks, *window_blocks, sequences, snapshots = counts
-    for window, held_blocks in zip(windows, window_blocks, strict=True):
-        one, two = (_window_blocks(window, config, n) for n in (1, 2))
-        sequences = max(1, min(sequences, 1 + (held_blocks - one) // (two - one)))
-    counts[-2] = sequences
     # A snapshot is no larger than the KV between two; a context uses a quarter of them at most.
     by_size = -(-state_bytes // pools[0].unit) if pools[0].unit else 0
     by_count = -(-context // (config.block_size * max(1, snapshots // 4)))
-    return MemoryPlan(
-        weights,
-        sum(pool.unit * count for pool, count in zip(pools, counts, strict=True)),
-        blocks,
-        dict(zip(windows, window_blocks, strict=True)),
-        sequences,
-        snapshots,
-        max(LEAST_STRIDE, by_size, by_count),
-    )
+    stride = max(LEAST_STRIDE, by_size, by_count)
+    kept = dict(zip(windows, window_blocks, strict=True))
+    return MemoryPlan(weights, cache_bytes, blocks, kept, sequences, snapshots, stride)
 
 
 def _pools(
-    config: Config, context: int, token_bytes: int, windows: Mapping[int, int], state_bytes: int
+    config: Config,
+    context: int,
+    token_bytes: int,
+    windows: Mapping[int, int],
+    state_bytes: int,
 ) -> list[Pool]:
     """Blocks for full attention, blocks of each window, running states, snapshots."""
     size, sequences = config.block_size, config.max_sequences

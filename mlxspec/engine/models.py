@@ -4,11 +4,9 @@ Rule: orders for models that are not loaded are served in the order in which the
 that has to leave finishes what it took and takes nothing new, so nothing starves.
 """
 
-import ctypes
 import gc
 import logging
 import math
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -18,7 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
-from mlxspec.engine.pressure import NORMAL, MemoryMonitor
+from mlxspec.engine.pressure import MemoryMonitor
 from mlxspec.model import meter
 from mlxspec.types import (
     Finish,
@@ -41,9 +39,6 @@ LOADING_BYTES = 1 << 62  # expected of a load, whose size is known when it is do
 UNKNOWN = ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0)
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
-# (name, bytes of all loaded models, bytes of those that will be unloaded) -> why the model does
-# not fit into memory, or ""
-MemoryCheck = Callable[[str, int, int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +85,11 @@ class ModelSlot:
     @property
     def busy(self) -> bool:
         """Whether a request waits for its steps."""
-        return self.engine is not None and self.engine.busy
+        return bool(self.engine and self.engine.busy)
 
     @property
     def nbytes(self) -> int:
-        return self.info.weight_bytes + self.info.kv_bytes if self.engine is not None else 0
+        return self.info.weight_bytes + self.info.kv_bytes if self.engine else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -106,12 +101,13 @@ class ModelManager:
     """
 
     slots: Sequence[ModelSlot]
-    memory_check: MemoryCheck = lambda name, held, freed: ""
+    # (name, bytes of all loaded models, bytes of those that will be unloaded) -> why the model does
+    # not fit into memory, or ""
+    memory_check: Callable[[str, int, int], str] = lambda name, held, freed: ""
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
     monitor: MemoryMonitor | None = None
     lazy: bool = False
-    models: dict[str, ModelSlot] = field(default_factory=dict)
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
     _disk_bytes: int = 0
@@ -121,11 +117,10 @@ class ModelManager:
         """Load the default model, unless `lazy`. Raises what loading raises."""
         if not self.lazy:
             self._start(self.slots[0])
-        self.models = {slot.info.name: slot for slot in self.slots}
         self._turns = deque(self.slots)
 
     def _engines(self) -> list[Engine]:
-        return [slot.engine for slot in self.slots if slot.engine is not None]
+        return [slot.engine for slot in self.slots if slot.engine]
 
     @property
     def busy(self) -> bool:
@@ -140,7 +135,7 @@ class ModelManager:
     def close(self) -> None:
         """Drop all models; the thread ends."""
         for slot in self.slots:
-            if slot.engine is not None:
+            if slot.engine:
                 slot.engine.close(CLOSE_S)
                 slot.engine = None
 
@@ -153,28 +148,29 @@ class ModelManager:
     def snapshot(self) -> dict[str, Served]:
         """All models by name, the default first."""
         for engine in self._engines():
-            if engine.offloader is not None:  # all share one directory
+            if engine.offloader:  # all share one directory
                 self._disk_bytes = engine.offloader.disk.stats().bytes
         active, cached = meter.held()
         process: dict[str, Any] = dict(
             disk_bytes=self._disk_bytes,
-            memory_pressure=self.monitor.level if self.monitor else NORMAL,
-            footprint_bytes=self.monitor.footprint if self.monitor else 0,
             mlx_active_bytes=active,
             mlx_cache_bytes=cached,
             live_arrays=meter.arrays(),
         )
+        if self.monitor:
+            process["memory_pressure"] = self.monitor.level
+            process["footprint_bytes"] = self.monitor.footprint
         coming = self._slot(self._waiting[0]) if self._waiting else None
         served = {}
-        for name, slot in self.models.items():
-            status: Literal["loaded", "loading", "unloaded"] = "loaded"
+        for slot in self.slots:
+            status: Literal["loaded", "loading", "unloaded"] = "unloaded"
             stats = slot.last_stats
-            if slot.engine is not None:
-                stats = slot.engine.stats()
-            else:
-                status = "loading" if slot is coming else "unloaded"
+            if slot.engine:
+                status, stats = "loaded", slot.engine.stats()
+            elif slot is coming:
+                status = "loading"
             stats = replace(stats, **process)
-            served[name] = Served(
+            served[slot.info.name] = Served(
                 slot.info, status, stats, slot.pinned, slot.loads, slot.error, slot.used
             )
         return served
@@ -192,10 +188,13 @@ class ModelManager:
 
     def _dispatch(self, order: Request | LoadCommand) -> list[Output]:
         slot = self._slot(order)
-        ready = slot.engine is not None and not slot.leaving
+        ready = slot.engine and not slot.leaving
         if isinstance(order, LoadCommand):
-            if ready if order.load else slot.engine is None:
-                return self._done(order)
+            if ready if order.load else not slot.engine:
+                if order.pin is not None:
+                    slot.pinned = order.pin
+                slot.used = self.clock()
+                return _finish(order, "stop")
         elif ready:
             return self._add(slot, order)
         elif self.clock() - slot.failed < RETRY_S:
@@ -204,11 +203,12 @@ class ModelManager:
         return []
 
     def _slot(self, order: Request | LoadCommand) -> ModelSlot:
-        return self.models[order.model] if order.model else self.slots[0]
+        by_name = {slot.info.name: slot for slot in self.slots}
+        return by_name[order.model] if order.model else self.slots[0]
 
     def _add(self, slot: ModelSlot, request: Request) -> list[Output]:
         """Hand a request to its engine; the limits known before the load may have been wrong."""
-        assert slot.engine is not None
+        assert slot.engine
         slot.used = self.clock()
         if request.grammar and request.masks not in (0, slot.info.vocab):
             why = f"the vocabulary of {slot.info.name} was unknown; send the request again"
@@ -218,13 +218,6 @@ class ModelManager:
         except UserError as error:
             return _finish(request, "error", error=str(error), fault="prompt")
         return []
-
-    def _done(self, command: LoadCommand) -> list[Output]:
-        slot = self._slot(command)
-        if command.pin is not None:
-            slot.pinned = command.pin
-        slot.used = self.clock()
-        return _finish(command, "stop")
 
     def _abort(self, abort: Abort) -> list[Output]:
         outputs = []
@@ -246,7 +239,9 @@ class ModelManager:
         waiting, self._waiting = self._waiting, deque()
         for slot in self.slots:
             slot.leaving = False
-        outputs = [output for order in waiting for output in self._dispatch(order)]
+        outputs = []
+        for order in waiting:
+            outputs += self._dispatch(order)
         return outputs + self._plan()
 
     def _plan(self) -> list[Output]:
@@ -272,7 +267,7 @@ class ModelManager:
 
     def _by_last_use(self) -> list[ModelSlot]:
         """Models that may be unloaded: idle before busy, least recently used first."""
-        loaded = [slot for slot in self.slots if slot.engine is not None and not slot.pinned]
+        loaded = [slot for slot in self.slots if slot.engine and not slot.pinned]
         return sorted(loaded, key=lambda slot: (slot.busy, slot.used))
 
     def step(self) -> list[Output]:
@@ -288,7 +283,7 @@ class ModelManager:
         for _ in self.slots:
             slot = self._turns[0]
             self._turns.rotate(-1)
-            if slot.engine is not None and slot.engine.active:
+            if slot.engine and slot.engine.active:
                 if slot.busy:
                     slot.used = self.clock()
                 return slot.engine.step()
@@ -330,7 +325,7 @@ class ModelManager:
         self._expect(slot.nbytes)
 
     def _expect(self, size: int) -> None:
-        if self.monitor is not None:
+        if self.monitor:
             self.monitor.reserve(size)
 
     def _fail(self, slot: ModelSlot, reason: str) -> list[Output]:
@@ -345,7 +340,7 @@ class ModelManager:
         return outputs + self._resume()
 
     def _unload(self, slot: ModelSlot) -> None:
-        assert slot.engine is not None
+        assert slot.engine
         stats = slot.engine.stats()
         slot.last_stats = replace(stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0)
         self._expect(-slot.nbytes)
@@ -369,10 +364,7 @@ def _finish(order: Request | LoadCommand, finish: Finish, **reason: Any) -> list
 
 
 def _release_memory() -> None:
-    """Give back what nobody refers to: models are full of cycles, MLX keeps buffers, glibc keeps
-    pages."""
+    """Give back what nobody refers to: models are full of cycles, and MLX keeps buffers."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)

@@ -5,7 +5,6 @@ Rule: no MLX and no thread of its own.
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,21 +43,18 @@ class MemoryMonitor:
     footprint: int = 0  # bytes
     read: float = -math.inf  # time of the last reading
     _since: float = -math.inf  # time at which the level was last reached
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reserve(self, size: int) -> None:
         """Plan for `size` more bytes, or fewer if negative."""
-        with self._lock:
-            self.planned += size
+        self.planned += size
 
     def poll(self) -> int:
         """The level now."""
-        with self._lock:
-            now = self.clock()
-            if now - self.read >= POLL_S:
-                self.read = now
-                self._update(now)
-            return self.level
+        now = self.clock()
+        if now - self.read >= POLL_S:
+            self.read = now
+            self._update(now)
+        return self.level
 
     def _update(self, now: float) -> None:
         self.footprint, before = memory.footprint(), self.level

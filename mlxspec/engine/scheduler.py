@@ -75,7 +75,7 @@ class Scheduler:
             raise InvalidRequest(too_long(len(request.prompt), self.limit))
         request = replace(request, max_tokens=min(request.max_tokens, room))
         for index in range(request.n):
-            seq = Sequence(request, index, next(self._order), list(request.prompt))
+            seq = Sequence(request, index, next(self._order), [*request.prompt])
             seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
@@ -113,11 +113,11 @@ class Scheduler:
             if seq.remaining == 1:
                 self._place(plan, seq, 1)
         # A token in flight is also a running answer that this step would delay.
-        budget = self.pace.rows(decoding=bool(plan) or any(s.pending for s in self.running))
+        decoding = bool(plan) or any(s.pending for s in self.running)
+        budget = self.pace.rows(decoding)
         prefills = [s for s in ready if s.remaining > 1]
-        for seq in sorted(
-            prefills, key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order)
-        ):
+        prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
+        for seq in prefills:
             n = self.kv.limit_rows(seq, min(seq.remaining, budget))
             if n > 0 and self._place(plan, seq, n):
                 budget -= n
@@ -139,14 +139,17 @@ class Scheduler:
         while need := self.kv.blocks_needed(seq, seq.computed + seq.inflight_drafts + n):
             if self.kv.allocate(seq, need):
                 break
-            victim = next((s for s in reversed(self.running) if not s.inflight_drafts), seq)
+            victim = seq
+            for other in self.running:
+                if not other.inflight_drafts:
+                    victim = other
             if victim.order <= seq.order:
                 return False
             self._preempt(victim)
             plan[:] = [e for e in plan if e.seq is not victim]
-        samples = seq.computed + n == seq.known
-        entry = Entry(seq, seq.computed, n, samples, inflight_drafts=seq.inflight_drafts)
-        entry.pending = samples and seq.pending > 0
+        entry = Entry(seq, seq.computed, n, samples=n == seq.remaining)
+        entry.inflight_drafts = seq.inflight_drafts
+        entry.pending = entry.samples and seq.pending > 0
         plan.append(entry)
         return True
 
@@ -184,7 +187,9 @@ class Scheduler:
         slots = 1 if self.short else self.max_sequences
         for seq in list(self.waiting):
             free = len(self.pool.free_blocks) - promised
-            if len(self.running) >= slots or (seq is self._blocked and free <= self._blocked_free):
+            if len(self.running) >= slots:
+                break
+            if seq is self._blocked and free <= self._blocked_free:
                 break
             if self._must_wait(seq):
                 continue
@@ -240,13 +245,13 @@ class Scheduler:
         for e, new in zip(plan, accepted, strict=True):
             seq = e.seq
             seq.flight.popleft()
-            if seq.finish is not None:
+            if seq.finish:
                 continue
             if e.samples:
                 outputs.append(self._extend(e, new))
             if seq.table:
                 self._publish(e, new)
-            if seq.finish is not None:
+            if seq.finish:
                 self._release(seq)
         return outputs
 
@@ -260,12 +265,13 @@ class Scheduler:
         if drafts:
             seq.accepted[entry.draft.source] += drafts
         seq.tokens += new.tokens
-        if seq.table:
-            later = sum(e.count for e in seq.flight)
-            seq.computed = entry.start + entry.count + drafts + later
+        computed = entry.start + entry.count + drafts
         for e in seq.flight:
             e.start += drafts
             e.inflight_drafts -= len(entry.draft)
+            computed += e.count
+        if seq.table:
+            seq.computed = computed
         seq.finish = new.finish
         return _output(seq, new)
 
@@ -273,7 +279,7 @@ class Scheduler:
         """Make the sequence's full blocks, its partial last one and its state known to others."""
         seq, kv = entry.seq, self.kv
         upto = entry.start + entry.count + new.drafts
-        ended = seq.finish is not None
+        ended = seq.finish
         if self.sharing and upto <= len(seq.table) * self.pool.block_size:
             kv.cache_blocks(seq, upto)
             prompt_done = entry.start < seq.prompt_len <= upto
@@ -301,7 +307,11 @@ class Scheduler:
         self.kv.check([*self.running, *self.waiting])
 
 
-def accept(entry: Entry, sampled: list[int], logprobs: list[Logprob]) -> Accepted:
+def accept(
+    entry: Entry,
+    sampled: list[int],
+    logprobs: list[Logprob],
+) -> Accepted:
     """The tokens of an entry that count: cut behind a stop token or at max_tokens."""
     seq = entry.seq
     for n, token in enumerate(sampled, 1):

@@ -29,9 +29,11 @@ Kernels = list[tuple[str, str, int, int]]  # (case, version, fewest rows, most r
 
 
 class WarmupCache(BaseModel):
-    """`costs` were measured with `kernels` in use."""
+    """`prefill_seconds` are those of a warm-up prompt, 0: not measured. `costs` were measured with
+    `kernels` in use."""
 
     layout: LayoutChoice
+    prefill_seconds: float = 0.0
     costs: Costs | None = None
     kernels: Kernels = []
 

@@ -11,10 +11,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,7 +22,6 @@ import mlx.core as mx
 from mlxspec.engine.models import Abort, LoadCommand, ModelManager, ModelSlot, Order, Start
 from mlxspec.engine.pressure import CRITICAL, HOLD_S, MemoryMonitor
 from mlxspec.types import (
-    PROCESS,
     Busy,
     Dead,
     Finish,
@@ -31,7 +29,6 @@ from mlxspec.types import (
     Output,
     Request,
     Served,
-    Stats,
     UnsupportedModel,
     line_of,
 )
@@ -45,7 +42,6 @@ STOP_S = 30.0  # for the step in progress to end
 MAX_UNREAD = 1 << 14  # outputs that a client may leave unread, per choice; 0.5 to 3 KB each
 IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
 STOPPING = "the server is stopping"
-MAXIMA = PROCESS | {"step_seconds"}  # fields of Stats that are not summed
 
 
 class Stream:
@@ -71,17 +67,13 @@ class Stream:
         """Deliver an output, unless its choice has finished."""
         if output.index in self.unfinished:
             self._queue.put_nowait(output)
-            if output.finish is not None:
+            if output.finish:
                 self.unfinished.discard(output.index)
 
     def finish(self, finish: Finish, **reason: Any) -> None:
         """End all choices that have not finished."""
         for index in sorted(self.unfinished):
             self.put(Output(self.id, index, (), finish=finish, **reason))
-
-    @property
-    def overflown(self) -> bool:
-        return bool(self.unfinished) and self._queue.qsize() > self.limit
 
 
 class Worker:
@@ -94,7 +86,6 @@ class Worker:
     def __init__(
         self,
         models: ModelManager | Start,
-        *,
         max_sequences: int = 16,
         max_queue: int = 64,
         monitor: MemoryMonitor | None = None,
@@ -154,10 +145,6 @@ class Worker:
 
     def draining(self) -> bool:
         return self._draining
-
-    def stats(self) -> Stats:
-        """Of all models together."""
-        return total([Stats(), *(served.stats for served in self._models.values())])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice, before the next step; unknown ids do nothing."""
@@ -230,8 +217,7 @@ class Worker:
                 while self._streams and self.alive():
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
-            left = len(self._streams)
-            log.warning("aborting %d requests that did not finish in %.0f s", left, timeout)
+            log.warning("aborting %d requests that did not finish", len(self._streams))
             for name in self._streams:
                 self.abort(name)
             if self.loading():  # the engine thread may not see the aborts for long
@@ -244,11 +230,11 @@ class Worker:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            stream = self._streams.get(output.request)
-            if stream is None:
+            if output.request not in self._streams:
                 continue
+            stream = self._streams[output.request]
             stream.put(output)
-            if stream.overflown:
+            if stream.unfinished and stream._queue.qsize() > stream.limit:
                 self.abort(output.request)
                 stream.finish("error", fault="client")
             if not stream.unfinished:
@@ -292,30 +278,21 @@ class Worker:
             self._busy, timeout = False, IDLE_POLL_S
         elif manager.waits_for_disk:
             timeout = DISK_WAIT_S
-        orders = self._receive(timeout)
+        orders: list[Order] = []
+        with suppress(Empty):
+            orders.append(self._inbox.get(timeout=timeout))
+            while True:
+                orders.append(self._inbox.get_nowait())
         if self._stopping:
             return False
         if not self._busy:
             self._busy, self._progress = True, time.monotonic()
-        outputs = [output for order in orders for output in manager.submit(order)]
-        if orders:
-            self._publish(outputs)  # before a load, which takes long
-            outputs = []
-        if manager.busy:
-            outputs = manager.step()
+        if orders:  # answered before a load, which takes long
+            self._publish([output for order in orders for output in manager.submit(order)])
+        outputs = manager.step()
         manager.unload_idle()
         self._publish(outputs)
         return True
-
-    def _receive(self, timeout: float) -> list[Order]:
-        """All orders that came, after a wait for the first."""
-        orders: list[Order] = []
-        try:
-            orders.append(self._inbox.get(timeout=timeout))
-            while True:
-                orders.append(self._inbox.get_nowait())
-        except Empty:
-            return orders
 
     def _publish(self, outputs: list[Output]) -> None:
         self._progress = time.monotonic()
@@ -328,15 +305,3 @@ class Worker:
             return  # nobody has sent an order
         with suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
-
-
-def total(models: Sequence[Stats]) -> Stats:
-    """Stats of several models as one: sums, but the largest of MAXIMA."""
-    merged: dict[str, Any] = {}
-    for name, zero in asdict(Stats()).items():
-        values = [getattr(stats, name) for stats in models]
-        if name in MAXIMA:
-            merged[name] = max(values)
-        else:
-            merged[name] = sum(values, start=zero)
-    return Stats(**merged)

@@ -251,6 +251,10 @@ def test_the_next_start_uses_the_warmup_cache(
     load_engine(path, "tiny", options)
     (kept,) = (cache / "costs").iterdir()
     whole = json.loads(kept.read_text())
+    assert 0 < whole["prefill_seconds"] < 10
+    kept.write_text(json.dumps({**whole, "prefill_seconds": 2.0}))
+    slow, _ = load_engine(path, "tiny", options)
+    assert slow.scheduler.pace.rows(decoding=True) == 16, "a slow prompt starts a small budget"
     short = {**whole, "costs": {**whole["costs"], "measured": "fast"}}
     for text in (
         json.dumps(short),

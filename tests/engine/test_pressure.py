@@ -186,7 +186,7 @@ def test_a_worker_refuses_while_memory_is_critical(worker: Worker, monitor: Memo
             assert await collect(worker.submit(tiny.request("yes", [1], 3))) == plain([1], 3)
 
     asyncio.run(main())
-    assert worker.stats().blocks_used == 0
+    assert tiny.stats(worker).blocks_used == 0
 
 
 def test_an_idle_worker_frees_cached_blocks(
@@ -195,15 +195,15 @@ def test_an_idle_worker_frees_cached_blocks(
     async def main() -> None:
         prompt = list(range(40))
         assert [o async for o in worker.submit(tiny.request("r", prompt, 3))]
-        while worker._busy or not worker.stats().blocks_cached:
+        while worker._busy or not tiny.stats(worker).blocks_cached:
             await asyncio.sleep(0)
         monkeypatch.setattr("mlxspec.engine.worker.IDLE_POLL_S", 0.01)
         worker.abort("nobody")  # so that the wait starts again
         monitor.level = WARN
         async with asyncio.timeout(30):
-            while worker.stats().blocks_cached:
+            while tiny.stats(worker).blocks_cached:
                 await asyncio.sleep(0.01)
-        assert worker.stats().memory_pressure == WARN and worker.stalled() == 0
+        assert tiny.stats(worker).memory_pressure == WARN and worker.stalled() == 0
 
     asyncio.run(main())
 

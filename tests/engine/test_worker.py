@@ -115,14 +115,14 @@ def test_abort_ends_the_stream_and_frees_the_blocks(worker: Worker) -> None:
         first = await anext(stream)
         worker.abort("r")
         rest = await collect(stream)
-        while worker.stalled() or worker.stats().running:
+        while worker.stalled() or tiny.stats(worker).running:
             await asyncio.sleep(0)
         return first, rest
 
     first, rest = asyncio.run(main())
     assert first.finish is None and rest[-1].finish == "abort"
     assert len(rest) < 300
-    assert worker.stats().blocks_used == 0
+    assert tiny.stats(worker).blocks_used == 0
 
 
 def test_abort_of_one_choice_leaves_the_others(worker: Worker) -> None:
@@ -265,4 +265,4 @@ def test_unread_outputs_are_bounded(worker: Worker, monkeypatch: pytest.MonkeyPa
     held, outputs = asyncio.run(main())
     assert 60 < held <= 64 and len(outputs) == held
     assert [(o.finish, o.fault) for o in outputs if o.finish] == [("error", "client")] * 2
-    assert not worker._streams and not worker.stats().running
+    assert not worker._streams and not tiny.stats(worker).running

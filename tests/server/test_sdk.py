@@ -70,7 +70,7 @@ def text_of(stream: Any, index: int = 0) -> str:
 
 
 def running(worker: Worker) -> int:
-    stats = worker.stats()
+    stats = tiny.stats(worker)
     return stats.running + stats.waiting
 
 
@@ -326,7 +326,7 @@ def test_a_cancelled_stream_frees_its_blocks(
     next(iter(stream))
     stream.close()
     deadline = time.monotonic() + 10
-    while running(worker) or worker.stats().blocks_used:
+    while running(worker) or tiny.stats(worker).blocks_used:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -19,7 +19,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.text.messages import Tools, refused
 from mlxspec.text.structured.json_schema import LIMITS, first_line
 from mlxspec.text.structured.tools import call_rules
-from mlxspec.types import Matcher
 
 MAX_COMPILED = 32  # grammars that are kept
 MAX_BYTES = 1 << 19  # of a grammar
@@ -30,7 +29,7 @@ SLOW_S = 0.05  # a mask takes a hundredth of that
 MAX_SLOW = 16  # slow masks of one answer
 BLANKS = ("\n", "\n\n", " ")
 
-Make = Callable[[], Matcher]
+Make = Callable[[], "GrammarMatcher"]
 T = TypeVar("T")
 
 
@@ -158,6 +157,8 @@ class GrammarMatcher:
         self._drafts = True  # until one fails: plain decoding may never meet that error
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
+        """The masks of the next token and of those behind each drafted token that is allowed:
+        `len(masks) - 1` are. Bit i % 8 of byte i // 8 allows token i; an empty mask allows all."""
         began = time.perf_counter()
         rows = [self._retried(self._mask)]
         if time.perf_counter() - began > SLOW_S:
@@ -181,10 +182,12 @@ class GrammarMatcher:
         return [row.to_bytes(self._vocabulary.size, "little") for row in rows]
 
     def take(self, tokens: Sequence[int]) -> None:
+        """Advance over sampled tokens."""
         for token in tokens:
             self._retried(partial(self._advance, token))
 
     def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens of the only text that can follow; it may be spelled otherwise."""
         if self._tail is not None or self._gap or self._ended or self._opener is not None:
             return []
         try:

@@ -265,25 +265,7 @@ def _case(
     tables = np.split(scattered, np.cumsum(blocks)[:-1])
     slots = shape.block_size * (1 + sum(blocks))
 
-    @lru_cache(maxsize=1)
-    def groups(rows: int) -> list[Group]:
-        made = []
-        for n, (start, table) in enumerate(zip(starts, tables, strict=True)):
-            lo = n * rows
-            group = Group(
-                lo,
-                lo + rows,
-                rows,
-                [start],
-                {None: [table.tolist()]},
-                shape.block_size,
-            )
-            if len(starts) > 1:
-                group.starts = [start - LATE]
-                group.late = mx.array([LATE])
-                group.spread = 2 * LATE
-            made.append(group)
-        return made
+    groups = lru_cache(maxsize=1)(partial(_groups, starts, tables, shape.block_size))
 
     def run(attend: Callable[[Attention], mx.array], *arrays: mx.array) -> mx.array:
         q, keys, values, *sinks = arrays
@@ -311,6 +293,33 @@ def _case(
         variants={way: partial(run, partial(paged_attention, variant=way)) for way in VARIANTS},
         tolerance=TOLERANCE,
     )
+
+
+def _groups(
+    starts: list[int],
+    tables: list[np.ndarray],
+    block_size: int,
+    rows: int,
+) -> list[Group]:
+    """A group for each sequence; of several, only the device knows the starts."""
+    groups = []
+    lo = 0
+    for start, table in zip(starts, tables, strict=True):
+        group = Group(
+            lo,
+            lo + rows,
+            rows,
+            [start],
+            {None: [table.tolist()]},
+            block_size,
+        )
+        if len(starts) > 1:
+            group.starts = [start - LATE]
+            group.late = mx.array([LATE])
+            group.spread = 2 * LATE
+        groups.append(group)
+        lo += rows
+    return groups
 
 
 def _inputs(

@@ -194,21 +194,32 @@ def _mlx_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
     return y.reshape(experts.size, -1)
 
 
+def _exact_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+    return reference.gather_small_qmm(x.astype(mx.float32), weights, experts)
+
+
+def _by_expert(
+    multiply: Callable[..., mx.array],
+    x: mx.array,
+    weights: Weights,
+    experts: mx.array,
+) -> mx.array:
+    """`multiply`, of many pairs sorted by expert, as mlx-lm does."""
+    if experts.size < SORTED:
+        return multiply(x, weights, experts)
+    order = mx.argsort(experts)
+    rows = x[order // (experts.size // len(x))]
+    return multiply(rows, weights, experts[order])[mx.argsort(order)]
+
+
 @cache
 def gather_small_qmm_case(
-    e: int,
-    n: int,
-    k: int,
-    bits: int,
-    group: int,
-    dtype: mx.Dtype,
-    top: int,
-    apart: bool,
+    e: int, n: int, k: int, bits: int, group: int, dtype: mx.Dtype, top: int, apart: bool
 ) -> Case:
     """For e experts of weights [n, k], `top` of them for a token.
 
     The case's rows are tokens, each with one row of x, or if `apart` one for each of its experts.
-    Many pairs are sorted by expert, as mlx-lm does. Experts without a token are not made because
+    Experts without a token are not made because
     nothing reads them.
     """
     most = max(1, min(ROWS, MAX_PAIRS // top))
@@ -225,16 +236,7 @@ def gather_small_qmm_case(
     def run(multiply: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
         x, experts, w, scales, biases = arrays
         weights = Weights(w, scales, biases, group, bits)
-        rows = x.flatten(0, 1)
-        pairs = experts.flatten()
-        if pairs.size < SORTED:
-            return multiply(rows, weights, pairs)
-        order = mx.argsort(pairs)
-        rows = rows[order // (pairs.size // len(rows))]
-        return multiply(rows, weights, pairs[order])[mx.argsort(order)]
-
-    def exact(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
-        return reference.gather_small_qmm(x.astype(mx.float32), weights, experts)
+        return _by_expert(multiply, x.flatten(0, 1), weights, experts.flatten())
 
     def kernel(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
         return gather_small_qmm(x, weights, experts, tokens=experts.size // top)
@@ -247,7 +249,7 @@ def gather_small_qmm_case(
         inputs=inputs,
         by_row=2,
         stock=partial(run, _mlx_gather),
-        reference=partial(run, exact),
+        reference=partial(run, _exact_gather),
         variants={"plain": partial(run, kernel)},
         tolerance=TOLERANCE,
     )

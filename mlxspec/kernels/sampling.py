@@ -55,30 +55,11 @@ def sample_accept(
     """As reference.sample_accept, by the kernel where it is proven, or with `variant` without
     proof."""
     rows, vocab = logits.shape
-    if not (variant or KERNELS.variant(_case_name(vocab, logits.dtype), rows)):
+    variant = variant or KERNELS.variant(_case_name(vocab, logits.dtype), rows)
+    if not variant:
         return reference.sample_accept(logits, draws, inputs, drafts)
-    parts = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
-    params = _params(draws)
-    # Where the kernel reads nothing, any array will do.
-    floors = params.view(mx.float32) if draws.floors is None else _padded(draws.floors)
-    late = params if draws.late is None else _padded(draws.late.astype(mx.uint32))
-    proposed = params if inputs is None else _padded(inputs)
-    best, token = PART(
-        [
-            logits,
-            params,
-            _masks(draws.masks, vocab),
-            floors,
-            late,
-        ],
-        (32 * SIMDS * ceil(parts / SIMDS), rows, 1),
-        (32 * SIMDS, 1, 1),
-        [(rows, parts), (rows, parts)],
-        [mx.uint32, mx.uint32],
-        T=logits.dtype,
-        PAIRS=PAIRS,
-        PARTS=parts,
-    )
+    best, token = _best(logits, draws)
+    proposed = best if inputs is None else _padded(inputs)  # any array: nothing of it is read
     entries = []
     row = 0
     for at, count in drafts or [(0, 0) for _ in range(rows)]:
@@ -97,6 +78,32 @@ def sample_accept(
         [mx.int32, mx.int32],
     )
     return tokens, accepted if drafts else None
+
+
+def _best(logits: mx.array, draws: Draws) -> list[mx.array]:
+    """The highest value and its token in each part of the vocabulary, uint32 [R, parts] each."""
+    rows, vocab = logits.shape
+    parts = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
+    params = _params(draws)
+    # Where the kernel reads nothing, any array will do.
+    floors = params.view(mx.float32) if draws.floors is None else _padded(draws.floors)
+    late = params if draws.late is None else _padded(draws.late.astype(mx.uint32))
+    return PART(
+        [
+            logits,
+            params,
+            _masks(draws.masks, vocab),
+            floors,
+            late,
+        ],
+        (32 * SIMDS * ceil(parts / SIMDS), rows, 1),
+        (32 * SIMDS, 1, 1),
+        [(rows, parts), (rows, parts)],
+        [mx.uint32, mx.uint32],
+        T=logits.dtype,
+        PAIRS=PAIRS,
+        PARTS=parts,
+    )
 
 
 def _params(draws: Draws) -> mx.array:

@@ -9,4 +9,11 @@ from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.reference import Attention, Draws, Group
 from mlxspec.kernels.sampling import sample_accept
 
-__all__ = ["Attention", "Draws", "Group", "Packing", "paged_attention", "sample_accept"]
+__all__ = [
+    "Attention",
+    "Draws",
+    "Group",
+    "Packing",
+    "paged_attention",
+    "sample_accept",
+]

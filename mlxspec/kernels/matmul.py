@@ -140,37 +140,29 @@ def _random_weights(
 ) -> Inputs:
     """Arrays of weights [*shape, k] made of random bits: quantizing random weights would take eight
     times their memory."""
-    of_w, of_scales, of_biases = mx.random.split(key, 3)
+    of_w, of_scales = mx.random.split(key)
     words = prod(shape) * k * bits // 32
     w = mx.random.split(of_w, words // 2).reshape(*shape, -1)  # a key is a pair of random words
     scales = mx.random.uniform(0.5, 1.5, (*shape, k // group), key=of_scales) / 2**bits
-    offsets = mx.random.uniform(0.45, 0.55, scales.shape, key=of_biases) * 2**bits
-    return w, scales.astype(dtype), (-scales * offsets).astype(dtype)
+    return w, scales.astype(dtype), (-scales * 2 ** (bits - 1)).astype(dtype)
 
 
 def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Case:
     """For weights [n, k] whose scales, like the rows, are `dtype`."""
 
-    def inputs(rows: int, seed: int) -> Inputs:
+    def inputs(seed: int) -> Inputs:
         key, of_x = mx.random.split(mx.random.key(seed))
         x = mx.random.normal((ROWS, k), key=of_x).astype(dtype)
-        return x[:rows], *_random_weights((n,), k, bits, group, dtype, key)
+        return x, *_random_weights((n,), k, bits, group, dtype, key)
 
-    def exact(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    def exact(x: mx.array, weights: Weights) -> mx.array:
         """Row by row in fp32: on an M5 MLX may compute several rows of that by TF32."""
-        weights = Weights(w, scales, biases, group, bits)
         rows = x.astype(mx.float32)[:, None]
         return mx.concatenate([reference.small_qmm(row, weights) for row in rows])
 
-    def kernel(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array,
-        *,
-        matrix: bool,
-    ) -> mx.array:
-        return small_qmm(x, Weights(w, scales, biases, group, bits), matrix)
+    def run(multiply: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+        x, w, scales, biases = arrays
+        return multiply(x, Weights(w, scales, biases, group, bits))
 
     return Case(
         name=f"small_qmm {n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}",
@@ -178,33 +170,28 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         raced=RACED,
         inputs=inputs,
         stock=partial(mx.quantized_matmul, transpose=True, group_size=group, bits=bits),
-        reference=exact,
-        variants={"plain": partial(kernel, matrix=False), "matrix": partial(kernel, matrix=True)},
+        reference=partial(run, exact),
+        variants={
+            "plain": partial(run, small_qmm),
+            "matrix": partial(run, partial(small_qmm, matrix=True)),
+        },
         tolerance=TOLERANCE,
-        nested=True,
     )
-
-
-Product = Callable[[mx.array, Weights, mx.array], mx.array]
 
 
 def _mlx_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
     """reference.gather_small_qmm as mlx-lm calls MLX's own operation."""
-    pairs = experts.size
-    if len(x) < pairs:
-        experts = experts.reshape(len(x), -1)
-        x = x[:, None]
     y = mx.gather_qmm(
-        x[..., None, :],
+        x[:, None, None],
         weights.w,
         weights.scales,
         weights.biases,
-        rhs_indices=experts,
+        rhs_indices=experts.reshape(len(x), -1),
         group_size=weights.group_size,
         bits=weights.bits,
-        sorted_indices=pairs >= SORTED,
+        sorted_indices=experts.size >= SORTED,
     )
-    return y.reshape(pairs, -1)
+    return y.reshape(experts.size, -1)
 
 
 def _exact_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
@@ -212,56 +199,47 @@ def _exact_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
 
 
 def _by_expert(
-    multiply: Product,
+    multiply: Callable[..., mx.array],
     x: mx.array,
-    experts: mx.array,
     weights: Weights,
+    experts: mx.array,
 ) -> mx.array:
-    """`multiply` x [tokens, 1 or top, K] and experts [tokens, top]; many pairs are sorted by
-    expert, as mlx-lm does."""
-    rows = x.flatten(0, 1)
-    pairs = experts.flatten()
-    if pairs.size < SORTED:
-        return multiply(rows, weights, pairs)
-    order = mx.argsort(pairs)
-    rows = rows[order // (pairs.size // len(rows))]
-    return multiply(rows, weights, pairs[order])[mx.argsort(order)]
+    """`multiply`, of many pairs sorted by expert, as mlx-lm does."""
+    if experts.size < SORTED:
+        return multiply(x, weights, experts)
+    order = mx.argsort(experts)
+    rows = x[order // (experts.size // len(x))]
+    return multiply(rows, weights, experts[order])[mx.argsort(order)]
 
 
 @cache
 def gather_small_qmm_case(
-    e: int,
-    n: int,
-    k: int,
-    bits: int,
-    group: int,
-    dtype: mx.Dtype,
-    top: int,
-    apart: bool,
+    e: int, n: int, k: int, bits: int, group: int, dtype: mx.Dtype, top: int, apart: bool
 ) -> Case:
     """For e experts of weights [n, k], `top` of them for a token.
 
     The case's rows are tokens, each with one row of x, or if `apart` one for each of its experts.
-    Experts without a token are not made because nothing reads them.
+    Experts without a token are not made because
+    nothing reads them.
     """
     most = max(1, min(ROWS, MAX_PAIRS // top))
 
-    def inputs(rows: int, seed: int) -> Inputs:
+    def inputs(seed: int) -> Inputs:
         rng = np.random.default_rng(seed)
         key, of_x = mx.random.split(mx.random.key(seed))
         drawn = [rng.choice(e, top, replace=False) for _ in range(most)]
         used, at = np.unique(drawn, return_inverse=True)
         x = mx.random.normal((most, top if apart else 1, k), key=of_x).astype(dtype)
         experts = mx.array(at.reshape(most, top).astype(np.uint32))
-        weights = _random_weights((len(used), n), k, bits, group, dtype, key)
-        return x[:rows], experts[:rows], *weights
+        return x, experts, *_random_weights((len(used), n), k, bits, group, dtype, key)
+
+    def run(multiply: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+        x, experts, w, scales, biases = arrays
+        weights = Weights(w, scales, biases, group, bits)
+        return _by_expert(multiply, x.flatten(0, 1), weights, experts.flatten())
 
     def kernel(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
         return gather_small_qmm(x, weights, experts, tokens=experts.size // top)
-
-    def run(multiply: Product, *arrays: mx.array) -> mx.array:
-        x, experts, w, scales, biases = arrays
-        return _by_expert(multiply, x, experts, Weights(w, scales, biases, group, bits))
 
     shape = f"{e}x{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}, top {top}"
     return Case(
@@ -269,9 +247,9 @@ def gather_small_qmm_case(
         rows=tuple(range(1, 1 + most)),
         raced=(*(rows for rows in RACED if rows < most), most),
         inputs=inputs,
+        by_row=2,
         stock=partial(run, _mlx_gather),
         reference=partial(run, _exact_gather),
         variants={"plain": partial(run, kernel)},
         tolerance=TOLERANCE,
-        nested=True,
     )

@@ -49,25 +49,28 @@ class Packing:
         overflows."""
         values, scales, biases = mx.quantize(x, self.group, self.bits)
         if self.dtype == mx.float16:  # the scale of values far apart overflows
-            groups = self.round(x).reshape(*scales.shape, self.group)
-            fine = mx.isfinite(groups).all(axis=-1)
+            back = mx.dequantize(values, scales, biases, self.group, self.bits)
+            finite = mx.isfinite(back.reshape(*scales.shape, self.group))
+            fine = finite.all(axis=-1)
             scales = mx.where(fine, scales, 0)
             biases = mx.where(fine, biases, 0)
-        tail = mx.concatenate([scales, biases], -1).view(mx.uint32)
-        return mx.concatenate([values, tail], -1)
+        tail = mx.concatenate([scales, biases], -1)
+        return mx.concatenate([values, tail.view(mx.uint32)], -1)
 
     def unpack(self, rows: mx.array, compute: mx.Dtype | None = None) -> mx.array:
         """uint32 [..., width] -> [..., dim], computed in `dtype` or `compute`."""
         values, tail = mx.split(rows, [self.words], axis=-1)
-        tail = tail.view(self.dtype).astype(compute or self.dtype)
-        scales, biases = mx.split(tail, 2, axis=-1)
-        return mx.dequantize(values, scales, biases, self.group, self.bits)
+        dtype = compute or self.dtype
+        scales, biases = mx.split(tail.view(self.dtype).astype(dtype), 2, axis=-1)
+        return mx.dequantize(
+            values,
+            scales,
+            biases,
+            self.group,
+            self.bits,
+        )
 
     def exact(self, rows: mx.array) -> mx.array:
         """`unpack` in fp32, each value rounded once to `dtype`: what a kernel is compared with."""
-        return self.unpack(rows, mx.float32).astype(self.dtype).astype(mx.float32)
-
-    def round(self, x: mx.array) -> mx.array:
-        """[..., dim] after `pack` and `unpack`, without the guard against float16 overflow."""
-        quantized = mx.quantize(x, self.group, self.bits)
-        return mx.dequantize(*quantized, group_size=self.group, bits=self.bits)
+        values = self.unpack(rows, mx.float32)
+        return values.astype(self.dtype).astype(mx.float32)

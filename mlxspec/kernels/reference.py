@@ -64,39 +64,54 @@ class Group:
 
     def _select(self, window: int | None) -> Selection:
         size = self.block_size
-        rows = self.length
         visible = self.visible(window)
         tables = [blocks for _, blocks in visible]
         width = max(map(len, tables))
         low = visible[0][0]
-        end = self.starts[0] + rows
+        end = self.starts[0] + self.length
         keep = slice(0, width * size)
         mask: mx.array | str | None = None
         lone = len(tables) == 1 and self.late is None
-        if lone and (rows == 1 or not window or end <= window):
+        if lone and (self.length == 1 or not window or end <= window):
             keep = slice(low % size, end - low // size * size)
-            if rows > 1:
+            if self.length > 1:
                 mask = "causal"
         else:
-            starts = mx.array(self.starts)
-            if self.late is not None:
-                starts = starts + self.late
-            positions = starts[:, None, None] + mx.arange(rows)[:, None]  # [B, rows, 1]
-            bases = mx.array([low // size * size for low, _ in visible])
-            slots = bases[:, None, None] + mx.arange(width * size)
-            mask = slots <= positions
-            if window:
-                mask &= slots > positions - window
-            mask = mask[:, None]
+            bases = [low // size * size for low, _ in visible]
+            mask = self._mask(window, bases, width * size)
         first = tables[0][0]
         if tables == [list(range(first, first + width))]:
-            return slice(first * size + keep.start, first * size + keep.stop), mask, keep
+            base = first * size
+            return slice(base + keep.start, base + keep.stop), mask, keep
         return block_array(tables, width), mask, keep
 
+    def _mask(
+        self,
+        window: int | None,
+        bases: list[int],
+        width: int,
+    ) -> mx.array:
+        """Bool [B, 1, rows, width]: whether a row sees each of the slots from its base on."""
+        starts = mx.array(self.starts)
+        if self.late is not None:
+            starts = starts + self.late
+        rows = mx.arange(self.length)
+        positions = starts[:, None, None] + rows[:, None]
+        first = mx.array(bases)
+        slots = first[:, None, None] + mx.arange(width)
+        mask = slots <= positions
+        if window:
+            mask &= slots > positions - window
+        return mask[:, None]
 
-def block_array(tables: Sequence[list[int]], width: int) -> mx.array:
+
+def block_array(
+    tables: Sequence[list[int]],
+    width: int,
+) -> mx.array:
     """int32 [B, width] of block ids, padded with null blocks."""
-    blocks = np.full((len(tables), width), NULL_BLOCK, np.int32)
+    shape = (len(tables), width)
+    blocks = np.full(shape, NULL_BLOCK, np.int32)
     for row, table in zip(blocks, tables, strict=True):
         row[: len(table)] = table
     return mx.array(blocks)
@@ -115,8 +130,8 @@ def gather(
     if isinstance(blocks, slice):
         dense = pool[None, :, blocks]
     else:
-        dense = pool.reshape(heads, -1, block_size, dim)[:, blocks]
-        dense = dense.reshape(heads, len(blocks), -1, dim)
+        whole = pool.reshape(heads, -1, block_size, dim)
+        dense = whole[:, blocks].flatten(2, 3)
         dense = dense[:, :, keep].swapaxes(0, 1)
     return packing.unpack(dense) if packing else dense
 
@@ -142,20 +157,26 @@ class Attention:
     def rows(self, groups: Sequence[Group]) -> mx.array:
         """The rows of q of some adjacent groups."""
         first = self.groups[0].lo
-        return self.q[groups[0].lo - first : groups[-1].hi - first]
+        lo = groups[0].lo - first
+        hi = groups[-1].hi - first
+        return self.q[lo:hi]
 
 
 def paged_attention(a: Attention) -> mx.array:
     """[T, heads, Dv] in q's dtype."""
-    heads, dim = a.q.shape[1:]
+    of_k, of_v = a.packings
     out = []
     for group in a.groups:
         blocks, mask, keep = group.select(a.window)
-        k = gather(a.keys, blocks, group.block_size, keep, a.packings[0])
-        v = gather(a.values, blocks, group.block_size, keep, a.packings[1])
-        q = a.rows([group]).reshape(-1, group.length, heads, dim)
-        q = q.swapaxes(1, 2)
-        o = mx.fast.scaled_dot_product_attention(q, k, v, scale=a.scale, mask=mask, sinks=a.sinks)
+        q = mx.unflatten(a.rows([group]), 0, (-1, group.length))
+        o = mx.fast.scaled_dot_product_attention(
+            q.swapaxes(1, 2),
+            gather(a.keys, blocks, group.block_size, keep, of_k),
+            gather(a.values, blocks, group.block_size, keep, of_v),
+            scale=a.scale,
+            mask=mask,
+            sinks=a.sinks,
+        )
         out.append(o.swapaxes(1, 2).flatten(0, 1))
     return mx.concatenate(out)
 
@@ -171,41 +192,48 @@ class Weights:
     group_size: int
     bits: int
 
-    def fp32(self) -> tuple[mx.array, mx.array, mx.array]:
-        """The arrays for products in fp32."""
-        return self.w, self.scales.astype(mx.float32), self.biases.astype(mx.float32)
 
-
-def small_qmm(x: mx.array, weights: Weights) -> mx.array:
+def small_qmm(
+    x: mx.array,
+    weights: Weights,
+) -> mx.array:
     """x dequantized(w)^T: weights, products and sums in fp32, rounded once.
 
     x [M, K] float. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit.
     """
     y = mx.quantized_matmul(
         x.astype(mx.float32),
-        *weights.fp32(),
+        weights.w,
+        weights.scales.astype(mx.float32),
+        weights.biases.astype(mx.float32),
         group_size=weights.group_size,
         bits=weights.bits,
     )
     return y.astype(x.dtype)
 
 
-def gather_small_qmm(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+def gather_small_qmm(
+    x: mx.array,
+    weights: Weights,
+    experts: mx.array,
+) -> mx.array:
     """small_qmm with the weights of experts.
 
     `experts` int [P] of P (token, expert) pairs; x [R, K] has a row for P / R pairs in turn.
     Returns [P, N] in x's dtype. A kernel's row must be that of small_qmm, to the bit.
     """
-    rows = x.astype(mx.float32)
-    rows = mx.repeat(rows, experts.size // len(x), axis=0)
+    pairs = experts.astype(mx.uint32)
     y = mx.gather_qmm(
-        rows[:, None],
-        *weights.fp32(),
-        rhs_indices=experts.astype(mx.uint32),
+        x.astype(mx.float32)[:, None, None],
+        weights.w,
+        weights.scales.astype(mx.float32),
+        weights.biases.astype(mx.float32),
+        rhs_indices=pairs.reshape(len(x), -1),
         group_size=weights.group_size,
         bits=weights.bits,
     )
-    return y[:, 0].astype(x.dtype)
+    rows = y.reshape(pairs.size, -1)
+    return rows.astype(x.dtype)
 
 
 @dataclass(slots=True)
@@ -221,13 +249,18 @@ class Draws:
     floors: mx.array | None = None  # float32 [R]: tokens with logits / T below it are excluded
 
 
-def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
+def gumbel(
+    seeds: mx.array,
+    positions: mx.array,
+    vocab: int,
+) -> mx.array:
     """Standard Gumbel noise float32 [R, vocab], keyed by (seed, position) uint32 [R] each.
 
     Threefry is a counter-based generator: the noise of (seed, position, token) is the same wherever
     and whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T)
     (Gumbel-max)."""
-    keys = mx.stack([seeds, positions], axis=1).astype(mx.uint32)
+    keys = mx.stack([seeds, positions], axis=1)
+    keys = keys.astype(mx.uint32)
 
     def draw(key: mx.array) -> mx.array:
         return mx.random.gumbel((vocab,), key=key)
@@ -236,14 +269,22 @@ def gumbel(seeds: mx.array, positions: mx.array, vocab: int) -> mx.array:
     return noise
 
 
-def allow(x: mx.array, masks: Sequence[bytes]) -> mx.array:
+def allow(
+    x: mx.array,
+    masks: Sequence[bytes],
+) -> mx.array:
     """x [R, vocab] with -inf for the tokens that the rows' masks exclude."""
     width = max(map(len, masks), default=0)
     if not width:
         return x
     packed = b"".join(mask or b"\xff" * width for mask in masks)
-    rows = np.frombuffer(packed, np.uint8).reshape(len(masks), width)
-    allowed = np.unpackbits(rows, axis=1, count=x.shape[-1], bitorder="little")
+    rows = np.frombuffer(packed, np.uint8)
+    allowed = np.unpackbits(
+        rows.reshape(len(masks), width),
+        axis=1,
+        count=x.shape[-1],
+        bitorder="little",
+    )
     allowed = allowed.view(np.bool_)
     return mx.where(mx.array(allowed), x, -mx.inf)
 
@@ -268,20 +309,26 @@ def sample_accept(
         hot = temperatures > 0
         x = x / mx.where(hot, temperatures, 1)[:, None]
         if draws.floors is not None:
-            x = mx.where(x < draws.floors[:, None], -mx.inf, x)
+            low = x < draws.floors[:, None]
+            x = mx.where(low, -mx.inf, x)
         positions = mx.array(draws.positions, mx.uint32)
         if draws.late is not None:
             positions = positions + draws.late.astype(mx.uint32)
         seeds = mx.array(draws.seeds, mx.uint32)
         x = x + gumbel(seeds, positions, x.shape[-1])
-        tokens = mx.where(hot, mx.argmax(x, axis=-1), tokens)
+        sampled = mx.argmax(x, axis=-1)
+        tokens = mx.where(hot, sampled, tokens)
     tokens = tokens.astype(mx.int32)
     if inputs is None or not drafts:
         return tokens, None
     return tokens, accept(tokens, inputs, drafts)
 
 
-def accept(tokens: mx.array, inputs: mx.array, drafts: Sequence[tuple[int, int]]) -> mx.array:
+def accept(
+    tokens: mx.array,
+    inputs: mx.array,
+    drafts: Sequence[tuple[int, int]],
+) -> mx.array:
     """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
     firsts, counts = np.array(drafts).T[:, :, None]
@@ -292,4 +339,5 @@ def accept(tokens: mx.array, inputs: mx.array, drafts: Sequence[tuple[int, int]]
     at_inputs = np.where(drafted, firsts + steps, 0)
     same = tokens[mx.array(at_tokens)] == inputs[mx.array(at_inputs)]
     same &= mx.array(drafted)
-    return mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1)
+    kept = mx.cumprod(same.astype(mx.int32), axis=1)
+    return kept.sum(axis=1)

@@ -6,6 +6,7 @@ Rule: the kernel draws MLX's own noise, so both sample the same tokens.
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,9 @@ from mlxspec.kernels.trial import Case, Inputs
 from mlxspec.kernels.verify import KERNELS
 
 VARIANT = "two passes"
+ROWS = 68  # of a case
+MASKED = 64  # of them have no mask
+RACED = (1, 2, 5, 16, MASKED)
 PAIRS = 512  # pairs of tokens of a SIMD-group
 SIMDS = 4  # SIMD-groups of a threadgroup
 Drafts = Sequence[tuple[int, int]]
@@ -46,31 +50,52 @@ def sample_accept(
     draws: Draws,
     inputs: mx.array | None = None,
     drafts: Drafts = (),
+    variant: str = "",
 ) -> Results:
-    """As reference.sample_accept, by the kernel where it is proven."""
+    """As reference.sample_accept, by the kernel where it is proven, or with `variant` without
+    proof."""
     rows, vocab = logits.shape
-    run = reference.sample_accept
-    if KERNELS.variant(_case_name(vocab, logits.dtype), rows):
-        run = by_kernel
-    return run(logits, draws, inputs, drafts)
+    variant = variant or KERNELS.variant(_case_name(vocab, logits.dtype), rows)
+    if not variant:
+        return reference.sample_accept(logits, draws, inputs, drafts)
+    best, token = _best(logits, draws)
+    proposed = best if inputs is None else _padded(inputs)  # any array: nothing of it is read
+    entries = []
+    row = 0
+    for at, count in drafts or [(0, 0) for _ in range(rows)]:
+        entries.append((row, 1 + count, at, 0))
+        row += 1 + count
+    tokens, accepted = MERGE(
+        [
+            best,
+            token,
+            _padded(mx.array(entries).flatten()),
+            proposed.view(mx.int32),
+        ],
+        (32 * len(entries), 1, 1),
+        (32, 1, 1),
+        [(rows,), (len(entries),)],
+        [mx.int32, mx.int32],
+    )
+    return tokens, accepted if drafts else None
 
 
-def by_kernel(
-    logits: mx.array,
-    draws: Draws,
-    inputs: mx.array | None = None,
-    drafts: Drafts = (),
-) -> Results:
-    """As reference.sample_accept, by the kernel."""
+def _best(logits: mx.array, draws: Draws) -> list[mx.array]:
+    """The highest value and its token in each part of the vocabulary, uint32 [R, parts] each."""
     rows, vocab = logits.shape
     parts = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
     params = _params(draws)
     # Where the kernel reads nothing, any array will do.
     floors = params.view(mx.float32) if draws.floors is None else _padded(draws.floors)
     late = params if draws.late is None else _padded(draws.late.astype(mx.uint32))
-    proposed = params if inputs is None else _padded(inputs)
-    best, token = PART(
-        [logits, params, _masks(draws.masks, vocab), floors, late],
+    return PART(
+        [
+            logits,
+            params,
+            _masks(draws.masks, vocab),
+            floors,
+            late,
+        ],
         (32 * SIMDS * ceil(parts / SIMDS), rows, 1),
         (32 * SIMDS, 1, 1),
         [(rows, parts), (rows, parts)],
@@ -79,19 +104,6 @@ def by_kernel(
         PAIRS=PAIRS,
         PARTS=parts,
     )
-    entries = []
-    row = 0
-    for at, count in drafts or [(0, 0) for _ in range(rows)]:
-        entries.append((row, 1 + count, at, 0))
-        row += 1 + count
-    tokens, accepted = MERGE(
-        [best, token, _padded(mx.array(entries).flatten()), proposed.view(mx.int32)],
-        (32 * len(entries), 1, 1),
-        (32, 1, 1),
-        [(rows,), (len(entries),)],
-        [mx.int32, mx.int32],
-    )
-    return tokens, accepted if drafts else None
 
 
 def _params(draws: Draws) -> mx.array:
@@ -107,12 +119,16 @@ def _params(draws: Draws) -> mx.array:
     return mx.array(params)
 
 
-def _masks(masks: Sequence[bytes], vocab: int) -> mx.array:
+def _masks(
+    masks: Sequence[bytes],
+    vocab: int,
+) -> mx.array:
     """uint8 [masks, bytes] of those that are not empty; tokens beyond their end are excluded."""
     width = max(SMALLEST, ceil(vocab / 8), *map(len, masks))
     packed = b"".join(mask.ljust(width, b"\0") for mask in masks if mask)
     packed = packed or bytes(width)  # not read
-    return mx.array(np.frombuffer(packed, np.uint8).reshape(-1, width))
+    rows = np.frombuffer(packed, np.uint8)
+    return mx.array(rows.reshape(-1, width))
 
 
 def _padded(x: mx.array) -> mx.array:
@@ -125,48 +141,45 @@ def _case_name(vocab: int, dtype: mx.Dtype) -> str:
 
 
 def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
-    """The tokens of a vocabulary, which must all be the reference's. Every fourth row is greedy;
-    odd seeds add floors, masks and a draft of which half is accepted."""
+    """The tokens of a vocabulary, which must all be the reference's. Every fourth row is greedy,
+    every third has a floor, those that are not raced have masks. Half of a draft is accepted."""
 
-    def inputs(rows: int, seed: int) -> Inputs:
-        logits = mx.random.normal((rows, vocab), scale=3, key=mx.random.key(seed))
+    def inputs(seed: int) -> Inputs:
+        key = mx.random.key(seed)
+        logits = mx.random.normal((ROWS, vocab), scale=3, key=key)
         logits = logits.astype(dtype)
-        if seed % 2 == 0:
-            return (logits,)
-        floors = mx.where(mx.arange(rows) % 3 == 1, 2.0, -mx.inf)
-        drawn, _ = reference.sample_accept(logits, _draws(vocab, rows, floors))
-        return logits, floors, drawn + (mx.arange(rows) == rows // 2)
+        rows = mx.arange(ROWS)
+        floors = mx.where(rows % 3 == 1, 2.0, -mx.inf)
+        drawn, _ = reference.sample_accept(logits, _draws(vocab, floors))
+        return logits, floors, drawn + (rows == ROWS // 2)
 
-    def run(sample: Callable[..., Results], logits: mx.array, *rest: mx.array) -> mx.array:
-        rows = len(logits)
-        if not rest:
-            return sample(logits, _draws(vocab, rows, None))[0]
-        floors, drafted = rest
-        draws = _draws(vocab, rows, floors)
-        tokens, accepted = sample(logits, draws, drafted, [(0, rows - 1)])
-        return tokens if accepted is None else mx.concatenate([tokens, accepted])
+    def run(sample: Callable[..., Any], *arrays: mx.array) -> mx.array:
+        logits, floors, drafted = arrays
+        drafts = [(0, len(logits) - 1)]
+        return mx.concatenate(sample(logits, _draws(vocab, floors), drafted, drafts))
 
     plain = partial(run, reference.sample_accept)
     return Case(
         name=_case_name(vocab, dtype),
-        rows=(1, 2, 5, 16, 64),
+        rows=(ROWS,),
+        raced=RACED,
         inputs=inputs,
+        by_row=3,
         stock=plain,
         reference=plain,
-        variants={VARIANT: partial(run, by_kernel)},
+        variants={VARIANT: partial(run, partial(sample_accept, variant=VARIANT))},
         tolerance=0.0,
     )
 
 
-def _draws(vocab: int, rows: int, floors: mx.array | None) -> Draws:
-    """A case's parameters of its rows."""
-    mask = b""
-    if floors is not None:
-        mask = np.random.default_rng(vocab).bytes(ceil(vocab / 8))
+def _draws(vocab: int, floors: mx.array) -> Draws:
+    """A case's parameters, of as many rows as floors."""
+    mask = np.random.default_rng(vocab).bytes(ceil(vocab / 8))
+    rows = range(len(floors))
     return Draws(
-        temperatures=[0.0 if row % 4 == 3 else 0.7 + row / 16 for row in range(rows)],
-        seeds=[977 * row for row in range(rows)],
-        positions=[4096 + row for row in range(rows)],
-        masks=[mask if row % 3 == 2 else b"" for row in range(rows)],
+        temperatures=[0.0 if row % 4 == 3 else 0.7 + row / 16 for row in rows],
+        seeds=[977 * row for row in rows],
+        positions=[4096 + row for row in rows],
+        masks=[mask if row >= MASKED else b"" for row in rows],
         floors=floors,
     )

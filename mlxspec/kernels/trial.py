@@ -40,22 +40,27 @@ class Rejected(Exception):
 class Case:
     """One kernel at one shape; `name` says which.
 
-    `inputs(rows, seed)` makes the arguments of `stock` (MLX's own op), `reference` and each of
-    `variants`. `rows`, rising, are compared; `raced` (empty: all) are timed. `tolerance` bounds the
-    largest difference relative to the largest value, after one rounding to the inputs' dtype.
-    `nested`: inputs of fewer rows are the first rows of more; then a result's row must not depend
-    on the number of rows, to the bit.
+    `inputs(seed)` makes the arguments of `stock` (MLX's own op), `reference` and each of `variants`
+    for the most rows; the first `by_row` of them are cut to call with fewer. `rows`, rising, are
+    compared: a result's row must not depend on their number, to the bit. `raced` (empty: all) are
+    timed. `tolerance` bounds the largest difference relative to the largest value, after one
+    rounding to the inputs' dtype.
     """
 
     name: str
     rows: tuple[int, ...]
-    inputs: Callable[[int, int], Inputs]
+    inputs: Callable[[int], Inputs]
     stock: Call
     reference: Call
     variants: Mapping[str, Call]
     tolerance: float
-    nested: bool = False
+    by_row: int = 1
     raced: tuple[int, ...] = ()
+
+    def cut(self, inputs: Inputs, rows: int) -> Inputs:
+        """The arguments for so many rows."""
+        cut = [x[:rows] for x in inputs[: self.by_row]]
+        return *cut, *inputs[self.by_row :]
 
 
 @dataclass(slots=True)
@@ -84,7 +89,7 @@ def judge(case: Case, until: float = math.inf) -> Verdict:
         speedups = race(case, list(errors), until)
     except Exception as error:  # out of time, or raised by the case's inputs or MLX's own op
         log.debug("%s cannot be tried", case.name, exc_info=True)
-        return Verdict(why=f"it cannot be tried: {_text(error)}")
+        return Verdict(why=f"it cannot be tried: {line_of(error)}")
     best = Verdict()
     for variant, gains in speedups.items():
         least, most = winning_rows(gains)
@@ -115,32 +120,34 @@ def winning_rows(gains: Mapping[int, float]) -> tuple[int, int]:
     return least, most
 
 
-def compare(case: Case, rejected: dict[str, str], until: float) -> dict[str, float]:
+def compare(
+    case: Case,
+    rejected: dict[str, str],
+    until: float,
+) -> dict[str, float]:
     """The largest error of each variant that matches the reference at all rows; fills `rejected`
     with the others. Raises TimeoutError."""
     errors = dict.fromkeys(case.variants, 0.0)
-    most = case.rows[-1]
     for seed in range(SEEDS):
-        results: dict[str, mx.array] = {}  # with the most rows
-        for rows in reversed(case.rows):
-            inputs = case.inputs(rows, seed)
-            if rows == most or not case.nested:
-                exact = case.reference(*inputs)
-            mx.eval(inputs, exact)
-            want = exact[: len(exact) * rows // most] if case.nested else exact
-            for variant in list(errors):
-                try:
-                    got, _ = _run(case.variants[variant], [inputs], until)
-                    error = relative_error(got, want, case.tolerance, inputs[0].dtype)
-                    whole = results.setdefault(variant, got)
-                    if case.nested and not mx.array_equal(got, whole[: len(got)], equal_nan=True):
-                        raise Rejected("a row depends on the number of rows")
-                    errors[variant] = max(errors[variant], error)
-                except TimeoutError:
-                    raise
-                except Exception as failed:  # a kernel may not compile or launch
-                    del errors[variant]
-                    rejected[variant] = f"{_text(failed)} ({rows} rows)"
+        inputs = case.cut(case.inputs(seed), case.rows[-1])
+        want = case.reference(*inputs)
+        mx.eval(inputs, want)
+        for variant in list(errors):
+            call = case.variants[variant]
+            try:
+                whole, _ = _run(call, [inputs], until)
+                error = relative_error(whole, want, case.tolerance, inputs[0].dtype)
+                errors[variant] = max(errors[variant], error)
+                for rows in case.rows[:-1]:
+                    got, _ = _run(call, [case.cut(inputs, rows)], until)
+                    first = whole[: len(whole) * rows // case.rows[-1]]
+                    if not mx.array_equal(got, first, equal_nan=True):
+                        raise Rejected(f"with {rows} rows, a row differs")
+            except TimeoutError:
+                raise
+            except Exception as failed:  # a kernel may not compile or launch
+                del errors[variant]
+                rejected[variant] = line_of(failed)
     return errors
 
 
@@ -150,17 +157,12 @@ def relative_error(
     tolerance: float,
     dtype: mx.Dtype = mx.float32,
 ) -> float:
-    """The largest difference relative to the largest value; integers must be equal.
+    """The largest difference relative to the largest value.
 
-    Floats must be `dtype`; against a fp32 `want` rounding once to it is free. Raises Rejected above
-    `tolerance`.
+    Floats must be `dtype`, and rounding once to it is free. Raises Rejected above `tolerance`.
     """
-    rounding = 0.0
     if not mx.issubdtype(want.dtype, mx.floating):
         dtype = want.dtype
-        tolerance = 0.0
-    elif want.dtype == mx.float32:
-        rounding = ROUNDING.get(dtype, 0.0)
     if got.shape != want.shape or got.dtype != dtype:
         raise Rejected(f"{got.dtype} {got.shape} instead of {dtype} {want.shape}")
     got = got.astype(mx.float32)
@@ -169,34 +171,39 @@ def relative_error(
     if mx.any(finite & ~mx.isfinite(got)).item():
         raise Rejected("not finite where the reference is")
     size = mx.where(finite, mx.abs(want), 0)
-    off = mx.where(finite, mx.abs(got - want), 0) - rounding * size
+    off = mx.where(finite, mx.abs(got - want), 0) - ROUNDING.get(dtype, 0.0) * size
     error = max(0.0, float(off.max())) / max(float(size.max()), 1e-30)
     if error > tolerance:
         raise Rejected(f"off by {error:.2g} of the largest value, {tolerance:.2g} is allowed")
     return error
 
 
-def race(case: Case, variants: list[str], until: float) -> dict[str, dict[int, float]]:
+def race(
+    case: Case,
+    variants: list[str],
+    until: float,
+) -> dict[str, dict[int, float]]:
     """Each variant's speedup over MLX's own op by rows. Raises TimeoutError."""
     speedups: dict[str, dict[int, float]] = {variant: {} for variant in variants}
     if not variants:
         return speedups
     sides = {variant: case.variants[variant] for variant in variants}
     sides[""] = case.stock
+    sets = [case.inputs(0)]
+    count = ROTATED_BYTES // sum(x.nbytes for x in sets[0])
+    for seed in range(1, min(MAX_SETS, count)):
+        sets.append(case.inputs(seed))
     for rows in case.raced or case.rows:
-        sets = [case.inputs(rows, 0)]
-        count = ROTATED_BYTES // sum(x.nbytes for x in sets[0])
-        for seed in range(1, min(MAX_SETS, count)):
-            sets.append(case.inputs(rows, seed))
-        mx.eval(sets)
-        inputs = cycle(sets)  # each call reads what was not read for longest
+        cut = [case.cut(inputs, rows) for inputs in sets]
+        mx.eval(cut)
+        inputs = cycle(cut)  # each call reads what was not read for longest
         _measure(sides, inputs, MIN_CALLS, until)  # compiles
         slowest = max(_measure(sides, inputs, MIN_CALLS, until).values())
         calls = min(MAX_CALLS, max(MIN_CALLS, int(RACE_S / slowest)))
         turns = [_measure(sides, inputs, calls, until) for _ in range(TURNS)]
-        stock = min(turn[""] for turn in turns)
+        best = {side: min(turn[side] for turn in turns) for side in sides}
         for variant in variants:
-            speedups[variant][rows] = stock / min(turn[variant] for turn in turns)
+            speedups[variant][rows] = best[""] / best[variant]
     return speedups
 
 
@@ -213,7 +220,11 @@ def _measure(
     return seconds
 
 
-def _run(call: Call, sets: list[Inputs], until: float) -> tuple[mx.array, float]:
+def _run(
+    call: Call,
+    sets: list[Inputs],
+    until: float,
+) -> tuple[mx.array, float]:
     """Call with each of `sets`: the last result, and seconds per call. Raises TimeoutError after
     `until`, Rejected for a call that hangs."""
     began = perf_counter()
@@ -225,7 +236,3 @@ def _run(call: Call, sets: list[Inputs], until: float) -> tuple[mx.array, float]
     if now > until:
         raise TimeoutError("the time was too short")
     return results[-1], max(now - began, 1e-9) / len(sets)
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, Rejected) else line_of(error)

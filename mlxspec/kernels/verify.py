@@ -7,8 +7,8 @@ trial ended the process stays off until the chip, macOS, MLX or the kernels' cod
 import logging
 import platform
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -32,7 +32,7 @@ FIRST_HANG_S = 60.0  # before MIN_STEPS steps are known; the first of a row coun
 MIN_STEPS = 16
 MAX_STEPS = 64  # remembered for a row count
 AT_START_S = 20.0  # for all cases
-SHARE = 0.2  # of this time, for one case
+CASE_S = 4.0  # for one case
 UNTRIED = "no time was left, or another process tries kernels; the next start goes on"
 OUT_OF_MEMORY = ("malloc", "Insufficient Memory")  # in what MLX and Metal raise
 CRASHED = "its trial ended the process or still runs; delete the cache directory to try it again"
@@ -72,10 +72,6 @@ class KernelRegistry:
         if used:
             mx.disable_compile()  # compiled functions contain a kernel and do not look it up
             log.warning("%s: %d kernels are off until this process ends", reason, len(used))
-
-    def reset(self) -> None:
-        self.verdicts.clear()
-        self.recorded = self.marker = None
 
 
 KERNELS = KernelRegistry()
@@ -139,17 +135,14 @@ def verify(
     """Fill KERNELS for these cases and return their verdicts, within about AT_START_S seconds."""
     todo = {case.name: case for case in cases}
     reason = missing()
-    found = dict.fromkeys(todo, Verdict(why=reason or UNTRIED))
-    if not reason:
+    if reason:
+        found = dict.fromkeys(todo, Verdict(why=reason))
+    else:
         known = file.load()
         known |= {name: v for name, v in KERNELS.verdicts.items() if v.parked}
-        unknown = []
-        for name, case in todo.items():
-            if name in known:
-                found[name] = known[name]
-            else:
-                unknown.append(case)
+        found = {name: known.get(name, Verdict(why=UNTRIED)) for name in todo}
         try:
+            unknown = [case for name, case in todo.items() if name not in known]
             if unknown:
                 found |= _try_all(unknown, file, report)
         except OSError as error:
@@ -164,9 +157,7 @@ def _try_all(
     report: Callable[[int, int], None],
 ) -> dict[str, Verdict]:
     """The verdicts of the cases that there is time for, none if another process tries kernels.
-
-    A marker is on the disk while a case is tried. Raises OSError if it cannot be written.
-    """
+    Raises OSError if no marker can be written."""
     end = perf_counter() + AT_START_S
     found: dict[str, Verdict] = {}
     with lock(file.folder / "lock", wait=False) as held:
@@ -174,25 +165,23 @@ def _try_all(
             return found
         file.save({})  # with the crash that an old marker tells of
         for done, case in enumerate(cases, 1):
-            until = perf_counter() + AT_START_S * SHARE
+            until = perf_counter() + CASE_S
             if until <= end:
-                with _marked(case, file, until):
-                    found[case.name] = verdict = judge(case, until)
-                    if not any(word in verdict.why for word in OUT_OF_MEMORY):
-                        file.save({case.name: verdict})  # else it may fit at the next start
+                found[case.name] = verdict = _try(case, file, until)
+                if not any(word in verdict.why for word in OUT_OF_MEMORY):
+                    file.save({case.name: verdict})  # else it may fit at the next start
             report(done, len(cases))
     return found
 
 
-@contextmanager
-def _marked(case: Case, file: VerdictFile, until: float) -> Iterator[None]:
-    """While this is open, the end of the process counts as a crash of the case."""
+def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
+    """Judge a case; meanwhile the end of the process counts as its crash."""
     marker = file.path("trying")
     write_atomic(marker, case.name.encode(), durable=True)
     KERNELS.deadline = until + 2 * CALL_LIMIT_S
     KERNELS.marker = marker
     try:
-        yield
+        return judge(case, until)
     finally:
         KERNELS.marker = None
         marker.unlink(missing_ok=True)
@@ -209,7 +198,7 @@ class HangDetector:
         """Record a step of `rows` rows that lasted `seconds`, of which the host waited `waited` for
         the GPU. `meanwhile`: rows of the step that was built while it ran, 0: none."""
         past = self._steps.setdefault(rows, deque(maxlen=MAX_STEPS))
-        beside = self._steps.get(meanwhile, ()) if meanwhile else past
+        beside = self._steps.get(meanwhile or rows, ())
         limit = FIRST_HANG_S
         if min(len(past), len(beside)) >= MIN_STEPS:
             limit = max(HANG_S, HANG_FACTOR * median(past))

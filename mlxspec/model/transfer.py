@@ -23,7 +23,11 @@ class Transfer:
 
     runner: Runner
 
-    def export(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
+    def export(
+        self,
+        group: int,
+        blocks: Sequence[int],
+    ) -> list[mx.array]:
         """Start copying the K and V of these blocks: [heads, len(blocks) * block_size, D] for each
         of the group's layers."""
         slots = self.runner.view.slots_of(blocks)
@@ -32,11 +36,11 @@ class Transfer:
         return copies
 
     def host(self, exported: Sequence[mx.array]) -> Arrays:
-        """The arrays of `export`, or of a recurrent state, on the host; bfloat16 as uint16."""
+        """The arrays of `export`, or of a recurrent state, on the host, as bytes [..., D]."""
         arrays = {}
         for i, array in enumerate(exported):
-            plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-            arrays[_name(i, array.dtype)] = np.array(plain, order="C")
+            name = _name(i, array.dtype)
+            arrays[name] = np.array(array.view(mx.uint8), order="C")
         return arrays
 
     def place(
@@ -54,9 +58,12 @@ class Transfer:
         rows = []
         for i, pool in enumerate(self._pools(group)):
             array = arrays.get(_name(i, pool.dtype))
-            if array is None or array.shape[::2] != pool.shape[::2]:
+            if array is None:
                 return False
-            rows.append(_device(array[:, source], pool.dtype))
+            made = mx.array(array[:, source]).view(pool.dtype)
+            if made.shape[::2] != pool.shape[::2]:
+                return False
+            rows.append(made)
         for i, pages in enumerate(self._pages(group)):
             pages.put(slots, rows[2 * i], rows[2 * i + 1])
         mx.async_eval(self._pools(group))
@@ -67,9 +74,12 @@ class Transfer:
         state = []
         for i, (shape, dtype) in enumerate(self.runner.states.forms):
             array = arrays.get(_name(i, dtype))
-            if array is None or array.shape != shape:
+            if array is None:
                 return None
-            state.append(_device(array, dtype))
+            made = mx.array(array).view(dtype)
+            if made.shape != shape:
+                return None
+            state.append(made)
         return tuple(state)
 
     def block_bytes(self, group: int) -> int:
@@ -85,14 +95,9 @@ class Transfer:
         """K and V of each layer in turn."""
         pools: list[mx.array] = []
         for pages in self._pages(group):
-            pools.extend(pages.pools())
+            pools += pages.pools()
         return pools
 
 
 def _name(i: int, dtype: mx.Dtype) -> str:
     return f"{i}:{dtype_name(dtype)}"
-
-
-def _device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    made = mx.array(array)
-    return made.view(dtype) if dtype == mx.bfloat16 else made

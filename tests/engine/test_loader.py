@@ -379,8 +379,8 @@ def test_verified_kernels_are_watched(
             x = mx.exp(mx.log(x))
         return mx.sqrt(x)
 
-    def inputs(rows: int, seed: int) -> tuple[mx.array]:
-        return (mx.arange(1.0, 1.0 + 64 * rows).reshape(rows, 64),)
+    def inputs(seed: int) -> tuple[mx.array]:
+        return (mx.arange(1.0, 257.0).reshape(4, 64),)
 
     case = Case("fake 1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
     monkeypatch.setattr(loader, "cases_of", lambda *of: [case])
@@ -404,4 +404,4 @@ def test_verified_kernels_are_watched(
         off, _ = load_engine(path, "tiny", replace(options, kernels="off"))
         assert off.stalls is None and watched == [False, True, True, False], "the warm-up too"
     finally:
-        KERNELS.reset()
+        KERNELS.verdicts.clear()

@@ -52,13 +52,15 @@ def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {case.name for case in recorded} == set(contexts)
 
 
+def packed(dtype: mx.Dtype, bits: int, *dims: int) -> tuple:
+    return tuple(Packing(dim, dtype, bits) if bits else None for dim in dims)
+
+
 def small(shape: attention.Shape, monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     """Cases of contexts that a simulator has time for."""
     monkeypatch.setattr(attention, "SHORT", 130)
     monkeypatch.setattr(attention, "LONG", 300)
-    return [
-        attention._case(shape, *trial) for trial in attention._trials.__wrapped__(shape).items()
-    ]
+    return attention.paged_attention_cases.__wrapped__(shape)
 
 
 @on_simulator
@@ -67,7 +69,8 @@ def test_the_kernel_matches_its_cases(
     bits: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "SEEDS", 1)
-    shape = attention.Shape(mx.bfloat16, 4, 2, 32, 64, 16, bits, window, True)
+    packings = packed(mx.bfloat16, bits, 32, 64)
+    shape = attention.Shape(mx.bfloat16, 4, 2, 32, 64, 16, packings, window, True)
     for case in small(shape, monkeypatch):
         assert case.rows == tuple(range(1, 17)) and set(case.raced) < set(case.rows)
         less, out = replace(case, rows=(1, 3)), {}
@@ -76,9 +79,10 @@ def test_the_kernel_matches_its_cases(
                 "matrix",
                 "plain",
             ], out
-        stock = case.stock(*case.inputs(3, 0))
+        given = case.cut(case.inputs(0), 3)
+        stock = case.stock(*given)
         assert stock.shape == (3, 3 if case.name.endswith("ragged") else 1, 4, 64)
-        assert mx.allclose(stock, case.reference(*case.inputs(3, 0)), atol=0.05)
+        assert mx.allclose(stock, case.reference(*given), atol=0.05)
 
 
 def mistaken(**change: object) -> Callable[..., mx.array]:
@@ -119,15 +123,17 @@ def test_a_case_tells_right_from_wrong(
 ) -> None:
     """None of these comes near what is allowed, in any dtype."""
     monkeypatch.setattr(attention, "LONG", 2048)
-    shape = attention.Shape(dtype, 4, 2, 64, 64, 32, bits, window, True)
+    packings = packed(dtype, bits, 64, 64)
+    shape = attention.Shape(dtype, 4, 2, 64, 64, 32, packings, window, True)
     noticed: dict[str, float] = {}
-    for name, sequences in attention._trials.__wrapped__(shape).items():
+    for n in range(len(attention.paged_attention_cases.__wrapped__(shape))):
         made = {}
         for what, change in {"right": {}, **MISTAKES}.items():
             monkeypatch.setattr(attention, "paged_attention", mistaken(**change))
-            made[what] = attention._case(shape, name, sequences)
-        (inputs, reference_of) = made["right"].inputs(5, 0), made["right"].reference
-        want = reference_of(*inputs)
+            made[what] = attention.paged_attention_cases.__wrapped__(shape)[n]
+        right = made["right"]
+        inputs = right.cut(right.inputs(0), 5)
+        want = right.reference(*inputs)
         for what, case in made.items():
             got = case.variants["matrix"](*inputs)
             off = trial.relative_error(got, want, math.inf, dtype)
@@ -148,9 +154,7 @@ def test_all_that_serving_can_launch_is_matched_and_memory_is_bounded(
     cases = attention.paged_attention_cases(shape)
     for case in cases:
         assert case.rows == tuple(range(1, attention.ROWS + 1))
-        assert (
-            sum(x.nbytes for x in case.inputs(attention.ROWS, 0)) < 1.05 * attention.MAX_POOL_BYTES
-        )
+        assert sum(x.nbytes for x in case.inputs(0)) < 1.05 * attention.MAX_POOL_BYTES
     assert int(cases[-1].name.split()[-1]) == min(32768, (128 << 20) // (kv * dim * 4))
     if heads == 8 * kv and dim == 128:
         assert {attention._plan(shape, rows)[0] for rows in attention.RACED} == set(attention.TILES)
@@ -169,14 +173,9 @@ def test_what_it_does_not_do_runs_in_the_reference(change: dict) -> None:
 
 def test_pools_that_do_not_go_together_are_not_for_the_kernel() -> None:
     q, k, v, *rest = Step(((1, (3,)),)).make()
-    mixed = (Packing(32, mx.float32, 8), None), (None, Packing(32, mx.float32, 8))
-    for args in (
-        (q.astype(mx.float16), k, v),
-        (q, k, v, mixed[0]),
-        (q, k, v, mixed[1]),
-    ):
-        packings = args[3] if args[3:] else (None, None)
-        assert attention._shape(Attention(*args[:3], *rest[:-1], packings)) is None
+    mixed = Packing(32, mx.float32, 8), Packing(32, mx.float32, 8)
+    for args in ((q.astype(mx.float16), k, v, (None, None)), (q.astype(mx.float16), k, v, mixed)):
+        assert attention._shape(Attention(*args[:3], *rest[:-1], args[3])) is None
 
 
 @on_simulator

@@ -4,6 +4,7 @@ once."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 VOCABS = [8, 9, 31, 64, 1000, 1023, 1025, 32_000, 151_936, 151_937, 262_144]
 NAN, INF = float("nan"), float("inf")
 Seen = dict[str, Report]
+by_kernel = partial(sampling.sample_accept, variant=sampling.VARIANT)
 pytestmark = pytest.mark.usefixtures("device")
 
 
@@ -62,7 +64,7 @@ def some(rows: int, vocab: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> 
 
 def equal(logits: mx.array, draws: Draws, *draft: Any, **changes: Any) -> list[int]:
     with simulated(**changes):
-        got, kept = sampling.by_kernel(logits, draws, *draft)
+        got, kept = by_kernel(logits, draws, *draft)
     want, stand = reference.sample_accept(logits, draws, *draft)
     assert got.dtype == want.dtype == mx.int32 and got.tolist() == want.tolist()
     assert (kept is None) == (stand is None)
@@ -153,12 +155,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     x, hot = some(9, 1023, mx.bfloat16), [0.0, 0.8, 1.1] * 3
     whole = plain(hot, masks=[b"", b"\x5a" * 128, b""] * 3, floors=mx.array([-INF, -2.0, 0.5] * 3))
     with simulated():
-        together = sampling.by_kernel(x, whole)[0].tolist()
+        together = by_kernel(x, whole)[0].tolist()
         for r in range(9):
             one = Draws(
                 [hot[r]], [whole.seeds[r]], [r], [whole.masks[r]], None, whole.floors[r : r + 1]
             )
-            assert sampling.by_kernel(x[r : r + 1], one)[0].item() == together[r]
+            assert by_kernel(x[r : r + 1], one)[0].item() == together[r]
 
 
 @pytest.mark.parametrize("order", [0, 1, 7])
@@ -212,7 +214,7 @@ def test_what_is_not_a_number_or_overflows(temperature: float, bad: float) -> No
     draws = plain([temperature] * 6)
     tokens = equal(mx.where(mx.isnan(x), -INF, x), draws)
     with simulated():
-        assert sampling.by_kernel(x, draws)[0].tolist() == tokens, "a NaN is as low as -inf"
+        assert by_kernel(x, draws)[0].tolist() == tokens, "a NaN is as low as -inf"
     assert all(0 <= t < 1025 for t in (*tokens, *reference.sample_accept(x, draws)[0].tolist()))
     if bad == -INF or bad != bad:
         assert tokens[5] == 0
@@ -277,7 +279,7 @@ def test_ragged_drafts(seed: int) -> None:
     ids = mx.array(inputs, mx.int32)
     equal(x, draws, ids, drafts)
     with simulated(order=seed):
-        assert sampling.by_kernel(x, draws, ids, drafts)[1].tolist() == want
+        assert by_kernel(x, draws, ids, drafts)[1].tolist() == want
 
 
 def test_drafts_that_are_all_empty() -> None:
@@ -296,7 +298,7 @@ def test_each_logit_is_read_once_and_no_noise_is_written(
 ) -> None:
     x = some(rows, vocab, dtype)
     with simulated() as seen:
-        sampling.by_kernel(x, plain(([0.0, 0.9] * rows)[:rows]))
+        by_kernel(x, plain(([0.0, 0.9] * rows)[:rows]))
     part, merge = (seen[f"sample_accept_{name}"].traffic for name in ("part", "merge"))
     assert part["logits"].read == part["logits"].read_unique == x.nbytes
     parts = max(8, -(-vocab // 1024))
@@ -312,7 +314,7 @@ def test_each_logit_is_read_once_and_no_noise_is_written(
 def test_a_mask_spares_the_logits_that_it_forbids() -> None:
     x = some(1, 4096)
     with simulated() as seen:
-        sampling.by_kernel(x, plain([0.6], masks=[bytes(64) + b"\xff" * 8 + bytes(440)]))
+        by_kernel(x, plain([0.6], masks=[bytes(64) + b"\xff" * 8 + bytes(440)]))
     assert seen["sample_accept_part"].traffic["logits"].read == 64 * 4
 
 
@@ -327,16 +329,12 @@ def test_the_case_of_a_vocabulary(dtype: mx.Dtype) -> None:
     assert (
         case.tolerance == 0 and case.name == f"sample_accept 1500 {str(dtype).rpartition('.')[2]}"
     )
-    for rows in case.rows:
-        for seed in (0, 1):
-            given = case.inputs(rows, seed)
-            with simulated():
-                got = [way(*given).tolist() for way in case.variants.values()]
-            assert (
-                got == [case.reference(*given).tolist()] and case.stock(*given).tolist() == got[0]
-            )
-            if seed and rows > 2:
-                assert got[0][rows] == rows // 2, "half of the draft stands"
+    for rows in (*case.raced, *case.rows):
+        given = case.cut(case.inputs(0), rows)
+        with simulated():
+            got = [way(*given).tolist() for way in case.variants.values()]
+        assert got == [case.reference(*given).tolist()] and case.stock(*given).tolist() == got[0]
+    assert got[0][rows] == rows // 2, "half of the draft stands"
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "missing", lambda: "")
     monkeypatch.setattr(trial, "ROTATED_BYTES", 1 << 12)
     yield
-    KERNELS.reset()
+    KERNELS.verdicts.clear()
     mx.enable_compile()
 
 
@@ -84,13 +84,13 @@ def refuse(y: mx.array) -> mx.array:
 def case(clock: Time, name: str = "fake", **variants: object) -> Case:
     """Each variant is (seconds, what it does to the right result); MLX's own takes 1 ms."""
 
-    def inputs(rows: int, seed: int) -> tuple[mx.array, ...]:
+    def inputs(seed: int) -> tuple[mx.array, ...]:
         keys = mx.random.split(mx.random.key(seed))
-        return mx.random.normal((16, 8), key=keys[0])[:rows], mx.random.normal((8, 8), key=keys[1])
+        return mx.random.normal((16, 8), key=keys[0]), mx.random.normal((8, 8), key=keys[1])
 
     made = {variant: clock.takes(*how) for variant, how in variants.items()}  # type: ignore[misc]
     stock = clock.takes(1e-3, same)
-    return Case(f"{name} 8x8", ROWS, inputs, stock, product, made, 1e-3, nested=True)
+    return Case(f"{name} 8x8", ROWS, inputs, stock, product, made, 1e-3)
 
 
 def gains(*values: float) -> dict[int, float]:
@@ -162,7 +162,7 @@ def test_relative_error() -> None:
     ids, open_end = mx.array([1, 2, 3]), mx.array([1.0, -mx.inf])
     assert relative_error(ids, ids, 0.0) == relative_error(open_end, open_end, 0.0) == 0
     with pytest.raises(Rejected):
-        relative_error(ids, mx.array([1, 2, 4]), 1.0)
+        relative_error(ids, mx.array([1, 2, 4]), 0.0)
     with pytest.raises(Rejected):
         relative_error(mx.ones(3), mx.zeros(3), 0.5)
     want = mx.array([1.0, 1 + 2**-9, -100.0, 0.0])
@@ -175,7 +175,7 @@ def test_relative_error() -> None:
 
 def start(folder: Path, *cases: Case, **facts: str) -> dict[str, Verdict]:
     """What a new process finds."""
-    KERNELS.reset()
+    KERNELS.verdicts.clear()
     return verify(cases, VerdictFile(folder, FACTS | facts))
 
 
@@ -211,7 +211,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlxspec.kernels import trial, verify
 verify.missing = lambda: ""
-inputs = lambda rows, seed: (mx.ones((rows, 8)), mx.ones((8, 8)))
+inputs = lambda seed: (mx.ones((2, 8)), mx.ones((8, 8)))
 dies = {"plain": lambda *a: os._exit(3)}
 case = trial.Case("fake 8x8", (1, 2), inputs, mx.matmul, mx.matmul, dies, 1.0)
 verify.verify([case], verify.VerdictFile(Path(sys.argv[1]), eval(sys.argv[2])))

@@ -20,13 +20,6 @@ def test_every_card_is_valid_and_the_default_is_one() -> None:
     assert hub.DEFAULT in found and found[hub.DEFAULT].license == "Apache-2.0"
 
 
-def test_a_wrong_card_names_file_and_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bad.toml").write_text('title = "x"\nlicence = "MIT"\n')
-    monkeypatch.setattr(hub, "data_dir", lambda name: tmp_path)
-    with pytest.raises(UserError, match=r"(?s)bad\.toml.*licence"):
-        cards()
-
-
 def test_a_directory_is_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json, model\*\.safetensors, tokenizer"):
         resolve(str(tmp_path), tmp_path, False)

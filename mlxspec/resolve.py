@@ -19,7 +19,8 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.files import format_size, weight_bytes
-from mlxspec.model.hub import DEFAULT, Resolved, cache_of, cards, find_local, resolve
+from mlxspec.model.cards import cards
+from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.model.runner import owed
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer

@@ -346,17 +346,17 @@ class Entry:
 
     @property
     def rows(self) -> int:
-        return self.count + len(self.draft)
+        return self.count + len(self.draft.tokens)
 
     @property
     def end(self) -> int:
         """Positions this entry makes computed, its draft included."""
-        return self.start + self.rows
+        return self.start + self.count + len(self.draft.tokens)
 
     @property
     def sampled(self) -> int:
         """Rows that are sampled."""
-        return 1 + len(self.draft) if self.samples else 0
+        return 1 + len(self.draft.tokens) if self.samples else 0
 
 
 Plan = Seq[Entry]  # the entries of a step

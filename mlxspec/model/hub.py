@@ -6,45 +6,18 @@ imports mlx before a model has to be converted.
 
 import os
 import sys
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from mlxspec.config import Config, data_dir
+from mlxspec.config import Config
+from mlxspec.model.cards import Mode, cards
 from mlxspec.types import UnsupportedModel, line_of
-
-Mode = Literal["fp32", "4bit"]
 
 DEFAULT = "smollm2-135m-instruct"
 HUB_FILES = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-
-
-class WheelFile(BaseModel):
-    """One file inside a pinned pure Python wheel of the package index."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    package: str
-    version: str
-    member: str
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    bytes: int = Field(gt=0)
-
-
-class Card(BaseModel):
-    """One embedded model: a file of models/, whose README explains the fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    title: str
-    license: str
-    draft: str = ""
-    source: WheelFile
-    files: dict[str, dict[str, Any]]
 
 
 class Index(BaseModel):
@@ -77,14 +50,6 @@ def cache_of(config: Config) -> Path:
 def prompts_of(config: Config) -> Path:
     """The directory of the prompt cache."""
     return cache_of(config) / "prompts"
-
-
-def cards() -> dict[str, Card]:
-    """The embedded models by name."""
-    found = {}
-    for file in sorted(data_dir("models").glob("*.toml")):
-        found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
-    return found
 
 
 def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
@@ -169,8 +134,9 @@ def _shards(path: Path) -> set[str]:
     try:
         return set(Index.model_validate_json(index.read_bytes()).weight_map.values())
     except ValidationError as error:
+        why = error.errors()[0]["msg"]
         raise UnsupportedModel(
-            f"{index} is not an index of weight files: {line_of(error)}; download it again"
+            f"{index} is not an index of weight files: {why}; download it again"
         ) from error
 
 

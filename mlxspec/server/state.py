@@ -23,7 +23,7 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server.errors import ApiError, Gone, busy, invalid, unavailable
+from mlxspec.server.errors import ApiError, Gone, busy, dead, invalid, unavailable
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.messages import Refused
@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 STALLED_S = 60.0  # without progress while there is work: longer than any healthy step
 LOADING_S = 600.0  # the same while a model is loading
+POLL_S = 0.5  # between checks that the engine still accepts requests
 BODY_S = 60.0  # to receive a request's body
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
@@ -137,16 +138,23 @@ class ServerState:
 
     async def on_text_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` on the text thread, after all that was submitted before. Raises ApiError: 429
-        when too much waits, 400 for Refused."""
+        when too much waits, 400 for Refused, 503 when the engine stops accepting requests."""
         if len(self.text_jobs) >= self.config.max_queue + self.config.max_sequences:
             raise busy(Busy(1))
         calls = [partial(work, *args)]
+        job = self._submit(lambda: calls.pop()())
+        done = asyncio.wrap_future(job)
         try:
-            return await asyncio.wrap_future(self._submit(lambda: calls.pop()()))
+            while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
+                if self.engine.draining() or not self.engine.alive():
+                    raise dead(self.engine)
+            return done.result()
         except Refused as error:
             raise invalid(error.field, str(error), error.code) from error
         finally:
+            job.cancel()
             calls.clear()  # a cancelled job stays in the executor's queue; its body must not
+            del done  # break the cycle error -> traceback -> frame -> future -> error
 
     def later(self, work: Callable[[], None]) -> None:
         """Run `work` on the text thread; a failure is logged."""

@@ -5,6 +5,7 @@ Rule: adding a token and finding the longest earlier match take constant time; o
 size is all the memory. A copy needs tokens that the host has read.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -291,7 +292,7 @@ def _proposal(copy: Copy) -> Proposal:
     it are right, and how many of the occurrences agree."""
     keys = []
     for i, share in enumerate(copy.shares):
-        agreement = sum(share > least for least in MOST)
+        agreement = bisect_left(MOST, share)
         keys.append((copy.source, bucket(copy.match + i), agreement))
     return Proposal(copy.source, keys=keys, tokens=copy.tokens)
 

@@ -171,7 +171,7 @@ class Proposer:
         context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "exact"
         draw = self.costs.draw([e.seq.request.sampling.kind for e in plan])
-        drafts = [e.draft for e in plan if e.draft.source in self._by_name]
+        drafts = [e.draft for e in plan if len(e.draft) and e.draft.source in self._by_name]
         if not drafts:
             self.costs.learn(rows, context, mode, seconds, draw)
             return

@@ -19,7 +19,8 @@ from mlx_lm.utils import load_model
 from transformers import AutoTokenizer
 
 from mlxspec.model import embedded
-from mlxspec.model.hub import Card, WheelFile, resolve
+from mlxspec.model.cards import Card, WheelFile
+from mlxspec.model.hub import resolve
 from mlxspec.types import UserError
 
 HEADS, KV, DIM, LAYERS, HIDDEN, INNER = 4, 2, 16, 2, 64, 96

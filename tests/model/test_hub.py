@@ -9,7 +9,8 @@ import pytest
 from huggingface_hub import errors
 
 from mlxspec.model import hub
-from mlxspec.model.hub import cards, find_local, resolve
+from mlxspec.model.cards import cards
+from mlxspec.model.hub import find_local, resolve
 from mlxspec.types import UserError
 
 RESPONSE: Any = SimpleNamespace(headers={}, request=None)  # all that the hub's errors read of one

@@ -87,6 +87,22 @@ async def test_cancelled_text_work_is_freed(state: ServerState) -> None:
     assert await held
 
 
+async def test_text_work_fails_when_the_engine_stops(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: what is rendered then is refused."""
+    gate = threading.Event()
+    waiting = [asyncio.ensure_future(state.on_text_thread(gate.wait, 10)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(type(state.engine), "draining", lambda self: True)
+    for job in waiting:
+        with pytest.raises(ApiError, match="is stopping") as caught:
+            await asyncio.wait_for(job, 2)
+        assert caught.value.status == 503
+    assert len(state.text_jobs) == 1
+    gate.set()
+
+
 async def test_refusals_become_400(state: ServerState) -> None:
     def refuse() -> None:
         raise Refused("messages[1]", "messages[1] is wrong; correct it")

@@ -7,8 +7,6 @@ import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from pydantic_core import to_json
-
 from mlxspec.server.errors import ApiError, invalid
 from mlxspec.server.stream import Json
 
@@ -26,7 +24,7 @@ class Store:
     def add(self, response: Json, items: list[Json]) -> None:
         id = response["id"]
         pair = response, items
-        self._stored[id] = to_json(pair, inf_nan_mode="null")
+        self._stored[id] = json.dumps(pair).encode()
         for item in items + response["output"]:
             self._owners[item["id"]] = id
         while sum(map(len, self._stored.values())) > self.max_bytes:

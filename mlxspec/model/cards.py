@@ -1,0 +1,42 @@
+"""The cards of embedded models: the files of models/, whose README explains the fields."""
+
+import tomllib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mlxspec.config import data_dir
+
+Mode = Literal["fp32", "4bit"]
+
+
+class WheelFile(BaseModel):
+    """One file inside a pinned pure Python wheel of the package index."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    package: str
+    version: str
+    member: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    bytes: int = Field(gt=0)
+
+
+class Card(BaseModel):
+    """One embedded model: a file of models/, whose README explains the fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    license: str
+    draft: str = ""
+    source: WheelFile
+    files: dict[str, dict[str, Any]]
+
+
+def cards() -> dict[str, Card]:
+    """The embedded models by name."""
+    found = {}
+    for file in sorted(data_dir("models").glob("*.toml")):
+        found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
+    return found

@@ -10,9 +10,8 @@ from typing import Protocol
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import Accepted, Entry, Sequence, Tap
+from mlxspec.types import Accepted, Plan, Sequence, Tap
 
-Plan = Seq[Entry]
 Proposals = Mapping[Sequence, Proposal]
 
 

@@ -17,9 +17,9 @@ from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
-from mlxspec.speculate import Plan, Proposals
+from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal, corrected
-from mlxspec.types import Accepted, Draft, Entry, Sampling, Tap, UnsupportedModel, UserError
+from mlxspec.types import Accepted, Draft, Entry, Plan, Sampling, Tap, UnsupportedModel, UserError
 from mlxspec.types import Sequence as Seq
 
 MAX_DEPTH = 8  # tokens that it drafts at most: each takes a pass

@@ -12,9 +12,9 @@ from itertools import takewhile
 from operator import eq
 
 from mlxspec.model.batch import Step
-from mlxspec.speculate import Plan, Proposals
+from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Tap
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Tap
 from mlxspec.types import Sequence as Seq
 
 LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest

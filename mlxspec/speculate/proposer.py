@@ -11,10 +11,10 @@ from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from mlxspec.model.batch import Step
-from mlxspec.speculate import Drafter, Plan
+from mlxspec.speculate import Drafter
 from mlxspec.speculate.controller import Controller, Costs, Key, Proposal, SequenceStats
 from mlxspec.speculate.ngram import GRAMMAR, first_rate
-from mlxspec.types import Accepted, Draft, Sequence
+from mlxspec.types import Accepted, Draft, Plan, Sequence
 
 log = logging.getLogger("mlxspec")
 
@@ -111,6 +111,8 @@ class Proposer:
         seqs = [seq for seq in seqs if seq in self._stats]
         stats = [self._stats[seq] for seq in seqs]
         options = [self._options(seq, in_flight) for seq in seqs]
+        if in_flight and all(proposal.drafter.lazy for some in options for proposal in some):
+            return {}  # nothing would be waited for
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if self._overlaps() else "exact"
         draw = self.costs.draw([seq.request.sampling.kind for seq in seqs])

@@ -249,7 +249,7 @@ async def test_the_log_line_of_a_client_that_left(
 async def test_every_refusal_is_counted_and_logged(
     make: Callable[..., Server], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever refuses: the checks of access, the router, an endpoint, the engine."""
+    """An error has one format, from the access checks, the router, an endpoint and the engine."""
     caplog.set_level(logging.INFO, "mlxspec")
     s = make()
     await s.get("/v1/models", headers={"host": "evil.example"})

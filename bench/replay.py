@@ -25,8 +25,12 @@ blas.load()
 from mlxspec.speculate.controller import GRID, Costs  # noqa: E402  after BLAS
 from mlxspec.speculate.ngram import NgramDrafter  # noqa: E402
 from mlxspec.speculate.proposer import Proposer  # noqa: E402
-from mlxspec.types import Accepted, Entry, Request  # noqa: E402
-from mlxspec.types import Sequence as Seq  # noqa: E402
+from mlxspec.types import (  # noqa: E402
+    Accepted,
+    Entry,
+    Request,
+    Seq,
+)
 
 MOST = 1 << 28  # bytes of a recording
 

@@ -1,13 +1,12 @@
 """The vocabulary: plain data that every layer shares. Imports the standard library only.
 
-A request is frozen; a `Sequence` is the one
+A request is frozen; a `Seq` is the one
 mutable object, owned by the engine thread; an `Output` is what crosses back to the server.
 """
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -255,14 +254,14 @@ class Draft:
 
     tokens: Any = ()
     source: str = ""
-    keys: Seq[Any] = ()
+    keys: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Seq:
     """One choice of a request while it runs. Owned by the engine thread.
 
     Lengths nest: `cached <= computed <= len(tokens) + pending`. `tokens` are prompt and output as
@@ -333,7 +332,7 @@ class Entry:
     sequence is in flight, `start` is a lower bound, by up to `inflight_drafts`.
     """
 
-    seq: Sequence
+    seq: Seq
     start: int
     count: int
     samples: bool
@@ -341,7 +340,7 @@ class Entry:
     pending: bool = False
     inflight_drafts: int = 0
     draft: Draft = field(default_factory=Draft)
-    masks: Seq[bytes] = ()  # of the sampled rows, under a grammar; see GrammarMatcher.masks
+    masks: Sequence[bytes] = ()  # of the sampled rows, under a grammar; see GrammarMatcher.masks
     state: Any = None  # the sequence's recurrent state behind these rows, once submitted
 
     @property
@@ -359,7 +358,7 @@ class Entry:
         return 1 + len(self.draft.tokens) if self.samples else 0
 
 
-Plan = Seq[Entry]  # the entries of a step
+Plan = Sequence[Entry]  # the entries of a step
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 the output."""
 
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxspec.types import Accepted, Draft, Entry, Sequence
+from mlxspec.types import Accepted, Draft, Entry, Seq
 from tests import tiny
 
 
@@ -23,17 +23,17 @@ class NoisyOracle:
     drafted: int = 0
     kept: int = 0
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Seq) -> None:
         assert id(seq) not in self.live
         self.live.add(id(seq))
 
-    def needs_sync(self, seqs: Seq[Sequence]) -> bool:
+    def needs_sync(self, seqs: Sequence[Seq]) -> bool:
         return True
 
-    def depths(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
+    def depths(self, seqs: Sequence[Seq]) -> dict[Seq, int]:
         return {seq: self.rng.randint(0, self.most) for seq in seqs}
 
-    def draft(self, plan: Seq[Entry], previous: object) -> None:
+    def draft(self, plan: Sequence[Entry], previous: object) -> None:
         for e in plan:
             if not e.depth:
                 continue
@@ -43,11 +43,11 @@ class NoisyOracle:
                 [(t + (self.rng.random() < self.lies)) % tiny.VOCAB for t in rest], "liar"
             )
 
-    def observe(self, step: Any, accepted: Seq[Accepted], seconds: float) -> None:
+    def observe(self, step: Any, accepted: Sequence[Accepted], seconds: float) -> None:
         self.drafted += sum(len(e.draft) for e in step.plan)
         self.kept += sum(new.drafts for new in accepted)
 
     def clear(self) -> None: ...
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: Seq) -> None:
         self.live.remove(id(seq))

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlxspec.model.layout import find_layout
-from mlxspec.types import Draft, Entry, Request, Sequence
+from mlxspec.types import Draft, Entry, Request, Seq
 from tests import tiny
 from tests.test_lossless import (
     BLOCK,
@@ -120,7 +120,7 @@ def test_perplexity_of_smollm2(smollm2: Path) -> None:
     for bits in (0, 8, 4):
         fitted = find_layout(m, kv_bits=bits)
         runner = fitted.runner(m, 32, 16)
-        seq = Sequence(
+        seq = Seq(
             Request("text", tuple(tokens), 1), tokens=list(tokens[:1]), table=list(range(1, 16))
         )
         logits = runner.logits([Entry(seq, 0, 1, True, draft=Draft(tokens[1:]))]).astype(mx.float32)

@@ -15,8 +15,7 @@ from typing import Any
 
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import Keys, KVCacheManager, PrefixMatch
-from mlxspec.types import NULL_BLOCK
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import NULL_BLOCK, Seq
 
 log = logging.getLogger("mlxspec")
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from mlxspec.cache.blocks import BlockPool, Tokens
 from mlxspec.cache.states import Name, StateCache
-from mlxspec.types import NULL_BLOCK
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import NULL_BLOCK, Seq
 
 WINDOW_STRIDE = 256  # blocks after which a passed window is kept for a while, so that hits happen
 MIN_PROMPT = 4  # blocks of a prompt for which a state before its last token is worth a step

@@ -20,8 +20,7 @@ from mlxspec.model import meter
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import Draft, Entry, Output, Request, Stats
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import Draft, Entry, Output, Request, Seq, Stats
 
 log = logging.getLogger("mlxspec")
 

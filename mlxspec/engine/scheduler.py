@@ -22,7 +22,7 @@ from mlxspec.types import (
     Logprob,
     Output,
     Request,
-    Sequence,
+    Seq,
     too_long,
 )
 
@@ -44,15 +44,15 @@ class Scheduler:
     sharing: bool = True
     drafts: bool = True
     overcommit: bool = False  # admit without looking ahead at blocks; for tests of preemption
-    waiting: deque[Sequence] = field(default_factory=deque)
-    running: list[Sequence] = field(default_factory=list)  # oldest first
+    waiting: deque[Seq] = field(default_factory=deque)
+    running: list[Seq] = field(default_factory=list)  # oldest first
     offloader: KVOffloader | None = None
     copies: Copies = field(default_factory=list)  # to do before the next plan's rows are written
     short: bool = False  # of memory: sequences run one at a time
     preemptions: int = 0
     _order: Iterator[int] = field(default_factory=count)
     # What could not be admitted, and the free blocks then: spares hashing a prompt at every step.
-    _blocked: Sequence | None = None
+    _blocked: Seq | None = None
     _blocked_free: int = 0
 
     @property
@@ -75,7 +75,7 @@ class Scheduler:
             raise InvalidRequest(too_long(len(request.prompt), self.limit))
         request = replace(request, max_tokens=min(request.max_tokens, room))
         for index in range(request.n):
-            seq = Sequence(request, index, next(self._order), [*request.prompt])
+            seq = Seq(request, index, next(self._order), [*request.prompt])
             seq.windows = [[] for _ in self.kv.windows]
             if request.grammar:
                 seq.matcher = request.grammar()
@@ -89,7 +89,7 @@ class Scheduler:
                 outputs.append(self.end(seq, "abort"))
         return outputs
 
-    def end(self, seq: Sequence, finish: Finish, error: str = "") -> Output:
+    def end(self, seq: Seq, finish: Finish, error: str = "") -> Output:
         """End a choice before its time and free its blocks."""
         seq.finish = finish
         self._release(seq)
@@ -97,13 +97,13 @@ class Scheduler:
 
     # ---- planning ----------------------------------------------------------------------------
 
-    def decoding(self) -> list[Sequence]:
+    def decoding(self) -> list[Seq]:
         """The running sequences that decode in the next step, and so may take a draft."""
         if not self.drafts:
             return []
         return [s for s in self.running if s.remaining == 1 and s.room > 0]
 
-    def plan(self, depths: Mapping[Sequence, int]) -> list[Entry]:
+    def plan(self, depths: Mapping[Seq, int]) -> list[Entry]:
         """The next step: decodes first, then prefills inside the budget. Reserves blocks for every
         row. `depths`: how many tokens to draft for sequences that decode."""
         self._admit()
@@ -132,7 +132,7 @@ class Scheduler:
                 entry.depth = self._reserve_draft(entry, want)
         return plan
 
-    def _place(self, plan: list[Entry], seq: Sequence, n: int) -> bool:
+    def _place(self, plan: list[Entry], seq: Seq, n: int) -> bool:
         """Add an entry of `n` rows, preempting younger sequences if blocks run out."""
         if seq not in self.running:  # preempted for an entry of this very plan
             return False
@@ -160,7 +160,7 @@ class Scheduler:
         self.kv.allocate(entry.seq, min(need, self.kv.num_free))
         return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Seq) -> None:
         """Take its blocks and queue it first; the prefix cache makes coming back cheap."""
         self.preemptions += 1
         self.running.remove(seq)
@@ -202,7 +202,7 @@ class Scheduler:
             self._start(seq, match)
             promised += self._lacking(seq)
 
-    def _must_wait(self, seq: Sequence) -> bool:
+    def _must_wait(self, seq: Seq) -> bool:
         """For its own step in flight (it was preempted), the disk, or a sibling's prompt."""
         if seq.flight or (self.offloader and self.offloader.restoring(seq)):
             return True
@@ -211,18 +211,18 @@ class Scheduler:
                 return True
         return False
 
-    def _lacking(self, seq: Sequence) -> int:
+    def _lacking(self, seq: Seq) -> int:
         """Blocks a sequence still needs to catch up and to hold one more token."""
         return 0 if self.overcommit else self.kv.blocks_needed(seq, seq.known + 1)
 
-    def _blocks_to_start(self, seq: Sequence, match: PrefixMatch) -> int:
+    def _blocks_to_start(self, seq: Seq, match: PrefixMatch) -> int:
         """Free blocks that a waiting sequence takes: those it lacks, and cached ones that are free
         until it shares them."""
         shared = match.tables[0] if match.tables else ()
         idle = sum(block in self.pool.free_blocks for block in shared)
         return self._lacking(seq) - len(shared) + idle
 
-    def _start(self, seq: Sequence, match: PrefixMatch) -> None:
+    def _start(self, seq: Seq, match: PrefixMatch) -> None:
         self.copies += self.kv.allocate_prefix(seq, match)
         if self.offloader:
             self.offloader.cancel(seq)
@@ -293,7 +293,7 @@ class Scheduler:
                 self.offloader.save(seq)
         kv.free_passed(seq, min(upto, seq.computed))
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Seq) -> None:
         self.kv.free(seq)
         if seq in self.running:
             self.running.remove(seq)
@@ -325,7 +325,7 @@ def accept(
     return Accepted(sampled, logprobs)
 
 
-def _output(seq: Sequence, new: Accepted, error: str = "") -> Output:
+def _output(seq: Seq, new: Accepted, error: str = "") -> Output:
     return Output(
         seq.request.id,
         seq.index,

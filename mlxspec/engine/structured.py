@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mlxspec.types import Accepted, Draft, Entry
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import Accepted, Draft, Entry, Seq
 
 Failures = list[tuple[Seq, Exception]]
 

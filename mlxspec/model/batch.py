@@ -15,8 +15,7 @@ import numpy as np
 from mlxspec.kernels import Group
 from mlxspec.model.pages import View, placed
 from mlxspec.model.sampler import Row, Sampled, read
-from mlxspec.types import Entry, Logprob, Plan, Tap
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import Entry, Logprob, Plan, Seq, Tap
 
 # int32 [entries]: how many drafted tokens of the step in flight were accepted. Entries with drafts
 # in flight begin so much later than their `start`. None: all are 0.

@@ -23,8 +23,7 @@ from mlx_lm.utils import load_model
 from mlxspec.kernels import Packing
 from mlxspec.model import quantized
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
-from mlxspec.types import Draft, Entry, Request, UnsupportedModel, blame, line_of
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import Draft, Entry, Request, Seq, UnsupportedModel, blame, line_of
 
 log = logging.getLogger("mlxspec")
 

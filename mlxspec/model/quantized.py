@@ -20,7 +20,7 @@ from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.runner import Layout, Runner
-from mlxspec.types import Entry, Request, Sequence
+from mlxspec.types import Entry, Request, Seq
 
 log = logging.getLogger("mlxspec")
 
@@ -150,7 +150,7 @@ def cases_of(
     """The cases of all kernels that a step of an installed model calls, each once, before a runner
     replaces the model's trunk. The step is built and never computed: no weight is read."""
     table = [1 + i for i in range(ceil(len(TOKENS) / block_size))]
-    seq = Sequence(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=table)
+    seq = Seq(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=table)
     for layout in get_args(Layout):
         found: list[Case] = []
         KERNELS.recorded = found

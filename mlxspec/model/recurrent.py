@@ -18,8 +18,7 @@ from mlx import nn
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
-from mlxspec.types import Entry, Plan, UnsupportedModel
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import Entry, Plan, Seq, UnsupportedModel
 
 StateArrays = tuple[mx.array, ...]
 # Indices of sequences of a batch and a number of rows -> their state [n, ...] behind these rows.

@@ -14,8 +14,7 @@ import numpy as np
 
 from mlxspec.kernels import Draws, sample_accept
 from mlxspec.kernels.reference import allow
-from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Plan, Sampling
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Plan, Sampling, Seq
 
 
 @dataclass(slots=True)

@@ -4,15 +4,14 @@ Rule: a drafter can change how fast tokens come, never which: only the target's 
 emitted.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import Accepted, Plan, Sequence, Tap
+from mlxspec.types import Accepted, Plan, Seq, Tap
 
-Proposals = Mapping[Sequence, Proposal]
+Proposals = Mapping[Seq, Proposal]
 
 
 class Drafter(Protocol):
@@ -27,10 +26,10 @@ class Drafter(Protocol):
     taps: tuple[Tap, ...]
     lazy: bool
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Seq) -> None:
         """The sequence starts; its prompt is in `seq.tokens`."""
 
-    def options(self, seq: Sequence) -> list[Proposal]:
+    def options(self, seq: Seq) -> list[Proposal]:
         """What it could draft now, with the keys of its acceptance rates and its costs."""
 
     def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
@@ -38,13 +37,13 @@ class Drafter(Protocol):
         tokens. `plan` is the whole next step, `previous` the step in flight. Never waits for the
         device."""
 
-    def observe(self, step: Step, accepted: Seq[Accepted]) -> None:
+    def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         """A step was committed."""
 
     def learn_seconds(self, seconds: float, depth: int) -> None:
         """Drafting `depth` tokens took so long."""
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: Seq) -> None:
         """The sequence has finished or was aborted."""
 
     def clear(self) -> None:
@@ -54,15 +53,15 @@ class Drafter(Protocol):
 class Speculator(Protocol):
     """What the engine asks: the Proposer, or nothing, which is what the bodies here do."""
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Seq) -> None:
         """The sequence starts."""
         return None
 
-    def needs_sync(self, seqs: Seq[Sequence]) -> bool:
+    def needs_sync(self, seqs: Sequence[Seq]) -> bool:
         """Whether the step in flight must be read before the next one is planned."""
         return False
 
-    def depths(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
+    def depths(self, seqs: Sequence[Seq]) -> Mapping[Seq, int]:
         """How many tokens to draft for each of the sequences that decode in the next step."""
         return {}
 
@@ -70,11 +69,11 @@ class Speculator(Protocol):
         """Fill the drafts of the plan's entries that have a depth."""
         return None
 
-    def observe(self, step: Step, accepted: Seq[Accepted], seconds: float) -> None:
+    def observe(self, step: Step, accepted: Sequence[Accepted], seconds: float) -> None:
         """A step was committed; it took so long (0: its time says nothing)."""
         return None
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: Seq) -> None:
         """The sequence has finished or was aborted."""
         return None
 

@@ -15,7 +15,7 @@ import numpy as np
 from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
 from mlxspec.speculate.controller import GRID, Costs
-from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Sampling, Sequence
+from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Sampling, Seq
 
 log = logging.getLogger("mlxspec")
 
@@ -116,7 +116,7 @@ def _measure(
 def _entry(context: int) -> Entry:
     """One row behind `context` tokens."""
     tokens = np.zeros(context + 1, int).tolist()
-    seq = Sequence(Request("measure", (0,), 1), tokens=tokens)
+    seq = Seq(Request("measure", (0,), 1), tokens=tokens)
     return Entry(seq, context, 1, True)
 
 

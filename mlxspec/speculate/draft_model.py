@@ -19,8 +19,17 @@ from mlxspec.model.runner import Runner
 from mlxspec.model.sampler import Row, sample
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal, corrected
-from mlxspec.types import Accepted, Draft, Entry, Plan, Sampling, Tap, UnsupportedModel, UserError
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import (
+    Accepted,
+    Draft,
+    Entry,
+    Plan,
+    Sampling,
+    Seq,
+    Tap,
+    UnsupportedModel,
+    UserError,
+)
 
 MAX_DEPTH = 8  # tokens that it drafts at most: each takes a pass
 MAX_LAG = 32  # tokens that it may fall behind a sequence for which it does not draft

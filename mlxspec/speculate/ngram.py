@@ -14,8 +14,7 @@ from operator import eq
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Tap
-from mlxspec.types import Sequence as Seq
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq, Tap
 
 LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest
 MAX_CANDIDATES = 12  # latest occurrences of an n-gram that are compared

@@ -6,20 +6,19 @@ it is parked, and probed now and then.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.controller import Controller, Costs, Key, Proposal, SequenceStats
 from mlxspec.speculate.ngram import GRAMMAR, first_rate
-from mlxspec.types import Accepted, Draft, Plan, Sequence
+from mlxspec.types import Accepted, Draft, Plan, Seq
 
 log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
-Decided = dict[Sequence, tuple[int, Proposal]]
+Decided = dict[Seq, tuple[int, Proposal]]
 
 FIRST_RATE = 0.6  # of the first token of a model or head, before anything is known
 
@@ -38,16 +37,16 @@ class Proposer:
         self.drafters = drafters
         self.overlap = overlap
         self.control = Controller(costs, self._prior)
-        self._stats: dict[Sequence, SequenceStats] = {}
-        self._chosen: dict[Sequence, Proposal] = {}
+        self._stats: dict[Seq, SequenceStats] = {}
+        self._chosen: dict[Seq, Proposal] = {}
         self._by_name = {drafter.name: drafter for drafter in drafters}  # also those that failed
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Seq) -> None:
         self._stats[seq] = self.control.begin()
         for drafter in self.drafters:
             self._ask(drafter, drafter.begin, seq)
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: Seq) -> None:
         self._stats.pop(seq, None)
         for drafter in self.drafters:
             self._ask(drafter, drafter.end, seq)
@@ -67,7 +66,7 @@ class Proposer:
 
     # ---- before a step -----------------------------------------------------------------------
 
-    def needs_sync(self, seqs: Seq[Sequence]) -> bool:
+    def needs_sync(self, seqs: Sequence[Seq]) -> bool:
         """Whether a draft in flight cannot be continued before it is read, or a copy is worth
         waiting for the tokens in flight."""
         for seq in seqs:
@@ -76,7 +75,7 @@ class Proposer:
         decided = self._decide(seqs, in_flight=True)
         return any(not proposal.drafter.lazy for _, proposal in decided.values())
 
-    def depths(self, seqs: Seq[Sequence]) -> Mapping[Sequence, int]:
+    def depths(self, seqs: Sequence[Seq]) -> Mapping[Seq, int]:
         decided = self._decide(seqs, in_flight=False)
         self._chosen = {seq: proposal for seq, (_, proposal) in decided.items()}
         return {seq: depth for seq, (depth, _) in decided.items()}
@@ -99,12 +98,12 @@ class Proposer:
         """Whether steps with drafts are submitted before the step in front of them is read."""
         return self.overlap and any(drafter.lazy for drafter in self.drafters)
 
-    def _continues(self, seq: Sequence) -> bool:
+    def _continues(self, seq: Seq) -> bool:
         """Whether the sequence's next step can be built before its draft in flight is read."""
         counted = seq.request.sampling.penalized
         return self._overlaps() and not counted and seq.matcher is None
 
-    def _decide(self, seqs: Seq[Sequence], in_flight: bool) -> Decided:
+    def _decide(self, seqs: Sequence[Seq], in_flight: bool) -> Decided:
         """How many tokens to draft for each sequence, if any. Drafters that are not lazy are asked
         only for sequences that have tokens `in_flight`, as if these were read, or only for others.
         """
@@ -123,7 +122,7 @@ class Proposer:
                 chosen[seq] = depth, proposal
         return chosen
 
-    def _options(self, seq: Sequence, in_flight: bool) -> list[Proposal]:
+    def _options(self, seq: Seq, in_flight: bool) -> list[Proposal]:
         """What could be drafted for a sequence, with its present acceptance rates. Tokens that a
         grammar forces leave no other choice."""
         rate = self._stats[seq].rate
@@ -152,7 +151,7 @@ class Proposer:
 
     # ---- after a step ------------------------------------------------------------------------
 
-    def observe(self, step: Step, accepted: Seq[Accepted], seconds: float) -> None:
+    def observe(self, step: Step, accepted: Sequence[Accepted], seconds: float) -> None:
         if seconds > 0:
             self._learn_costs(step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):

@@ -5,7 +5,7 @@ import pytest
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.prefix import MIN_PROMPT, WINDOW_STRIDE, KVCacheManager, Window
 from mlxspec.cache.states import StateCache
-from mlxspec.types import NULL_BLOCK, Request, Sequence
+from mlxspec.types import NULL_BLOCK, Request, Seq
 
 SIZE = 4
 
@@ -15,13 +15,13 @@ def groups(blocks: int = 64, *windows: tuple[int, int], states: int = 0) -> KVCa
     return KVCacheManager(BlockPool(blocks, SIZE), own, StateCache(states, 8) if states else None)
 
 
-def sequence(g: KVCacheManager, prompt: list[int]) -> Sequence:
-    seq = Sequence(Request("r", tuple(prompt), 8), tokens=list(prompt))
+def sequence(g: KVCacheManager, prompt: list[int]) -> Seq:
+    seq = Seq(Request("r", tuple(prompt), 8), tokens=list(prompt))
     seq.windows = [[] for _ in g.windows]
     return seq
 
 
-def read(g: KVCacheManager, prompt: list[int], step: int = SIZE) -> Sequence:
+def read(g: KVCacheManager, prompt: list[int], step: int = SIZE) -> Seq:
     """A sequence whose prompt is computed and published, `step` tokens at a time."""
     seq = sequence(g, prompt)
     g.allocate_prefix(seq, g.match(prompt))

@@ -14,7 +14,7 @@ from mlxspec.cache.states import StateCache
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler
 from mlxspec.engine.scheduler import accept as accepted_of
-from mlxspec.types import Draft, Entry, Output, Request, Sequence, UserError
+from mlxspec.types import Draft, Entry, Output, Request, Seq, UserError
 from tests import tiny
 
 VOCAB = 7
@@ -98,12 +98,12 @@ class Mock:
         self.s.check()
         tiny.check_sequences(self.s)
 
-    def known(self, seq: Sequence) -> list[int]:
+    def known(self, seq: Seq) -> list[int]:
         """What is known of it when the step in flight is read."""
         return [*seq.tokens, *(t for plan, rows in self.flight for t in self.new(seq, plan, rows))]
 
     @staticmethod
-    def new(seq: Sequence, plan: list[Entry], rows: list[list[int]]) -> list[int]:
+    def new(seq: Seq, plan: list[Entry], rows: list[list[int]]) -> list[int]:
         found = [
             accept(e.draft.tokens, r) for e, r in zip(plan, rows, strict=True) if e.seq is seq and r
         ]

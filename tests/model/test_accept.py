@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxspec.kernels.reference import accept
 from mlxspec.model.batch import drafts_of
-from mlxspec.types import Draft, Entry, Request, Sequence
+from mlxspec.types import Draft, Entry, Request, Seq
 
 ids = st.integers(0, 2)  # so few that drafts are often right
 
@@ -18,7 +18,7 @@ def entries(draw: st.DrawFn) -> tuple[Entry, list[int], list[int]]:
     samples = draw(st.booleans())
     draft = draw(st.lists(ids, max_size=6)) if samples else []
     count = draw(st.integers(1, 3))
-    seq = Sequence(Request("r", (0,) * 9, 99))
+    seq = Seq(Request("r", (0,) * 9, 99))
     inputs = [draw(ids) for _ in range(count)] + draft
     sampled = [draw(ids) for _ in range(len(draft) + 1)] if samples else []
     return Entry(seq, 0, count, samples, draft=Draft(draft)), inputs, sampled

@@ -1,7 +1,7 @@
 """A sequence's state stands at `computed`, holds its own memory only, and can be rolled back behind rejected drafts."""
 
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.engine.engine import Engine
 from mlxspec.model import recurrent
 from mlxspec.model.runner import Runner
-from mlxspec.types import Draft, Entry, Request, Sequence, UserError
+from mlxspec.types import Draft, Entry, Request, Seq, UserError
 from tests import tiny
 from tests.liar import NoisyOracle
 
@@ -21,10 +21,10 @@ KINDS = ["qwen3_next", "nemotron_h", "lfm2"]
 class Fixed(NoisyOracle):
     """Drafts four tokens whenever it may, of which those at every fifth position are wrong."""
 
-    def depths(self, seqs: Seq[Sequence]) -> dict[Sequence, int]:
+    def depths(self, seqs: Sequence[Seq]) -> dict[Seq, int]:
         return dict.fromkeys(seqs, 4)
 
-    def draft(self, plan: Seq[Entry], previous: object) -> None:
+    def draft(self, plan: Sequence[Entry], previous: object) -> None:
         for e in plan:
             if e.depth:
                 at = e.seq.generated
@@ -70,7 +70,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
     e.add(tiny.request("r", PROMPT, 30, choices=2, stop_tokens=stop))
     drop, seen, ended = e.scheduler.kv.free, [], []
 
-    def check(seq: Sequence) -> None:
+    def check(seq: Seq) -> None:
         cache = make_prompt_cache(m)
         m(mx.array([seq.tokens[: seq.computed]]), cache=cache)
         want = [a for c in cache if hasattr(c, "cache") for a in c.cache]
@@ -79,7 +79,7 @@ def test_the_state_stands_at_what_is_computed(kind: str, monkeypatch: pytest.Mon
             assert mx.abs(a - b).max() < 1e-3 * mx.abs(b).max()
         seen.append(seq.computed)
 
-    def dropped(seq: Sequence) -> None:
+    def dropped(seq: Seq) -> None:
         if seq.finish:
             check(seq)
             ended.append(seq.finish)
@@ -125,7 +125,7 @@ recorder = recurrent.StateRecorder
 def test_a_failed_forward_leaves_nothing_behind() -> None:
     m = tiny.model("lfm2")
     runner = Runner(m, "rect", 8, 8)
-    seq = Sequence(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
+    seq = Seq(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
     model, runner.model = runner.model, None
     with pytest.raises(TypeError):
         runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
@@ -136,7 +136,7 @@ def test_a_failed_forward_leaves_nothing_behind() -> None:
 
 def test_what_is_not_recorded_is_refused() -> None:
     runner = Runner(tiny.model("mamba"), "rect", 8, 8)
-    seq = Sequence(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
+    seq = Seq(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
     with pytest.raises(UserError, match="cannot be recorded"):
         runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
 
@@ -170,14 +170,14 @@ def held(runner: Runner, work: list[list[Entry]]) -> int:
 def test_a_state_holds_neither_its_chunk_nor_its_batch_nor_a_tape() -> None:
     runner = wide()
     seqs = [
-        Sequence(
+        Seq(
             Request("r", (1,) * 300, 4),
             tokens=[1] * 300,
             table=list(range(1 + 10 * i, 11 + 10 * i)),
         )
         for i in range(3)
     ]
-    first = Sequence(Request("r", (1,) * 40, 4), tokens=[1] * 40, table=[35, 36])
+    first = Seq(Request("r", (1,) * 40, 4), tokens=[1] * 40, table=[35, 36])
     base = held(runner, [[Entry(first, 0, 20, False)]])  # pools are made, everything is compiled
     own = sum(a.nbytes for a in first.state)
     slack = 1 << 15

@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import _floors, _penalize, read, rows_of, sample, seed32
-from mlxspec.types import NARROW, Draft, Entry, Logprob, Request, Sampling, Sequence
+from mlxspec.types import NARROW, Draft, Entry, Logprob, Request, Sampling, Seq
 
 VOCAB = 23
 RNG = np.random.default_rng(5)
@@ -18,7 +18,7 @@ LOGITS = (RNG.normal(size=VOCAB) * 2).astype(np.float32)
 
 def entry(sampling: Sampling, prompt=(1, 2, 3), output=(), index=0) -> Entry:
     request = Request("r", tuple(prompt), 99, sampling)
-    seq = Sequence(request, index, tokens=[*prompt, *output])
+    seq = Seq(request, index, tokens=[*prompt, *output])
     return Entry(seq, len(seq.tokens) - 1, 1, samples=True)
 
 

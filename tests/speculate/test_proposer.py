@@ -15,7 +15,7 @@ from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
 from mlxspec.speculate.ngram import FIRST_RATE, bucket
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Sequence
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Seq
 from tests import tiny
 from tests.drafters import KINDS, attach, copies, costs, like, small_model
 
@@ -387,7 +387,7 @@ def test_what_a_lost_model_took_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> N
     """Drafts of it may be in flight where it fails; their time is not the target's."""
     learned = []
     monkeypatch.setattr(Costs, "learn", lambda self, *told: learned.append(told))
-    entry = Entry(Sequence(request()), 20, 1, True)
+    entry = Entry(Seq(request()), 20, 1, True)
     drafted = replace(entry, draft=Draft([1, 2], "model"))
     lost: Any = SimpleNamespace(name="model", lazy=True, learn_seconds=lambda *told: None)
     chain = Proposer(costs(), [lost])

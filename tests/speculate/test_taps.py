@@ -2,7 +2,7 @@
 nobody taps computes what it did before."""
 
 import io
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ import pytest
 from mlxspec.model.runner import Runner
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, Accepted, Entry, Request, Sequence, Tap, UserError
+from mlxspec.types import FINAL_NORM, Accepted, Entry, Request, Seq, Tap, UserError
 from tests import tiny
 from tests.drafters import costs
 from tests.liar import NoisyOracle
@@ -36,7 +36,7 @@ class Recorded:
         return getattr(self.layer, name)
 
 
-def truth(kind: str, tokens: Seq[int], taps: Seq[Tap]) -> dict[Tap, np.ndarray]:
+def truth(kind: str, tokens: Sequence[int], taps: Sequence[Tap]) -> dict[Tap, np.ndarray]:
     """mlx-lm's hidden states [tokens, D] of a fresh model."""
     model = tiny.model(kind)
     inner = model.model
@@ -57,19 +57,19 @@ class TapReader:
         self.seen: dict[tuple[str, int], dict[Tap, np.ndarray]] = {}
         self.rows = 0
 
-    def begin(self, seq: Sequence) -> None: ...
-    def end(self, seq: Sequence) -> None: ...
+    def begin(self, seq: Seq) -> None: ...
+    def end(self, seq: Seq) -> None: ...
     def clear(self) -> None: ...
     def learn_seconds(self, seconds: float, depth: int) -> None: ...
-    def options(self, seq: Sequence) -> list[Proposal]:
+    def options(self, seq: Seq) -> list[Proposal]:
         return []
 
-    def draft(self, plan: Seq[Entry], previous: Any, chosen: Any) -> None:
+    def draft(self, plan: Sequence[Entry], previous: Any, chosen: Any) -> None:
         """What a lazy drafter would read: every row of the step in flight, before it is read."""
         if previous is not None:
             self.rows += sum(tap.shape[0] for tap in previous.taps.values())
 
-    def observe(self, step: Any, accepted: Seq[Accepted]) -> None:
+    def observe(self, step: Any, accepted: Sequence[Accepted]) -> None:
         row = 0
         for e, new in zip(step.plan, accepted, strict=True):
             for i in range(e.count + new.drafts):
@@ -86,7 +86,7 @@ class ReadingOracle(NoisyOracle):
 
     reader: TapReader
 
-    def observe(self, step: Any, accepted: Seq[Accepted], seconds: float) -> None:
+    def observe(self, step: Any, accepted: Sequence[Accepted], seconds: float) -> None:
         super().observe(step, accepted, seconds)
         self.reader.observe(step, accepted)
 
@@ -144,7 +144,7 @@ def nodes(array: mx.array) -> int:
 def test_no_cost_where_nobody_asks(kind: str, layout: Any) -> None:
     """The same graph before anybody tapped and after; a tap adds no operation to the logits."""
     model = tiny.model(kind)
-    seq = Sequence(Request("r", (1, 2, 3), 2), tokens=[1, 2, 3], table=[1])
+    seq = Seq(Request("r", (1, 2, 3), 2), tokens=[1, 2, 3], table=[1])
     seq.windows = [[]]
 
     def graph(taps: tuple[Tap, ...]) -> tuple[int, set[Tap]]:

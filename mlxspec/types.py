@@ -87,7 +87,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # the answer that the client expects, to copy from
     grammar: Callable[[], Any] | None = None  # makes a GrammarMatcher for each choice
     model: str = ""  # its served name; empty: the default
-    masks: int = 0  # the vocabulary size that the grammar was made for; 0: unknown
+    grammar_vocab: int = 0  # the vocabulary size that the grammar was made for; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,9 @@ class Stats:
     disk_written_bytes: int = 0
     disk_runs_found: int = 0  # files of blocks or states that were brought back
     disk_runs_damaged: int = 0
-    seated: tuple[tuple[str, int], ...] = ()  # running requests and their cached prompt tokens
+    running_requests: tuple[
+        tuple[str, int], ...
+    ] = ()  # running requests and their cached prompt tokens
 
 
 # The fields of Stats that are the whole process's.

@@ -58,7 +58,11 @@ def engine(m: object, found: LayoutChoice) -> Engine:
         StateCache(16, 1, own) if found.state_bytes else None,
     )
     scheduler = Scheduler(
-        groups, context=512, pace=PrefillBudget(fixed=7), sharing=found.sharing, drafts=found.drafts
+        groups,
+        context=512,
+        prefill_budget=PrefillBudget(fixed=7),
+        sharing=found.sharing,
+        can_draft=found.can_draft,
     )
     return Engine(found.runner(m, BLOCK, 64, windows), scheduler)
 

@@ -145,7 +145,7 @@ def drafted(e: Engine, name: str) -> bool:
     if name == "plain":
         return True
     assert not isinstance(e.proposer, NoSpeculation), "the drafter failed"
-    tried, kept = e.drafts.drafted.total(), e.drafts.accepted.total()
+    tried, kept = e.spec_metrics.drafted.total(), e.spec_metrics.accepted.total()
     return 0 < kept and (name == "model" or kept < tried)
 
 

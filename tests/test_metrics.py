@@ -9,7 +9,7 @@ from mlxspec.types import ModelInfo, Served, Stats
 
 INFO = ModelInfo("tiny", 512, 320, "rows", 16, 64, 1 << 20, 1 << 20, 1_700_000_000)
 SPECULATION = ("drafts", "depths", "parked_seconds")
-NONE = ("seated",)  # requests, which the page shows
+NONE = ("running_requests",)  # requests, which the page shows
 
 
 def page(metrics: Metrics) -> dict[str, float]:

@@ -71,7 +71,7 @@ def test_every_answer_keeps_to_its_schema(served: tuple[Engine, Any], first: int
         sampling, ends = Sampling(temperature=1.0, seed=i), frozenset(t.eos_token_ids)
         requests.append(Request(f"{i}", prompt, MOST, sampling, ends, grammar=make))
     with_it = answers(engine, requests)
-    assert engine.drafts.accepted.total() > 10, "nothing was drafted"
+    assert engine.spec_metrics.accepted.total() > 10, "nothing was drafted"
     drafter, engine.proposer = engine.proposer, NoSpeculation()
     try:
         assert answers(engine, requests) == with_it

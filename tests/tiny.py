@@ -249,9 +249,9 @@ def engine(
         groups,
         context=context,
         max_sequences=max_sequences,
-        pace=PrefillBudget(fixed=budget),
+        prefill_budget=PrefillBudget(fixed=budget),
         sharing=layout != "solo",
-        drafts=rollback and layout != "solo",
+        can_draft=rollback and layout != "solo",
     )
     return Engine(runner, scheduler, proposer or NoSpeculation(), **kw)
 

@@ -14,7 +14,7 @@ from mlxspec.cache.disk import DiskStats
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine import structured
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
-from mlxspec.engine.scheduler import Scheduler, accept
+from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.kernels.verify import HangDetector
 from mlxspec.model import meter
 from mlxspec.model.batch import Step
@@ -55,7 +55,7 @@ class Engine:
     offloader: KVOffloader | None = None  # None: no disk cache
     trace: Callable[[str, int], None] = lambda event, step: None
     counters: Counter[str] = field(default_factory=Counter)  # names in Stats
-    drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
+    spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0
     rests: bool = False  # nothing can be done until the disk is
     monitor: MemoryMonitor | None = None
@@ -153,12 +153,12 @@ class Engine:
         self._learn_time(step, time.perf_counter() - began)
         accepted, rows = [], []
         for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
-            new = accept(e, tokens, logprobs)
+            new = cut_at_stop(e, tokens, logprobs)
             accepted.append(new)
             rows.append(e.count + new.drafts)
             if e.samples and not e.seq.finish:
                 self.counters["rounds"] += 1
-                self.drafts.record(e.draft, new.drafts)
+                self.spec_metrics.record(e.draft, new.drafts)
             prompt = e.seq.prompt_len - e.start
             self.counters["prompt_tokens"] += max(0, min(e.count, prompt))
         self.runner.rollback(step.plan, rows)
@@ -191,9 +191,9 @@ class Engine:
         decoding = any(e.count == 1 for e in step.plan)
         if self.stalls and not prefill and not self.scheduler.short:
             self._watch_for_hang(self.stalls, step, waited)
-        self.scheduler.pace.learn(prefill, decoding, self.step_seconds)
+        self.scheduler.prefill_budget.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
-            self.drafts.parked += self.step_seconds
+            self.spec_metrics.parked += self.step_seconds
 
     def _watch_for_hang(self, stalls: HangDetector, step: Step, waited: float) -> None:
         """Report a step whose time is the kernels': without prompts in the step that was built
@@ -248,7 +248,7 @@ class Engine:
         """Clear the prefix cache, the drafters' memory and the counters of an idle engine."""
         self.scheduler.kv.evict_cached()
         self.counters.clear()
-        self.drafts = SpecDecodeMetrics()
+        self.spec_metrics = SpecDecodeMetrics()
         self.proposer.clear()
 
     def check(self) -> None:
@@ -257,7 +257,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot; the process's part is the ModelManager's."""
-        scheduler, drafts = self.scheduler, self.drafts
+        scheduler, drafts = self.scheduler, self.spec_metrics
         pool, states = scheduler.pool, scheduler.kv.states
         disk = DiskStats()
         if self.offloader:
@@ -283,7 +283,7 @@ class Engine:
             disk_written_bytes=disk.written,
             disk_runs_found=disk.hits,
             disk_runs_damaged=disk.damaged,
-            seated=tuple((s.request.id, s.reported_cached) for s in scheduler.running),
+            running_requests=tuple((s.request.id, s.reported_cached) for s in scheduler.running),
         )
 
 

@@ -191,9 +191,9 @@ def _build(
         kv,
         context=context,
         max_sequences=min(config.max_sequences, plan.sequences),
-        pace=PrefillBudget(config.decode_gap_ms / 1000, config.prefill_budget),
+        prefill_budget=PrefillBudget(config.decode_gap_ms / 1000, config.prefill_budget),
         sharing=layout.sharing,
-        drafts=layout.drafts,
+        can_draft=layout.can_draft,
     )
     return Engine(runner, scheduler, vocab=layout.vocab)
 
@@ -207,7 +207,10 @@ def _warm_up(engine: Engine, cache: WarmupCache) -> None:
         raise UnsupportedModel(
             f"a context of {limit} tokens has no room for an answer; raise --context or --kv-blocks"
         )
-    pace, scheduler.pace = scheduler.pace, PrefillBudget()  # learns nothing from compiling
+    budget, scheduler.prefill_budget = (
+        scheduler.prefill_budget,
+        PrefillBudget(),
+    )  # learns nothing from compiling
     if cache.prefill_seconds:
         _run(engine, 0, 1, 1)
     else:
@@ -221,8 +224,8 @@ def _warm_up(engine: Engine, cache: WarmupCache) -> None:
         if len(sizes) < len(places):  # a grown pool may have moved
             log.warning("MLX copies the KV pool in each step: answers are slow; please report it")
         cache.prefill_seconds = engine.step_seconds / 2  # of the last prompts, in one step
-    scheduler.pace = pace
-    pace.learn(WARM_ROWS, True, cache.prefill_seconds)
+    scheduler.prefill_budget = budget
+    budget.learn(WARM_ROWS, True, cache.prefill_seconds)
     engine.reset()
 
 
@@ -243,7 +246,7 @@ def _run(
 def _speculate(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> None:
     """Measure what steps cost, unless the cache knows, and give the idle engine its drafters."""
     runner, pool = engine.runner, engine.scheduler.pool
-    if not engine.scheduler.drafts:
+    if not engine.scheduler.can_draft:
         log.warning("no speculation: this model cannot roll back a rejected draft")
         return
     highest, kernels = pool.highest, kernels_in_use()

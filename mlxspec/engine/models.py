@@ -74,8 +74,8 @@ class ModelSlot:
     engine: Engine | None = None
     leaving: bool = False  # unloaded when it is idle, for the order that waits first
     last_stats: Stats = field(default_factory=Stats)  # before the last unload
-    counters: Counter[str] = field(default_factory=Counter)  # of all loads, like `drafts`
-    drafts: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
+    counters: Counter[str] = field(default_factory=Counter)  # of all loads, like `spec_metrics`
+    spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     used: float = 0.0  # time of its last work
     loads: int = 0
     need: int = 0  # bytes that the last load lacked
@@ -210,7 +210,7 @@ class ModelManager:
         """Hand a request to its engine; the limits known before the load may have been wrong."""
         assert slot.engine
         slot.used = self.clock()
-        if request.grammar and request.masks not in (0, slot.info.vocab):
+        if request.grammar and request.grammar_vocab not in (0, slot.info.vocab):
             why = f"the vocabulary of {slot.info.name} was unknown; send the request again"
             return _finish(request, "error", error=why, fault="model")
         try:
@@ -318,7 +318,7 @@ class ModelManager:
         finally:
             self._expect(-LOADING_BYTES)
         slot.engine.monitor = self.monitor
-        slot.engine.counters, slot.engine.drafts = slot.counters, slot.drafts
+        slot.engine.counters, slot.engine.spec_metrics = slot.counters, slot.spec_metrics
         slot.info = replace(info, created=slot.info.created or info.created)
         slot.used, slot.error, slot.failed = self.clock(), "", -math.inf
         slot.loads += 1

@@ -34,15 +34,15 @@ class Scheduler:
     """Holds every live sequence. Engine thread only.
 
     `context` bounds prompt + output in tokens; `sharing` is off where blocks do not hold all that a
-    model keeps of a prefix; `drafts` is off where a rejected draft cannot be rolled back.
+    model keeps of a prefix; `can_draft` is off where a rejected draft cannot be rolled back.
     """
 
     kv: KVCacheManager
     context: int
     max_sequences: int = 16
-    pace: PrefillBudget = field(default_factory=PrefillBudget)
+    prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     sharing: bool = True
-    drafts: bool = True
+    can_draft: bool = True
     overcommit: bool = False  # admit without looking ahead at blocks; for tests of preemption
     waiting: deque[Seq] = field(default_factory=deque)
     running: list[Seq] = field(default_factory=list)  # oldest first
@@ -99,7 +99,7 @@ class Scheduler:
 
     def decoding(self) -> list[Seq]:
         """The running sequences that decode in the next step, and so may take a draft."""
-        if not self.drafts:
+        if not self.can_draft:
             return []
         return [s for s in self.running if s.remaining == 1 and s.room > 0]
 
@@ -114,7 +114,7 @@ class Scheduler:
                 self._place(plan, seq, 1)
         # A token in flight is also a running answer that this step would delay.
         decoding = bool(plan) or any(s.pending for s in self.running)
-        budget = self.pace.rows(decoding)
+        budget = self.prefill_budget.rows(decoding)
         prefills = [s for s in ready if s.remaining > 1]
         prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
         for seq in prefills:
@@ -123,7 +123,7 @@ class Scheduler:
                 budget -= n
                 seq.deferred = 0
                 if plan[-1].samples:  # its answer begins with this step: it is delayed as well
-                    budget = min(budget, self.pace.rows(decoding=True))
+                    budget = min(budget, self.prefill_budget.rows(decoding=True))
             else:
                 seq.deferred += 1
         for entry in plan:
@@ -307,7 +307,7 @@ class Scheduler:
         self.kv.check([*self.running, *self.waiting])
 
 
-def accept(
+def cut_at_stop(
     entry: Entry,
     sampled: list[int],
     logprobs: list[Logprob],

@@ -321,10 +321,10 @@ def sample_accept(
     tokens = tokens.astype(mx.int32)
     if inputs is None or not drafts:
         return tokens, None
-    return tokens, accept(tokens, inputs, drafts)
+    return tokens, count_accepted(tokens, inputs, drafts)
 
 
-def accept(
+def count_accepted(
     tokens: mx.array,
     inputs: mx.array,
     drafts: Sequence[tuple[int, int]],

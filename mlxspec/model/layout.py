@@ -92,7 +92,7 @@ class LayoutChoice:
         return self.layout != "solo"
 
     @property
-    def drafts(self) -> bool:
+    def can_draft(self) -> bool:
         """Whether rejected drafts can be rolled back."""
         return self.layout != "solo" and self.rollback
 

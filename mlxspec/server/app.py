@@ -37,7 +37,7 @@ ANTHROPIC_HEADER = "anthropic-version"  # sent by all of Anthropic's clients
 
 
 def create_app(
-    engine: Worker,
+    worker: Worker,
     tokenizer: Tokenizer,
     path: Path,
     config: Config,
@@ -56,9 +56,9 @@ def create_app(
         middleware=[Middleware(protect, config=config)],
         exception_handlers=HANDLERS,
     )
-    name = engine.info.name
+    name = worker.info.name
     paths = {name: path, **(others or {})}
-    app.state.server = ServerState(engine, config, Metrics(engine.models), paths, verdicts or {})
+    app.state.server = ServerState(worker, config, Metrics(worker.models), paths, verdicts or {})
     app.state.server.open(name, tokenizer)
     app.state.responses = Store()
     return app
@@ -71,7 +71,7 @@ async def index(http: HttpRequest) -> Response:
     body = {
         "name": "mlxspec",
         "version": __version__,
-        "model": http.app.state.server.engine.info.name,
+        "model": http.app.state.server.worker.info.name,
         "endpoints": [endpoint.replace(":path", "") for endpoint in ENDPOINTS],
     }
     return JSONResponse(body, headers={"vary": "accept"})
@@ -88,7 +88,7 @@ async def health(http: HttpRequest) -> Response:
     reason = state.unwell()
     if reason:
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    served = state.engine.models()
+    served = state.worker.models()
     running = sum(model.stats.running for model in served.values())
     waiting = sum(model.stats.waiting for model in served.values())
     loaded = [name for name, model in served.items() if model.status == "loaded"]
@@ -105,7 +105,7 @@ async def prometheus(http: HttpRequest) -> Response:
 
 async def models(http: HttpRequest) -> Response:
     """In Anthropic's format for its clients, else in OpenAI's."""
-    served = http.app.state.server.engine.models().values()
+    served = http.app.state.server.worker.models().values()
     if ANTHROPIC_HEADER in http.headers:
         return JSONResponse(anthropic.models_of(one.info for one in served))
     return JSONResponse({"object": "list", "data": [_model(one) for one in served]})
@@ -113,7 +113,7 @@ async def models(http: HttpRequest) -> Response:
 
 async def model(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
-    served = state.engine.models()[state.resolve_name(http.path_params["name"])]
+    served = state.worker.models()[state.resolve_name(http.path_params["name"])]
     anthropics = ANTHROPIC_HEADER in http.headers
     return JSONResponse(anthropic.model_of(served.info) if anthropics else _model(served))
 
@@ -142,7 +142,7 @@ async def load(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
     body, ignored = parse(Load, await read_body(http))
     name = state.resolve_name(body.model, exact=True)
-    return await _change(http, name, state.engine.load(name, body.pin), ignored)
+    return await _change(http, name, state.worker.load(name, body.pin), ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
@@ -150,13 +150,13 @@ async def unload(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
     body, ignored = parse(Unload, await read_body(http))
     name = state.resolve_name(body.model, exact=True)
-    if state.engine.models()[name].pinned and not body.force:
+    if state.worker.models()[name].pinned and not body.force:
         why = f"{name} is pinned; send force: true, or load it with pin: false"
         raise ApiError(409, why, "model")
     seconds = max(1.0, state.config.drain_s)
     try:
         async with asyncio.timeout(seconds):
-            return await _change(http, name, state.engine.unload(name), ignored)
+            return await _change(http, name, state.worker.unload(name), ignored)
     except TimeoutError as error:
         why = f"{name} was still busy after {seconds:.0f} s and stays loaded; try again later"
         raise ApiError(409, why, "model") from error
@@ -173,8 +173,8 @@ async def _change(
     except UserError as error:
         raise unavailable(str(error)) from error
     except Dead as error:
-        raise dead(state.engine) from error
-    body = _model(state.engine.models()[name])
+        raise dead(state.worker) from error
+    body = _model(state.worker.models()[name])
     body["seconds"] = round(time.monotonic() - began, 3)
     return JSONResponse(body, headers=state.report(ignored))
 

@@ -85,7 +85,7 @@ def _generation(
     talk, prompt = render_prompt(model, chat)
     request = engine_request(model, body, name, prompt.ids, chat.source)
     grammar = _grammar(grammars, chat, talk, prompt)
-    request = replace(request, grammar=grammar, masks=grammars.vocab)
+    request = replace(request, grammar=grammar, grammar_vocab=grammars.vocab)
     tools = [*talk.tools, *chat.deferred]
     if chat.tool_choice == "none":
         tools = []

@@ -86,9 +86,9 @@ def unavailable(why: str) -> ApiError:
     return ApiError(503, why, "model", "model_not_loaded", {"Retry-After": "10"})
 
 
-def dead(engine: Worker) -> ApiError:
+def dead(worker: Worker) -> ApiError:
     """503: the engine accepts no more requests."""
-    if not engine.draining():
+    if not worker.draining():
         return ApiError(503, "the engine has stopped; the server's log says why")
     why = "the server is stopping; send the request again in 5 s"
     return ApiError(503, why, headers={"Retry-After": "5"})

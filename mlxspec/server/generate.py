@@ -72,16 +72,16 @@ class Generation:
 
     def _submit(self) -> Outputs:
         """Queue all requests or none. Raises ApiError."""
-        engine = self.model.server.engine
+        worker = self.model.server.worker
         outputs: list[AsyncIterator[Output]] = []
         try:
             for request in self.requests:
-                outputs.append(engine.submit(request))
+                outputs.append(worker.submit(request))
         except Dead as error:
-            raise dead(engine) from error
+            raise dead(worker) from error
         except Busy as error:
             for request in self.requests[: len(outputs)]:
-                engine.abort(request.id)
+                worker.abort(request.id)
             raise busy(error) from error
         return outputs
 
@@ -133,7 +133,7 @@ class Generation:
                 server.metrics.between(self.model.name, seconds, len(output.tokens))
             self.last[choice.index] = now
         if choice.finish is not None and output.finish is None:
-            server.engine.abort(request.id, output.index)
+            server.worker.abort(request.id, output.index)
         return choice
 
     def _usage(self) -> stream.Usage:
@@ -155,8 +155,8 @@ class Generation:
             return row
         # The engine lists each running choice in order; the first one has the prefix match.
         ids = [request.id for request in self.requests]
-        seated = self.model.server.engine.models()[self.model.name].stats.seated
-        matched = {id: cached for id, cached in reversed(seated) if id in ids}
+        running_requests = self.model.server.worker.models()[self.model.name].stats.running_requests
+        matched = {id: cached for id, cached in reversed(running_requests) if id in ids}
         if matched:
             row.state, row.cached = "reading", sum(matched.values())
         return row
@@ -168,7 +168,7 @@ class Generation:
             own = choices[k * request.n :][: request.n]
             if any(choice.finish is None for choice in own):
                 self.outcome = self.outcome or "gone"
-                server.engine.abort(request.id)
+                server.worker.abort(request.id)
         if not self.outcome:
             self.outcome = ",".join(dict.fromkeys(str(choice.finish) for choice in choices))
         row = self._row()

@@ -153,7 +153,7 @@ def bind(config: Config) -> socket.socket:
 
 def serve(
     app: "Starlette",
-    engine: "Worker",
+    worker: "Worker",
     config: Config,
     announce: Callable[[str], None] = _print,
     listener: socket.socket | None = None,
@@ -163,9 +163,9 @@ def serve(
     only. `announce` gets the greeting once requests are accepted. Threads that do not end are left
     behind by ending the process."""
     listener = listener or bind(config)
-    status = asyncio.run(_serve(app, engine, config, announce, listener))
-    loading = engine.loading()
-    stopper = threading.Thread(target=engine.stop, name="stop", daemon=True)
+    status = asyncio.run(_serve(app, worker, config, announce, listener))
+    loading = worker.loading()
+    stopper = threading.Thread(target=worker.stop, name="stop", daemon=True)
     stopper.start()
     if not loading:  # loading cannot be interrupted
         stopper.join(STOP_S)
@@ -181,7 +181,7 @@ def serve(
 
 async def _serve(
     app: "Starlette",
-    engine: "Worker",
+    worker: "Worker",
     config: Config,
     announce: Callable[[str], None],
     listener: socket.socket,
@@ -190,7 +190,7 @@ async def _serve(
     draining: list[asyncio.Future[None]] = []
 
     async def drain() -> None:
-        await engine.drain(config.drain_s)
+        await worker.drain(config.drain_s)
         server.should_exit = True
 
     def on_signal() -> None:
@@ -201,7 +201,7 @@ async def _serve(
         draining.append(asyncio.ensure_future(drain()))
 
     async def check() -> None:
-        if not engine.alive():
+        if not worker.alive():
             log.critical("the engine has stopped; the server exits")
             server.should_exit = True
 
@@ -210,10 +210,10 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     await server.startup([listener])
     listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
-    announce(greeting(config, list(engine.models()), listener.getsockname()[1]))
+    announce(greeting(config, list(worker.models()), listener.getsockname()[1]))
     await server.main_loop()
     await server.shutdown([listener])
-    return 0 if engine.alive() else 1
+    return 0 if worker.alive() else 1
 
 
 def make_server(app: "Starlette", config: Config) -> uvicorn.Server:

@@ -98,7 +98,7 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        return self.server.engine.models()[self.name].info
+        return self.server.worker.models()[self.name].info
 
     @property
     def grammars(self) -> Grammars:
@@ -113,7 +113,7 @@ class ServerState:
     """The state of one server. `paths` are the model directories by name, `verdicts` the kernels'
     verdicts by kernel and shape, `note` a remark for /health, such as safe mode."""
 
-    engine: Worker
+    worker: Worker
     config: Config
     metrics: Metrics
     paths: Mapping[str, Path]
@@ -127,12 +127,12 @@ class ServerState:
 
     def unwell(self) -> str:
         """Why the server is unhealthy, "" if it is healthy."""
-        if not self.engine.alive():
+        if not self.worker.alive():
             return "the engine has stopped"
-        if self.engine.draining():
+        if self.worker.draining():
             return "the server is stopping"
-        limit = LOADING_S if self.engine.loading() else STALLED_S
-        if (seconds := self.engine.stalled()) > limit:
+        limit = LOADING_S if self.worker.loading() else STALLED_S
+        if (seconds := self.worker.stalled()) > limit:
             return f"the engine has made no progress for {seconds:.0f} s"
         return ""
 
@@ -146,8 +146,8 @@ class ServerState:
         done = asyncio.wrap_future(job)
         try:
             while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
-                if self.engine.draining() or not self.engine.alive():
-                    raise dead(self.engine)
+                if self.worker.draining() or not self.worker.alive():
+                    raise dead(self.worker)
             return done.result()
         except Refused as error:
             raise invalid(error.field, str(error), error.code) from error
@@ -176,12 +176,12 @@ class ServerState:
     def resolve_name(self, name: str | None, *, exact: bool = False) -> str:
         """The served model that `name` means. Names that agents have built in mean the default one,
         unless `exact`. Raises ApiError 404."""
-        served = self.engine.models()
+        served = self.worker.models()
         if name in served:
             return str(name)
         lenient = self.config.strict_model_names == "off" and not exact
         if name is None or name in ALIASES or (lenient and name.startswith(FAMILIES)):
-            return self.engine.info.name
+            return self.worker.info.name
         names = ", ".join(map(repr, served))
         why = f"model = {name[:200]!r} is not served here; send {names} or 'default'"
         raise ApiError(404, why, param="model", code="model_not_found")

@@ -52,7 +52,7 @@ def fit_small(
 ) -> SmallModel:
     """The loaded model of `path`, ready to draft. Raises UnsupportedModel where one of the two
     models cannot."""
-    if not target.drafts:
+    if not target.can_draft:
         raise UnsupportedModel(
             f"--draft: rejected drafts cannot be rolled back in the {target.layout} layout of this"
             " model; leave --draft out"

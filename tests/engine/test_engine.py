@@ -44,7 +44,7 @@ def test_a_drafter_that_needs_tokens_is_served_without_overlap(qwen3) -> None:
     e.add(tiny.request("a", prompt, 20))
     out = tiny.run(e)
     assert tiny.tokens(out, "a") == plain(prompt, 20)
-    assert out[-1].rounds < 20 and sum(e.drafts.accepted.values()) == liar.kept > 0
+    assert out[-1].rounds < 20 and sum(e.spec_metrics.accepted.values()) == liar.kept > 0
     order = {event: i for i, event in enumerate(events)}
     assert all(order["read", n] < order["submit", n + 1] for n in range(1, e.counters["steps"]))
 
@@ -70,7 +70,7 @@ def test_who_comes_during_a_long_prompt_is_in_the_next_step(qwen3) -> None:
     to answer takes no more of the long prompt than fits beside answers."""
     events: list[tuple[str, int]] = []
     e = tiny.engine(qwen3, trace=lambda event, n: events.append((event, n)))
-    e.scheduler.pace = PrefillBudget(shared=8, alone=40)
+    e.scheduler.prefill_budget = PrefillBudget(shared=8, alone=40)
     e.add(tiny.request("long", range(150), 2))
     e.step()
     e.step()
@@ -87,10 +87,10 @@ def test_what_runs_is_told_before_its_first_token(qwen3) -> None:
     for name in "ab":
         e.add(tiny.request(name, range(1, 41), 3))
     e.step()
-    assert (e.stats().seated, e.stats().waiting) == ((("a", 0),), 1)
+    assert (e.stats().running_requests, e.stats().waiting) == ((("a", 0),), 1)
     told = {}
-    tiny.run(e, each=lambda i: told.update(e.stats().seated))
-    assert told["b"] > 0 and e.stats().seated == ()
+    tiny.run(e, each=lambda i: told.update(e.stats().running_requests))
+    assert told["b"] > 0 and e.stats().running_requests == ()
 
 
 def test_the_end_of_an_answer_does_not_wait_for_a_long_step(
@@ -106,7 +106,7 @@ def test_the_end_of_an_answer_does_not_wait_for_a_long_step(
             submitted.append({x.seq.request.id: x.count for x in e.in_flight.plan})
 
     e = tiny.engine(qwen3, trace=trace)
-    e.scheduler.pace = PrefillBudget(shared=8, alone=40)
+    e.scheduler.prefill_budget = PrefillBudget(shared=8, alone=40)
     e.add(tiny.request("short", range(4), 3))
     e.add(tiny.request("long", range(100, 250), 2))
     while not any(o.finish for o in e.step()):
@@ -184,7 +184,7 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
         for i in range(4):
             e.add(tiny.request(f"r{i}", [*range(40 + 10 * i), 300 + i], 6, temperature=0.7))
         tiny.run(e)
-        e.scheduler.pace.fixed = 48
+        e.scheduler.prefill_budget.fixed = 48
         e.add(
             tiny.request("steps without samples", [(7 * i + 3) % tiny.VOCAB for i in range(220)], 2)
         )
@@ -288,17 +288,20 @@ def test_steps_teach_the_pace(qwen3, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Step, "read", slow)
     e = tiny.engine(qwen3, budget=0)
-    start = e.scheduler.pace.shared, e.scheduler.pace.alone
+    start = e.scheduler.prefill_budget.shared, e.scheduler.prefill_budget.alone
     e.add(tiny.request("a", range(200), 3))
     tiny.run(e)
-    alone = e.scheduler.pace.alone
+    alone = e.scheduler.prefill_budget.alone
     assert alone < start[1]
-    e.scheduler.pace.shared, e.scheduler.pace.alone = start
+    e.scheduler.prefill_budget.shared, e.scheduler.prefill_budget.alone = start
     e.add(tiny.request("a", [1], 30))
     e.step()
     e.add(tiny.request("b", range(100, 200), 3))
     tiny.run(e)
-    assert e.scheduler.pace.shared < start[0] and e.scheduler.pace.alone == start[1]
+    assert (
+        e.scheduler.prefill_budget.shared < start[0]
+        and e.scheduler.prefill_budget.alone == start[1]
+    )
 
 
 def test_the_drafter_is_told_of_an_abort_at_once(qwen3) -> None:

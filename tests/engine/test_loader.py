@@ -49,7 +49,7 @@ def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
     assert info.kv_blocks == memory.CONTEXTS * 512 // 16 + 1
     pools = [p for pages in e.runner.caches for p in pages.pools()]
     assert info.kv_bytes == sum(p.nbytes for p in pools) and info.weight_bytes > 0
-    assert e.scheduler.pace.rows(decoding=True) > 0
+    assert e.scheduler.prefill_budget.rows(decoding=True) > 0
     stats = e.stats()
     assert (stats.steps, stats.blocks_cached, stats.blocks_used) == (0, 0, 0), (
         "warm-up leaves no trace"
@@ -254,7 +254,9 @@ def test_the_next_start_uses_the_warmup_cache(
     assert 0 < whole["prefill_seconds"] < 10
     kept.write_text(json.dumps({**whole, "prefill_seconds": 2.0}))
     slow, _ = load_engine(path, "tiny", options)
-    assert slow.scheduler.pace.rows(decoding=True) == 16, "a slow prompt starts a small budget"
+    assert slow.scheduler.prefill_budget.rows(decoding=True) == 16, (
+        "a slow prompt starts a small budget"
+    )
     short = {**whole, "costs": {**whole["costs"], "measured": "fast"}}
     for text in (
         json.dumps(short),

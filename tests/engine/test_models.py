@@ -351,7 +351,9 @@ def test_limits_found_by_loading_apply(launched: Any) -> None:
 
     async def main() -> None:
         long = replace(tiny.request("long", range(16), 4), model="b")
-        masked = replace(tiny.request("masked", [1], 4), model="b", grammar=lambda: None, masks=320)
+        masked = replace(
+            tiny.request("masked", [1], 4), model="b", grammar=lambda: None, grammar_vocab=320
+        )
         clamped = replace(tiny.request("clamped", [1, 2], 400), model="b")
         found = await asyncio.gather(*(collect(worker.submit(r)) for r in (long, masked, clamped)))
         assert found[0][0].fault == "prompt" and "16 tokens > 16 maximum" in found[0][0].error

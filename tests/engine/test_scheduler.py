@@ -12,8 +12,7 @@ from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.prefix import KVCacheManager, Window
 from mlxspec.cache.states import StateCache
 from mlxspec.engine.budget import PrefillBudget
-from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler
-from mlxspec.engine.scheduler import accept as accepted_of
+from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler, cut_at_stop
 from mlxspec.types import Draft, Entry, Output, Request, Seq, UserError
 from tests import tiny
 
@@ -43,7 +42,8 @@ def accept(draft: list[int], sampled: list[int]) -> list[int]:
 class Mock:
     """An engine with one step in flight. Slots remember which prefix they were written for; a row
     that would read a slot of another prefix fails the test. `blind`: a sequence goes on while its
-    draft is in flight, as behind a model that drafts lazily. `windows` are the blocks by sliding window, `states` how many states of
+    draft is in flight, as behind a model that drafts lazily. `windows` are the
+    blocks by sliding window, `states` how many states of
     a recurrent layer are kept; one is the prefix itself, and must be that of the row."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Mock:
                 StateCache(states, 2) if states else None,
             ),
             context=kw.pop("context", 64),
-            pace=PrefillBudget(fixed=budget),
+            prefill_budget=PrefillBudget(fixed=budget),
             **kw,
         )
         self.liar, self.blind = liar, blind
@@ -135,7 +135,7 @@ class Mock:
             accept(e.draft.tokens, row) if e.samples else []
             for e, row in zip(plan, sampled, strict=True)
         ]
-        news = [accepted_of(e, new, []) for e, new in zip(plan, accepted, strict=True)]
+        news = [cut_at_stop(e, new, []) for e, new in zip(plan, accepted, strict=True)]
         for e, new in zip(plan, news, strict=True):
             if e.draft.tokens and e.seq.state:  # as the engine: the state of the kept rows
                 e.seq.state = e.seq.state[: e.start + e.count + new.drafts]
@@ -375,7 +375,7 @@ def test_random_lives(data: st.DataObject) -> None:
         blind=not states and rng.choice([False, True]),
         windows={w: min(blocks, Window.min_blocks(w, SIZE, sequences, budget, 4)) for w in windows},
         states=states,
-        drafts=rng.random() < 0.9,
+        can_draft=rng.random() < 0.9,
         context=36,
         max_sequences=sequences,
     )

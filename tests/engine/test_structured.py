@@ -92,7 +92,7 @@ def test_batch(name: str, budget: int, temperature: float) -> None:
     if name in ("liar", "suffix", "chain"):
         assert drafted(e, name)
     if name not in ("plain", "liar"):
-        tried, kept = e.drafts.drafted["grammar", 1], e.drafts.accepted["grammar", 1]
+        tried, kept = e.spec_metrics.drafted["grammar", 1], e.spec_metrics.accepted["grammar", 1]
         assert tried == kept > 0, "what is forced is drafted, and kept"
 
 

@@ -95,7 +95,7 @@ def test_models_own_caches_are_measured() -> None:
 def test_rollback_of_drafts(kind: str, rollback: bool, sharing: bool, drafts: bool) -> None:
     m = tiny.model(kind)
     found = find_layout(m)
-    assert (found.rollback, found.sharing, found.drafts) == (rollback, sharing, drafts)
+    assert (found.rollback, found.sharing, found.can_draft) == (rollback, sharing, drafts)
     runner = found.runner(m, 4, 8)
     assert runner.states.rollback_supported == rollback
     held = [c.cache for c in make_prompt_cache(m) if isinstance(c, ArraysCache)]
@@ -110,7 +110,7 @@ def test_a_rollback_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -
         lambda self, batch, rows: right(self, batch, rows + 1),
     )
     found = find_layout(tiny.model("qwen3_next"))
-    assert not found.rollback and not found.drafts
+    assert not found.rollback and not found.can_draft
     assert "logits are off" in found.refused[-1]
 
 

@@ -67,7 +67,7 @@ class Scripted:
     lives: bool = True
     ending: bool = False
     silent: float = 0.0
-    seated: tuple[tuple[str, int], ...] = ()
+    running_requests: tuple[tuple[str, int], ...] = ()
     group: int = 1  # tokens per output, as accepted drafts come
     drafted: int = 0  # per output; all of its tokens but one are kept
     sources: tuple[str, ...] = ("lookup",)  # of the drafts, in turn
@@ -184,7 +184,7 @@ class Scripted:
         now = Stats(
             running=1, waiting=2, blocks_used=3, blocks_cached=4, blocks_free=5, generated_tokens=6
         )
-        return replace(now, seated=self.seated)
+        return replace(now, running_requests=self.running_requests)
 
     def alive(self) -> bool:
         return self.lives

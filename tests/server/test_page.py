@@ -300,7 +300,11 @@ async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
     [row] = (await snapshot(s))["requests"]
     assert (row["outcome"], row["first"], row["generated"]) == ("", 0.0, 0)
     assert (row["state"], row["cached"]) == ("waiting", 0)
-    s.engine.seated = ((s.engine.submitted[-1].id, 3), (s.engine.submitted[-1].id, 9), ("other", 5))
+    s.engine.running_requests = (
+        (s.engine.submitted[-1].id, 3),
+        (s.engine.submitted[-1].id, 9),
+        ("other", 5),
+    )
     [row] = (await snapshot(s))["requests"]
     assert (row["state"], row["cached"], row["first"]) == ("reading", 3, 0.0)
     s.engine.push("world")

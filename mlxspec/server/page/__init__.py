@@ -92,7 +92,7 @@ async def _feed(server: ServerState) -> AsyncIterator[bytes]:
 
 def snapshot(server: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
-    engine, models = server.engine, list(server.engine.models().values())
+    worker, models = server.worker, list(server.worker.models().values())
     process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
     kernels = [
         {**asdict(verdict), "name": name, "gains": sorted(verdict.gains.items())}
@@ -103,10 +103,10 @@ def snapshot(server: ServerState) -> Json:
         "pid": os.getpid(),
         "idle_ttl": server.config.idle_ttl,
         "time": round(time.monotonic(), 3),
-        "alive": engine.alive(),
-        "stopping": engine.draining(),
-        "stalled": round(engine.stalled(), 1),
-        "loading": engine.loading(),
+        "alive": worker.alive(),
+        "stopping": worker.draining(),
+        "stalled": round(worker.stalled(), 1),
+        "loading": worker.loading(),
         "note": server.note,
         "unwell": server.unwell(),
         "models": [_model(one) for one in models],

@@ -6,25 +6,17 @@ symbols. On macOS MLX uses Accelerate and Metal.
 """
 
 import ctypes
-import ctypes.util
 import functools
-import glob
 import importlib
 import logging
-import os
 import resource
 import sys
 
 log = logging.getLogger("mlxspec")
 
-PATHS = (
-    "$CONDA_PREFIX/lib/libopenblas.so*",
-    "/usr/lib/*-linux-gnu/openblas-pthread/libopenblas.so.0",
-    "/usr/lib*/libopenblasp.so.0",
-    "/usr/lib*/libopenblas.so*",
-    "/opt/*/lib/libopenblas.so*",
-)
-OPEN_FILES = 2048  # that the process may have open, where the user allows it
+# Debian's and Arch's OpenBLAS; Fedora's with threads; any other. The linker finds them.
+NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")
+OPEN_FILES = 2048  # soft limit of open files, where the hard limit allows it
 INSTALL = (
     "install it with one of: sudo apt-get install libopenblas0-pthread;"
     " sudo dnf install openblas-threads; sudo pacman -S openblas"
@@ -45,7 +37,7 @@ def _load_openblas() -> str | None:
     if "mlx.core" in sys.modules:
         log.warning("MLX was imported before OpenBLAS and keeps its slow reference BLAS")
         return None
-    for name in _candidates():
+    for name in NAMES:
         try:
             _ = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # other libraries lack it
         except (OSError, AttributeError):
@@ -57,23 +49,13 @@ def _load_openblas() -> str | None:
 
 
 def _import_mlx_lm() -> None:
-    """Import mlx-lm, whose import sets the limits of open files to (2048, 4096): that lowers a
-    higher one for good, and fails where the hard limit is lower. So that call does nothing."""
+    """Import mlx-lm without its call of `setrlimit(RLIMIT_NOFILE, (2048, 4096))`, which lowers a
+    higher hard limit for good and fails where the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(OPEN_FILES, hard)), hard))
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:
         importlib.import_module("mlx_lm.utils")
     finally:
         resource.setrlimit = setrlimit
-
-
-def _candidates() -> list[str]:
-    """Names and paths to try, the best first."""
-    found = [ctypes.util.find_library("openblas") or "libopenblas.so"]
-    for path in PATHS:
-        found += sorted(glob.glob(os.path.expandvars(path)))
-    return found

@@ -15,7 +15,6 @@ from mlxspec import __version__
 from mlxspec.client import printable, request
 from mlxspec.commands import launch as agents
 from mlxspec.commands.options import (
-    CacheDir,
     Json,
     Key,
     Model,
@@ -26,13 +25,13 @@ from mlxspec.commands.options import (
     with_settings,
 )
 from mlxspec.commands.service import menubar, service
-from mlxspec.config import Config, ConfigError, load
+from mlxspec.config import load
 from mlxspec.types import UserError
 
 LOAD_S = 3600  # a model that is loaded or unloaded may take so long
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-cache = typer.Typer(no_args_is_help=True, help="Show or delete the prompt cache on disk.")
+cache = typer.Typer(no_args_is_help=True, help="Show or delete the prefix cache on disk.")
 app.add_typer(cache, name="cache")
 app.add_typer(service, name="service")
 app.add_typer(menubar, name="menubar")
@@ -42,7 +41,7 @@ def main() -> None:
     """Run the command in `sys.argv`."""
     try:
         app(prog_name="mlxspec")
-    except (ConfigError, UserError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -57,38 +56,32 @@ def log_to_stderr(level: str) -> None:
     logging.getLogger("mlxspec").setLevel(level.upper())
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"mlxspec {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def about(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """A local server for language models on Apple Silicon, built on MLX."""
+    if version:
+        print(f"mlxspec {__version__}")
+        raise typer.Exit
 
 
 @app.command()
 @with_settings
 def serve(**flags: str | list[str] | None) -> None:
-    """Serve models: directories in mlx-lm's format or Hugging Face ids. Default: built in."""
-    log_to_stderr("info")
+    """Serve models over HTTP: `mlxspec serve mlx-community/Qwen3-4B-4bit`, or a directory.
+
+    Without MODEL: the one in your settings, else the built-in model, SmolLM2-135M-Instruct (93 MB
+    to download). It only shows that everything works; it is too small for real use.
+    """
     from mlxspec.service import crashes
     from mlxspec.service.launchd import activated_socket, log_file
 
-    def settings() -> Config:
-        config = load(flags)
-        log_to_stderr(config.log_level)
-        return config
-
     if listener := activated_socket():
-        sys.exit(crashes.serve(settings, listener, log_file()))
-    config = settings()
+        log_to_stderr("info")
+        sys.exit(crashes.serve(flags, listener, log_file()))
+    config = load(flags)
+    log_to_stderr(config.log_level)
     from mlxspec.server.process import serve_model
 
     sys.exit(serve_model(config))
@@ -98,7 +91,7 @@ def serve(**flags: str | list[str] | None) -> None:
 def chat(
     url: Url = None,
     api_key: Key = None,
-    system: Annotated[str, typer.Option(help="The system message.")] = "",
+    system: Annotated[str, typer.Option(help="A system message for the conversation.")] = "",
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0 is greedy; default: the model's own.")
     ] = None,
@@ -130,19 +123,18 @@ def launch(
 @app.command()
 def bench(
     model: Model = None,
-    draft: Annotated[str | None, typer.Option(metavar="MODEL", help="A small draft model.")] = None,
-    workload: Annotated[Workload, typer.Option(help="edits, code, chat or all.")] = "all",
-    prompts: Annotated[int, typer.Option(min=1, max=16, help="Prompts of each workload.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, max=1 << 16, help="Longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    streams: Annotated[
-        str, typer.Option(metavar="N,N", help="How many prompts run at the same time.")
-    ] = "1",
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="Repetitions.")] = 1,
-    json: Annotated[
-        typer.FileTextWrite | None,
-        typer.Option(metavar="FILE", lazy=False, help="Write all measurements as JSON."),
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="A small model with the same vocabulary that drafts tokens."
+        ),
     ] = None,
+    workload: Annotated[Workload, typer.Option(help="Prompts: edits, code, chat or all.")] = "all",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 256,
+    streams: Annotated[
+        int,
+        typer.Option(min=1, max=16, help="How many prompts run at the same time, as one batch."),
+    ] = 1,
 ) -> None:
     """Measure what speculation gains on this machine: the same prompts with it and without it.
 
@@ -152,11 +144,11 @@ def bench(
     log_to_stderr(config.log_level)
     from mlxspec.commands.bench import bench
 
-    sys.exit(bench(config, workload, prompts, max_tokens, temperature, streams, rounds, json))
+    sys.exit(bench(config, workload, max_tokens, streams))
 
 
 @app.command()
-def doctor(model: Model = None, cache_dir: CacheDir = None, json: Json = False) -> None:
+def doctor(model: Model = None, json: Json = False) -> None:
     """Check the machine, the installation, the model and the service, and say what to fix.
 
     Exits with 1 if something is broken.
@@ -164,7 +156,7 @@ def doctor(model: Model = None, cache_dir: CacheDir = None, json: Json = False) 
     from mlxspec.commands.doctor import doctor
 
     log_to_stderr("error")
-    sys.exit(doctor(model, cache_dir, json))
+    sys.exit(doctor(model, json))
 
 
 @app.command()
@@ -178,39 +170,38 @@ def status(url: Url = None, api_key: Key = None, json: Json = False) -> None:
 
 
 @app.command()
-def models(
-    url: Url = None, api_key: Key = None, cache_dir: CacheDir = None, json: Json = False
-) -> None:
-    """List the models on disk, those that can be downloaded by name, and the server's."""
+def models(json: Json = False) -> None:
+    """List the models on this disk, and those that can be downloaded by name."""
     from mlxspec.commands.models import local_models, show
-    from mlxspec.service.status import get_status
 
-    found = local_models(load({"cache_dir": cache_dir}))
-    show(found, get_status(*server_of(url, api_key)).models, json)
+    show(local_models(load({})), json)
 
 
 @app.command()
-def pull(model: Model = None, cache_dir: CacheDir = None) -> None:
+def pull(model: Model = None) -> None:
     """Download and convert a model without serving it."""
     from mlxspec.commands.models import pull
 
-    pull(load({"model": model, "cache_dir": cache_dir}))
+    pull(load({"model": model}))
 
 
 @app.command("load")
 def load_model(model: Served, url: Url = None, api_key: Key = None) -> None:
-    """Load a model of the running server."""
+    """Load one of the running server's models into memory."""
     _change(url, api_key, "load", model=model)
 
 
 @app.command()
 def stop(
     model: Served,
-    force: Annotated[bool, typer.Option("--force", help="Also if it is pinned.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Unload it even if it is pinned.")] = False,
     url: Url = None,
     api_key: Key = None,
 ) -> None:
-    """Unload a model of the running server, when its running answers have ended."""
+    """Unload a model from the running server once its answers have ended. The server stays up.
+
+    To stop the server: Ctrl-C in its terminal, or mlxspec service stop.
+    """
     _change(url, api_key, "unload", model=model, force=force)
 
 
@@ -224,31 +215,30 @@ def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> Non
 
 
 @cache.command("ls")
-def cache_ls(cache_dir: CacheDir = None) -> None:
+def cache_ls() -> None:
     """Show what is cached, by model."""
     from mlxspec.commands.cache import show
 
-    show(load({"cache_dir": cache_dir}))
+    show(load({}))
 
 
 @cache.command("stats")
-def cache_stats(cache_dir: CacheDir = None) -> None:
+def cache_stats() -> None:
     """Show the size of the cache and its limit."""
     from mlxspec.commands.cache import totals
 
-    totals(load({"cache_dir": cache_dir}))
+    totals(load({}))
 
 
 @cache.command("clear")
 def cache_clear(
-    cache_dir: CacheDir = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the cache. A running server goes on and fills it again."""
     from mlxspec.commands.cache import clear
     from mlxspec.model.hub import prompts_of
 
-    root = prompts_of(load({"cache_dir": cache_dir}))
+    root = prompts_of(load({}))
     if not yes:
-        typer.confirm(f"Delete the prompt cache in {root}?", abort=True)
+        typer.confirm(f"Delete the prefix cache in {root}?", abort=True)
     clear(root)

@@ -1,4 +1,4 @@
-"""The HTTP client of a running server, on the standard library alone."""
+"""The HTTP client of a running server, on the standard library only."""
 
 import http.client
 import json

@@ -14,6 +14,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlxspec.types import UserError
+
 T = TypeVar("T", str, int, float, tuple[str, ...])
 
 FILE = Path("~/.config/mlxspec/config.toml")
@@ -21,7 +23,7 @@ PREFIX = "MLXSPEC_"
 ARGUMENTS = {"model": "MODEL", "others": "OTHERS"}
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A setting that cannot be used. The message names its source, name and value, and the fix."""
 
 
@@ -45,41 +47,54 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings. With the defaults the embedded model is served; 0 and "" mean that the value is
+    """All settings. With the defaults the built-in model is served; 0 and "" mean that the value is
     derived at start."""
 
     model: str = option(
-        "", "Model directory in mlx-lm's format, or hub id; empty: the embedded model."
+        "",
+        "Model directory in mlx-lm's format, or Hugging Face id; empty: the built-in model,"
+        " SmolLM2-135M-Instruct, which is too small for real use.",
     )
     others: tuple[str, ...] = option(
         (), "More models, each loaded on its first request; NAME=MODEL sets the name."
     )
     name: str = option("", "Name of the (first) model in the API; empty: the model's own name.")
-    host: str = option("127.0.0.1", "Address to listen on.")
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on; 0.0.0.0: all networks, then set api_key too.",
+    )
     port: int = option(8080, "Port to listen on; 0: any free port.", 65535)
     api_key: str = option("", "API key that clients must send; empty: no key.", secret=True)
     allowed_hosts: tuple[str, ...] = option(
         (), "Names allowed in `Host` and `Origin` headers, in addition to the loopback names."
     )
-    pin: tuple[str, ...] = option((), "Models that are never evicted.")
+    pin: tuple[str, ...] = option(
+        (), "Names of models that stay in memory: never unloaded to make room or when idle."
+    )
     idle_ttl: float = option(
         1800.0,
         "Idle seconds after which a model that is not pinned is unloaded; 0: never.",
         10_000_000,
     )
-    max_sequences: int = option(16, "Most sequences in one step.", 256, low=1)
+    max_sequences: int = option(
+        16, "Most sequences that run at the same time, in one batch.", 256, low=1
+    )
     max_queue: int = option(
         64, "Most requests that wait; further ones get status 429.", 4096, low=1
     )
     context: int = option(0, "Context length (prompt and output) in tokens; 0: the model's.", 2**24)
     block_size: int = option(32, "Tokens in a KV block.", 512, low=1)
-    kv_blocks: int = option(0, "Number of KV blocks; 0: chosen by free memory.", 2**24)
+    kv_blocks: int = option(0, "Number of KV blocks; 0: by free memory.", 2**24)
     memory_gb: float = option(
         0.0,
         "Memory limit in GiB for weights, caches and headroom; 0: what is free.",
         65_536,
     )
-    kv_bits: int = option(0, "Bits per value of the KV cache; 0: not quantized.", choices=(0, 4, 8))
+    kv_bits: int = option(
+        0,
+        "Bits per value of the KV cache; 0: unquantized, in the model's own precision.",
+        choices=(0, 4, 8),
+    )
     layout: str = option(
         "auto",
         "Batch layout; auto picks the fastest one that matches mlx-lm.",
@@ -104,7 +119,7 @@ class Config:
         choices=("auto", "off"),
     )
     draft: str = option(
-        "", "Draft model for the (first) model; empty: the one that its card names, if any."
+        "", "Draft model for the (first) model; empty: the one that mlxspec knows for it, if any."
     )
     max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)
     keepalive_s: float = option(
@@ -113,10 +128,10 @@ class Config:
     drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", 3600)
     cache_dir: str = option(
         "",
-        "Directory for converted models, measurements and the prompt cache; empty: the platform's.",
+        "Directory for models, measurements and the prefix cache; empty: the platform's.",
     )
     cache_gb: float = option(
-        10.0, "Disk space for the prompt cache in GiB; 0: no prompt cache.", 2**20
+        10.0, "Disk space for the prefix cache in GiB; 0: it is in memory only.", 2**20
     )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
@@ -171,12 +186,10 @@ def as_flags(config: Config, base: Config = DEFAULTS) -> str:
         value = getattr(config, name)
         if row.metadata["secret"] or value == getattr(base, name):
             continue
-        if name == "others":
-            words += value
-            continue
+        parts = value if isinstance(value, tuple) else [str(value)]
         if name not in ARGUMENTS:
-            words.append(flag(name))
-        words.append(",".join(value) if isinstance(value, tuple) else str(value))
+            parts = [flag(name), ",".join(parts)]
+        words += parts
     return shlex.join(words)
 
 

@@ -33,10 +33,10 @@ COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Tokens generated.",
     "preemptions": "Sequences that had to give up their KV blocks.",
-    "disk_read_bytes": "Bytes of the prompt cache read from disk.",
-    "disk_written_bytes": "Bytes of the prompt cache written to disk.",
-    "disk_runs_found": "Files of the prompt cache that were loaded.",
-    "disk_runs_damaged": "Files of the prompt cache that did not pass their check.",
+    "disk_read_bytes": "Bytes of the prefix cache read from disk.",
+    "disk_written_bytes": "Bytes of the prefix cache written to disk.",
+    "disk_runs_found": "Files of the prefix cache that were loaded.",
+    "disk_runs_damaged": "Files of the prefix cache that did not pass their check.",
     "speculation_parked_seconds": "Time in which tokens were decoded and none were drafted.",
     "model_loads": "How often the model was loaded.",
 }
@@ -55,7 +55,7 @@ PROCESS = {
     "mlx_active_bytes": "Memory in MLX's arrays.",
     "mlx_cache_bytes": "Memory of freed buffers that MLX keeps.",
     "live_arrays": "Arrays that Python holds; buffers are more.",
-    "disk_bytes": "Size of the prompt cache on disk.",
+    "disk_bytes": "Size of the prefix cache on disk.",
 }
 
 
@@ -97,8 +97,8 @@ class Metrics:
     def refusals(self) -> dict[str, int]:
         """Requests answered with an error, by status."""
         [family] = self.refused.collect()
-        totals = [sample for sample in family.samples if sample.name.endswith("_total")]
-        return {sample.labels["status"]: int(sample.value) for sample in totals}
+        totals = [row for row in family.samples if row.name.endswith("_total")]
+        return {row.labels["status"]: int(row.value) for row in totals}
 
     def collect(self) -> Iterator[Metric]:
         """The engine's part; the registry calls it."""

@@ -1,7 +1,8 @@
-"""The vocabulary: plain data that every layer shares. Imports the standard library only.
+"""The data that all layers share: requests, their running sequences, a step's entries, outputs,
+counters and errors.
 
-A request is frozen; a `Seq` is the one
-mutable object, owned by the engine thread; an `Output` is what crosses back to the server.
+A `Request` is frozen. A `Seq` changes and is the engine thread's alone; an `Output` goes from the
+engine thread to the server. Imports the standard library only.
 """
 
 import json
@@ -14,7 +15,7 @@ Finish = Literal["stop", "length", "abort", "error"]
 
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
 FINAL_NORM: Tap = -1
-NULL_BLOCK = 0  # padding points here; nobody owns it
+NULL_BLOCK = 0  # padding points here; it is never allocated
 MAX_CHOICES = 8
 MAX_DEPTH = 32  # tokens drafted for one sequence
 MAX_TOP_LOGPROBS = 20
@@ -166,20 +167,13 @@ class Stats:
     mlx_cache_bytes: int = 0
     live_arrays: int = 0  # that Python holds
     states: int = 0  # of recurrent layers, kept for later prompts
-    disk_bytes: int = 0  # of the prompt cache, all models'
+    disk_bytes: int = 0  # of the prefix cache, all models'
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     disk_runs_found: int = 0  # files of blocks or states that were brought back
     disk_runs_damaged: int = 0
-    running_requests: tuple[
-        tuple[str, int], ...
-    ] = ()  # running requests and their cached prompt tokens
-
-
-# The fields of Stats that are the whole process's.
-PROCESS = frozenset(
-    "memory_pressure footprint_bytes mlx_active_bytes mlx_cache_bytes live_arrays".split()
-) | {"disk_bytes"}
+    # (id, cached prompt tokens) of each running request
+    running_requests: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +278,7 @@ class Seq:
     windows: list[list[int]] = field(default_factory=list)  # tables of sliding-window layers
     marks: list[int] = field(default_factory=list)  # blocks where a later prompt may branch off
     keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
-    state: Any = None  # of recurrent layers, behind `computed`; the solo layout's own caches
+    state: Any = None  # of recurrent layers, after `computed` tokens; the solo layout's own caches
     batch: Any = None  # the batch that `state` is a slice of
     deferred: int = 0  # plans in which shorter prefills went first
     rounds: int = 0
@@ -343,7 +337,7 @@ class Entry:
     inflight_drafts: int = 0
     draft: Draft = field(default_factory=Draft)
     masks: Sequence[bytes] = ()  # of the sampled rows, under a grammar; see GrammarMatcher.masks
-    state: Any = None  # the sequence's recurrent state behind these rows, once submitted
+    state: Any = None  # the sequence's recurrent state after these rows, once submitted
 
     @property
     def rows(self) -> int:

@@ -149,15 +149,6 @@ def test_chat_finds_its_server(
     assert given == [(url, key, "Be brief.", 0.5)]
 
 
-def test_a_dry_run_prints_the_service_on_any_platform() -> None:
-    words = ("some/model", "--port", "81")
-    done = run("service", "install", "--dry-run", *words, MLXSPEC_PIN="a", PATH="/none")
-    assert done.returncode == 0 and done.stderr == ""
-    text = done.stdout[done.stdout.index("<?xml") :]
-    agent = plistlib.loads(text.encode())
-    assert agent["ProgramArguments"][3:] == ["serve", "some/model", "--port", "81", "--pin", "a"]
-
-
 def test_a_service_needs_macos(tmp_path: Path) -> None:
     done = run("service", "install", PATH=str(tmp_path))
     assert done.returncode == 2 and "needs macOS" in done.stderr
@@ -170,9 +161,12 @@ def test_a_service_is_installed_by_the_command(tmp_path: Path) -> None:
     tool.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     port = str(unused_port())
-    done = run("service", "install", "--port", port, **env)
+    words = ("some/model", "--port", port)
+    done = run("service", "install", *words, MLXSPEC_PIN="a", **env)
     assert done.returncode == 0 and f"http://127.0.0.1:{port}/v1" in done.stdout, done.stderr
-    assert (tmp_path / "Library/LaunchAgents/dev.mlxspec.plist").exists()
+    file = tmp_path / "Library/LaunchAgents/dev.mlxspec.plist"
+    agent = plistlib.loads(file.read_bytes())
+    assert agent["ProgramArguments"][3:] == ["serve", *words, "--pin", "a"]
     done = run("service", "status", **env)
     assert done.returncode == 3 and "mlxspec service start" in done.stdout
     done = run("service", "logs", **env)

@@ -5,21 +5,19 @@ costs and acceptance rates stay, as in a server.
 """
 
 import inspect
-import json
 import pkgutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import track
 
 from mlxspec import blas
 from mlxspec.commands.table import print_table
-from mlxspec.config import Config, ConfigError
+from mlxspec.config import Config
 from mlxspec.types import Output, Request, Sampling
 
 blas.load()
@@ -87,6 +85,7 @@ Describe the rules of chess to somebody who knows draughts.
 """,
 }
 WORKLOADS = ("edits", *PROMPTS)
+TASKS = 8  # of each workload, or as many as run at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,55 +118,44 @@ def edits() -> list[Task]:
     return tasks
 
 
-@dataclass(slots=True)
-class Answer:
-    """One prompt's answer on one side. `first` and `last` are the times of its outputs, in seconds
-    from the start."""
-
-    tokens: list[int] = field(default_factory=list)
-    first: float = 0.0
-    last: float = 0.0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, output: Output, now: float) -> None:
-        self.rounds, self.drafted = output.rounds, output.drafted
-        self.accepted = sum(n for _, n in output.accepted)
-        if output.tokens:
-            self.first = self.first or now
-            self.last = now
-            self.tokens += output.tokens
-
-    @property
-    def seconds(self) -> float:
-        """From the first token to the last."""
-        return max(self.last - self.first, 1e-9)
-
-    @property
-    def speed(self) -> float:
-        """Tokens/s behind the prompt."""
-        return (len(self.tokens) - 1) / self.seconds
-
-
+# Outputs with tokens of one prompt, each after its time in seconds from the start.
+Answer = list[tuple[float, Output]]
 # Of each prompt: its name, and its answers without speculation and with it.
 Pairs = list[tuple[str, Answer, Answer]]
 
 
+def tokens_of(answer: Answer) -> list[int]:
+    return [token for _, output in answer for token in output.tokens]
+
+
+def seconds(answer: Answer) -> float:
+    """From the first tokens to the last."""
+    return max(answer[-1][0] - answer[0][0], 1e-9)
+
+
+def speed(answer: Answer) -> float:
+    """Tokens/s after the first token."""
+    return (len(tokens_of(answer)) - 1) / seconds(answer)
+
+
 def figures(pairs: Pairs) -> dict[str, float]:
-    """Speeds are of one stream while it decodes; the speedup compares the sums of their times."""
-    _, plain, fast = zip(*pairs, strict=True)
+    """Medians over the prompts, and ratios of their sums. Times and speeds are of one stream."""
     tokens = rounds = drafted = accepted = 0
-    for answer in fast:
-        tokens += len(answer.tokens)
-        rounds += answer.rounds
-        drafted += answer.drafted
-        accepted += answer.accepted
+    plain_s = fast_s = 0.0
+    for _, plain, fast in pairs:
+        plain_s += seconds(plain)
+        fast_s += seconds(fast)
+        tokens += len(tokens_of(fast))
+        last = fast[-1][1]  # its counts are of the whole answer
+        rounds += last.rounds
+        drafted += last.drafted
+        accepted += sum(count for _, count in last.accepted)
     return {
         "tokens": tokens,
-        "tokens_per_s_plain": median(answer.speed for answer in plain),
-        "tokens_per_s": median(answer.speed for answer in fast),
-        "speedup": sum(one.seconds for one in plain) / sum(one.seconds for one in fast),
+        "first_token_s": median(fast[0][0] for _, _, fast in pairs),
+        "tokens_per_s_plain": median(speed(plain) for _, plain, _ in pairs),
+        "tokens_per_s": median(speed(fast) for _, _, fast in pairs),
+        "speedup": plain_s / fast_s,
         "tokens_per_round": tokens / rounds,
         "accepted": accepted / max(drafted, 1),
     }
@@ -179,7 +167,7 @@ def run_group(
     """Run the requests at the same time. Raises InvalidRequest for a prompt that is too long."""
     engine.proposer = speculator
     engine.reset()
-    answers = {request.id: Answer() for request in requests}
+    answers: dict[str, Answer] = {request.id: [] for request in requests}
     began = time.perf_counter()
     for request in requests:
         engine.add(request)
@@ -187,7 +175,8 @@ def run_group(
         for output in engine.step():
             if output.finish == "error":
                 raise RuntimeError(f"{output.request} failed: {output.error}")
-            answers[output.request].add(output, time.perf_counter() - began)
+            if output.tokens:
+                answers[output.request].append((time.perf_counter() - began, output))
     return answers
 
 
@@ -199,79 +188,47 @@ def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (*ids, *encode(tokenizer, task.opening, special=False))
 
 
-def groups_of(workload: str, streams: str, prompts: int) -> list[tuple[str, list[Task]]]:
-    """Workload and tasks of every group that runs together. Raises ConfigError."""
-    groups = []
-    for name in WORKLOADS if workload == "all" else (workload,):
-        tasks = tasks_of(name)
-        for text in streams.split(","):
-            size = int(text) if text.isdecimal() else 0
-            if not 1 <= size <= len(tasks):
-                raise ConfigError(
-                    f"--streams = {streams!r} is not allowed; give numbers such as 1,4, at most"
-                    f" the {len(tasks)} prompts of {name}"
-                )
-            last = min(len(tasks) - size, prompts - 1)
-            groups += [(name, tasks[at : at + size]) for at in range(0, last + 1, size)]
-    return groups
-
-
-def bench(
-    config: Config,
-    workload: str,
-    prompts: int,
-    max_tokens: int,
-    temperature: float,
-    streams: str,
-    rounds: int,
-    file: TextIO | None,
-) -> int:
+def bench(config: Config, workload: str, max_tokens: int, streams: int) -> int:
     """Measure and print. Returns the exit status: 1 if an answer differs. Raises UserError."""
-    groups = groups_of(workload, streams, prompts)
-    widest = max(len(tasks) for _, tasks in groups)
-    model = resolve_model(replace(config, speculate="on", max_sequences=widest, cache_gb=0.0))
+    model = resolve_model(replace(config, speculate="on", max_sequences=streams, cache_gb=0.0))
     engine, info = model.load()
-    stop = frozenset(model.tokenizer.eos_token_ids)
-
-    def request(task: Task) -> Request:
-        prompt = prompt_of(task, model.tokenizer)
-        most = min(max_tokens, info.context - len(prompt))
-        return Request(task.name, prompt, most, Sampling(temperature), stop)
-
-    results = measure(engine, [(name, list(map(request, tasks))) for name, tasks in groups], rounds)
-    print(f"{info.name}, up to {max_tokens} tokens a prompt, temperature {temperature:g}")
-    rows, report, differing = [], [], set()
-    for (name, size), pairs in results.items():
+    speculator, stop = engine.proposer, frozenset(model.tokenizer.eos_token_ids)
+    rows, differing = [], []
+    for name in WORKLOADS if workload == "all" else (workload,):
+        requests = []
+        for task in tasks_of(name)[: max(TASKS, streams)]:
+            prompt = prompt_of(task, model.tokenizer)
+            most = min(max_tokens, info.context - len(prompt))
+            requests.append(Request(task.name, prompt, most, Sampling(0.0), stop))
+        pairs = measure(engine, speculator, requests, streams)
         found = figures(pairs)
-        rows.append([name, size, *(f"{value:.4g}" for value in found.values())])
-        report.append({"workload": name, "streams": size, **found, "answers": pairs})
-        differing |= {prompt for prompt, plain, fast in pairs if plain.tokens != fast.tokens}
-    print_table(["workload", "streams", *found], rows)
-    if file:
-        json.dump({"model": info.name, "results": report}, file, default=asdict)
+        rows.append([name, *(f"{value:.4g}" for value in found.values())])
+        for prompt_name, plain, fast in pairs:
+            if tokens_of(plain) != tokens_of(fast):
+                differing.append(prompt_name)
+    print(f"{info.name}, greedy, up to {max_tokens} tokens a prompt, prompts at a time: {streams}")
+    print_table(["workload", *found], rows)
     if differing:
-        print("Answers that differ with speculation:", *sorted(differing))
+        print("Answers that differ with speculation:", *differing)
         return 1
     print("Every answer is the same with and without speculation.")
     return 0
 
 
 def measure(
-    engine: Engine, groups: Sequence[tuple[str, list[Request]]], rounds: int
-) -> dict[tuple[str, int], Pairs]:
-    """Run every group on both sides, `rounds` times; the side that goes first alternates. Returns
-    the answers by workload and number of streams."""
-    plain, speculator = NoSpeculation(), engine.proposer
-    short = [replace(r, max_tokens=min(16, r.max_tokens)) for r in groups[0][1]]
-    run_group(engine, plain, short)
-    run_group(engine, speculator, short)
-    results: dict[tuple[str, int], Pairs] = {}
-    sides = [plain, speculator]
-    for _ in range(rounds):
-        for workload, requests in track(groups, console=Console(stderr=True)):
-            answers = {side is plain: run_group(engine, side, requests) for side in sides}
-            sides.reverse()
-            slow, fast = answers[True], answers[False]
-            pairs = results.setdefault((workload, len(requests)), [])
-            pairs += [(name, slow[name], fast[name]) for name in slow]
-    return results
+    engine: Engine, speculator: Speculator, requests: Sequence[Request], streams: int
+) -> Pairs:
+    """Run the requests on both sides, `streams` at a time; the side that goes first alternates."""
+    sides = [NoSpeculation(), speculator]
+    for side in sides:  # the first passes of a shape take longer
+        run_group(engine, side, requests[:streams])
+    pairs: Pairs = []
+    starts = range(0, len(requests), streams)
+    for at in track(starts, console=Console(stderr=True)):
+        group = requests[at : at + streams]
+        answers = {}
+        for side in sides:
+            answers[side is speculator] = run_group(engine, side, group)
+        sides.reverse()
+        pairs += [(r.id, answers[False][r.id], answers[True][r.id]) for r in group]
+    return pairs

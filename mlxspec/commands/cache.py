@@ -1,6 +1,6 @@
-"""`mlxspec cache`: shows the prompt cache on disk, and empties it.
+"""`mlxspec cache`: shows the prefix cache on disk, and empties it.
 
-Rule: it works on the directory alone, with a server running or without.
+Rule: it works on the directory, whether a server runs or not.
 """
 
 from contextlib import suppress

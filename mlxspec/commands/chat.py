@@ -11,7 +11,6 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.client import MAX_LINE, ClientError, printable, request
@@ -19,25 +18,19 @@ from mlxspec.client import MAX_LINE, ClientError, printable, request
 HELP = "/exit or Ctrl-D ends the chat, /reset starts a new conversation"
 
 
-@dataclass(slots=True)
-class Chat:
-    """One conversation with the server at `url`. `options` are sent with each request."""
-
-    url: str
-    api_key: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-
 def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
     """Chat until stdin ends or /exit. In a terminal, only a missing server raises ClientError."""
     with request(url, api_key, "GET", "/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
-    options = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    if temperature is not None:
-        options["temperature"] = temperature
     opening = [{"role": "system", "content": system}] if system else []
-    chat = Chat(url, api_key, options, opening)
+    body: dict[str, Any] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    body["messages"] = opening
+    if temperature is not None:
+        body["temperature"] = temperature
     interactive = sys.stdin.isatty()
     if interactive:
         _note(f"{model} at {url}. {HELP}. Ctrl-C stops an answer.")
@@ -46,23 +39,24 @@ def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
         if text == "/exit":
             return
         if text == "/reset":
-            chat.messages = opening
+            body["messages"] = opening
         elif text:
             try:
-                answer(chat, text)
+                answer(url, api_key, body, text)
             except ClientError as error:
                 if not interactive:
                     raise
                 _note(f"error: {error}")
 
 
-def answer(chat: Chat, text: str) -> None:
-    """Print one answer as it streams. Ctrl-C stops it; what came stays in the conversation."""
-    messages = [*chat.messages, {"role": "user", "content": text}]
-    body = chat.options | {"messages": messages}
+def answer(url: str, api_key: str, body: dict[str, Any], text: str) -> None:
+    """Print one answer as it streams, and append both turns to `body["messages"]`. Ctrl-C stops it;
+    what came stays in the conversation."""
+    messages = [*body["messages"], {"role": "user", "content": text}]
+    sent = body | {"messages": messages}
     reply, began, first, tokens = "", time.perf_counter(), 0.0, 0
     try:
-        with request(chat.url, chat.api_key, "POST", "/v1/chat/completions", body) as response:
+        with request(url, api_key, "POST", "/v1/chat/completions", sent) as response:
             for event in _events(response):
                 for choice in event["choices"]:
                     piece = choice["delta"].get("content") or ""
@@ -76,7 +70,7 @@ def answer(chat: Chat, text: str) -> None:
     finally:
         if reply:
             print(flush=True)
-            chat.messages = [*messages, {"role": "assistant", "content": reply}]
+            body["messages"] = [*messages, {"role": "assistant", "content": reply}]
     if tokens:
         # The first token's time is the prompt's.
         rate = (tokens - 1) / (time.perf_counter() - began - first)

@@ -33,9 +33,9 @@ class Check:
     broken: bool = False
 
 
-def doctor(model: str | None, cache_dir: str | None, as_json: bool) -> int:
+def doctor(model: str | None, as_json: bool) -> int:
     """Print the report. Exit status: 0, or 1 if something is broken."""
-    checks = list(examine(model, cache_dir))
+    checks = list(examine(model))
     broken = any(check.broken for check in checks)
     if as_json:
         report = [asdict(check) for check in checks]
@@ -49,14 +49,14 @@ def doctor(model: str | None, cache_dir: str | None, as_json: bool) -> int:
     return int(broken)
 
 
-def examine(model: str | None, cache_dir: str | None) -> Iterator[Check]:
+def examine(model: str | None) -> Iterator[Check]:
     """All checks, in the order in which they are shown."""
     try:
-        config = load({"model": model, "cache_dir": cache_dir})
+        config = load({"model": model})
         yield Check("settings", as_flags(config) or "defaults")
     except ConfigError as error:
         yield Check("settings", str(error), broken=True)
-        config = Config(model=model or "", cache_dir=cache_dir or "")
+        config = Config(model=model or "")
     yield _system()
     yield _server(config)
     try:

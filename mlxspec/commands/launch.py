@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from mlxspec.client import ClientError, request
 
-TIMEOUT_S = 10
 COMPACT_AT = 0.8  # of the context window, for agents that reserve no room for the answer
 MAX_OUTPUT = 32_000  # tokens
 
@@ -54,7 +53,7 @@ def variables_of(name: str, server: Server) -> dict[str, str]:
     openai = {"OPENAI_BASE_URL": v1, "OPENAI_API_KEY": key}  # what OpenAI's own client reads
     match name:
         case "claude":
-            return _claude(server)
+            return _claude(server) | {"ANTHROPIC_AUTH_TOKEN": key}
         case "codex":
             return {"MLXSPEC_API_KEY": key}
         case "opencode":
@@ -96,9 +95,7 @@ def flags_of(name: str, server: Server) -> list[str]:
     if name == "claude":
         # The same variables, because those in the user's settings file would win; without the key,
         # which `ps` would show.
-        env = _claude(server)
-        del env["ANTHROPIC_AUTH_TOKEN"]
-        return ["--settings", json.dumps({"env": env})]
+        return ["--settings", json.dumps({"env": _claude(server)})]
     if name != "codex":
         return []
     settings = {
@@ -120,7 +117,6 @@ def flags_of(name: str, server: Server) -> list[str]:
 def _claude(server: Server) -> dict[str, str]:
     env = {
         "ANTHROPIC_BASE_URL": server.url,
-        "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_API_KEY": "",
         "CLAUDE_CODE_USE_BEDROCK": "",
         "CLAUDE_CODE_USE_VERTEX": "",
@@ -128,7 +124,7 @@ def _claude(server: Server) -> dict[str, str]:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
         # The agent keeps this much of the context free.
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(min(server.context // 8, MAX_OUTPUT)),
-        # It differs between sessions, so no prompt behind it would be cached.
+        # It differs between sessions, so no prompt after it would be cached.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
@@ -142,7 +138,7 @@ def _opencode(server: Server) -> dict[str, object]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
-        "models": {server.model: {"name": server.model, "limit": limit}},
+        "models": {server.model: {"limit": limit}},
     }
     name = f"mlxspec/{server.model}"
     return {"model": name, "small_model": name, "provider": {"mlxspec": provider}}
@@ -157,7 +153,7 @@ def launch(name: str, args: Sequence[str], url: str, api_key: str, show: bool) -
         raise ClientError(f"AGENT = {name!r} is not known; give one of {', '.join(AGENTS)}")
     if not show and not shutil.which(name):
         raise ClientError(f"{name} is not installed; install it with: {AGENTS[name]}")
-    with request(url, api_key, "GET", "/v1/models", timeout=TIMEOUT_S) as response:
+    with request(url, api_key, "GET", "/v1/models") as response:
         model = json.load(response)["data"][0]
         server = Server(url, api_key or "none", model["id"], int(model["context_window"]))
     variables = variables_of(name, server)

@@ -13,7 +13,6 @@ from mlxspec import blas
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
 from mlxspec.files import format_size, weight_bytes
-from mlxspec.service.status import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +26,17 @@ class LocalModel:
 
 
 def local_models(config: Config) -> list[LocalModel]:
-    """The models of the settings, the built-in ones, and those in Hugging Face's cache."""
+    """The models of the settings, the built-in model, and those in Hugging Face's cache."""
     from mlxspec.model.cards import cards
     from mlxspec.resolve import models_of, on_disk
 
     known, found = cards(), []
     for name in dict.fromkeys((*models_of(config), *known, *_cached_repos())):
         path = on_disk(name, config)
-        size = weight_bytes(path) if path else 0
-        if not path and name in known:
+        size = 0
+        if path:
+            size = weight_bytes(path)
+        elif name in known:
             size = known[name].source.bytes
         found.append(LocalModel(name, path, size))
     return found
@@ -82,19 +83,15 @@ def pull(config: Config) -> None:
             print(f"{one.name} is in {one.path}, {format_size(weight_bytes(one.path))}")
 
 
-def show(found: Sequence[LocalModel], served: Sequence[Model], as_json: bool) -> None:
-    """Print the models on disk, then those that only the server knows."""
-    rows = {one.name: asdict(one) for one in found}
-    for model in served:
-        row = rows.setdefault(model.name, asdict(LocalModel(model.name, None, model.bytes)))
-        row["state"] = f"served, {model.state}"
-    for row in rows.values():
-        row.setdefault("state", "on disk" if row["path"] else "not downloaded")
+def show(found: Sequence[LocalModel], as_json: bool) -> None:
+    """Print a line per model, or all as JSON."""
     if as_json:
-        print(json.dumps(list(rows.values()), indent=2, default=str))
+        print(json.dumps([asdict(one) for one in found], indent=2, default=str))
         return
-    lines = []
-    for row in rows.values():
-        path = str(row["path"] or "").replace(str(Path.home()), "~")
-        lines.append((row["name"], format_size(row["bytes"]), row["state"], path))
-    print_table(("name", "size", "state", "path"), lines)
+    rows = []
+    for one in found:
+        path = "not downloaded"
+        if one.path:
+            path = str(one.path).replace(str(Path.home()), "~")
+        rows.append((one.name, format_size(one.bytes), path))
+    print_table(("name", "size", "path"), rows)

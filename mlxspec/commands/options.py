@@ -6,22 +6,31 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mlxspec.config import ARGUMENTS, DEFAULTS, TABLE, flag, limits, load, url_of
+from mlxspec.config import ARGUMENTS, TABLE, flag, limits, load, url_of
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="The model, as for serve.", show_default=False),
-]
-CacheDir = Annotated[
-    str | None, typer.Option(help="The cache directory; default: the one in your settings.")
+    typer.Argument(
+        metavar="MODEL",
+        help="A directory or a Hugging Face id, as for serve.",
+        show_default=False,
+    ),
 ]
 Url = Annotated[
-    str | None, typer.Option(help="The server; default: the one in your settings, or the service.")
+    str | None,
+    typer.Option(
+        help="Where the server is, such as http://127.0.0.1:8080; default: the installed service,"
+        " else host and port of your settings."
+    ),
 ]
-Key = Annotated[str | None, typer.Option(help="The server's API key.")]
+Key = Annotated[
+    str | None,
+    typer.Option(help="The server's API key; default: the one in your settings, for their server."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Served = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model of the server; see mlxspec models.")
+    str,
+    typer.Argument(metavar="MODEL", help="A served model, by the name that mlxspec status shows."),
 ]
 
 
@@ -29,14 +38,12 @@ Workload = Literal["edits", "code", "chat", "all"]
 
 
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:
-    """URL and API key of the server that a command is for: the one given, the settings', or, where
-    they name no address, the service's. The settings' key is sent to no other server."""
-    config = load({})
-    own = url_of(config.host, config.port)
-    if own == url_of(DEFAULTS.host, DEFAULTS.port):
-        from mlxspec.service.launchd import installed_url
+    """URL and API key of the server that a command is for: the one given, else the installed
+    service's, else the settings'. The settings' key is sent to no other server."""
+    from mlxspec.service.launchd import installed_url
 
-        own = installed_url() or own
+    config = load({})
+    own = installed_url() or url_of(config.host, config.port)
     url = (url or own).rstrip("/").removesuffix("/v1")
     if not key and url == own:
         key = config.api_key
@@ -46,9 +53,6 @@ def server_of(url: str | None, key: str | None) -> tuple[str, str]:
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command an argument or flag for each row of the settings' table."""
     parameters = list(map(_parameter, TABLE))
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            parameters.append(parameter)
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command

@@ -15,17 +15,11 @@ menubar = typer.Typer(invoke_without_command=True)
 
 @service.command("install")
 @with_settings
-def service_install(
-    *,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
-    ] = False,
-    **flags: str | list[str] | None,
-) -> None:
+def service_install(**flags: str | list[str] | None) -> None:
     """Install the service with the settings that serve would use, or change them."""
     from mlxspec.service.launchd import definition, install
 
-    print(install(definition(flags, os.environ), dry_run))
+    print(install(definition(flags, os.environ)))
 
 
 ACTIONS = {
@@ -67,13 +61,12 @@ def service_status() -> None:
 
 @service.command("logs")
 def service_logs(
-    lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many lines.")] = 100,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for new lines.")] = False,
 ) -> None:
-    """Show the service's log."""
+    """Show the last 100 lines of the service's log."""
     from mlxspec.service.launchd import log_file
 
-    command = ["tail", "-n", str(lines), str(log_file())]
+    command = ["tail", "-n", "100", str(log_file())]
     if follow:
         command.insert(1, "-F")  # by name, since the log is rotated
     os.execvp("tail", command)

@@ -10,14 +10,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from mlxspec.config import Config, ConfigError
+from mlxspec.config import load
 from mlxspec.files import lock, write_atomic
 from mlxspec.types import UserError
 
@@ -26,15 +24,13 @@ log = logging.getLogger("mlxspec")
 SAFE_CRASHES, WINDOW_S = 3, 600.0
 LOG_BYTES, ROTATE_S = 10 << 20, 15.0
 REFUSE_S = 60.0  # then it exits, and the next connection tries the settings again
-# Unix times, at most SAFE_CRASHES + 1: a process's own start stays only if it crashes.
-STARTS = TypeAdapter(list[float])
 CLIENT_S = 2.0  # for a client that is refused to send its request
 
 
 def files() -> tuple[Path, Path]:
     """When crashed processes started, and the file that is locked while the service runs."""
     folder = Path.home() / "Library/Application Support/mlxspec"
-    return folder / "service.json", folder / "service.lock"
+    return folder / "crashes.txt", folder / "service.lock"
 
 
 def is_running() -> bool:
@@ -44,26 +40,19 @@ def is_running() -> bool:
 
 
 def read(path: Path, now: float) -> list[float]:
-    """The starts of the last processes that crashed, oldest first; those longer ago do not count.
-
-    Empty where the file is missing or damaged.
-    """
+    """When the last processes that crashed were started (Unix times), oldest first, within WINDOW_S
+    of `now`. Empty where the file is missing or damaged."""
     try:
-        starts = STARTS.validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValidationError):
-        log.warning("%s is damaged; earlier crashes are not counted", path)
+        starts = list(map(float, path.read_text("utf-8").split()))
+    except (OSError, ValueError):
         return []
     return [at for at in starts if now - WINDOW_S < at <= now][-SAFE_CRASHES:]
 
 
 def write(path: Path, starts: list[float]) -> None:
-    """A full disk must not stop the server."""
-    try:
-        write_atomic(path, json.dumps(starts).encode())
-    except OSError as error:
-        log.warning("%s: %s; crashes are not counted", path, error.strerror)
+    """Replace the starts in the file; without it, as on a full disk, crashes are not counted."""
+    with suppress(OSError):
+        write_atomic(path, "\n".join(map(str, starts)).encode())
 
 
 def forget() -> None:
@@ -71,9 +60,11 @@ def forget() -> None:
     files()[0].unlink(missing_ok=True)
 
 
-def serve(settings: Callable[[], Config], listener: socket.socket, log_file: Path) -> int:
-    """Serve on launchd's socket; the exit status."""
-    threading.Thread(target=_keep_small, args=(log_file,), name="log", daemon=True).start()
+def serve(
+    flags: Mapping[str, str | Sequence[str] | None], listener: socket.socket, log_file: Path
+) -> int:
+    """Serve on launchd's socket with the settings and these flags. Returns the exit status."""
+    threading.Thread(target=rotate, args=(log_file,), name="log", daemon=True).start()
     path, lock_file = files()
     with lock(lock_file):
         now = time.time()
@@ -86,7 +77,8 @@ def serve(settings: Callable[[], Config], listener: socket.socket, log_file: Pat
 
         note = ""
         try:
-            config = settings()
+            config = load(flags)
+            logging.getLogger("mlxspec").setLevel(config.log_level.upper())
             if len(crashed) == SAFE_CRASHES:
                 config = replace(config, speculate="off", kernels="off")
                 note = f"safe mode, without speculation: {SAFE_CRASHES} crashes in 10 minutes"
@@ -94,7 +86,7 @@ def serve(settings: Callable[[], Config], listener: socket.socket, log_file: Pat
             from mlxspec.server.process import serve_model  # fails in a broken installation
 
             status = serve_model(config, listener.dup(), note=note, ended=ended)
-        except (ConfigError, UserError, ImportError) as error:
+        except (UserError, ImportError) as error:
             ended(0)  # it is no crash, however it ends
             refuse(listener, f"{error}; then run: mlxspec service restart")
             return 0
@@ -125,18 +117,14 @@ def refuse(listener: socket.socket, reason: str) -> None:
                     pass
 
 
-def _keep_small(path: Path) -> None:
+def rotate(path: Path) -> None:
+    """Start a new log whenever `path`, which gets our output, is longer than LOG_BYTES; the old one
+    becomes `path`.1."""
     while True:
-        rotate(path)
+        with suppress(OSError):
+            if path.stat().st_size > LOG_BYTES:
+                path.replace(f"{path}.1")
+                with path.open("ab") as new:
+                    os.dup2(new.fileno(), 1)
+                    os.dup2(new.fileno(), 2)
         time.sleep(ROTATE_S)
-
-
-def rotate(path: Path, limit: int = LOG_BYTES) -> None:
-    """Start a new log where `path`, which gets our output, is longer than `limit` bytes; the old
-    one becomes `path`.1."""
-    with suppress(OSError):
-        if path.stat().st_size > limit:
-            path.replace(f"{path}.1")
-            with path.open("ab") as new:
-                os.dup2(new.fileno(), 1)
-                os.dup2(new.fileno(), 2)

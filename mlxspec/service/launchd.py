@@ -140,15 +140,10 @@ def installed_url() -> str:
 # ---- commands; they raise UserError and OSError
 
 
-def install(agent: Mapping[str, Any], dry_run: bool = False) -> str:
-    """Install or change the service, and listen. With `dry_run`, only say what would be done.
-
-    Raises ConfigError for a port in use.
-    """
+def install(agent: Mapping[str, Any]) -> str:
+    """Install or change the service, and listen. Raises ConfigError for a port in use."""
     from mlxspec.server.process import bind
 
-    if dry_run:
-        return f"would write {agent_file()}:\n{plistlib.dumps(dict(agent)).decode()}"
     listen = agent["Sockets"][SOCKET]
     unload()
     bind(Config(host=listen["SockNodeName"], port=int(listen["SockServiceName"]))).close()

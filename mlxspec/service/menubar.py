@@ -5,7 +5,6 @@ Rule: the menu is plain data and a pure function of the status, and each action 
 
 import importlib
 import os
-import shlex
 import subprocess
 import threading
 import time
@@ -23,7 +22,6 @@ ICONS: dict[State, str] = {"stopped": "○", "loading": "◐", "asleep": "◌", 
 WARNING = "⚠"
 # What can be done with the service.
 VERBS: dict[Service, tuple[str, ...]] = {
-    "not installed": ("install",),
     "stopped": ("start",),
     "waiting": ("start", "stop"),
     "running": ("stop", "restart"),
@@ -47,13 +45,6 @@ def mlxspec(*words: str) -> tuple[str, ...]:
     return (*launchd.PROGRAM, *words)
 
 
-def in_terminal(*words: str) -> tuple[str, ...]:
-    """A command that shows an `mlxspec` command in a Terminal window."""
-    text = shlex.join(mlxspec(*words)).replace("\\", "\\\\").replace('"', '\\"')
-    script = f'tell application "Terminal" to do script "{text}"'
-    return ("osascript", "-e", script, "-e", 'tell application "Terminal" to activate')
-
-
 def menu_of(now: Status) -> Menu:
     """The menu for a status."""
     icon = ICONS.get(now.state, WARNING)
@@ -62,22 +53,16 @@ def menu_of(now: Status) -> Menu:
     if now.running and now.speed:
         icon += f" {now.speed:.0f} tok/s"
     items = [Item(f"{name}: {text}"[:WIDTH]) for name, text in facts(now).items()]
-    for one in now.models:
-        verb = "stop" if one.state == "loaded" else "load"
-        title = f"{verb.capitalize()} {one.name}"[:WIDTH]
-        items.append(Item(title, mlxspec(verb, one.name, "--url", now.url)))
+    for name, state in now.models.items():
+        verb = "stop" if state == "loaded" else "load"
+        title = f"{verb.capitalize()} {name}"[:WIDTH]
+        items.append(Item(title, mlxspec(verb, name, "--url", now.url)))
     items.append(Item())
     for verb in VERBS.get(now.service, ()):
-        command = mlxspec("service", verb)
-        if verb == "install":
-            command = in_terminal("service", verb)
-        items.append(Item(f"{verb.capitalize()} the service", command))
-    items.append(Item("Show the log", in_terminal("service", "logs", "-f")))
-    items.append(Item("Check the installation", in_terminal("doctor")))
+        items.append(Item(f"{verb.capitalize()} the service", mlxspec("service", verb)))
     items.append(Item())
+    items.append(Item("Show the log", ("open", str(launchd.log_file()))))
     items.append(Item("Open the page", ("open", f"{now.url}/")))
-    copy = f'set the clipboard to "{now.url}/v1"'
-    items.append(Item("Copy the base URL", ("osascript", "-e", copy)))
     return Menu(icon, tuple(items))
 
 

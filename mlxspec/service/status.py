@@ -5,28 +5,18 @@ Rule: asking starts nothing, so a service that waits for its first request is no
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from mlxspec.client import ClientError, NotRunning, printable, request
 from mlxspec.files import format_size
 from mlxspec.service import crashes, launchd
-from mlxspec.types import UserError
 
 TIMEOUT_S = 5.0
 
 Service = Literal["none", "not installed", "stopped", "waiting", "running"]
 State = Literal["stopped", "unwell", "loading", "short of memory", "asleep", "busy", "idle"]
 DOWN: frozenset[State] = frozenset({"stopped", "unwell"})
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model of the server. `bytes`: its weights."""
-
-    name: str
-    state: Literal["loaded", "loading", "unloaded"]
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +31,13 @@ class Status:
     note: str = ""  # set in safe mode
     version: str = ""
     pid: int = 0
-    models: tuple[Model, ...] = ()
+    models: Mapping[str, str] = field(default_factory=dict)  # name: loaded, loading, unloaded
     running: int = 0
     waiting: int = 0
     speed: float = 0.0  # tokens/s of what runs, or of the last answer
     tokens_per_round: float = 0.0  # in the last answers
     accepted: float = 0.0  # share of their drafted tokens
     footprint: int = 0  # bytes of the process, 0 before it has worked
-    requests: tuple[Mapping[str, Any], ...] = ()  # that run or wait: rows of the page
 
 
 def get_status(url: str, api_key: str = "") -> Status:
@@ -73,31 +62,28 @@ def service_at(url: str) -> Service:
     installed = launchd.installed_url()
     if not installed:
         return "not installed"
-    if installed != url.rstrip("/"):
+    if installed != url:
         return "none"
-    try:
-        if not launchd.is_loaded():
-            return "stopped"
-    except UserError:  # not macOS
-        return "none"
+    if not launchd.is_loaded():
+        return "stopped"
     return "running" if crashes.is_running() else "waiting"
 
 
 def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
     """The status from the server's /page/now."""
     rows, models, process = page["requests"], page["models"], page["process"]
-    live = tuple(row for row in rows if not row["outcome"])
-    states = {model["status"] for model in models}
+    live = [row for row in rows if not row["outcome"]]
+    states = {model["name"]: model["status"] for model in models}
     state: State = "asleep"
     if page["unwell"]:
         state = "unwell"
-    elif page["loading"] or "loading" in states:
+    elif page["loading"] or "loading" in states.values():
         state = "loading"
     elif process["memory_pressure"]:
         state = "short of memory"
     elif live:
         state = "busy"
-    elif "loaded" in states:
+    elif "loaded" in states.values():
         state = "idle"
 
     def total(name: str) -> int:
@@ -111,14 +97,13 @@ def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
         page["note"],
         page["version"],
         page["pid"],
-        tuple(Model(one["name"], one["status"], one["weight_bytes"]) for one in models),
+        states,
         running=sum(one["stats"]["running"] for one in models),
         waiting=sum(one["stats"]["waiting"] for one in models),
         speed=sum(row["rate"] for row in live or rows[:1]),
         tokens_per_round=total("generated") / max(total("rounds"), 1),
         accepted=total("kept") / max(total("drafted"), 1),
         footprint=process["footprint_bytes"],
-        requests=live,
     )
 
 
@@ -128,7 +113,7 @@ def facts(now: Status) -> dict[str, str]:
     if now.service not in ("none", "not installed"):
         lines["service"] = now.service
     if now.version:
-        lines["models"] = "; ".join(f"{one.name} ({one.state})" for one in now.models)
+        lines["models"] = "; ".join(f"{name} ({state})" for name, state in now.models.items())
         lines["load"] = f"{now.running} running, {now.waiting} waiting"
         lines["speed"] = f"{now.speed:.1f} tokens/s, {now.tokens_per_round:.1f} per round"
         lines["drafts"] = f"{now.accepted:.0%} accepted"

@@ -20,9 +20,10 @@ from tests.tiny_tokenizer import save_tokenizer
 
 
 @pytest.fixture(autouse=True)
-def bare(bare_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def bare(bare_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("MLXSPEC_PORT", "0")
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
 
 
@@ -49,13 +50,12 @@ def report(*words: str) -> tuple[int, dict[str, list[str]], str]:
 
 
 def test_a_machine_in_order(model: Path, tmp_path: Path) -> None:
-    words = (str(model), "--cache-dir", str(tmp_path / "cache"))
-    code, texts, _ = report(*words)
+    code, texts, _ = report(str(model))
     assert code == 0
     names = {"settings", "system", "versions", "machine", "cache", "model", "kernels"}
     assert names <= texts.keys()
     assert not (tmp_path / "cache").exists(), "it writes nothing"
-    done = CliRunner().invoke(cli.app, ["doctor", *words])
+    done = CliRunner().invoke(cli.app, ["doctor", str(model)])
     assert "ok     cache     ~/cache" in done.stdout and "broken" not in done.stdout
 
 
@@ -71,13 +71,12 @@ def test_kernels(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file = VerdictFile(tmp_path / "cache" / KERNELS_DIR)
     file.save({"qmm 8": Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5})})
     file.save({"sample 9": Verdict(why="plain: off by 3")})
-    words = (str(model), "--cache-dir", str(tmp_path / "cache"))
-    code, texts, _ = report(*words)
+    code, texts, _ = report(str(model))
     assert code == 0
     assert texts["kernels"][0] == "qmm 8: used for 1 to 16 rows"
     assert "plain: off by 3" in texts["kernels"][1]
     monkeypatch.setenv("MLXSPEC_KERNELS", "off")
-    assert report(*words)[1]["kernels"] == ["off by your settings"]
+    assert report(str(model))[1]["kernels"] == ["off by your settings"]
 
 
 def test_every_model_is_checked(
@@ -89,28 +88,33 @@ def test_every_model_is_checked(
     assert code == 1 and "'gone'" in broken and len(texts["model"]) == 4
 
 
-def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxspec.model.hub.resolve", lambda *_: pytest.fail("downloaded"))
     for words in ((), ("some/model",)):
-        code, texts, _ = report(*words, "--cache-dir", str(tmp_path))
+        code, texts, _ = report(*words)
         assert code == 0 and "mlxspec pull" in texts["model"][0]
 
 
 @pytest.mark.parametrize(
-    ("words", "port", "text"),
+    ("words", "name", "value", "text"),
     [
-        (("--cache-dir", "{file}"), "0", "{file} is not writable"),
-        (("{file}",), "0", "is a file; give the directory"),
-        (("no-such-model",), "0", "no model 'no-such-model'"),
-        ((), "x", "MLXSPEC_PORT: port = 'x'"),
+        ((), "MLXSPEC_CACHE_DIR", "{file}", "{file} is not writable"),
+        (("{file}",), "MLXSPEC_PORT", "0", "is a file; give the directory"),
+        (("no-such-model",), "MLXSPEC_PORT", "0", "no model 'no-such-model'"),
+        ((), "MLXSPEC_PORT", "x", "MLXSPEC_PORT: port = 'x'"),
     ],
 )
 def test_mistakes_are_broken_checks(
-    words: tuple[str, ...], port: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    name: str,
+    value: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    monkeypatch.setenv("MLXSPEC_PORT", port)
+    monkeypatch.setenv(name, value.format(file=file))
     code, _, broken = report(*(word.format(file=file) for word in words))
     assert code == 1 and text.format(file=file) in broken
 

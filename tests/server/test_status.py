@@ -81,7 +81,6 @@ def test_a_running_server(at: At, model_dir: Path) -> None:
         assert run("stop", "small", "--url", url).output.startswith("small is unloaded, after ")
         assert made.engine.ordered == [("small", None), ("small", "unload")]
         assert "'nope' is not served here" in error_of("load", "nope", "--url", url)
-        assert "served, unloaded" in run("models", "--url", url).output
 
 
 def test_a_pinned_model_needs_force(at: At) -> None:
@@ -161,8 +160,7 @@ def test_speed_and_acceptance(at: At) -> None:
         assert (now.speed, now.tokens_per_round, now.accepted) == (9.0, 3.0, 0.75)
         for name, rate in (("a", 15.0), ("b", 20.0)):
             journal.live[name] = lambda name=name, rate=rate: replace(ROW, id=name, rate=rate)
-        now = status.get_status(url)
-        assert now.speed == 35.0 and [row["id"] for row in now.requests] == ["b", "a"]
+        assert status.get_status(url).speed == 35.0
         assert json.loads(run("status", "--url", url, "--json").output)["speed"] == 35.0
 
 

@@ -220,12 +220,6 @@ def test_a_running_service_is_not_started_again(
     assert "already" in launchd.start() and tool.calls() == []
 
 
-def test_a_dry_run_does_nothing(tool: fake.Launchctl) -> None:
-    said = launchd.install(agent(), dry_run=True)
-    assert "<string>--port</string>" in said
-    assert tool.calls() == [] and not launchd.agent_file().exists()
-
-
 @pytest.mark.parametrize("verb", ["bootstrap", "bootout"])
 def test_failures_of_launchctl_are_errors(tool: fake.Launchctl, verb: str) -> None:
     launchd.install(agent())

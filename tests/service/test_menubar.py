@@ -14,15 +14,15 @@ import typer
 from mlxspec import cli
 from mlxspec.service import launchd, menubar
 from mlxspec.service.menubar import Item, Menu, menu_of
-from mlxspec.service.status import Model, Status
+from mlxspec.service.status import Status
 from mlxspec.types import UserError
 from tests.service import fake
 from tests.service.test_launchd import DOCUMENTED, faults
 
 URL = "http://127.0.0.1:8080"
-BIG, SMALL = Model("org/big", "loaded", 3 << 30), Model("small", "unloaded", 98_000_000)
+MODELS = {"org/big": "loaded", "small": "unloaded"}
 UP: dict[str, Any] = {"url": URL, "service": "running", "version": "0.1.0"}
-UP |= {"models": (BIG, SMALL), "speed": 41.25, "footprint": 5 << 30}
+UP |= {"models": MODELS, "speed": 41.25, "footprint": 5 << 30}
 
 STATES = {
     "not installed": Status(URL, "stopped", "not installed", "no server"),
@@ -37,22 +37,22 @@ STATES = {
     "locked": Status(URL, "unwell", "not installed", "the server answered 401"),
     "short": Status(state="short of memory", running=1, **UP),
 }
-SERVICE = {f"{verb} the service" for verb in ("Start", "Stop", "Restart", "Install")}
+SERVICE = {f"{verb} the service" for verb in ("Start", "Stop", "Restart")}
 
 
 @pytest.mark.parametrize(
     ("name", "title", "actions"),
     [
-        ("not installed", "○", {"Install"}),
+        ("not installed", "○", set()),
         ("stopped", "○", {"Start"}),
         ("waiting", "◌", {"Start", "Stop"}),
         ("loading", "◐", {"Stop", "Restart"}),
         ("idle", "●", {"Stop", "Restart"}),
         ("busy", "● 41 tok/s", {"Stop", "Restart"}),
-        ("by hand", "●", {"Install"}),
+        ("by hand", "●", set()),
         ("safe mode", "⚠", {"Stop", "Restart"}),
         ("unwell", "⚠", {"Stop", "Restart"}),
-        ("locked", "⚠", {"Install"}),
+        ("locked", "⚠", set()),
         ("short", "⚠ 41 tok/s", {"Stop", "Restart"}),
     ],
 )
@@ -61,7 +61,7 @@ def test_the_menu_of_each_state(name: str, title: str, actions: set[str]) -> Non
     titles = [item.title for item in menu.items]
     assert menu.title == title
     assert set(titles) & SERVICE == {f"{verb} the service" for verb in actions}
-    assert {"Show the log", "Check the installation", "Open the page"} < set(titles)
+    assert {"Show the log", "Open the page"} < set(titles)
     assert f"server: {URL}" in titles
 
 
@@ -94,8 +94,6 @@ def test_the_actions_are_commands() -> None:
         "mlxspec stop",
         *(f"mlxspec service {verb}" for verb in ("start", "stop", "restart")),
     }
-    script = menubar.in_terminal("service", "logs", "-f")[2]
-    assert script.endswith('-m mlxspec service logs -f"')
 
 
 def test_long_titles_are_cut() -> None:

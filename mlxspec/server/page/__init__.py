@@ -16,10 +16,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
+from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import ApiError
 from mlxspec.server.state import ServerState
 from mlxspec.server.stream import Json, event
-from mlxspec.types import PROCESS, Served
+from mlxspec.types import Served
 
 FILES = {
     "index.html": "text/html; charset=utf-8",

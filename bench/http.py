@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def rate(self) -> float:
-        """Tokens per second behind the first piece; a piece may hold several."""
+        """Tokens per second after the first piece; a piece may hold several."""
         return (self.tokens - self.tokens / len(self.at)) / (self.at[-1] - self.at[0])
 
 

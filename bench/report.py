@@ -15,7 +15,7 @@ HIDDEN = {FAILED, "text_hash", "right", "asked", "tokens", "text_tokens", "other
 # What the README shows of every server: a name, the workload, its figure.
 SHORT = (
     ("one chat, tokens/s", "chat", "tokens_per_s"),
-    ("code edit, tokens/s behind the first", "edit", "tokens_per_s"),
+    ("code edit, tokens/s after the first", "edit", "tokens_per_s"),
     ("8 streams, tokens/s of all", "streams 8", "tokens_per_s"),
     ("first token of a long prompt, s", "first token", "cold_s"),
     ("the same prompt again, s", "first token", "hot_s"),
@@ -85,7 +85,7 @@ def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
     servers = rows.servers()
     readme = [
         f"`make bench` makes this table on your machine ([how](docs/performance.md)). {what}. {MEDIANS} Bold:"
-        " some answers were wrong or did not come.",
+        " some answers were wrong or missing.",
         _table(("", *servers), [*_short(rows, servers), *_answers(rows, servers)]),
         f"What we want to reach, with {OURS}'s figure by the other's:",
         _table(GOALS_HEAD, goal_lines(rows, but=("install",))),

@@ -28,7 +28,7 @@ from mlxspec.commands.service import menubar, service
 from mlxspec.config import load
 from mlxspec.types import UserError
 
-LOAD_S = 3600  # a model that is loaded or unloaded may take so long
+LOAD_S = 3600  # most seconds to load or unload a model
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 cache = typer.Typer(no_args_is_help=True, help="Show or delete the prefix cache on disk.")
@@ -207,9 +207,9 @@ def stop(
 
 def _change(url: str | None, api_key: str | None, verb: str, **body: Any) -> None:
     """Load or unload a model of the server."""
-    server, path = server_of(url, api_key), f"/v1/models/{verb}"
+    server = server_of(url, api_key)
     print(f"{verb}ing {body['model']} ...", file=sys.stderr)
-    with request(*server, "POST", path, body, timeout=LOAD_S) as response:
+    with request(*server, "POST", f"/v1/models/{verb}", body, timeout=LOAD_S) as response:
         done = json.load(response)
     print(printable(f"{done['id']} is {verb}ed, after {done['seconds']:.1f} s"))
 

@@ -11,6 +11,7 @@ from mlxspec.types import UserError
 
 TIMEOUT_S = 120  # without a byte; longer than any keep-alive interval a server may have
 MAX_LINE = 1 << 20  # bytes of an error, and of one event of a stream
+CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 NOT_OURS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -26,7 +27,8 @@ class NotRunning(ClientError):
 def request(
     url: str, api_key: str, method: str, path: str, body: Any = None, timeout: float = TIMEOUT_S
 ) -> Iterator[http.client.HTTPResponse]:
-    """The response with status 200 to a JSON `body`; `timeout` is in seconds without a byte.
+    """The response with status 200 to a JSON `body`. `url` has no / at its end; `timeout` is in
+    seconds without a byte.
 
     Raises ClientError, also for whatever goes wrong while the caller reads the response.
     """
@@ -36,12 +38,11 @@ def request(
     data = json.dumps(body) if body else None
     try:
         parts = urlsplit(url)
-        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        kind = kinds.get(parts.scheme)
+        kind = CONNECTIONS.get(parts.scheme)
         if not kind or not parts.hostname:
             raise ClientError(f"--url = {url!r} is not a URL; give one like http://127.0.0.1:8080")
         with closing(kind(parts.hostname, parts.port, timeout=timeout)) as connection:
-            connection.request(method, parts.path.rstrip("/") + path, data, headers)
+            connection.request(method, parts.path + path, data, headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise _error(response, url)

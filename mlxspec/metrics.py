@@ -32,7 +32,7 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens computed.",
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Tokens generated.",
-    "preemptions": "Sequences that had to give up their KV blocks.",
+    "preemptions": "Preempted sequences.",
     "disk_read_bytes": "Bytes of the prefix cache read from disk.",
     "disk_written_bytes": "Bytes of the prefix cache written to disk.",
     "disk_runs_found": "Files of the prefix cache that were loaded.",
@@ -41,8 +41,8 @@ COUNTERS = {
     "model_loads": "How often the model was loaded.",
 }
 GAUGES = {
-    "running": "Sequences that share the steps now.",
-    "waiting": "Sequences that wait to run.",
+    "running": "Running sequences.",
+    "waiting": "Waiting sequences.",
     "prompt_left": "Prompt tokens of running and waiting requests that are still to be computed.",
     "states": "Snapshots of recurrent layers kept for later prompts.",
     "step_seconds": "Duration of the last step.",
@@ -74,11 +74,10 @@ class Metrics:
         self.between_tokens = histogram(
             "mlxspec_between_tokens_seconds", "From token to token.", MODEL, buckets=GAPS
         )
-        labels = ("model", "finish")
         self.duration = histogram(
             "mlxspec_request_seconds",
             "From arrival to the end, by how the request ended.",
-            labels,
+            ("model", "finish"),
             buckets=SECONDS,
         )
         self.refused = Counter(

@@ -17,7 +17,7 @@ Report = Callable[[float, float], None]  # (done, total), in any unit
 
 @contextmanager
 def progress(text: str) -> Iterator[Report]:
-    """Yields what is called with (done, total). Shows nothing before the first call."""
+    """Yields a function to call with (done, total). Shows nothing before its first call."""
     console = Console(stderr=True)
     logged = time.monotonic()
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:

@@ -76,7 +76,7 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
         return Resolved(_checked(_download(name)), name)
     raise UnsupportedModel(
         f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME,"
-        f" nor an embedded model ({', '.join(known)})"
+        f" nor the built-in model ({', '.join(known)})"
     )
 
 

@@ -97,8 +97,8 @@ def serve(
 def refuse(listener: socket.socket, reason: str) -> None:
     """Answer requests with 503 and the reason, for a while."""
     log.error("the server cannot start: %s", reason)
-    error = {"message": f"mlxspec cannot start: {reason}", "type": "unavailable"}
-    body = json.dumps({"error": error})
+    message = f"mlxspec cannot start: {reason}"
+    body = json.dumps({"error": {"message": message, "type": "unavailable"}})
     answer = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
         f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}"

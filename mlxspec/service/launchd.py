@@ -140,7 +140,7 @@ def installed_url() -> str:
 # ---- commands; they raise UserError and OSError
 
 
-def install(agent: Mapping[str, Any]) -> str:
+def install(agent: dict[str, Any]) -> str:
     """Install or change the service, and listen. Raises ConfigError for a port in use."""
     from mlxspec.server.process import bind
 
@@ -200,10 +200,10 @@ def is_loaded(label: str = LABEL) -> bool:
     return _launchctl("print", f"{DOMAIN}/{label}", ok=range(256)) == 0
 
 
-def load_agent(agent: Mapping[str, Any]) -> None:
+def load_agent(agent: dict[str, Any]) -> None:
     """Write the definition, and start it now and after each login."""
     label = agent["Label"]
-    write_atomic(agent_file(label), plistlib.dumps(dict(agent)))
+    write_atomic(agent_file(label), plistlib.dumps(agent))
     _launchctl("enable", f"{DOMAIN}/{label}")
     _launchctl("bootstrap", DOMAIN, str(agent_file(label)))
 

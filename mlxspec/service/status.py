@@ -14,7 +14,7 @@ from mlxspec.service import crashes, launchd
 
 TIMEOUT_S = 5.0
 
-Service = Literal["none", "not installed", "stopped", "waiting", "running"]
+Service = Literal["elsewhere", "not installed", "stopped", "waiting", "running"]
 State = Literal["stopped", "unwell", "loading", "short of memory", "asleep", "busy", "idle"]
 DOWN: frozenset[State] = frozenset({"stopped", "unwell"})
 
@@ -26,7 +26,7 @@ class Status:
 
     url: str
     state: State
-    service: Service = "none"
+    service: Service = "elsewhere"
     why: str = ""  # what is wrong, and the fix
     note: str = ""  # set in safe mode
     version: str = ""
@@ -58,12 +58,12 @@ def get_status(url: str, api_key: str = "") -> Status:
 
 
 def service_at(url: str) -> Service:
-    """The state of the service if it listens at `url`; "none" if it listens elsewhere."""
+    """The state of the service if it listens at `url`; "elsewhere" if it listens at another URL."""
     installed = launchd.installed_url()
     if not installed:
         return "not installed"
     if installed != url:
-        return "none"
+        return "elsewhere"
     if not launchd.is_loaded():
         return "stopped"
     return "running" if crashes.is_running() else "waiting"
@@ -109,9 +109,13 @@ def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
 
 def facts(now: Status) -> dict[str, str]:
     """The status as lines of name and text, without those that are empty."""
-    lines = {"server": now.url, "state": now.state, "why": now.why, "note": now.note}
-    if now.service not in ("none", "not installed"):
-        lines["service"] = now.service
+    lines = {
+        "server": now.url,
+        "state": now.state,
+        "service": now.service,
+        "why": now.why,
+        "note": now.note,
+    }
     if now.version:
         lines["models"] = "; ".join(f"{name} ({state})" for name, state in now.models.items())
         lines["load"] = f"{now.running} running, {now.waiting} waiting"

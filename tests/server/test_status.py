@@ -181,4 +181,4 @@ def test_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launchd.stop()
     done = run("service", "status")
     assert done.exit_code == 3 and "mlxspec service start" in done.output
-    assert status.get_status(free_url()).service == "none"
+    assert status.get_status(free_url()).service == "elsewhere"

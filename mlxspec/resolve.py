@@ -26,7 +26,7 @@ from mlxspec.model.runner import owed
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel, blame
 
-LEAST = 1 << 28  # bytes beside weights and headroom: a small KV pool
+LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
 
 

@@ -20,7 +20,7 @@ MAX_CHOICES = 8
 MAX_DEPTH = 32  # tokens drafted for one sequence
 MAX_TOP_LOGPROBS = 20
 NARROW = 1024  # a top_k up to here needs no sorted vocabulary
-# dividing by a lower temperature would leave a float's range; it is greedy in all but name
+# the lowest temperature above 0: dividing by a lower one would overflow
 COLDEST = 1e-5
 
 
@@ -158,7 +158,7 @@ class Stats:
     # (source, position from 1, drafted, accepted)
     drafts: tuple[tuple[str, int, int, int], ...] = ()
     depths: tuple[tuple[int, int], ...] = ()  # (draft length, rounds that verified so many)
-    parked_seconds: float = 0.0  # in which something was decoded and nothing was drafted
+    parked_seconds: float = 0.0  # with sequences that decoded and no draft
     preemptions: int = 0
     step_seconds: float = 0.0  # of the last step
     memory_pressure: int = 0  # 0 normal, 1 short, 2 very short
@@ -170,7 +170,7 @@ class Stats:
     disk_bytes: int = 0  # of the prefix cache, all models'
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
-    disk_runs_found: int = 0  # files of blocks or states that were brought back
+    disk_runs_found: int = 0  # files of blocks or states that were loaded
     disk_runs_damaged: int = 0
     # (id, cached prompt tokens) of each running request
     running_requests: tuple[tuple[str, int], ...] = ()

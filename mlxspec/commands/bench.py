@@ -1,7 +1,7 @@
 """`mlxspec bench`: the same prompts with speculation and without it, in turn, on one engine.
 
-Rule: each side starts with an empty prefix cache and drafters that have seen no answer. Measured
-costs and acceptance rates stay, as in a server.
+Rule: each side starts with an empty prefix cache and drafters without earlier answers. Measured
+step times and acceptance rates are kept, as in a server.
 """
 
 import inspect
@@ -90,7 +90,7 @@ TASKS = 8  # of each workload, or as many as run at the same time
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One user message. `opening` is how the answer begins: a small model would talk about it."""
+    """One user message. `opening` is put before the answer, so that a small model starts with the code."""
 
     name: str
     text: str

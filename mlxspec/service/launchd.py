@@ -119,12 +119,6 @@ def _absolute(model: str) -> str:
     return model
 
 
-def _installed() -> dict[str, Any]:
-    """The installed definition; {} where there is none."""
-    file = agent_file()
-    return dict(plistlib.loads(file.read_bytes())) if file.exists() else {}
-
-
 def url_in(agent: Mapping[str, Any]) -> str:
     """Where the service listens."""
     listen = agent["Sockets"][SOCKET]
@@ -133,8 +127,8 @@ def url_in(agent: Mapping[str, Any]) -> str:
 
 def installed_url() -> str:
     """Where the installed service listens; "" if none is installed."""
-    agent = _installed()
-    return url_in(agent) if agent else ""
+    file = agent_file()
+    return url_in(plistlib.loads(file.read_bytes())) if file.exists() else ""
 
 
 # ---- commands; they raise UserError and OSError
@@ -171,10 +165,10 @@ def start() -> str:
 
 def restart() -> str:
     """Also ends safe mode."""
-    agent = _require_installed()
+    _require_installed()
     unload()
     crashes.forget()
-    load_agent(agent)
+    bootstrap(LABEL)
     _launchctl("kickstart", f"{DOMAIN}/{LABEL}")
     return "the service is started"
 
@@ -185,11 +179,9 @@ def stop() -> str:
     return "the service is stopped, until `mlxspec service start` or the next login"
 
 
-def _require_installed() -> dict[str, Any]:
-    agent = _installed()
-    if not agent:
+def _require_installed() -> None:
+    if not agent_file().exists():
         raise UserError("the service is not installed; run: mlxspec service install")
-    return agent
 
 
 # ---- launchctl
@@ -204,6 +196,11 @@ def load_agent(agent: dict[str, Any]) -> None:
     """Write the definition, and start it now and after each login."""
     label = agent["Label"]
     write_atomic(agent_file(label), plistlib.dumps(agent))
+    bootstrap(label)
+
+
+def bootstrap(label: str) -> None:
+    """Start an agent by its definition, now and after each login."""
     _launchctl("enable", f"{DOMAIN}/{label}")
     _launchctl("bootstrap", DOMAIN, str(agent_file(label)))
 

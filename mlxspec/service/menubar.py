@@ -106,7 +106,7 @@ def show(poll: Callable[[], Menu]) -> None:
 
 
 def run(command: tuple[str, ...], sender: object) -> None:
-    """Start it; what it changes shows in the menu."""
+    """Start a command; the next poll shows its effect."""
     subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 

@@ -90,7 +90,7 @@ TASKS = 8  # of each workload, or as many as run at the same time
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One user message. `opening` is put before the answer, so that a small model starts with the code."""
+    """One user message. `opening` starts the answer: or a small model talks before the code."""
 
     name: str
     text: str

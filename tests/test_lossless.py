@@ -1,15 +1,13 @@
 """THE test: whatever the engine does, the tokens are those of plain decoding by mlx-lm, by ==.
 
-`make test` runs every second row, so that each drafter meets each layout, budget and temperature;
-`make test-slow` runs them all.
+`make test` runs every second or third row, so that each drafter meets each layout, budget and
+temperature; `make test-slow` runs them all.
 """
 
 import functools
-import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +17,7 @@ from mlxspec.types import Request
 from tests import tiers, tiny
 from tests.drafters import KINDS, Told, attach, copies, like
 from tests.liar import NoisyOracle
+from tests.rows import in_turn
 
 PAGED = ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
 LAYOUTS = [(kind, "rows", False) for kind in PAGED] + [
@@ -48,20 +47,6 @@ MORE = [
     ("deepseek_v3", "gather", True),
     ("gemma4_text", "rows", True),
 ]
-
-
-def in_turn(*axes: list[Any]) -> list[Any]:
-    """The product of the axes, of which every second row, as on a chessboard, is slow. A row is the
-    values of its axes in one tuple."""
-    rows = []
-    for places in itertools.product(*(range(len(axis)) for axis in axes)):
-        values = [axis[i] for axis, i in zip(axes, places, strict=True)]
-        row = []
-        for value in values:
-            row += value if isinstance(value, tuple) else [value]
-        marks = [pytest.mark.slow] if sum(places) % 2 else []
-        rows.append(pytest.param(*row, marks=marks))
-    return rows
 
 
 MORE_RUNS = [run for run in in_turn(MORE, DRAFTERS) if run.values[2] or run.values[3] == "plain"]
@@ -165,7 +150,7 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = N
 
 
 @pytest.mark.parametrize(
-    "kind, layout, lone, name, budget, temperature", in_turn(RUNS, [1, 7, 64], [0.0, 0.8])
+    "kind, layout, lone, name, budget, temperature", in_turn(RUNS, [1, 7, 64], [0.0, 0.8], every=3)
 )
 def test_batch(
     kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float
@@ -206,7 +191,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
     same(kind, outputs, {n: r for n, r in all_of.items() if n != "alone"})
 
 
-@pytest.mark.parametrize("kind, name, temperature", in_turn(PAGED, DRAFTERS, [0.0, 0.8]))
+@pytest.mark.parametrize("kind, name, temperature", in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3))
 def test_hits(kind: str, name: str, temperature: float) -> None:
     """Every prompt again, alone, when everything is cached: the same tokens, one token of
     compute."""
@@ -268,7 +253,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
     assert disk.stats().hits > 0 and e.counters["cached_tokens"] >= 2 * 4 * BLOCK
 
 
-@pytest.mark.parametrize("kind, name, temperature", in_turn(PAGED, DRAFTERS, [0.0, 0.8]))
+@pytest.mark.parametrize("kind, name, temperature", in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3))
 def test_preemption(kind: str, name: str, temperature: float) -> None:
     """A pool so small that sequences push each other out and come back."""
     all_of = requests(temperature)
@@ -279,13 +264,15 @@ def test_preemption(kind: str, name: str, temperature: float) -> None:
     assert e.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["plain", "chain"])
-@pytest.mark.parametrize("kind", PAGED)
-def test_leavers_change_nothing(kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "kind, name, steps",
+    in_turn(PAGED, ["plain", "chain"], [(range(1, 12, 4),), (range(3, 12, 4),)]),
+)
+def test_leavers_change_nothing(kind: str, name: str, steps: range) -> None:
     """Neighbours that are cut off, at every step of their life, leave the others' tokens alone."""
     all_of = requests(0.8)
     gone = {"long", "alone"}
-    for step in range(1, 12, 2):
+    for step in steps:
         e = tiny.engine(model(kind), block=BLOCK, budget=7)
         for r in equip(e, name, kind, all_of).values():
             e.add(r)

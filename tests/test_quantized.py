@@ -11,6 +11,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlxspec.model.layout import find_layout
 from mlxspec.types import Draft, Entry, Request, Seq
 from tests import tiny
+from tests.rows import in_turn
 from tests.test_lossless import (
     BLOCK,
     DRAFTERS,
@@ -18,7 +19,6 @@ from tests.test_lossless import (
     drafted,
     drive,
     equip,
-    in_turn,
     model,
     requests,
     same,
@@ -36,7 +36,7 @@ RUNS += [("deepseek_v3", "gather", False, name) for name in ("plain", "liar", "s
 RUNS += [("gemma2", "gather", True, "liar")]
 
 
-@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS))
+@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS, every=3))
 def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: int) -> None:
     """As in test_lossless; budgets and temperatures take turns. Then every prompt again, all of it
     cached."""
@@ -58,9 +58,9 @@ def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: in
     assert e.counters["prompt_tokens"] - before == len(all_of)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", ["plain", "chain"])
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind, name, bits", in_turn(["qwen3", "gemma3_text"], ["plain", "chain"], BITS)
+)
 def test_preemption(kind: str, name: str, bits: int) -> None:
     kind = f"{kind}:{bits}"
     all_of = requests(0.8)

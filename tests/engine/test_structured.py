@@ -17,6 +17,7 @@ from tests import tiny
 from tests.drafters import KINDS, attach, copies, like
 from tests.liar import NoisyOracle
 from tests.maze import Maze, allowed
+from tests.rows import in_turn
 from tests.test_lossless import BLOCK, drafted, prompts
 
 N = 21
@@ -76,9 +77,7 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> None:
             )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("budget", [1, 64])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name, budget, temperature", in_turn(DRAFTERS, [1, 64], [0.0, 0.8]))
 def test_batch(name: str, budget: int, temperature: float) -> None:
     all_of = requests(temperature)
     e = tiny.engine(model("qwen3"), block=BLOCK, budget=budget)

@@ -23,6 +23,7 @@ from mlxspec.speculate.controller import (
     probe_every,
     share,
 )  # fmt: skip
+from tests.rows import in_turn
 
 DEPTH = 8
 SLOPES, QUADS, DRAFTS = (0.0, 0.03, 0.1, 0.24, 0.6, 1.0), (0.0, 0.01, 0.05), (0.0, 0.1, 0.35)
@@ -255,7 +256,7 @@ FEW = [
     (0.6, 0.0, 0.1, 0.85), (0.6, 0.05, 0.35, 0.95), (1.0, 0.0, 0.0, 0.6), (1.0, 0.01, 0.1, 1.0),
     (1.0, 0.0, 0.35, 0.05),
 ]  # fmt: skip
-SOME = [f if i % 3 == 0 else pytest.param(*f, marks=pytest.mark.slow) for i, f in enumerate(FEW)]
+SOME = [f if i % 5 == 0 else pytest.param(*f, marks=pytest.mark.slow) for i, f in enumerate(FEW)]
 
 
 @pytest.mark.parametrize("slope, quad, draft, p", SOME)
@@ -279,9 +280,9 @@ def test_any_acceptance_on_many_curves(slope: float, quad: float, draft: float, 
     assert min(ratios(slope, quad, draft, p)) >= 0.97
 
 
-@pytest.mark.parametrize("off", [0.5, 2.0])
 @pytest.mark.parametrize(
-    "slope, quad, draft, p", [(0.1, 0.0, 0.1, 0.8), (0.6, 0.0, 0.0, 0.2), (0.03, 0.01, 0, 0.9)]
+    "slope, quad, draft, p, off",
+    in_turn([(0.1, 0.0, 0.1, 0.8), (0.6, 0.0, 0.0, 0.2), (0.03, 0.01, 0, 0.9)], [0.5, 2.0]),
 )
 def test_costs_that_were_measured_wrong_are_corrected(slope, quad, draft, p, off: float) -> None:
     """All of a step takes `off` times what was measured: the decisions do not suffer once steps
@@ -303,10 +304,9 @@ def test_the_whole_grid(slope: float, quad: float, draft: float) -> None:
 CURVES = [(0.03, 0.01, 0.1), (0.1, 0.0, 0.0), (0.24, 0.0, 0.1), (0.24, 0.01, 0.0)]
 
 
-@pytest.mark.parametrize("before, after", [(0.0, 0.9), (0.95, 0.1), (0.2, 0.95), (0.9, 0.5)])
 @pytest.mark.parametrize(
-    "slope, quad, draft",
-    [*CURVES[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in CURVES[2:])],
+    "slope, quad, draft, before, after",
+    in_turn(CURVES, [(0.0, 0.9), (0.95, 0.1), (0.2, 0.95), (0.9, 0.5)], every=4),
 )
 def test_a_change_is_followed_within_200_rounds(
     slope, quad, draft, before: float, after: float
@@ -326,8 +326,7 @@ def test_in_a_batch_each_sequence_gets_what_it_earns() -> None:
     assert speed(rounds) > plain
 
 
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("n", [1, 4, 8])
+@pytest.mark.parametrize("n, p", in_turn([1, 4, 8], [0.0, 0.2]))
 def test_a_losing_batch_is_parked(n: int, p: float) -> None:
     cost = curve(0.6, 0.0)
     rounds = Run(cost, 0.1, lambda i, r: p, sequences=n).rounds(1400)[400:]

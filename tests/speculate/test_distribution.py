@@ -19,7 +19,7 @@ from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import attach, copies, like
 from tests.liar import NoisyOracle
-from tests.test_lossless import in_turn
+from tests.rows import in_turn
 
 PROMPT = (5, 6, 7)
 TOKENS = (17, 58, 141, 272)

@@ -18,6 +18,7 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Request
 from tests import tiny
 from tests.drafters import attach, like, small_model
+from tests.rows import in_turn
 
 N = 24
 BLOCK = 8
@@ -110,15 +111,11 @@ class Twins:
 # -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    "kind, layout",
-    [
-        *((k, "rows") for k in ("llama", "qwen3", "gemma3_text", "gpt_oss")),
-        ("llama", "gather"),
-        ("llama", "rect"),
-    ],
-)
+KINDS = [(kind, "rows") for kind in ("llama", "qwen3", "gemma3_text", "gpt_oss")]
+KINDS += [("llama", "gather"), ("llama", "rect")]
+
+
+@pytest.mark.parametrize("kind, layout, temperature", in_turn(KINDS, [0.0, 0.8]))
 def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> None:
     """A whole hit, a partial one, a block's end, and neighbours that join."""
     twins = Twins(kind, layout=layout)
@@ -164,8 +161,7 @@ def test_choices_of_one_prompt(temperature: float) -> None:
     twins.all_kept(twins(r))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("at, temperature", in_turn([1, 2, 3, 4, 5, 7], [0.0, 0.8]))
 def test_after_an_abort_and_another_admission(at: int, temperature: float) -> None:
     """Blocks change hands with drafts in flight; what the next owner finds there is right."""
     twins = Twins(blocks=14)

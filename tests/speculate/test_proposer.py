@@ -18,6 +18,7 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import MAX_DEPTH, Accepted, Draft, Entry, Request, Seq
 from tests import tiny
 from tests.drafters import KINDS, attach, copies, costs, like, small_model
+from tests.rows import in_turn
 
 PROMPT = [5, 6, 7, 8] * 5
 N = 40
@@ -280,34 +281,32 @@ def test_a_stop_token_cuts_what_was_accepted(kind: str) -> None:
     assert inside > 8
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cancel_between_any_two_rounds(kind: str) -> None:
+@pytest.mark.parametrize("kind, at", in_turn(KINDS, [1, 2, 3, 4, 6, 9, 14]))
+def test_a_cancel_between_any_two_rounds(kind: str, at: int) -> None:
     gone, stays = (
         request("gone", temperature=0.8),
         request("stays", temperature=0.8, seed=8, prompt=[9, 8, 7]),
     )
-    for at in (1, 2, 3, 4, 6, 9, 14):
-        run = Traced(kind, teach=gone)
-        e: Engine = run.engine
-        e.add(gone)
-        e.add(stays)
-        got = []
-        for step in range(at):
-            got += e.step() if e.busy else []
-            e.check()
-            assert step < 40
-        got += e.abort("gone")
+    run = Traced(kind, teach=gone)
+    e: Engine = run.engine
+    e.add(gone)
+    e.add(stays)
+    got = []
+    for step in range(at):
+        got += e.step() if e.busy else []
         e.check()
-        got += tiny.run(e)
-        seen = tiny.tokens(got, "gone")
-        assert seen == truth(gone)[: len(seen)] and tiny.tokens(got, "stays") == truth(stays)
-        assert e.scheduler.pool.used == 0 and not run.chain._stats and not copies(run.chain)._live
-        assert not small_model(run.chain) or not small_model(run.chain)._live
-        assert tiny.tokens(run(replace(gone, id="again")), "again") == truth(gone)
+        assert step < 40
+    got += e.abort("gone")
+    e.check()
+    got += tiny.run(e)
+    seen = tiny.tokens(got, "gone")
+    assert seen == truth(gone)[: len(seen)] and tiny.tokens(got, "stays") == truth(stays)
+    assert e.scheduler.pool.used == 0 and not run.chain._stats and not copies(run.chain)._live
+    assert not small_model(run.chain) or not small_model(run.chain)._live
+    assert tiny.tokens(run(replace(gone, id="again")), "again") == truth(gone)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, temperature", in_turn(KINDS, [0.0, 0.8]))
 def test_choices_draft_each_their_own(kind: str, temperature: float) -> None:
     r = replace(request(temperature=temperature), n=4)
     out = Traced(kind, teach=r)(r)
@@ -330,8 +329,7 @@ def test_logprobs_are_those_without_drafts(kind: str) -> None:
         assert [v for _, v in a.top] == pytest.approx([v for _, v in b.top], abs=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, temperature", in_turn(KINDS, [0.0, 0.8]))
 def test_sequences_push_each_other_out(kind: str, temperature: float) -> None:
     some = [
         request(f"r{i}", prompt=[i, *PROMPT[: 5 + 3 * i]], temperature=temperature, seed=i)
@@ -351,8 +349,10 @@ def step(entry: Entry, mode: str) -> Any:
     return SimpleNamespace(plan=[entry], overlaps=mode == "overlap", taps={})
 
 
-@pytest.mark.parametrize("verb", ["begin", "options", "draft", "_sample", "observe", "end"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "verb, temperature",
+    in_turn(["begin", "options", "draft", "_sample", "observe", "end"], [0.0, 0.8]),
+)
 def test_a_model_that_raises_leaves_copies(
     verb: str, temperature: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

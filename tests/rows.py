@@ -1,0 +1,20 @@
+"""Which rows of a table of parameters `make test` runs; `make test-slow` runs them all."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+
+def in_turn(*axes: list[Any], every: int = 2) -> list[Any]:
+    """The product of the axes, slow but for every `every`-th row, as on a chessboard: any value of
+    one axis meets those of the others in turn. A row is the values of its axes in one tuple."""
+    rows = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[i] for axis, i in zip(axes, places, strict=True)]
+        row = []
+        for value in values:
+            row += value if isinstance(value, tuple) else [value]
+        marks = [pytest.mark.slow] if sum(places) % every else []
+        rows.append(pytest.param(*row, marks=marks))
+    return rows

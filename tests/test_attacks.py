@@ -24,7 +24,7 @@ from mlxspec.model.layout import load
 from mlxspec.resolve import resolve_model
 from mlxspec.text.chat import conversation_of, load_tokenizer, render, render_chat
 from mlxspec.text.history import History
-from mlxspec.text.messages import Refused
+from mlxspec.text.messages import RejectedRequest
 from mlxspec.types import UserError
 from tests.server.live import live
 from tests.server.scripted import INFO, MESSAGES, Connection, server
@@ -258,7 +258,9 @@ def test_a_template_that_reaches_out_is_refused(tmp_path: Path, trick: str) -> N
     tokenizer = load_tokenizer(
         save_tokenizer(tmp_path / "t", template=trick.replace("FILE", str(file)) + "{{ 1 / 0 }}")
     )
-    with pytest.raises(Refused, match=r"the model's chat template refuses them: (?!division)"):
+    with pytest.raises(
+        RejectedRequest, match=r"the model's chat template refuses them: (?!division)"
+    ):
         render_chat(tokenizer, USER)
     assert not file.exists()
 
@@ -289,12 +291,14 @@ def test_a_template_that_takes_long_holds_up_no_answer(tmp_path: Path) -> None:
 def test_a_template_in_a_file_of_its_own_is_in_the_sandbox_too(tmp_path: Path) -> None:
     path = save_tokenizer(tmp_path, template=None)
     (path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1] }}")
-    with pytest.raises(Refused, match="attribute '__class__' of 'str' object is unsafe"):
+    with pytest.raises(RejectedRequest, match="attribute '__class__' of 'str' object is unsafe"):
         render_chat(load_tokenizer(path), USER)
 
 
 def test_a_request_brings_no_template() -> None:
-    with pytest.raises(Refused, match=r"chat_template_kwargs\.chat_template is set by the server"):
+    with pytest.raises(
+        RejectedRequest, match=r"chat_template_kwargs\.chat_template is set by the server"
+    ):
         conversation_of(USER, None, {"chat_template": "x"}, History())
 
 

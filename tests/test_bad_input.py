@@ -37,7 +37,7 @@ from mlxspec.service import crashes, status
 from mlxspec.speculate.controller import GRID
 from mlxspec.text.chat import FIRST_CHARS, check_length, load_tokenizer
 from mlxspec.text.detokenizer import Detokenizer
-from mlxspec.text.messages import Refused, TooLong
+from mlxspec.text.messages import RejectedRequest, TooLong
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.json_schema import checked_lark, checked_schema
 from tests.schemas import schemas
@@ -264,7 +264,7 @@ async def test_a_text_far_beyond_the_context_is_not_read(
     """It is refused in the words by which agents know to compact, with the tokens that it may
     have."""
     s, read = server(tokenizer, path), list[int]()
-    context = s.app.state.server.engine.info.context
+    context = s.app.state.server.worker.info.context
     own = type(tokenizer._tokenizer)
     encode = own.encode
 
@@ -386,7 +386,7 @@ from io import BytesIO
 from pathlib import Path
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
-from mlxspec.text.messages import Refused
+from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.chat import load_tokenizer
 
 g = Grammars(load_tokenizer(Path(sys.argv[1])), 320)
@@ -396,7 +396,7 @@ def work(kind, given):
         rule = checked_lark(given, "it") if kind == "lark" else g.rules([json_rule(given, "it")])
         g.compiled(rule, None, "it")().masks([])
         print("taken", flush=True)
-    except Refused as error:
+    except RejectedRequest as error:
         assert error.field == "it" and str(error).startswith("it")
         print(str(error)[:300].replace(chr(10), " "), flush=True)
 
@@ -448,7 +448,7 @@ def test_a_spoiled_schema_is_taken_or_refused(data: st.DataObject) -> None:
         holder[key] = data.draw(ANY)
     try:
         checked_schema(schema, "it")
-    except Refused as error:
+    except RejectedRequest as error:
         assert error.field == "it"
 
 
@@ -593,7 +593,7 @@ def test_checking_a_grammar_takes_linear_time(unit: str) -> None:
     def work(n: int) -> None:
         try:
             checked_lark("/" * (unit == "\\/") + unit * n, "grammar")
-        except Refused:
+        except RejectedRequest:
             pass
 
     assert grows(work, 2000) < 3

@@ -28,7 +28,7 @@ from mlxspec.text.chat import (
     template_reads,
 )
 from mlxspec.text.detokenizer import Detokenizer
-from mlxspec.text.messages import Refused, canonical
+from mlxspec.text.messages import RejectedRequest, canonical
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
@@ -80,7 +80,7 @@ async def converse(
 def _generation(
     model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
 ) -> Generation:
-    """On the text thread. Raises Refused and ApiError."""
+    """On the text thread. Raises RejectedRequest and ApiError."""
     body, name, grammars = chat.body, writer.id, model.grammars
     talk, prompt = render_prompt(model, chat)
     request = engine_request(model, body, name, prompt.ids, chat.source)
@@ -126,7 +126,7 @@ def _remember(
 
 
 def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
-    """The conversation and its prompt, on the text thread. Raises Refused."""
+    """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
     talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
     prompt = render(
         model.tokenizer,
@@ -201,7 +201,7 @@ def _grammar(
     where = form.field if form else "tool_choice"
     lark = form is not None and form.kind == "lark"
     if form and (required or (lark and offered)):
-        raise Refused(where, f"{where} with tools: send one of them, or tool_choice 'none'")
+        raise RejectedRequest(where, f"{where} with tools: send one of them, or tool_choice 'none'")
     if form and lark:
         text = checked_lark(form.value, where)
         return grammars.compiled(text, _thinking(grammars, prompt), where)
@@ -217,7 +217,7 @@ def _grammar(
 
 
 def _thinking(grammars: Grammars, prompt: RenderedPrompt) -> bool | None:
-    """Whether the answer begins inside the reasoning, behind it (False), or may open it (None)."""
+    """Whether the answer begins inside the reasoning, after it (False), or may open it (None)."""
     end = grammars.tokenizer.think_end
     if not prompt.thinking and end and prompt.text.rstrip().endswith(end):
         return False
@@ -259,6 +259,6 @@ def template_options(
 
 
 def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:
-    """Token ids of the field `prompt`. Raises Refused for a text far beyond the context."""
+    """Token ids of the field `prompt`. Raises RejectedRequest for a text far beyond the context."""
     check_length(model.tokenizer, text, model.info.context, "prompt")
     return encode(model.tokenizer, text, special)

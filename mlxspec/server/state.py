@@ -26,7 +26,7 @@ from mlxspec.metrics import Metrics
 from mlxspec.server.errors import ApiError, Gone, busy, dead, invalid, unavailable
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
-from mlxspec.text.messages import Refused
+from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.types import Busy, ModelInfo, UserError
 
@@ -138,7 +138,8 @@ class ServerState:
 
     async def on_text_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work` on the text thread, after all that was submitted before. Raises ApiError: 429
-        when too much waits, 400 for Refused, 503 when the engine stops accepting requests."""
+        when too much waits, 400 for RejectedRequest, 503 when the engine accepts no more
+        requests."""
         if len(self.text_jobs) >= self.config.max_queue + self.config.max_sequences:
             raise busy(Busy(1))
         calls = [partial(work, *args)]
@@ -149,7 +150,7 @@ class ServerState:
                 if self.worker.draining() or not self.worker.alive():
                     raise dead(self.worker)
             return done.result()
-        except Refused as error:
+        except RejectedRequest as error:
             raise invalid(error.field, str(error), error.code) from error
         finally:
             job.cancel()

@@ -41,7 +41,7 @@ class Choice:
 
     index: int
     reader: Detokenizer
-    parts: OutputParser | None = None  # splits a chat's text into reasoning, content and calls
+    parser: OutputParser | None = None  # splits a chat's text into reasoning, content and calls
     single: bool = False  # the first call ends the answer
     ids: list[int] = field(default_factory=list)  # its tokens, end token included
     finish: Finish | None = None
@@ -69,11 +69,11 @@ class Choice:
         return self.pieces[-1]
 
     def _parse(self, text: str) -> list[Part]:
-        if self.parts is None:
+        if self.parser is None:
             return []
-        parts = self.parts.feed(text)
+        parts = self.parser.feed(text)
         if self.finish is not None:
-            parts += self.parts.finish()
+            parts += self.parser.finish()
         if self.single and self.calls:
             del self.calls[1:]
             self.finish = "stop"
@@ -83,11 +83,11 @@ class Choice:
 
     @property
     def calls(self) -> list[Call]:
-        return self.parts.calls if self.parts else []
+        return self.parser.calls if self.parser else []
 
     @property
     def ended_by_itself(self) -> bool:
-        """By an end token of the model: not by a stop string, nor behind its only call."""
+        """By an end token of the model: not by a stop string, nor after its only call."""
         cut = self.reader.stopped is not None or (self.single and self.calls)
         return self.finish == "stop" and not cut
 

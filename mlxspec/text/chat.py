@@ -22,14 +22,14 @@ from mlxspec.text.history import History
 from mlxspec.text.messages import (
     REWRITES,
     Messages,
-    Refused,
+    RejectedRequest,
     Rewrite,
     TooLong,
     Tools,
     canonical,
     check_tools,
     clean,
-    refused,
+    rejected,
     spelled_out,
 )
 from mlxspec.types import InvalidRequest, blame, shown, too_long
@@ -49,9 +49,9 @@ RESERVED = frozenset(  # variables of a template that the server sets, not a req
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """How the model is sampled where a request is silent, from generation_config.json.
+    """Sampling parameters for what a request leaves out, from generation_config.json.
 
-    What the file does not say: temperature 1.0, as in OpenAI's API, and filters and penalties off.
+    Where the file has none: temperature 1.0, as in OpenAI's API, and filters and penalties off.
     """
 
     temperature: float = 1.0
@@ -61,7 +61,7 @@ class Defaults:
     repetition_penalty: float = 1.0
 
 
-LIMITS = {  # of the defaults: type, least, most
+LIMITS = {  # of the defaults: type, minimum, maximum
     "temperature": (float, 0, 2),
     "top_k": (int, 0, 2**31),
     "top_p": (float, 0, 1),
@@ -76,7 +76,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     generation, config = _json(path / "generation_config.json"), _json(path / "config.json")
     eos = generation.get("eos_token_id") or config.get("eos_token_id")
     try:
-        own = {"trust_remote_code": False}  # unless told, transformers asks whether to run it
+        own = {"trust_remote_code": False}  # else transformers asks whether to run it
         tokenizer: Tokenizer = load_wrapper(path, own, eos_token_ids=eos)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever the libraries raise at such files
         why = f"{path} has no usable tokenizer: {blame(error)}; give a complete model directory"
@@ -103,8 +103,8 @@ def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> 
 
 
 def generation_defaults(path: Path) -> Defaults:
-    """What generation_config.json of a model directory says. A value that is no number or out of
-    range is left out, with a warning."""
+    """The defaults in a model directory's generation_config.json. A value that is not a number or
+    out of range is left out, with a warning."""
     found = _json(path / "generation_config.json")
     values: dict[str, Any] = {}
     for name, (kind, least, most) in LIMITS.items():
@@ -127,8 +127,8 @@ def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:
 
 
 def check_length(tokenizer: Tokenizer, text: str, context: int, field: str) -> None:
-    """Raises TooLong for a text that is far too long, judged by its beginning: to encode all of it
-    would take a second or two per megabyte."""
+    """Raises TooLong, naming `field`, for a text far longer than `context` tokens, judged by its
+    beginning: to encode all of it would take a second or two per megabyte."""
     size = context * FIRST_CHARS
     while size < len(text):
         n = len(tokenizer.encode(text[:size].replace(MARK, ""), add_special_tokens=False))
@@ -171,11 +171,11 @@ def conversation_of(
     messages: Sequence[Any], tools: Any, options: Mapping[str, Any], history: History
 ) -> Conversation:
     """What a client sent, in canonical form, its calls as the model made them, unless the client
-    has changed more than to add defaults. Raises Refused."""
+    has changed more than to add defaults. Raises RejectedRequest."""
     for name in options:
         if name in RESERVED:
             why = f"chat_template_kwargs.{name} is set by the server; leave it out"
-            raise Refused("chat_template_kwargs", why)
+            raise RejectedRequest("chat_template_kwargs", why)
     plain = canonical(messages)
     for message in plain:
         for call in message.get("tool_calls", ()):
@@ -195,8 +195,9 @@ def render(
     context: int = 0,
     field: str = "messages",
 ) -> RenderedPrompt:
-    """The conversation, with `generation_prompt` up to the assistant's turn. Raises Refused naming
-    the message, or `field` where it is far longer than `context` tokens."""
+    """The prompt of a conversation, with `generation_prompt` up to the assistant's turn. Raises
+    RejectedRequest for the messages, and TooLong for `field` where the text is far longer than
+    `context` tokens; 0: any length."""
     text = _rendered(tokenizer, conversation, generation_prompt)
     if context:
         check_length(tokenizer, text, context, field)
@@ -226,7 +227,7 @@ def remember(
     messages = [*conversation.messages, dict(answer)]
     try:
         after = _rendered(tokenizer, replace(conversation, messages=messages), False)
-    except Refused:  # the next turn will encode this answer again
+    except RejectedRequest:  # the next turn will encode this answer again
         return
     end = token_bytes(tokenizer, ids[-1]).decode("utf-8", "replace")
     rendered = after[len(before.text) :].replace(MARK, "")
@@ -235,11 +236,10 @@ def remember(
 
 
 def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_prompt: bool) -> str:
-    """The template's text. Where the template refuses the messages, they are tried merged, then
-    with the system text in the first user message."""
+    """The template's text. Where the template refuses the messages, each of REWRITES is tried."""
     if not tokenizer.has_chat_template:
         why = "cannot be rendered: the model has no chat template; use /v1/completions"
-        raise refused("messages", why)
+        raise rejected("messages", why)
     reason = ""
     for rewrite in REWRITES:
         try:
@@ -247,7 +247,7 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
         except Exception as error:  # a template raises whatever its author chose
             reason = reason or str(error).strip() or type(error).__name__
     why = f"do not fit: the model's chat template refuses them: {reason}; change roles or order"
-    raise refused("messages", why)
+    raise rejected("messages", why)
 
 
 def _applied(
@@ -278,7 +278,7 @@ def _marked(
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is none that can be read."""
+    """The JSON object in a file; empty where none can be read."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Encoding in which only the template writes control tokens; a client's text stays text.
 
-Each control token in a client's string gets a `MARK` behind its first character before the template
+Each control token in a client's string gets a `MARK` after its first character before the template
 sees it, and no client can set one. A rendered text with marks is encoded in pieces, cut at the
 control tokens that have none.
 """
@@ -18,13 +18,13 @@ MARK = "\ufdd0"  # Unicode promises that it never stands for a character
 
 
 class ControlTokens:
-    """A tokenizer's control tokens.
+    """Patterns for a tokenizer's control tokens.
 
     `begins` finds the first character of each in a text, also of one that the end of the text cuts
-    off, because the template may go on with another text. `answers` is the same for what the model
-    said, where the template has to see the markers of reasoning and calls. `cut` finds whole ones
-    without a mark, with the white space that they take in. `ahead`: the beginning of a text is
-    encoded otherwise than text behind a control token. `loose`: the tokenizer looks for some in
+    off, because the template may continue with another text. `answers` is the same for what the
+    model said, where the template has to see the markers of reasoning and calls. `cut` finds whole
+    ones without a mark, with the white space that they strip. `ahead`: the beginning of a text is
+    encoded otherwise than text after a control token. `loose`: the tokenizer looks for some in
     normalised text, in which there may be more of them than in the text.
     """
 
@@ -58,7 +58,7 @@ control_tokens_of = lru_cache(16)(ControlTokens)
 
 
 def _beginnings(words: Iterable[str]) -> re.Pattern[str]:
-    # One that begins with a letter is sought whole: "user" at an end is a word, "<|" hardly is.
+    # Only a whole one may begin with a letter: "user" at an end is a word, "<|" hardly is.
     whole, cut_off = [], []
     for word in words:
         if word[0].isalnum():
@@ -113,19 +113,19 @@ def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
         if i % 2:
             ids += tokenizer.encode(piece, add_special_tokens=False)
         elif piece:
-            behind = control.ahead and i > 0
-            ids += _plain(tokenizer, piece.replace(MARK, ""), behind)
+            follows = control.ahead and i > 0
+            ids += _plain(tokenizer, piece.replace(MARK, ""), follows)
     return ids
 
 
-def _plain(tokenizer: TokenizerWrapper, text: str, behind: bool) -> list[int]:
-    """Token ids of a text in which there are no control tokens; `behind`: it follows one."""
+def _plain(tokenizer: TokenizerWrapper, text: str, follows: bool) -> list[int]:
+    """Token ids of a text in which there are no control tokens; `follows`: it comes after one."""
     split = partial(
         tokenizer.encode,
         add_special_tokens=False,
         split_special_tokens=True,
     )
-    if behind:
+    if follows:
         before = split("\n")
         both = split("\n" + text)
         if both[: len(before)] == before:

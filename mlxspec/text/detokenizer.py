@@ -22,7 +22,7 @@ NEUTRAL = "a"  # stands before a token whose text depends on what is before it
 
 
 def held_back(text: str, strings: Collection[str]) -> int:
-    """Length of the longest end of the text that begins one of the strings, yet is none."""
+    """Length in characters of the longest end of the text with which one of the strings begins."""
     longest = max(map(len, strings), default=1)
     for n in range(min(longest - 1, len(text)), 0, -1):
         if any(string.startswith(text[-n:]) for string in strings):
@@ -31,7 +31,7 @@ def held_back(text: str, strings: Collection[str]) -> int:
 
 
 class Detokenizer:
-    """Reads the tokens of one choice. `stop` are stop strings; `stop_tokens` end the text and are
+    """The detokenizer of one choice. `stop` are stop strings; `stop_tokens` end the text and are
     never shown. An answer does not begin with the space that its first token may carry; with
     `prompt_text_continues` the text goes on from the prompt's and keeps it.
 
@@ -62,7 +62,7 @@ class Detokenizer:
         self.released: list[int] = []
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """The text that these tokens make certain."""
+        """The text that is certain after these tokens."""
         shown = []
         for token in tokens:
             if self.ended:
@@ -76,7 +76,7 @@ class Detokenizer:
         return "".join(shown)
 
     def finish(self) -> str:
-        """What was held back; call it once, when no more tokens come."""
+        """The text that was held back; call it once, after the last token."""
         self.ended = True
         if self.stopped is not None:
             return ""

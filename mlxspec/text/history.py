@@ -1,7 +1,7 @@
-"""Keeps generated tokens, so that the next turn's prompt repeats them exactly.
+"""The generated tokens of past answers, so that the next turn's prompt repeats them exactly.
 
-A rendered conversation is cut where an answer of ours stands in it, and our tokens are put there.
-Text that is not ours, or that the client changed, is encoded as it came. Text thread only.
+Where a rendered conversation contains an answer of this server, its tokens are used. Other text,
+also an answer that the client changed, is encoded as it came. Text thread only.
 """
 
 from collections import OrderedDict
@@ -18,8 +18,8 @@ MAX_CALLS = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answer: its tokens but for the end token, and, as characters of its conversation's text,
-    where it starts, where its end token starts, and where that stops."""
+    """The tokens of an answer without its end token, and positions in the text of its conversation,
+    in characters: where the answer starts, where its end token starts, and where that stops."""
 
     start: int
     end: int
@@ -29,15 +29,15 @@ class Turn:
 
 @dataclass(slots=True)
 class History:
-    """The latest answers, by the hash of the conversation up to their ends, and the latest calls,
-    by id."""
+    """The answers used last, by the hash of the conversation up to their ends, and the calls used
+    last, by id."""
 
     _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)
     _calls: OrderedDict[str, Call] = field(default_factory=OrderedDict)
-    _tokens: int = 0
 
     def call(self, id: str) -> Call | None:
-        """The call as the model made it: clients rewrite arguments, some add defaults."""
+        """The call as the model made it; None for an unknown id. Clients rewrite arguments, some
+        add defaults."""
         call = self._calls.get(id)
         if call:
             self._calls.move_to_end(id)
@@ -49,9 +49,9 @@ class History:
             self._calls.popitem(last=False)
 
     def keep_turn(self, before: str, after: str, ids: Sequence[int], end: str) -> None:
-        """`before` is the prompt's text, `after` the conversation's with the answer, `ids` the
-        answer's tokens with the end token, whose text is `end`. Nothing is kept where the template
-        renders the answer in a way that the prompt did not prepare."""
+        """Keep an answer. `before` is the prompt's text, `after` the conversation's with the
+        answer, `ids` the answer's tokens with the end token, whose text is `end`. Nothing is kept
+        where the template renders the prompt otherwise when the answer follows it."""
         at = after.rfind(end)
         stop = at + len(end)
         if not end or at < len(before) or not after.startswith(before):
@@ -59,23 +59,22 @@ class History:
         if after[stop:].strip():
             return
         key = blake2b(after[:stop].encode(), digest_size=16).digest()
-        if old := self._turns.pop(key, None):
-            self._tokens -= len(old.ids)
         self._turns[key] = Turn(
             len(before),
             at,
             stop,
             tuple(ids[:-1]),
         )
-        self._tokens += len(ids) - 1
-        while self._tokens > MAX_TOKENS or len(self._turns) > MAX_TURNS:
-            _, old = self._turns.popitem(last=False)
-            self._tokens -= len(old.ids)
+        self._turns.move_to_end(key)
+        tokens = sum(len(turn.ids) for turn in self._turns.values())
+        while tokens > MAX_TOKENS or len(self._turns) > MAX_TURNS:
+            _, oldest = self._turns.popitem(last=False)
+            tokens -= len(oldest.ids)
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of a conversation, with what was generated in its place. What follows an answer
-        is encoded with the end token in front: some tokenizers encode the beginning of a text
-        differently."""
+        """Token ids of a conversation's text, with the generated ones of its answers. What follows
+        an answer is encoded with the end token in front: some tokenizers encode the beginning of a
+        text differently."""
         ids: list[int] = []
         at = 0
         for turn in self._found(text):
@@ -86,7 +85,7 @@ class History:
         return ids + encode(text[at:])
 
     def _found(self, text: str) -> list[Turn]:
-        """Turns that stand in the text, first to last."""
+        """The answers in the text, first to last."""
         found = []
         hashed = blake2b(digest_size=16)
         at = 0

@@ -16,10 +16,10 @@ Messages = list[dict[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KEPT = ("name", "reasoning_content", "tool_call_id")  # besides role and content
+KEPT = ("name", "reasoning_content", "tool_call_id")  # fields that stay, with role and content
 
 # Claude Code's first system text: a hash of the first user message, for another server's bill. It
-# changes with every conversation, so nothing behind it could be in the prefix cache.
+# changes with every conversation, so nothing after it could be in the prefix cache.
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
 
 # For models whose template says nothing of tools: the format of Hermes and Qwen.
@@ -40,8 +40,8 @@ TYPE_NAMES = {
 }
 
 
-class Refused(InvalidRequest):
-    """A request that cannot be answered. `field` is its path in the request: "messages[2].role";
+class RejectedRequest(InvalidRequest):
+    """A request that cannot be answered because of `field`, a path in it: "messages[2].role".
     `code` is for programs."""
 
     def __init__(self, field: str, message: str, code: str | None = None) -> None:
@@ -49,27 +49,27 @@ class Refused(InvalidRequest):
         self.field, self.code = field, code
 
 
-class TooLong(Refused):
-    """A text of about so many `tokens`."""
+class TooLong(RejectedRequest):
+    """A text that is far longer than the context: about `tokens`."""
 
     tokens = 0
 
 
-def refused(field: str, why: str) -> Refused:
-    """A refusal of what `field` is or has: "has a cycle; send none"."""
-    return Refused(field, f"{field} {why}")
+def rejected(field: str, why: str) -> RejectedRequest:
+    """The error for a field; `why` continues its name: "has a cycle; send none"."""
+    return RejectedRequest(field, f"{field} {why}")
 
 
-def wrong(field: str, value: Any, why: str) -> Refused:
-    """A refusal that shows the value."""
-    return refused(field, f"= {shown(value)} {why}")
+def rejected_value(field: str, value: Any, why: str) -> RejectedRequest:
+    """The error for a field, with its value."""
+    return rejected(field, f"= {shown(value)} {why}")
 
 
 def canonical(messages: Sequence[Any]) -> Messages:
-    """Messages with a known role and a string as content. Raises Refused for what this server
-    cannot read."""
+    """Messages with a known role and a string as content. Raises RejectedRequest for what cannot
+    be read."""
     if not messages:
-        raise refused("messages", "= []: send one message at least")
+        raise rejected("messages", "= []: send one message at least")
     made: Messages = []
     for i, message in enumerate(messages):
         turn = _message(message, f"messages[{i}]")
@@ -84,13 +84,13 @@ def canonical(messages: Sequence[Any]) -> Messages:
 
 def _message(message: Any, at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise wrong(at, message, "is not an object; send role and content")
+        raise rejected_value(at, message, "is not an object; send role and content")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise wrong(f"{at}.role", role, f"is not a role; send one of {', '.join(ROLES)}")
+        raise rejected_value(f"{at}.role", role, f"is not a role; send one of {', '.join(ROLES)}")
     for key in ("function_call", "audio"):
         if message.get(key):
-            raise refused(f"{at}.{key}", "is not supported; send content, tool_calls")
+            raise rejected(f"{at}.{key}", "is not supported; send content, tool_calls")
     if content is None and role == "assistant":
         content = message.get("refusal") or ""
     texts = _texts(content, f"{at}.content")
@@ -102,10 +102,10 @@ def _message(message: Any, at: str) -> dict[str, Any]:
         if isinstance(value, str):
             plain[key] = value
         elif value is not None:
-            raise wrong(f"{at}.{key}", value, "is not text; send a string")
+            raise rejected_value(f"{at}.{key}", value, "is not text; send a string")
     calls = message.get("tool_calls") or []
     if calls and (role != "assistant" or not isinstance(calls, list)):
-        raise refused(f"{at}.tool_calls", "must be a list, of an assistant's message")
+        raise rejected(f"{at}.tool_calls", "must be a list, of an assistant's message")
     if calls:
         made = []
         for i, call in enumerate(calls):
@@ -118,7 +118,9 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     """A call with an object as arguments, as templates want them."""
     function = _function(call)
     if function is None or not isinstance(function.get("name"), str):
-        raise wrong(at, call, "is no call; send id, type and function with name and arguments")
+        raise rejected_value(
+            at, call, "is no call; send id, type and function with name and arguments"
+        )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
@@ -136,7 +138,7 @@ def _call(call: Any, at: str) -> dict[str, Any]:
 
 
 def _function(value: Any) -> Mapping[str, Any] | None:
-    """The function of a tool or of a call."""
+    """The object `function` of a tool or of a call; None where there is none."""
     function = value.get("function") if isinstance(value, Mapping) else None
     return function if isinstance(function, Mapping) else None
 
@@ -145,39 +147,39 @@ def _texts(content: Any, at: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise wrong(at, content, "is not text; send a string or a list of text parts")
+        raise rejected_value(at, content, "is not text; send a string or a list of text parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             why = "is no text, and this server reads text only; send {'type': 'text', 'text': ...}"
-            raise wrong(f"{at}[{i}]", part, why)
+            raise rejected_value(f"{at}[{i}]", part, why)
         texts.append(part[kind])
     return texts
 
 
 def clean(text: str) -> str:
-    """Text without halves of surrogate pairs, which JSON can spell and no tokenizer can read."""
+    """Text with "?" for halves of surrogate pairs, which JSON can spell and no tokenizer reads."""
     return text.encode("utf-8", "replace").decode()
 
 
 def check_tools(tools: Any) -> Tools:
-    """A list of functions to call; none where `tools` is None. Raises Refused."""
+    """The tools of a request, checked; none for None. Raises RejectedRequest."""
     if not isinstance(tools, list | None):
-        raise wrong("tools", tools, "is not a list; send one")
+        raise rejected_value("tools", tools, "is not a list; send one")
     names: set[str] = set()
     for i, tool in enumerate(tools or ()):
         at, function = f"tools[{i}]", _function(tool)
         if function is None or tool.get("type") != "function":
-            raise wrong(at, tool, "is no function; send type 'function' and function")
+            raise rejected_value(at, tool, "is no function; send type 'function' and function")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not name or name in names:
             why = "is no name, or there twice; send one of its own"
-            raise wrong(f"{at}.function.name", name, why)
+            raise rejected_value(f"{at}.function.name", name, why)
         names.add(name)
         if not isinstance(parameters, Mapping | None):
             why = "is not a JSON schema; send an object"
-            raise wrong(f"{at}.function.parameters", parameters, why)
+            raise rejected_value(f"{at}.function.parameters", parameters, why)
     return tools or ()
 
 
@@ -206,7 +208,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def system_as_user(messages: Messages) -> Messages:
-    """System text that does not come first becomes user text."""
+    """Messages in which system text that does not come first is user text."""
     turns: Messages = []
     first = True
     for message in messages:
@@ -220,7 +222,7 @@ def system_as_user(messages: Messages) -> Messages:
 
 
 def merged(messages: Messages) -> Messages:
-    """Like `system_as_user`, and neighbours of one role are joined, except tool results."""
+    """Like `system_as_user`, with neighbours of one role joined, except tool results."""
     turns: Messages = []
     for message in system_as_user(messages):
         if turns and turns[-1]["role"] == message["role"] != "tool":
@@ -254,7 +256,7 @@ REWRITES: tuple[Rewrite, ...] = (list, system_as_user, merged, without_system)
 
 
 def spelled_out(messages: Messages, tools: Tools) -> Messages:
-    """For a template that knows no tools: tools, calls and results as plain text."""
+    """Messages with tools, calls and results as plain text, for a template that knows no tools."""
     turns: Messages = []
     if tools:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]

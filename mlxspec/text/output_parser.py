@@ -27,7 +27,7 @@ from mlxspec.text.tool_calls import (
 log = logging.getLogger("mlxspec")
 
 Kind = Literal["reasoning", "content", "call"]
-Edges = dict[str, dict[str, str]]  # state -> marker -> the state behind it
+Edges = dict[str, dict[str, str]]  # state -> marker -> the next state
 
 # The states of an answer. `NORMAL`, `REASONING` and `CALL` are mlx-lm's names.
 NORMAL = "normal"  # the beginning of the content, which may be a call in JSON without tags
@@ -65,13 +65,13 @@ class Part:
 
 
 class PartBuffer:
-    """The parts that were not taken yet, without the white space at the ends of reasoning, and
-    around calls."""
+    """Parts until they are taken, without the white space at the ends of reasoning and around
+    calls."""
 
     def __init__(self, kind: Kind) -> None:
         self._made: list[Part] = []
         self._kind = kind
-        # White space behind the last text, not shown yet. None: the part has no text yet.
+        # White space after the last text, not shown yet. None: the part has no text yet.
         self._space = "" if kind == "content" else None
         self.has_content = False
         self.after_call = False
@@ -110,9 +110,9 @@ class PartBuffer:
 
 
 class OutputParser:
-    """Parses one answer. Without `tools`, what looks like a call is content. `thinking`: the prompt
-    has opened the reasoning. `new_id` names the calls. `constrained`: a grammar rules the answer,
-    so calls have their tags and none interrupts the reasoning."""
+    """The parser of one answer. Without `tools`, what looks like a call is content. `thinking`: the
+    prompt has opened the reasoning. `new_id` makes the id of a call. `constrained`: the answer
+    follows a grammar, so calls have their tags and none interrupts the reasoning."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class OutputParser:
         self._enter(first)
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that this text makes certain."""
+        """The parts that are certain after this text."""
         if not any(self._edges.values()):
             return [Part("content", text)] if text else []
         text, at = self._tail + text, 0
@@ -153,7 +153,7 @@ class OutputParser:
         return self._parts.take()
 
     def finish(self) -> list[Part]:
-        """What was held back; call it once, when no more text comes."""
+        """The parts that were held back; call it once, after the last text."""
         self._add(self._tail)
         if self._state in CALL_STATES and not self._end_call():
             self._call_as_text("")
@@ -265,8 +265,8 @@ class OutputParser:
 
 
 def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> Edges:
-    """The markers that lead from one state to another: mlx-lm's for this tokenizer. With `calls`
-    also those of calls, and of what models write in their place."""
+    """The markers that lead from each state to another: mlx-lm's for this tokenizer, and with
+    `calls` those of calls and of what models write in their place."""
     content: dict[str, str] = {}
     edges: Edges = dict.fromkeys(CONTENT_STATES, content)
     edges |= {state: {} for state in (REASONING, *CALL_STATES)}

@@ -1,7 +1,7 @@
-"""Reads tool calls in the text of an answer: JSON, Qwen3-Coder's XML, or by mlx-lm's parser of the
+"""Parses tool calls in the text of an answer: JSON, Qwen3-Coder's XML, or by mlx-lm's parser of the
 model's format.
 
-A call is read as its name and its arguments, a JSON object as text.
+A parsed call is its name and its arguments, a JSON object as text.
 """
 
 import json

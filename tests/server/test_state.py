@@ -11,7 +11,7 @@ import pytest
 from mlxspec.config import Config
 from mlxspec.server.errors import ApiError
 from mlxspec.server.state import Gone, ServerState, while_connected
-from mlxspec.text.chat import Refused
+from mlxspec.text.chat import RejectedRequest
 from tests.server.scripted import server
 
 pytestmark = pytest.mark.anyio
@@ -94,7 +94,7 @@ async def test_text_work_fails_when_the_engine_stops(
     gate = threading.Event()
     waiting = [asyncio.ensure_future(state.on_text_thread(gate.wait, 10)) for _ in range(2)]
     await asyncio.sleep(0.1)
-    monkeypatch.setattr(type(state.engine), "draining", lambda self: True)
+    monkeypatch.setattr(type(state.worker), "draining", lambda self: True)
     for job in waiting:
         with pytest.raises(ApiError, match="is stopping") as caught:
             await asyncio.wait_for(job, 2)
@@ -105,7 +105,7 @@ async def test_text_work_fails_when_the_engine_stops(
 
 async def test_refusals_become_400(state: ServerState) -> None:
     def refuse() -> None:
-        raise Refused("messages[1]", "messages[1] is wrong; correct it")
+        raise RejectedRequest("messages[1]", "messages[1] is wrong; correct it")
 
     with pytest.raises(ApiError) as caught:
         await state.on_text_thread(refuse)

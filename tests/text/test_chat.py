@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.text.chat import (
     Defaults,
-    Refused,
+    RejectedRequest,
     canonical,
     check_draft,
     encode,
@@ -117,7 +117,7 @@ def assistant(calls: Any) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_read_is_refused(tokenizer: Any, messages: list[Any], field: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedRequest) as caught:
         render_chat(tokenizer, messages)
     assert caught.value.field == field
     assert field in str(caught.value)
@@ -165,13 +165,13 @@ def test_a_template_without_a_system_role(tmp_path: Path, tokenizer: Any) -> Non
 
 def test_what_the_template_refuses_in_every_form(tmp_path: Path) -> None:
     never = with_template(tmp_path, "{{ raise_exception('Not these ' ~ messages|length) }}")
-    with pytest.raises(Refused, match="refuses them: Not these 2; change roles") as caught:
+    with pytest.raises(RejectedRequest, match="refuses them: Not these 2; change roles") as caught:
         render_chat(never, [user("A"), user("B")])  # what is said of the messages as they came
     assert caught.value.field == "messages"
 
 
 def test_no_template(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no chat template; use /v1/completions"):
+    with pytest.raises(RejectedRequest, match="no chat template; use /v1/completions"):
         render_chat(with_template(tmp_path, None), [user("A")])
 
 
@@ -186,9 +186,13 @@ def test_template_variables(tmp_path: Path) -> None:
     loud = with_template(tmp_path, "{{ effort }}" + TEMPLATE)
     assert text(loud, [user("A")], effort="high").startswith("high<|im_start|>")
     assert template_reads(loud, "effort") and not template_reads(loud, "colour")
-    with pytest.raises(Refused, match=r"chat_template_kwargs\.tokenize is set by the server"):
+    with pytest.raises(
+        RejectedRequest, match=r"chat_template_kwargs\.tokenize is set by the server"
+    ):
         render_chat(loud, [user("A")], tokenize=False)
-    with pytest.raises(Refused, match=r"chat_template_kwargs\.messages is set by the server"):
+    with pytest.raises(
+        RejectedRequest, match=r"chat_template_kwargs\.messages is set by the server"
+    ):
         render_chat(loud, [user("A")], messages=[])
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.text.chat import encode, load_tokenizer
-from mlxspec.text.messages import Refused
+from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import MAX_COMPILED, MAX_DIGITS, Grammars
@@ -204,7 +204,7 @@ def test_a_token_that_does_not_fit_is_an_error(agent: Grammars) -> None:
 def test_what_cannot_be_enforced_is_refused_by_name(
     agent: Grammars, schema: Any, words: str
 ) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedRequest) as caught:
         by(agent, schema)
     assert words in str(caught.value) and caught.value.field == "f"
     assert "x-guidance" not in str(caught.value) and "\n" not in str(caught.value)
@@ -219,7 +219,7 @@ def test_a_grammar_of_the_clients_own(agent: Grammars) -> None:
     said = {text(agent, walk(agent, make(), random.Random(i))) for i in range(40)}
     assert {"yes", "no!"} < said <= {"yes", "no!", "no!!", "no!!!"}
     for wrong in ("start: nobody", "", "start: /(/", 'begin: "x"'):
-        with pytest.raises(Refused, match="grammar cannot be honoured"):
+        with pytest.raises(RejectedRequest, match="grammar cannot be honoured"):
             agent.compiled(wrong, False, "grammar")
 
 
@@ -253,11 +253,11 @@ def test_parameters_that_are_no_schema(agent: Grammars, coder: Grammars, paramet
     for g in (agent, coder):
         try:
             g.compiled(g.rules([g.calls(some, None, True, "tool_choice")]), False, "tool_choice")
-        except Refused as error:
+        except RejectedRequest as error:
             assert error.field == "tool_choice"
 
 
-def test_references_and_alternatives_in_xml(coder: Grammars) -> None:
+def test_references_and_alternatives_in_calls(coder: Grammars) -> None:
     parameters = {
         "properties": {
             "n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2},
@@ -352,31 +352,12 @@ def tools(draw: Any) -> list[Any]:
 def called(g: Grammars, some: Any, name: str | None, single: bool, seed: int) -> list[Any]:
     make = g.compiled(g.rules([g.calls(some, name, single, "tool_choice")]), False, "tool_choice")
     tokens = []
-    for token in walk(g, Out(g, make()), random.Random(seed), 60):
+    for token in walk(g, make(), random.Random(seed), 60):
         tokens.append(token)
     reader = OutputParser(g.tokenizer, some, False, lambda: "id", constrained=True)
     parts = reader.feed(text(g, tokens)) + reader.finish()
     assert parts and all(part.call for part in parts), "nothing but calls"
     return [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
-
-
-class Out:
-    """A matcher whose free text ends: where the tag that closes a value may go on, it goes on."""
-
-    def __init__(self, g: Grammars, inner: Any) -> None:
-        self.inner, self.said, self.g = inner, "", g
-        self.close = encode(g.tokenizer, "\n</parameter>\n", special=False)
-
-    def masks(self, draft: Any) -> list[bytes]:
-        return self.inner.masks(draft)
-
-    def take(self, tokens: Any) -> None:
-        self.inner.take(tokens)
-        if (
-            len(self.inner.masks(self.close)) == len(self.close) + 1
-            and len(ids(self.inner.masks([])[0])) > 200
-        ):
-            self.inner.take(self.close)
 
 
 @settings(max_examples=40)
@@ -394,7 +375,7 @@ def test_a_call_that_is_asked_for(
         assert [name for name, _ in called(g, some, last, True, seed)] == [last]
 
 
-def test_a_call_in_xml(coder: Grammars) -> None:
+def test_calls_of_a_model_that_writes_xml(coder: Grammars) -> None:
     properties = {
         "n": {"type": "integer"}, "on": {"type": "boolean"}, "way": {"type": "string", "enum": ["x", "y z"]},
         "list": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
@@ -412,28 +393,13 @@ def test_a_call_in_xml(coder: Grammars) -> None:
     assert seen == {"f", "g", *properties}
 
 
-def test_free_text_in_xml_ends_at_its_tag(coder: Grammars) -> None:
-    parameters = {
-        "type": "object",
-        "properties": {"text": {"type": "string"}},
-        "required": ["text"],
-    }
-    some = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    matcher = coder.compiled(coder.rules([coder.calls(some, "f", True, "t")]), False, "t")()
-    said = "<tool_call>\n<function=f>\n<parameter=text>\na < b\n\n</p\n</parameter>\n</function>\n</tool_call>"
-    tokens = encode(coder.tokenizer, said, special=False)
-    assert len(matcher.masks(tokens)) == len(tokens) + 1
-    matcher.take(tokens)
-    assert set(ids(matcher.masks([])[0])) == set(coder.tokenizer.eos_token_ids)
-
-
 def test_calls_that_cannot_be_asked_for(agent: Grammars) -> None:
     some = [{"type": "function", "function": {"name": "f"}}]
     for tools_, name in ((some, "g"), ([], None)):
-        with pytest.raises(Refused, match="send it in tools"):
+        with pytest.raises(RejectedRequest, match="send it in tools"):
             agent.calls(tools_, name, True, "tool_choice")
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
-    with pytest.raises(Refused, match=r'tool_choice cannot be honoured: .*"not"'):
+    with pytest.raises(RejectedRequest, match=r'tool_choice cannot be honoured: .*"not"'):
         agent.compiled(
             agent.rules([agent.calls(bad, None, True, "tool_choice")]), False, "tool_choice"
         )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.text.chat import encode, load_tokenizer
-from mlxspec.text.messages import Refused
+from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.structured import grammar
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
@@ -95,7 +95,7 @@ def test_bounds_hold_or_are_refused(
     schema = {"type": kind, **bounds}
     try:
         make = json_of(made["plain"], schema)
-    except Refused:
+    except RejectedRequest:
         return
     for i in range(3):
         jsonschema.validate(json.loads(walk(made["plain"], make, seed + i, 12)), schema)
@@ -106,7 +106,7 @@ def test_bounds_hold_or_are_refused(
 def test_constants_hold_or_are_refused(made: dict[str, Grammars], value: Any, seed: int) -> None:
     try:
         make = json_of(made["plain"], {"enum": [value, "x"]})
-    except Refused:
+    except RejectedRequest:
         return
     assert json.loads(walk(made["plain"], make, seed)) in (value, "x")
 
@@ -183,7 +183,7 @@ def test_every_schema_holds_or_is_refused(
     schema = {**schema, "$defs": DEFS} if isinstance(schema, dict) else schema
     try:
         make = json_of(made["plain"], schema)
-    except Refused as error:
+    except RejectedRequest as error:
         assert error.field == "f" and "\n" not in str(error) and len(str(error)) < 600
         return
     for i in range(2):
@@ -218,7 +218,7 @@ junk = st.recursive(
 def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schema: Any) -> None:
     try:
         json_of(made["plain"], schema)
-    except Refused as error:
+    except RejectedRequest as error:
         assert "\n" not in str(error)
 
 
@@ -237,8 +237,7 @@ def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schem
             },
             "uniqueItems",
         ),
-        ({"properties": {"a": {"$id": "http://x/", "$ref": "#/$defs/a"}}}, "$id"),
-        ({"$ref": "#/$defs/a~1b", "$defs": {"a~1b": {}, "a/b": {}}}, "$defs/a~1b"),
+        ({"properties": {"a": {"$id": "http://x/", "$ref": "#/$defs/a"}}}, "$defs/a"),
         ({"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(24)]}, "patterns"),
         ({"items": {"items": {"not": {}}}}, "not"),
         ({"$schema": "https://example.com/own", "not": {}}, "not"),
@@ -246,7 +245,7 @@ def test_a_misshapen_schema_is_refused_or_taken(made: dict[str, Grammars], schem
     ],
 )
 def test_what_llguidance_would_let_pass(made: dict[str, Grammars], schema: Any, said: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RejectedRequest) as caught:
         json_of(made["plain"], schema)
     assert said in str(caught.value)
 
@@ -255,7 +254,7 @@ def test_what_llguidance_would_let_pass(made: dict[str, Grammars], schema: Any, 
     "schema",
     [
         {"$schema": "https://example.com/own", "$id": "own", "title": "T", "const": 5},
-        {"const": 5, "uniqueItems": False, "propertyNames": {"type": "string"}},
+        {"type": "integer", "const": 5, "uniqueItems": False, "propertyNames": {"type": "string"}},
         {"type": "integer", "minimum": 5, "maximum": 5, "$defs": {"a": {"minimum": -(2**63)}}},
     ],
 )
@@ -317,7 +316,7 @@ def test_no_key_comes_in_disguise(made: dict[str, Grammars]) -> None:
     ],
 )
 def test_a_clients_grammar_that_is_not_taken(made: dict[str, Grammars], lark: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(RejectedRequest):
         made["plain"].compiled(checked_lark(lark, "grammar"), False, "grammar")
 
 
@@ -370,7 +369,7 @@ kinds = st.sampled_from(
         {"type": "string"},
         {"type": "string", "minLength": 2, "maxLength": 3},
         {"type": "integer"},
-        {"type": "number"},
+        {"type": "number", "minimum": -1e6, "maximum": 1e6},  # 1e999 is JSON, but not a float
         {"type": "boolean"},
         {"type": "null"},
         {"type": "integer", "minimum": 3, "maximum": 40},
@@ -416,29 +415,19 @@ def test_calls_are_read_by_their_parsers(
         assert bodies and text.startswith(start)
         calls = []
         for body in bodies:
-            if name == "coder":  # by the server's own parser
-                for called, arguments in read_calls(body, g.tokenizer, tools):
-                    calls.append({"name": called, "arguments": json.loads(arguments)})
-                continue
-            found = g.tokenizer.tool_parser(body.removeprefix("\n").removesuffix("\n"), tools)
-            calls += found if isinstance(found, list) else [found]
+            calls += read_calls(body, g.tokenizer, tools)
         assert len(calls) == 1 or not single
-        for call in calls:
-            assert call["name"] in ("f", "f_2") and set(required) <= set(call["arguments"]) <= set(
-                properties
-            )
-            loose = (
-                {"$ref": "#/$defs/color"} if name == "coder" else None
-            )  # bare text of no plain type
-            kept = {p: s for p, s in properties.items() if s != loose}
-            jsonschema.validate(call["arguments"], {**parameters, "properties": kept})
+        for called, said in calls:
+            arguments = json.loads(said)
+            assert called in ("f", "f_2") and set(required) <= set(arguments) <= set(properties)
+            jsonschema.validate(arguments, parameters)
 
 
 @pytest.mark.parametrize("kind", ["spm", "words"])
 def test_other_tokenizers(made: dict[str, Grammars], kind: str) -> None:
     g = made[kind]
     if kind == "words":
-        with pytest.raises(Refused, match="this model's tokenizer"):
+        with pytest.raises(RejectedRequest, match="this model's tokenizer"):
             json_of(g, {"const": 5})
     else:
         assert "hello" in walk(g, json_of(g, {"const": "hello"}), 1)

@@ -55,7 +55,7 @@ def _generation(
     headers: dict[str, str],
     arrived: float,
 ) -> Generation:
-    """On the text thread. Raises Refused and ApiError."""
+    """On the text thread. Raises RejectedRequest and ApiError."""
     requests: list[Request] = []
     choices: list[Choice] = []
     name = writer.id

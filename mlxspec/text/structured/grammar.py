@@ -1,13 +1,13 @@
-"""Grammars for answers: which tokens may come next, computed by llguidance on the host.
+"""Grammars for answers: the mask of the next token, computed by llguidance on the host.
 
 What cannot be enforced is refused by name before anything runs. A grammar begins where the
 reasoning ends, and an answer that reasons must end its reasoning before it ends.
 """
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -16,11 +16,11 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.text.messages import Tools, refused
+from mlxspec.text.messages import Tools, rejected
 from mlxspec.text.structured.json_schema import LIMITS, first_line
 from mlxspec.text.structured.tools import call_rules
 
-MAX_COMPILED = 32  # grammars that are kept
+MAX_COMPILED = 32  # grammars in the cache
 MAX_BYTES = 1 << 19  # of a grammar
 MAX_BLANKS = 2  # tokens of white space between reasoning and answer
 MAX_DIGITS = 32  # in a row where no letter may come: a number that is longer would never end
@@ -36,27 +36,27 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Grammars:
     """Compiles grammars for one tokenizer. Used by one thread; the matchers it returns may run on
-    another. `vocab` is the width of the logits. Raises Refused, naming the field `where`."""
+    another. `vocab` is the width of the logits. Raises RejectedRequest for the field `where`."""
 
     tokenizer: TokenizerWrapper
     vocab: int
     _vocabulary: "Vocabulary | None" = None
-    _compiled: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
+    _compiled: OrderedDict[tuple[str, bool | None], LLMatcher] = field(default_factory=OrderedDict)
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
-        """The rule of calls of these tools, or only of the one called `name`; the rules that it
-        needs follow on further lines."""
+        """The Lark rule of calls of these tools, or only of the one called `name`; the rules that
+        it refers to follow on further lines."""
         functions = []
         for tool in tools:
             if not name or tool["function"]["name"] == name:
                 functions.append(tool["function"])
         if not functions:
-            raise refused(where, f"names no tool {name or ''}; send it in tools")
+            raise rejected(where, f"names no tool {name or ''}; send it in tools")
         return call_rules(self.tokenizer, functions, single, where)
 
     def rules(self, parts: Iterable[str]) -> str:
-        """A whole grammar: one of several rules, each with the rules that it needs behind its first
-        line."""
+        """A whole Lark grammar: the alternative of several rules, each followed by the rules that
+        it refers to."""
         lines = []
         for i, part in enumerate(parts):
             lines.append(f"way{i}: {part}")
@@ -66,29 +66,31 @@ class Grammars:
     def compiled(self, lark: str, thinking: bool | None, where: str) -> Make:
         """A function that makes a matcher for one answer. `thinking`: the prompt has opened the
         reasoning; None: the answer may open it."""
-        vocabulary = self._tokens(where)
-        again = partial(self._compile, lark, where)
-        matcher = self._compiled.pop(lark, None)
+        key = (lark, thinking)
+        compile_again = partial(self._compile, lark, thinking, where)
+        matcher = self._compiled.pop(key, None)
         if matcher is None or _warm_error(matcher):  # copies share a lexer, and so an error
-            matcher = again()
-        self._compiled[lark] = matcher
+            matcher = compile_again()
+        self._compiled[key] = matcher
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        return lambda: GrammarMatcher(matcher.deep_copy(), again, vocabulary, thinking)
+        vocabulary = self._tokens(where)
+        return lambda: GrammarMatcher(matcher.deep_copy(), compile_again, vocabulary)
 
-    def _compile(self, lark: str, where: str) -> LLMatcher:
+    def _compile(self, lark: str, thinking: bool | None, where: str) -> LLMatcher:
         if len(lark) > MAX_BYTES:
-            raise refused(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
-        tokens = self._tokens(where).inner
-        try:
-            grammar = LLMatcher.grammar_from_lark(lark)
-            matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
-        except UnicodeEncodeError as error:
-            raise refused(where, "has half a surrogate pair; send whole characters") from error
-        error_or_warnings = _warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
-        if error_or_warnings:
-            why = first_line(error_or_warnings)
-            raise refused(where, f"cannot be honoured: {why}; leave it out")
+            raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller one")
+        known = self._tokens(where)
+        for before in dict.fromkeys((False, thinking)):  # alone first: its first mask may fail
+            parts = [
+                {"lark_grammar": known.reasoning(before)},
+                {"name": "answer", "lark_grammar": lark},
+            ]
+            grammar = json.dumps({"grammars": parts})
+            matcher = LLMatcher(known.inner, grammar, log_level=0, limits=LIMITS)
+            problem = _warm_error(matcher) or "".join(matcher.get_grammar_warnings()[:1])
+            if problem:
+                raise rejected(where, f"cannot be honoured: {first_line(problem)}; leave it out")
         return matcher
 
     def _tokens(self, where: str) -> "Vocabulary":
@@ -97,99 +99,97 @@ class Grammars:
                 self._vocabulary = Vocabulary(self.tokenizer, self.vocab)
             except BaseException as error:  # a panic of Rust code is no Exception
                 why = f"cannot be honoured by this model's tokenizer: {first_line(str(error))}"
-                raise refused(where, f"{why}; leave it out") from error
+                raise rejected(where, f"{why}; leave it out") from error
         return self._vocabulary
 
 
 class Vocabulary:
-    """What matchers know of a tokenizer. Sets of tokens are ints, with bit t for token t. Raises
+    """A tokenizer as matchers see it. Sets of tokens are ints, with bit t for token t. Raises
     whatever llguidance does where it cannot read the tokenizer.
 
-    `opener` and `closer` are the reasoning's markers. `digits` has the length of each token of
-    digits alone. `letter` is a token that may come wherever any text may.
+    `digits` has the length of each token of digits alone. `letter` is a token that may come
+    wherever any text may.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab: int) -> None:
         ends = [token for token in tokenizer.eos_token_ids if token < min(vocab, len(tokenizer))]
         if not ends:
             raise ValueError("no token ends an answer")
-        self.inner = from_tokenizer(tokenizer._tokenizer, eos_token=sorted(ends))
+        self._tokenizer, self._eos = tokenizer, sorted(ends)
+        self.inner = from_tokenizer(tokenizer._tokenizer, eos_token=self._eos)
         self.size = -(-vocab // 8)  # of a mask, in bytes
         self.every = (1 << min(self.inner.vocab_size, vocab)) - 1
         self.ends = _bits(ends)
-        self.blanks = 0
-        for blank in BLANKS:
-            tokens = self.inner.greedy_tokenize(blank)
-            if len(tokens) == 1:
-                self.blanks |= 1 << tokens[0]
         self.digits = {}
         for piece, token in tokenizer.get_vocab().items():
             if piece.isascii() and piece.isdigit() and token < vocab:
                 self.digits[token] = len(piece)  # a digit is itself in every alphabet of tokens
         self.numeral = _bits(self.digits)
         self.letter = self.inner.greedy_tokenize("a")[0]
-        opener: tuple[int, ...] = tokenizer.think_start_tokens or ()
-        self.closer = tuple(tokenizer.think_end_tokens or ())
-        self.opener = opener[0] if len(opener) == 1 else None
+
+    def reasoning(self, thinking: bool | None) -> str:
+        """The Lark grammar of an answer by the grammar `answer`, and of the reasoning before it.
+        The last token of the reasoning's end marker ends the reasoning."""
+        closer = self._tokenizer.think_end_tokens
+        if thinking is False or not closer:
+            return "start: @answer"
+        blanks = [self.inner.greedy_tokenize(blank) for blank in BLANKS]
+        single = sorted(tokens[0] for tokens in blanks if len(tokens) == 1)
+        free, end = f"<[^{_listed([*self._eos, closer[-1]])}]>*", f"<[{closer[-1]}]>"
+        think = f"{free} {end}"
+        if single:
+            think += f" <[{_listed(single)}]>{{0,{MAX_BLANKS}}}"
+        if thinking is None:
+            opener = " ".join(f"<[{token}]>" for token in self._tokenizer.think_start_tokens)
+            think = f"({opener} {think})?"
+        return f"start: {think} @answer"
 
 
 class GrammarMatcher:
-    """The matcher of one answer. `again` compiles its grammar once more; `thinking`: the reasoning
-    is open; None: the answer may open it."""
+    """The matcher of one answer. `compile_again` compiles its grammar once more."""
 
     def __init__(
-        self,
-        inner: LLMatcher,
-        again: Callable[[], LLMatcher],
-        vocabulary: Vocabulary,
-        thinking: bool | None,
+        self, inner: LLMatcher, compile_again: Callable[[], LLMatcher], vocabulary: Vocabulary
     ) -> None:
-        self._inner, self._again, self._vocabulary = inner, again, vocabulary
-        # The last tokens of the reasoning; None: the grammar has begun.
-        self._tail: tuple[int, ...] | None = () if thinking and vocabulary.closer else None
-        self._opener = vocabulary.opener if thinking is None else None
-        self._gap = 0  # blanks that may still come between reasoning and answer
-        self._digits = 0  # in a row
-        self._ended = False
-        self._consumed: list[int] = []  # by the grammar
-        self._restarts = 0
-        self._slow = 0
-        self._drafts = True  # until one fails: plain decoding may never meet that error
+        self._inner, self._compile_again, self._vocabulary = inner, compile_again, vocabulary
+        self._consumed: list[int] = []
+        self._restarts = self._slow = 0
+        self._drafts = True  # until one fails or is slow: plain decoding may never meet that
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
-        """The masks of the next token and of those behind each drafted token that is allowed:
-        `len(masks) - 1` are. Bit i % 8 of byte i // 8 allows token i; an empty mask allows all."""
-        began = time.perf_counter()
+        """The masks of the next token and of those after each drafted token that is allowed:
+        `len(masks) - 1` are. Bit i % 8 of byte i // 8 allows token i."""
+        known, began, start = self._vocabulary, time.perf_counter(), len(self._consumed)
         rows = [self._retried(self._mask)]
         if time.perf_counter() - began > SLOW_S:
             self._slow += 1
-        if self._slow >= MAX_SLOW:  # it would hold up everybody's answers
+        if self._slow >= MAX_SLOW:  # it would hold up the other answers
             raise RuntimeError("masks take long: too many ways to read the text; send fewer")
-        if draft and self._drafts:
-            probe = copy(self)
-            probe._inner, probe._consumed = self._inner.deep_copy(), []
-            try:
-                for token in draft:
-                    if not rows[-1] & ~self._vocabulary.ends & 1 << token:
-                        break
-                    probe._advance(token)
-                    rows.append(probe._mask())
-                    if time.perf_counter() - began > SLOW_S:
-                        self._drafts = False
-                        break
-            except RuntimeError:
-                self._drafts = False
-        return [row.to_bytes(self._vocabulary.size, "little") for row in rows]
+        try:
+            for token in draft if self._drafts else ():
+                if not rows[-1] & ~known.ends & 1 << token:
+                    break
+                self._consume(token)
+                rows.append(self._mask())
+                if time.perf_counter() - began > SLOW_S:
+                    self._drafts = False
+                    break
+            self._inner.rollback(len(self._consumed) - start)
+            del self._consumed[start:]
+        except RuntimeError:
+            self._drafts = False
+            del self._consumed[start:]
+            self._restart()
+        return [row.to_bytes(known.size, "little") for row in rows]
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance over sampled tokens."""
         for token in tokens:
-            self._retried(partial(self._advance, token))
+            if not self._vocabulary.ends >> token & 1:
+                self._retried(partial(self._consume, token))
 
     def forced(self, most: int) -> list[int]:
-        """Up to `most` tokens of the only text that can follow; it may be spelled otherwise."""
-        if self._tail is not None or self._gap or self._ended or self._opener is not None:
-            return []
+        """Up to `most` tokens of the only text that can follow; another spelling may be allowed."""
         try:
             found = self._inner.compute_ff_tokens()[:most]
             return found[: len(self.masks(found)) - 1]
@@ -197,66 +197,45 @@ class GrammarMatcher:
             return []
 
     def _retried(self, act: Callable[[], T]) -> T:
-        """Compiles the grammar again after an error: copies share a lexer, and another answer or a
-        draft may have worn it out."""
+        """The result of `act`, after an error with a grammar that is compiled again: copies share a
+        lexer, and another answer or a draft may have exceeded its limits."""
         try:
             return act()
         except RuntimeError as error:
             if "items" in str(error) or self._restarts >= MAX_RESTARTS:
                 raise  # too many items: of this answer itself, and the same every time
-        self._restarts += 1
-        self._inner = self._again()
-        if self._consumed and not self._inner.consume_tokens(self._consumed):
-            raise self._failure()
+        self._restart()
         return act()
+
+    def _restart(self) -> None:
+        self._restarts += 1
+        self._inner = self._compile_again()
+        if not self._inner.consume_tokens(self._consumed):
+            raise self._failure()
 
     def _failure(self) -> RuntimeError:
         return RuntimeError(first_line(self._inner.get_error()))
 
-    def _advance(self, token: int) -> None:
-        """Go on behind a token that may come."""
-        known = self._vocabulary
-        opener, self._opener = self._opener, None
-        if self._tail is not None:
-            self._tail = (*self._tail, token)[-len(known.closer) :]
-            if self._tail == known.closer:
-                self._tail, self._gap = None, MAX_BLANKS
-        elif token == opener:
-            self._tail = ()
-        elif known.ends >> token & 1:
-            self._ended = True
-        elif self._gap and known.blanks >> token & 1 and not self._grammar_mask() >> token & 1:
-            self._gap -= 1
-        elif not self._inner.consume_token(token):
+    def _consume(self, token: int) -> None:
+        if not self._inner.consume_token(token):
             raise self._failure()
-        else:
-            self._gap = 0
-            self._consumed.append(token)
-            self._digits = self._digits + known.digits[token] if token in known.digits else 0
+        self._consumed.append(token)
 
     def _mask(self) -> int:
-        known = self._vocabulary
-        if self._tail is not None:
-            return known.every & ~known.ends  # an answer that ended here would not conform
-        if self._ended:
-            return known.ends
-        mask = self._grammar_mask()
-        if self._gap:
-            mask |= known.blanks
-        if self._opener is not None:
-            mask |= 1 << self._opener
-        return mask
-
-    def _grammar_mask(self) -> int:
         known = self._vocabulary
         raw = self._inner.compute_bitmask()
         if self._inner.is_error():
             raise self._failure()
         mask = int.from_bytes(raw, "little") & known.every
-        if self._digits >= MAX_DIGITS and not mask >> known.letter & 1:
-            if ended := mask & ~known.numeral:
-                return ended
-        return mask
+        if mask >> known.letter & 1:
+            return mask
+        digits = 0
+        for token in reversed(self._consumed):
+            if token not in known.digits or digits >= MAX_DIGITS:
+                break
+            digits += known.digits[token]
+        ended = mask & ~known.numeral
+        return ended if digits >= MAX_DIGITS and ended else mask
 
 
 def _warm_error(matcher: LLMatcher) -> str:
@@ -268,3 +247,7 @@ def _warm_error(matcher: LLMatcher) -> str:
 
 def _bits(tokens: Iterable[int]) -> int:
     return sum(1 << token for token in set(tokens))
+
+
+def _listed(tokens: Iterable[int]) -> str:
+    return ",".join(map(str, tokens))

@@ -1,7 +1,7 @@
 """JSON schemas and clients' own Lark grammars, checked before llguidance compiles them.
 
 llguidance refuses by name most of what it cannot enforce. This module refuses what llguidance would
-let pass, read inexactly, or need minutes or gigabytes for, and drops annotations.
+let pass, read inexactly, or need minutes or gigabytes for, and drops what constrains nothing.
 """
 
 import json
@@ -9,19 +9,18 @@ import math
 import re
 from collections.abc import Iterator
 from decimal import Decimal
-from functools import lru_cache
 from typing import Any, TypeGuard
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLParserLimits
 
-from mlxspec.text.messages import refused, wrong
+from mlxspec.text.messages import rejected, rejected_value
 from mlxspec.types import shown
 
 Nodes = list[dict[str, Any]]
 
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 120  # serde_json, which reads the schema in llguidance, stops at 128
-MAX_LEVELS = 1000  # of all $ref targets: llguidance recurses, 3,000 overran its stack
+MAX_LEVELS = 1000  # $refs times depth: llguidance recurses, 3,000 overran its stack
 MAX_INT = 1 << 53  # llguidance computes with floats: a larger integer becomes its neighbour
 MAX_MULTIPLE = 10_000  # an automaton state per remainder: 9,999,991 took 264 s and 5.6 GB
 MAX_SHIFTED = 1e14  # an integer with a half beyond has more digits than floats hold
@@ -42,12 +41,11 @@ APPLIED = BRANCHES | frozenset(  # keywords that two combined schemas may both h
     "properties patternProperties items additionalProperties additionalItems prefixItems"
     " pattern".split()
 )
-NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 EVERY_NAME: tuple[Any, ...] = (True, {}, {"type": "string"})  # propertyNames without a constraint
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-# llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 15 ms a mask.
+# llguidance's own bounds: about 20 ms of work on regular expressions to begin with, 30 ms a mask.
 LIMITS = LLParserLimits(
-    verbose_errors=False, max_items_in_row=20_000, max_lexer_states=60_000, step_max_items=5_000
+    verbose_errors=False, max_items_in_row=20_000, max_lexer_states=60_000, step_max_items=10_000
 )
 # Neither pattern reads a character twice: half a megabyte of brackets would take an hour.
 OPTION = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature|stop)\s*=")
@@ -57,41 +55,36 @@ NOT_IN_LARK = re.compile(r"&|~(?!\s*\d)|%json")
 
 
 def json_rule(schema: Any, where: str) -> str:
-    """The Lark rule of the JSON that conforms to a schema. Raises Refused, naming the field
+    """The Lark rule of the JSON that conforms to a schema. Raises RejectedRequest, naming the field
     `where`."""
     return f"%json {json.dumps({**checked_schema(schema, where), 'x-guidance': STYLE})}"
 
 
 def checked_schema(schema: Any, where: str) -> dict[str, Any]:
-    """A copy of the schema without what constrains nothing. Raises Refused for what would not be
-    enforced."""
+    """A copy of the schema without what constrains nothing. Raises RejectedRequest for what would
+    not be enforced."""
     try:
         text = json.dumps(schema, allow_nan=False)
         copy = json.loads(text)
-        height = _height(copy)
+        height = max(depth for depth, _ in _walk(copy))
     except (RecursionError, ValueError) as error:
-        raise refused(where, f"is not a JSON schema: {error}; send an object") from error
+        raise rejected(where, f"is not a JSON schema: {error}; send an object") from error
     if not isinstance(copy, dict):
-        raise wrong(where, schema, "is not a JSON schema; send an object")
+        raise rejected_value(where, schema, "is not a JSON schema; send an object")
     if len(text) > MAX_BYTES:
-        raise refused(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller schema")
+        raise rejected(where, f"is larger than {MAX_BYTES >> 10} KB; send a smaller schema")
     if height > MAX_DEPTH:
-        raise refused(where, f"is nested deeper than {MAX_DEPTH}; send a flatter schema")
-    _drop(copy)
+        raise rejected(where, f"is nested deeper than {MAX_DEPTH}; send a flatter schema")
     nodes = [value for _, value in _walk(copy) if isinstance(value, dict)]
-    _check_references(copy, nodes, where)
+    copy.pop("$schema", None)  # may name a draft that llguidance does not know
+    for node in nodes:
+        _drop(node)
+    references = {node["$ref"] for node in nodes if isinstance(node.get("$ref"), str)}
+    if len(references) * height > MAX_LEVELS:
+        raise rejected(where, f"has more than {MAX_LEVELS} levels in what $ref names; send fewer")
     _check_numbers(nodes, where)
     _check_patterns(nodes, where)
     return copy
-
-
-@lru_cache(256)
-def validate(schema: str, where: str) -> None:
-    """Raises Refused where llguidance does not take a schema, as JSON text."""
-    grammar = LLMatcher.grammar_from_json_schema(schema)
-    _, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
-    if messages:
-        raise refused(where, f"cannot be honoured: {first_line(messages[0])}; leave it out")
 
 
 def first_line(error: str) -> str:
@@ -102,69 +95,40 @@ def first_line(error: str) -> str:
 
 
 def checked_lark(text: str, where: str) -> str:
-    """A client's grammar. Raises Refused for options that have no meaning here, and for what could
-    take minutes or gigabytes."""
+    """A client's grammar, unchanged. Raises RejectedRequest for options that have no meaning here,
+    and for what could take minutes or gigabytes."""
     if option := OPTION.search(text):
-        raise refused(where, f"has the option {option[1]}, which cannot be honoured; leave it out")
+        raise rejected(where, f"has the option {option[1]}, which cannot be honoured; leave it out")
     if any(found[1] for found in LITERAL.finditer(text)):  # llguidance takes minutes to find that
-        raise refused(where, "has a string or a pattern without its end; close it")
+        raise rejected(where, "has a string or a pattern without its end; close it")
     bare = LITERAL.sub('""', text)
     if sign := NOT_IN_LARK.search(bare):
-        raise refused(where, f"has {sign[0]}, which is not taken in a grammar; write what may come")
+        raise rejected(
+            where, f"has {sign[0]}, which is not taken in a grammar; write what may come"
+        )
     if len(re.findall(r"[(\[:]", bare)) > MAX_LEVELS:
-        raise refused(where, f"has more than {MAX_LEVELS} rules and groups; send fewer")
+        raise rejected(where, f"has more than {MAX_LEVELS} rules and groups; send fewer")
     return text
 
 
-def _drop(node: Any, names: bool = False) -> None:
-    """Removes $schema, which may name a draft that llguidance does not know, and two constraints
-    that some libraries write in a form that constrains nothing. `names`: the keys are names that
-    the client chose, not keywords."""
-    if isinstance(node, dict) and not names:
-        node.pop("$schema", None)
+def _drop(node: dict[str, Any]) -> None:
+    """Removes two keywords in a form that constrains nothing, which some libraries write. Only from
+    an object with a type: in others they may be names of properties."""
+    if isinstance(node.get("type"), str):
         if node.get("uniqueItems") is False:
             del node["uniqueItems"]
         if node.get("propertyNames") in EVERY_NAME:
             del node["propertyNames"]
-    for key, value in _items(node):
-        if key not in ("const", "enum"):
-            _drop(value, not names and key in NAMED)
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list) else []
 
 
 def _walk(value: Any, depth: int = 1) -> Iterator[tuple[int, Any]]:
     """All values inside a JSON value, with their depths, itself first."""
     yield depth, value
-    for _, each in _items(value):
-        yield from _walk(each, depth + 1)
-
-
-def _height(value: Any) -> int:
-    return max(depth for depth, _ in _walk(value))
-
-
-def _check_references(root: dict[str, Any], nodes: Nodes, where: str) -> None:
-    levels = {}
-    for node in nodes:
-        if node is not root and isinstance(node.get("$id"), str):  # the base of other references
-            raise refused(where, 'has an inner "$id", which cannot be honoured; leave it out')
-        ref = node.get("$ref")
-        if not isinstance(ref, str):
-            continue
-        if not re.fullmatch(r"#(/[^/~%]+)*", ref):
-            why = f"has $ref = {shown(ref)}, not in the schema; write it as #/$defs/name"
-            raise refused(where, why)
-        target: Any = root
-        for step in ref.split("/")[1:]:
-            target = {str(key): value for key, value in _items(target)}.get(step)
-        levels[ref] = _height(target)
-    if sum(levels.values()) > MAX_LEVELS:
-        raise refused(where, f"has more than {MAX_LEVELS} levels in what $ref names; send fewer")
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _walk(each, depth + 1)
 
 
 def _check_numbers(nodes: Nodes, where: str) -> None:
@@ -179,24 +143,24 @@ def _check_numbers(nodes: Nodes, where: str) -> None:
             for _, value in _walk(node.get(key)):
                 if _is_number(value) and _is_inexact(value):
                     why = f"{key} has {shown(value)}, which is not exact; {EXACT_HINT}"
-                    raise refused(where, why)
+                    raise rejected(where, why)
         step = node.get("multipleOf")
         if _is_number(step):
             multiple = math.lcm(multiple, _digits(step))
         if not 1 <= multiple <= MAX_MULTIPLE:
             why = f"together the digits of all in a schema may make 1 to {MAX_MULTIPLE}"
-            raise refused(where, f"has multipleOf = {shown(step)}: {why}; leave it out")
+            raise rejected(where, f"has multipleOf = {shown(step)}: {why}; leave it out")
         least, required = node.get("minProperties"), node.get("required")
         names = set(map(str, required)) if isinstance(required, list) else ()
         if _is_number(least) and least > 1 + len(names):
             why = f"has minProperties = {shown(least)}, but names may come twice; use required"
-            raise refused(where, why)
+            raise rejected(where, why)
 
 
 def _bound(key: str, bound: float) -> float:
     """A bound, moved inwards to one that llguidance reads right: beyond exact integers to the last
     of them, and from an exclusive integer, which llguidance takes where the other bound is less
-    than 1 away, to a number beside it."""
+    than 1 away, to a number next to it."""
     sign = 1
     if key in LOWER:
         bound = max(bound, -MAX_INT)
@@ -218,7 +182,7 @@ def _check_patterns(nodes: Nodes, where: str) -> None:
     patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
     if combined and len(patterns) > MAX_PATTERNS:
         why = f"combines schemas with more than {MAX_PATTERNS} patterns; leave some out"
-        raise refused(where, why)
+        raise rejected(where, why)
 
 
 def _digits(number: float) -> int:

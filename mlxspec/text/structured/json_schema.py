@@ -20,7 +20,7 @@ Nodes = list[dict[str, Any]]
 
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 120  # serde_json, which reads the schema in llguidance, stops at 128
-MAX_LEVELS = 1000  # $refs times depth: llguidance recurses, 3,000 overran its stack
+MAX_LEVELS = 1000  # of all $ref targets: llguidance recurses, 3,000 overran its stack
 MAX_INT = 1 << 53  # llguidance computes with floats: a larger integer becomes its neighbour
 MAX_MULTIPLE = 10_000  # an automaton state per remainder: 9,999,991 took 264 s and 5.6 GB
 MAX_SHIFTED = 1e14  # an integer with a half beyond has more digits than floats hold
@@ -66,7 +66,7 @@ def checked_schema(schema: Any, where: str) -> dict[str, Any]:
     try:
         text = json.dumps(schema, allow_nan=False)
         copy = json.loads(text)
-        height = max(depth for depth, _ in _walk(copy))
+        height = _height(copy)
     except (RecursionError, ValueError) as error:
         raise rejected(where, f"is not a JSON schema: {error}; send an object") from error
     if not isinstance(copy, dict):
@@ -79,8 +79,7 @@ def checked_schema(schema: Any, where: str) -> dict[str, Any]:
     copy.pop("$schema", None)  # may name a draft that llguidance does not know
     for node in nodes:
         _drop(node)
-    references = {node["$ref"] for node in nodes if isinstance(node.get("$ref"), str)}
-    if len(references) * height > MAX_LEVELS:
+    if _reference_levels(nodes, height) > MAX_LEVELS:
         raise rejected(where, f"has more than {MAX_LEVELS} levels in what $ref names; send fewer")
     _check_numbers(nodes, where)
     _check_patterns(nodes, where)
@@ -119,6 +118,25 @@ def _drop(node: dict[str, Any]) -> None:
             del node["uniqueItems"]
         if node.get("propertyNames") in EVERY_NAME:
             del node["propertyNames"]
+
+
+def _reference_levels(nodes: Nodes, height: int) -> int:
+    """How deep the targets of all $ref are together, at most: definitions have their own heights,
+    another target that of the whole schema."""
+    levels = 0
+    others = set()
+    for node in nodes:
+        for definitions in (node.get("$defs"), node.get("definitions")):
+            if isinstance(definitions, dict):
+                levels += sum(_height(each) for each in definitions.values())
+        ref = str(node.get("$ref", "#"))
+        if ref != "#" and not ref.startswith(("#/$defs/", "#/definitions/")):
+            others.add(ref)
+    return levels + len(others) * height
+
+
+def _height(value: Any) -> int:
+    return max(depth for depth, _ in _walk(value))
 
 
 def _walk(value: Any, depth: int = 1) -> Iterator[tuple[int, Any]]:

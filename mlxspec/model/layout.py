@@ -218,7 +218,8 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
 
 
 def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBytes:
-    """What the caches of a runner that ran take, from mlx-lm's own. Raises UnsupportedModel."""
+    """What the caches of a runner take, measured on mlx-lm's `caches` of one sequence. Raises
+    UnsupportedModel where K/V cannot be quantized to `kv_bits`."""
     if kv_bits and not runner.pages():
         raise UnsupportedModel(
             f"kv_bits = {kv_bits}: in the {runner.layout} layout this model has no K/V pools;"

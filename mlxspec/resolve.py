@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from mlxspec.config import Config, ConfigError
@@ -19,10 +19,10 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.files import format_size, weight_bytes
+from mlxspec.model import meter
 from mlxspec.model.cards import cards
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, resolve
 from mlxspec.model.layout import context_of
-from mlxspec.model.runner import owed
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel, blame
 
@@ -41,9 +41,10 @@ class ResolvedModel:
     config: Config
     share: float = 1.0
 
-    def load(self) -> tuple[Engine, ModelInfo]:
+    def load(self, reserved: int = 0) -> tuple[Engine, ModelInfo]:
+        """`reserved`: bytes that other models may still take."""
         draft = self.draft.path if self.draft else None
-        return load_engine(self.path, self.name, self.config, draft, self.share)
+        return load_engine(self.path, self.name, self.config, draft, self.share, reserved)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -133,14 +134,25 @@ def make_manager(
     models: Sequence[ResolvedModel], config: Config, lazy: bool = False
 ) -> ModelManager:
     """The models for the engine thread. `lazy`: none is loaded before its first request."""
-    slots = {each.name: ModelSlot(each.load, each.info, each.name in config.pin) for each in models}
+
+    def reserved() -> int:
+        """Bytes by which the caches of the loaded models may still grow."""
+        return max(0, sum(slot.nbytes for slot in slots.values()) - meter.held()[0])
+
+    def start(model: ResolvedModel) -> tuple[Engine, ModelInfo]:
+        return model.load(reserved())
+
+    slots = {
+        each.name: ModelSlot(partial(start, each), each.info, each.name in config.pin)
+        for each in models
+    }
 
     def memory_check(name: str, held: int, freed: int) -> str:
         """Why a model does not fit now, "" if it does. `held` are the bytes of loaded models with
         full pools, `freed` those of models about to be evicted."""
         slot = slots[name]
         need = max(slot.need, slot.info.weight_bytes + memory.headroom() + LEAST)
-        free = memory.available() - owed() + freed
+        free = memory.available() - reserved() + freed
         if config.memory_gb:
             free = config.memory_bytes - held + freed
         if need <= free:

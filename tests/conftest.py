@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,14 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.metalsim.settings import config as simulator
 
     simulator.order = config.getoption("metal_order")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_owed() -> None:
-    """What the pools of other tests' engines may yet take, which wait to be collected, is not this
-    test's."""
-    if runner := sys.modules.get("mlxspec.model.runner"):
-        runner.GROWING.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

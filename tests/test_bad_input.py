@@ -26,7 +26,7 @@ from mlxspec.commands import chat, models
 from mlxspec.config import ConfigError, load
 from mlxspec.engine.warmup import WarmupCache
 from mlxspec.kernels.verify import VerdictFile
-from mlxspec.model.layout import LayoutChoice
+from mlxspec.model.layout import CacheBytes, LayoutChoice
 from mlxspec.server import admin
 from mlxspec.server.anthropic import schema as anthropic_schema
 from mlxspec.server.body import MAX_ITEMS, MAX_VALUES, Strict, parse
@@ -614,7 +614,7 @@ def test_an_answer_of_400_kb(tokenizer: Any, unit: str) -> None:
 HOLES = ["%s", '{"a": %s}']
 VERDICT = {"way": "a", "why": "", "parked": False, "least": 1, "most": 2, "error": 0.1, "gains": {}}
 COSTS = {"rows": GRID, "measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
-FIT = asdict(LayoutChoice("rows", True, False, 1, {1: 1}, 1))
+FIT = asdict(LayoutChoice("rows", True, False, CacheBytes(1, ((1, 1),), 0), 1))
 KNOWN = {"layout": FIT, "slowest": 1, "costs": COSTS, "kernels": []}
 
 
@@ -716,7 +716,7 @@ def test_a_server_that_answers_anything(value: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("http.client.HTTPConnection", Connection)
     with pytest.raises(ClientError):
-        chat.answer(chat.Chat("http://localhost:1"), "hello")
+        chat.answer("http://localhost:1", "", {"messages": []}, "hello")
     assert status.get_status("http://localhost:1").state in ("unwell", "stopped")
     for around in (
         b'{"models": %s}',

@@ -51,11 +51,11 @@ def prompts() -> dict[str, list[int]]:
 
 def engine(m: object, found: LayoutChoice) -> Engine:
     """As mlxspec.engine.start puts it together, with a small pool and steps of 7 prompt tokens."""
-    windows = dict.fromkeys(found.windows, 64)
+    windows = {window: 64 for window, _ in found.cache_bytes.windows}
     groups = KVCacheManager(
         BlockPool(64, BLOCK),
         [Window(w, BlockPool(n, BLOCK)) for w, n in windows.items()],
-        StateCache(16, 1, own) if found.state_bytes else None,
+        StateCache(16, 1, own) if found.cache_bytes.state else None,
     )
     scheduler = Scheduler(
         groups,
@@ -106,9 +106,11 @@ def test_conforms(name: str) -> None:
     # A step submits its samples alone: what they did not need would stay behind as a graph that
     # grows.
     assert tiny.settled(e)
-    shared = SHARED // BLOCK * BLOCK if found.state_bytes else SHARED  # a state behind every block
+    shared = (
+        SHARED // BLOCK * BLOCK if found.cache_bytes.state else SHARED
+    )  # a state behind every block
     assert e.counters["cached_tokens"] == (shared if found.sharing else 0)
-    if found.state_bytes and found.rollback:
+    if found.cache_bytes.state and found.rollback:
         e = engine(m, found)
         e.proposer = NoisyOracle({(r.prompt, 0): want[key] for key, r in requests.items()})
         for r in requests.values():

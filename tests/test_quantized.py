@@ -119,15 +119,17 @@ def test_perplexity_of_smollm2(smollm2: Path) -> None:
     found = {}
     for bits in (0, 8, 4):
         fitted = find_layout(m, kv_bits=bits)
-        runner = fitted.runner(m, 32, 16)
+        runner = fitted.runner(m, 32, 16, kv_bits=bits)
         seq = Seq(
             Request("text", tuple(tokens), 1), tokens=list(tokens[:1]), table=list(range(1, 16))
         )
-        logits = runner.logits([Entry(seq, 0, 1, True, draft=Draft(tokens[1:]))]).astype(mx.float32)
+        logits = runner.forward(
+            [Entry(seq, 0, 1, True, draft=Draft(tokens[1:]))], None
+        ).logits.astype(mx.float32)
         loss = nn.losses.cross_entropy(logits[:-1], mx.array(tokens[1:]), reduction="mean")
         found[bits] = mx.exp(loss).item()
         print(
-            f"\n{bits:2} bits: {fitted.token_bytes} bytes a token, perplexity {found[bits]:.3f}",
+            f"\n{bits:2} bits: {fitted.cache_bytes.token} bytes a token, perplexity {found[bits]:.3f}",
             end="",
         )
     print(f" of {len(tokens)} tokens")

@@ -32,8 +32,9 @@ class Held:
     def __post_init__(self) -> None:
         runner: Runner = self.engine.runner
         self.sizes = [
-            sum(a.nbytes for p in runner.pages() if p.pool == key for a in p.pools()) // blocks
-            for key, blocks in runner.view.blocks.items()
+            sum(a.nbytes for p in runner.pages() if p.window_key == key for a in p.pools())
+            // blocks
+            for key, blocks in runner.view.num_blocks.items()
         ]
 
     def look(self, _: int) -> None:

@@ -24,7 +24,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.recurrent import own as own_state
-from mlxspec.model.runner import Layout, Runner
+from mlxspec.model.runner import Layout, Runner, pools_of
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import MAX_DEPTH, Output, Request, Sampling, Stats
@@ -244,7 +244,7 @@ def engine(
     )
     if not whole:
         runner.grow_on_demand(lambda: [pool.highest for pool in groups.pools])
-        runner.view.held = {pool: min(2, size) for pool, size in runner.view.blocks.items()}
+        runner.view.allocated = {w: min(2, size) for w, size in runner.view.num_blocks.items()}
     scheduler = Scheduler(
         groups,
         context=context,
@@ -282,7 +282,7 @@ def check_sequences(s: Scheduler) -> None:
 def settled(e: Engine) -> bool:
     """Whether no pool waits for a graph, which would grow and hold its inputs."""
     graph = io.StringIO()
-    for pool in e.runner._pools():
+    for pool in pools_of(e.runner.pages()):
         mx.export_to_dot(graph, pool)
     return "rectangle" not in graph.getvalue()
 

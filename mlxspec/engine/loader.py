@@ -37,8 +37,8 @@ from mlxspec.model.layout import (
     load_weights,
     weights,
 )
-from mlxspec.model.quantized import cases_of
-from mlxspec.model.runner import Runner, owed
+from mlxspec.model.quantized import kernel_cases
+from mlxspec.model.runner import Runner
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter
@@ -55,10 +55,16 @@ WARM_ROWS = 64  # of a warm-up prompt
 
 
 def load_engine(
-    path: Path, name: str, config: Config, draft: Path | None = None, share: float = 1.0
+    path: Path,
+    name: str,
+    config: Config,
+    draft: Path | None = None,
+    share: float = 1.0,
+    reserved: int = 0,
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path`, and maybe a draft model; this thread owns MLX from now on. `share`
-    is the model's part of the memory for caches. Raises UnsupportedModel.
+    is the model's part of the memory for caches, `reserved` the bytes that other models may still
+    take. Raises UnsupportedModel.
     """
     began = time.perf_counter()
     loaded = [load(each) for each in (path, draft) if each]  # their weights stay on disk
@@ -66,7 +72,8 @@ def load_engine(
     context = min(context_of(loaded[0][1]), config.context or 1 << 31)
     size = sum(map(weights, models))  # a Runner hides some of them
     cases = _cases(models, config)  # likewise
-    plan_for = partial(make_plan, config, context, size, free=_free_bytes(config), share=share)
+    free = _free_bytes(config) - reserved
+    plan_for = partial(make_plan, config, context, size, free=free, share=share)
     plan_for([(0, (), 0)])  # the weights alone: with some models, geometry() reads weights
     plan_for([geometry(models[0], config.kv_bits), *map(geometry, models[1:])])
     for model in models:
@@ -132,17 +139,17 @@ def _cases(models: Sequence[Module], config: Config) -> list[Case]:
         return []
     found, bits = [], config.kv_bits
     for model in models:
-        found += cases_of(model, config.block_size, bits)
+        found += kernel_cases(model, config.block_size, bits)
         bits = 0
     return found
 
 
 def _free_bytes(config: Config) -> int:
-    """What this model may take, beside other models whose pools are still growing."""
+    """What this model may take, beside what other models hold."""
     free = min(memory.available(), meter.device_free())
     if config.memory_gb:
         free = config.memory_bytes - meter.held()[0]
-    return free - owed()
+    return free
 
 
 def _verify_kernels(cases: Sequence[Case], config: Config) -> HangDetector | None:
@@ -162,7 +169,7 @@ def _identity(
     config: Config,
 ) -> str:
     """A hash of everything that the content of a KV block depends on, beside its tokens."""
-    kept = f"{layout.layout} {layout.kv_bits} {config.block_size} {sorted(plan.windows)}"
+    kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
     return fingerprint(path, versions() | {"kept": kept, "device": str(mx.default_device())})
 
 
@@ -176,13 +183,15 @@ def _build(
 ) -> Engine:
     """Runner, pools and scheduler. The pools grow as they are used."""
     meter.bound(memory.headroom() // 2)  # the other half is for a step's activations
-    runner = layout.runner(model, config.block_size, plan.blocks, plan.windows)
+    runner = layout.runner(
+        model, config.block_size, plan.blocks, windows=plan.windows, kv_bits=config.kv_bits
+    )
 
     def pool(blocks: int) -> BlockPool:
         return BlockPool(blocks, config.block_size, identity.encode())
 
     states = None
-    if layout.state_bytes:
+    if layout.cache_bytes.state:
         states = StateCache(plan.snapshots, plan.snapshot_stride, recurrent.own)
     windows = [Window(tokens, pool(blocks)) for tokens, blocks in plan.windows.items()]
     kv = KVCacheManager(pool(plan.blocks), windows, states)
@@ -218,7 +227,7 @@ def _warm_up(engine: Engine, cache: WarmupCache) -> None:
         # With odd and even numbers of steps: two buffers in turn are back in place after two.
         for number, tokens in enumerate((4, 4, 3, 1)):
             _run(engine, 2 * number, WARM_ROWS, tokens)
-            held = tuple(engine.runner.view.held.values())
+            held = tuple(engine.runner.view.allocated.values())
             sizes.add(held)
             places.add((held, engine.runner.addresses()))
         if len(sizes) < len(places):  # a grown pool may have moved

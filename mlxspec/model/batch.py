@@ -4,43 +4,42 @@ Rule: the host builds plain lists, which is faster for few rows than numpy; only
 step in flight is lazy.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels import Group
-from mlxspec.model.pages import View, placed
-from mlxspec.model.sampler import Row, Sampled, read
+from mlxspec.kernels.reference import block_array
+from mlxspec.model.pages import View, slot_index
+from mlxspec.model.sampler import Sampled, SampledRow, read
 from mlxspec.types import Entry, Logprob, Plan, Seq, Tap
 
-# int32 [entries]: how many drafted tokens of the step in flight were accepted. Entries with drafts
-# in flight begin so much later than their `start`. None: all are 0.
-Offsets = mx.array | None
+# int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
+# the host has not read. None: all are 0.
+Shift = mx.array | None
 Result = tuple[list[int], list[Logprob]]  # of one entry
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A plan's lazy forward, and its results once it is submitted; all in plan order.
+    """A plan's forward, and its results once it is submitted; all in plan order.
 
-    `ids` int32 [T] are the input tokens, `rows` the sampled rows, `row_offsets` int32 [R] their
-    entries' offsets if not all 0, `logits` [R, vocab] theirs until the step is submitted, `taps`
-    the hidden states [T, D] that drafters asked for. For each sequence that samples, `spans` is the
-    index of its first sampled row among all rows, `first_row` among the sampled rows.
+    `ids` int32 [T] are the input tokens, `rows` the sampled rows, `shift` [R] the shift of their
+    positions, `logits` [R, vocab] theirs until the step is submitted, `taps` the hidden states
+    [T, D] that drafters asked for. `first_row` is the index in `rows` of the first sampled row of
+    each sequence that samples.
     """
 
     plan: Plan
     ids: mx.array
-    rows: list[Row]
-    row_offsets: mx.array | None
+    rows: list[SampledRow]
+    shift: Shift
     logits: Any
     taps: dict[Tap, mx.array]
-    spans: dict[Seq, int] = field(default_factory=dict)
-    first_row: dict[Seq, int] = field(default_factory=dict)
+    first_row: dict[Seq, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
     marker: Any = None  # an array that is computed last
     number: int = 0
@@ -49,52 +48,43 @@ class Step:
     submit_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        row = sampled = 0
-        for e in self.plan:
-            if e.samples:
-                self.spans[e.seq] = row + e.count - 1
-                self.first_row[e.seq] = sampled
-            row += e.rows
-            sampled += e.sampled
+        rows = enumerate(self.rows)
+        self.first_row = {row.entry.seq: r for r, row in rows if row.ordinal == 1}
 
     def read(self) -> list[Result]:
-        """Wait for the step; for each entry its accepted drafts and the token sampled behind them,
+        """Wait for the step; for each entry its accepted drafts and the token sampled after them,
         with their log-probabilities if they were asked for."""
         mx.eval(self.marker)
         if self.sampled is None:
             return [([], []) for _ in self.plan]
         tokens, logprobs = read(self.sampled, self.rows)
-        accepted = np.zeros(len(self.first_row), int)
+        accepted = dict.fromkeys(self.first_row, 0)
         if self.sampled.accepted is not None:
-            accepted = np.array(self.sampled.accepted)
-        counts = iter(accepted.tolist())
+            counts = np.array(self.sampled.accepted).tolist()
+            accepted = dict(zip(accepted, counts, strict=True))
         results: list[Result] = []
         for e in self.plan:
-            first = stop = self.first_row.get(e.seq, 0)
+            first = stop = 0
             if e.samples:
-                stop += next(counts) + 1
+                first = self.first_row[e.seq]
+                stop = first + accepted[e.seq] + 1
             asked = [logprob for logprob in logprobs[first:stop] if logprob]
             results.append((tokens[first:stop], asked))
         return results
 
-    def offsets(self, plan: Plan) -> mx.array:
-        """int32 [entries]: how much later than their `start` the next plan's entries begin."""
+    def shift_of(self, plan: Plan) -> mx.array:
+        """int32 [entries]: the shift of the next plan's entries, once this step is submitted."""
         assert self.sampled is not None and self.sampled.accepted is not None
-        accepted = mx.pad(self.sampled.accepted, (0, 1))
+        accepted = mx.pad(self.sampled.accepted, (0, 1))  # with 0 for entries without drafts
         places = {seq: n for n, seq in enumerate(self.first_row)}
-        found = []
-        for e in plan:
-            place = len(places)  # of the 0 behind them
-            if e.inflight_drafts:
-                place = places[e.seq]
-            found.append(place)
+        found = [places[e.seq] if e.inflight_drafts else -1 for e in plan]
         return accepted[mx.array(found)]
 
 
 def build_inputs(
     plan: Plan,
     previous: Step | None,
-    offsets: Offsets,
+    shift: Shift,
 ) -> mx.array:
     """Input tokens int32 [T] in plan order. Tokens in flight are taken lazily from `previous`."""
     host: list[int] = []  # with a 0 for each token in flight and each lazy draft
@@ -119,60 +109,57 @@ def build_inputs(
         if len(pending) == len(host) and sources == list(range(sampled.size)):
             return sampled  # the common case: the same sequences decode, without drafts
         rows = mx.array(sources)
-        if offsets is not None:
-            rows = rows + offsets[mx.array(pending)]
+        if shift is not None:
+            rows = rows + shift[mx.array(pending)]
         ids[mx.array(targets)] = sampled[rows]
     for first, tokens in lazy:
         ids[first : first + len(tokens)] = tokens
     return ids
 
 
-def bucket(entry: Entry, block_size: int) -> tuple[int, int]:
+def bucket(
+    entry: Entry,
+    block_size: int,
+) -> tuple[int, int]:
     """Entries of equal rows and similar context share one gather; padding at most doubles it."""
     return entry.rows, (-(-entry.end // block_size) - 1).bit_length()
 
 
-def stage(
+def fill_view(
     view: View,
     plan: Plan,
-    offsets: Offsets,
+    shift: Shift,
 ) -> None:
-    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group."""
-    view.positions = joined(range(e.start, e.end) for e in plan)
-    chosen: mx.array | None = None  # the slot of each row, of those of all its possible positions
-    if offsets is not None:
-        late = offsets[owners_of(e.rows for e in plan)]
-        view.positions = view.positions + late
-        parts = []
-        first = 0
-        for e in plan:
-            parts.append(range(first, first + e.rows))
-            first += e.rows + e.inflight_drafts
-        chosen = joined(parts) + late
-    for i, pool in enumerate(view.blocks):
-        slots = _slots(plan, i, view.block_size)
-        if chosen is None:
-            view.slots[pool] = placed(slots)
+    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group. With
+    drafts in flight, positions and slots are lazy."""
+    size = view.block_size
+    positions: list[int] = []
+    owners: list[int] = []  # the number of each row's entry
+    for n, e in enumerate(plan):
+        positions += range(e.start, e.end)
+        owners += [n] * e.rows
+    view.positions = mx.array(positions, mx.int32)
+    if shift is not None:
+        view.positions = view.positions + shift[mx.array(owners)]
+    for i, window in enumerate(view.num_blocks):
+        tables = [e.seq.tables[i] for e in plan]
+        if shift is None:
+            slots = []
+            for n, position in zip(owners, positions, strict=True):
+                block = tables[n][position // size]
+                slots.append(block * size + position % size)
+            view.slots[window] = slot_index(slots)
         else:
-            view.slots[pool] = mx.array(slots, mx.int32)[chosen]
-    view.groups = _groups(view, plan, offsets)
-
-
-def _slots(plan: Plan, pool: int, size: int) -> list[int]:
-    """The slots of all positions that each entry's rows may have, in pool number `pool`."""
-    slots: list[int] = []
-    for e in plan:
-        table = e.seq.tables[pool]
-        for position in range(e.start, e.end + e.inflight_drafts):
-            block = table[position // size]
-            slots.append(block * size + position % size)
-    return slots
+            width = max(map(len, tables))
+            blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
+            view.slots[window] = blocks * size + view.positions % size
+    view.groups = _groups(view, plan, shift)
 
 
 def _groups(
     view: View,
     plan: Plan,
-    offsets: Offsets,
+    shift: Shift,
 ) -> list[Group]:
     size = view.block_size
     groups = []
@@ -183,12 +170,8 @@ def _groups(
         end = row + rows * len(entries)
         starts = [e.start for e in entries]
         tables = {}
-        for i, pool in enumerate(view.blocks):
-            tables[pool] = [e.seq.tables[i] for e in entries]
-        spread = max(e.inflight_drafts for e in entries)
-        late = None
-        if offsets is not None and spread:
-            late = offsets[first:last]
+        for i, window in enumerate(view.num_blocks):
+            tables[window] = [e.seq.tables[i] for e in entries]
         group = Group(
             row,
             end,
@@ -196,9 +179,10 @@ def _groups(
             starts,
             tables,
             size,
-            late,
-            spread,
         )
+        max_shift = max(e.inflight_drafts for e in entries)
+        if shift is not None and max_shift:
+            group.late, group.spread = shift[first:last], max_shift
         groups.append(group)
         row, first = end, last
     return groups
@@ -221,22 +205,3 @@ def sampled_rows(plan: Plan) -> mx.array:
         end += e.rows
         rows += range(end - e.sampled, end)
     return mx.array(rows, mx.int32)
-
-
-def drafts_of(plan: Plan) -> list[tuple[int, int]]:
-    """(index of its first row among all rows, length) of each sampling entry's draft; [] if nothing
-    was drafted."""
-    if not any(len(e.draft) for e in plan):
-        return []
-    starts = starts_of(plan)
-    return [(starts[e] + e.count, len(e.draft)) for e in plan if e.samples]
-
-
-def owners_of(counts: Iterable[int]) -> mx.array:
-    """int32: the index of each row's owner, of which number n has `counts[n]` rows."""
-    return joined([n] * count for n, count in enumerate(counts))
-
-
-def joined(parts: Iterable[Iterable[int]]) -> mx.array:
-    """int32: the parts one after the other."""
-    return mx.array(list(chain.from_iterable(parts)), mx.int32)

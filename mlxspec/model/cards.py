@@ -6,14 +6,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlxspec.config import data_dir
+from mlxspec.types import UnsupportedModel, line_of
 
 Mode = Literal["fp32", "4bit"]
+STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class WheelFile(BaseModel):
     """One file inside a pinned pure Python wheel of the package index."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
     package: str
     version: str
@@ -25,7 +27,7 @@ class WheelFile(BaseModel):
 class Card(BaseModel):
     """One embedded model: a file of models/, whose README explains the fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = STRICT
 
     title: str
     license: str
@@ -35,8 +37,13 @@ class Card(BaseModel):
 
 
 def cards() -> dict[str, Card]:
-    """The embedded models by name."""
+    """The embedded models by name. Raises UnsupportedModel."""
     found = {}
     for file in sorted(data_dir("models").glob("*.toml")):
-        found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
+        try:
+            found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"{file}: {line_of(error)}; models/README.md explains the fields"
+            ) from error
     return found

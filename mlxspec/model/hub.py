@@ -119,9 +119,9 @@ def _checked(path: Path) -> Path:
         missing.append("tokenizer.json or tokenizer.model")
     if missing:
         names = ", ".join(name[:99] for name in missing[:5])
-        hint = "; convert it with `mlx_lm.convert`" if any(path.glob("*.gguf")) else ""
         raise UnsupportedModel(
-            f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}){hint}"
+            f"{path} is not a complete mlx-lm model: {len(missing)} missing ({names}); complete its"
+            " download, or make one of another format with `mlx_lm.convert`"
         )
     return path
 

@@ -2,13 +2,12 @@
 
 Rule: fail loudly at load, never run silently slow. The first layout that reproduces mlx-lm's own
 logits is used; why the faster ones were refused is logged. What is tried is what serving does:
-ragged batches, prompts cut anywhere, drafts of which a part is accepted.
+ragged batches, prompts cut anywhere, drafts of which a part is accepted; but not quantized K/V.
 """
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -23,6 +22,7 @@ from mlx_lm.utils import load_model
 from mlxspec.kernels import Packing
 from mlxspec.model import quantized
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
+from mlxspec.progress import progress
 from mlxspec.types import Draft, Entry, Request, Seq, UnsupportedModel, blame, line_of
 
 log = logging.getLogger("mlxspec")
@@ -36,8 +36,6 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     ("gather", True),
     ("solo", True),
 )
-BATCH_BYTES = 256 << 20  # of weights read at once: keeps the disk busy, a dtype conversion small
-LOG_EVERY_S = 2.0
 KV_STEP = 256  # tokens by which mlx-lm's own KV caches grow
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DEFAULT_CONTEXT = 8192
@@ -63,28 +61,16 @@ class CacheBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The layout of a model, and what its caches take there.
-
-    `token_bytes` is the KV memory of one token in the layers with full attention, `windows` that
-    in the layers of each sliding window, `state_bytes` one sequence's recurrent state.
-    """
+    """The layout of a model, and what its caches take there."""
 
     layout: Layout
     trunk: bool  # lm_head runs on sampled rows only
     lone: bool  # one sequence at a time
-    token_bytes: int
-    windows: Mapping[int, int]
+    cache_bytes: CacheBytes
     vocab: int
     refused: tuple[str, ...] = ()  # faster layouts, each with the reason
-    state_bytes: int = 0
     rollback: bool = True  # recurrent layers, if any, can drop rejected drafts
-    kv_bits: int = 0
     sure: bool = True  # no layout was refused for what may have been lack of memory
-
-    @property
-    def cache_bytes(self) -> CacheBytes:
-        """As `geometry`, measured by running the model."""
-        return CacheBytes(self.token_bytes, tuple(sorted(self.windows.items())), self.state_bytes)
 
     @property
     def sharing(self) -> bool:
@@ -94,22 +80,12 @@ class LayoutChoice:
     @property
     def can_draft(self) -> bool:
         """Whether rejected drafts can be rolled back."""
-        return self.layout != "solo" and self.rollback
+        return self.sharing and self.rollback
 
-    def runner(
-        self, model: Module, block_size: int, blocks: int, windows: Mapping[int, int] | None = None
-    ) -> Runner:
-        """A runner with `blocks` in its pool, and `windows` in the pools of sliding windows."""
-        return Runner(
-            model,
-            self.layout,
-            block_size,
-            blocks,
-            windows=windows,
-            lone=self.lone,
-            rollback=self.rollback,
-            kv_bits=self.kv_bits,
-        )
+    def runner(self, model: Module, block_size: int, blocks: int, **options: Any) -> Runner:
+        """A runner in this layout with `blocks` in its pool; `options` are Runner's others."""
+        options |= {"lone": self.lone, "rollback": self.rollback}
+        return Runner(model, self.layout, block_size, blocks, **options)
 
 
 def load(path: Path) -> tuple[Module, dict[str, Any]]:
@@ -121,8 +97,8 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
         raise UnsupportedModel(
             f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory"
         ) from error
-    # Each layer drew initial weights that nobody computes; MLX's random state would keep the graph
-    # of all these draws.
+    # Each layer drew initial weights, which are never computed; MLX's random state would keep the
+    # graph of all these draws.
     mx.eval(mx.random.state)
     model.eval()
     quantized.install(model)
@@ -132,10 +108,12 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
 def context_of(config: dict[str, Any]) -> int:
     """The longest context the model was trained for, in tokens; 8192 if its config has none."""
     inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, dict) else {}):
-        for key in CONTEXT_KEYS:
-            if isinstance(part.get(key), int) and part[key] > 0:
-                return int(part[key])
+    if isinstance(inner, dict):
+        config = inner | config
+    for key in CONTEXT_KEYS:
+        context = config.get(key)
+        if isinstance(context, int) and context > 0:
+            return context
     log.warning("config.json names no context length; assuming %d tokens", DEFAULT_CONTEXT)
     return DEFAULT_CONTEXT
 
@@ -189,31 +167,23 @@ def _token_bytes(kv: mx.array, kv_bits: int) -> int:
 
 
 def load_weights(model: Module) -> None:
-    """Read the weights into memory, logging progress. Raises UnsupportedModel."""
+    """Read the weights into memory, with a progress bar. Raises UnsupportedModel."""
     total = weights(model)
     done = 0
-    logged = time.monotonic()
-    batch: list[mx.array] = []
-    for array in arrays_in(model.parameters()):
-        batch.append(array)
-        done += array.nbytes
-        if done < total and _bytes_of(batch) < BATCH_BYTES:
-            continue
-        try:
-            mx.eval(batch)
-        except RuntimeError as error:
-            raise UnsupportedModel(f"the weights cannot be read: {error}") from error
-        batch.clear()
-        if time.monotonic() - logged > LOG_EVERY_S:
-            logged = time.monotonic()
-            log.info("loaded %.1f of %.1f GiB of weights", done / 2**30, total / 2**30)
+    try:
+        with progress("Loading weights") as report:
+            for array in arrays_in(model.parameters()):
+                mx.eval(array)
+                done += array.nbytes
+                report(done, total)
+    except RuntimeError as error:
+        raise UnsupportedModel(f"the weights cannot be read: {error}") from error
 
 
 def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> LayoutChoice:
-    """The fastest layout, or `wanted`, that reproduces mlx-lm's logits; then with `kv_bits`.
-
-    Raises UnsupportedModel, naming why each layout was refused.
-    """
+    """The fastest layout, or `wanted`, that reproduces mlx-lm's logits with K/V as computed;
+    `cache_bytes` are those with `kv_bits`. Raises UnsupportedModel, naming why each layout was
+    refused, or that K/V cannot be quantized."""
     reference, caches = reference_logits(model)
     refused: dict[str, None] = {}
     sure = True
@@ -227,32 +197,29 @@ def find_layout(model: Module, wanted: str = "auto", kv_bits: int = 0) -> Layout
             error = logits_error(probe_logits(runner), reference)
         except Exception as failure:  # the model's own code decides what it raises
             error = line_of(failure)
-            sure = sure and not isinstance(failure, MemoryError | RuntimeError)
+            sure = sure and not isinstance(failure, RuntimeError)
         if error:
             alone = ", one sequence at a time" if lone and layout != "solo" else ""
             refused[f"{layout}{alone}: {error}"] = None
             continue
-        sizes = _sizes(runner, caches, kv_bits)
         return LayoutChoice(
             layout,
-            trunk=runner.trunk is not None,
-            lone=lone,
-            token_bytes=sizes.token,
-            windows=dict(sizes.windows),
-            vocab=reference[0].shape[-1],
-            refused=tuple(refused),
-            state_bytes=sizes.state,
-            rollback=rollback,
-            kv_bits=kv_bits,
-            sure=sure,
+            runner.trunk is not None,
+            lone,
+            _cache_bytes(runner, caches, kv_bits),
+            reference[0].shape[-1],
+            tuple(refused),
+            rollback,
+            sure,
         )
     raise UnsupportedModel(
         "no layout reproduces mlx-lm's logits for this model: " + "; ".join(refused)
     )
 
 
-def _sizes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBytes:
-    """What the caches of a runner that ran take, from mlx-lm's own. Raises UnsupportedModel."""
+def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBytes:
+    """What the caches of a runner take, measured on mlx-lm's `caches` of one sequence. Raises
+    UnsupportedModel where K/V cannot be quantized to `kv_bits`."""
     if kv_bits and not runner.pages():
         raise UnsupportedModel(
             f"kv_bits = {kv_bits}: in the {runner.layout} layout this model has no K/V pools;"
@@ -273,8 +240,7 @@ def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:
             caches = make_prompt_cache(model)
             rows = []
             for tokens in (prompt, *((token,) for token in CONTINUATION)):
-                out = model(mx.array([tokens]), cache=caches)
-                rows.append(out[0, -1])
+                rows.append(model(mx.array([tokens]), cache=caches)[0, -1])
             logits.append(mx.stack(rows))
         mx.eval(logits)
     except Exception as failure:  # the model's own code decides what it raises

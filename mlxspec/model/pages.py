@@ -21,47 +21,52 @@ from mlxspec.types import Tap, UnsupportedModel
 class View:
     """The step as the layers see it.
 
-    `blocks` are the sizes of the pools: under None for layers with full attention, under a window
-    for those with a pool of their own; `held` is how many of these blocks have memory by now.
+    `num_blocks` are the sizes of the pools: under None for layers with full attention, under a
+    window for those with a pool of their own; `allocated` is how many of these blocks have memory.
     `positions` [batch rows]; `slots` where K/V of each row go, [T] or a slice; `groups` partition
     the rows; `sampled` indexes the rows that reach lm_head (None: all); `taps` are hidden states
-    that the forward hands out, into `tapped`. `kv_bits`: bits per value in the pools; 0: as
-    computed.
+    that the forward hands out, into `tapped`.
     """
 
     block_size: int
-    blocks: Mapping[int | None, int]
+    num_blocks: Mapping[int | None, int]
+    allocated: dict[int | None, int]
     positions: Any = None
     slots: dict[int | None, mx.array | slice] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     sampled: Any = None
-    kv_bits: int = 0
-    held: dict[int | None, int] = field(default_factory=dict)
     taps: Sequence[Tap] = ()
     tapped: dict[Tap, mx.array] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.held = dict(self.blocks)
-
     def slots_of(self, blocks: Sequence[int]) -> mx.array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
-        slots: list[int] = []
-        for block in blocks:
-            first = block * self.block_size
-            slots += range(first, first + self.block_size)
-        return mx.array(slots, mx.int32)
+        first = mx.array(list(blocks), mx.int32) * self.block_size
+        slots = first[:, None] + mx.arange(self.block_size)
+        return slots.flatten()
 
 
 class Pages:
     """One layer's K/V in the rows layout `[T, 1]`: written at the step's slots, and passed on to
-    attention as this handle. Pools are made at the first write, when heads and dims are known."""
+    attention as this handle. Its pools are allocated at the first write, when heads and dims are
+    known."""
 
-    __slots__ = ("dtype", "keys", "packings", "pool", "values", "view", "window")
+    __slots__ = (
+        "dtype",
+        "keys",
+        "kv_bits",
+        "packings",
+        "values",
+        "view",
+        "window",
+        "window_key",
+    )
 
-    def __init__(self, view: View, window: int | None) -> None:
+    def __init__(self, view: View, window: int | None, kv_bits: int = 0) -> None:
+        """`kv_bits`: 8 or 4 bits per value in the pools; 0: as computed."""
         self.view = view
         self.window = window
-        self.pool = window if window in view.blocks else None
+        self.kv_bits = kv_bits
+        self.window_key = window if window in view.num_blocks else None  # of its pool in the view
         self.keys: Any = None  # under these names, models make one cache wait for another
         self.values: Any = None
         self.dtype: Any = None  # of K as computed; models that pass K/V on ask for it
@@ -104,23 +109,24 @@ class Pages:
             self.dtype = k.dtype
             self.packings = self._packing(k), self._packing(v)
         packing_k, packing_v = self.packings
-        keys = _rows(k, packing_k)
-        values = _rows(v, packing_v)
+        k = _rows(k, packing_k)
+        v = _rows(v, packing_v)
         if self.keys is None:
-            self.keys = self._pool(keys)
-            self.values = self._pool(values)
-        self.put(self.view.slots[self.pool], keys, values)
+            self.keys = self._allocate(k)
+            self.values = self._allocate(v)
+        self.put(self.view.slots[self.window_key], k, v)
 
     def _packing(self, x: mx.array) -> Packing | None:
         dim = x.shape[3]
         if not dim:  # some reads of such a pool would work, others end the process
             raise UnsupportedModel("a layer keeps keys without values, or the other way round")
-        if self.view.kv_bits:
-            return Packing(dim, x.dtype, self.view.kv_bits)
+        if self.kv_bits:
+            return Packing(dim, x.dtype, self.kv_bits)
         return None
 
-    def _pool(self, rows: mx.array) -> mx.array:
-        slots = self.view.held[self.pool] * self.view.block_size
+    def _allocate(self, rows: mx.array) -> mx.array:
+        """A pool of zeros for rows [kv_heads, n, width]."""
+        slots = self.view.allocated[self.window_key] * self.view.block_size
         heads, _, width = rows.shape
         return mx.zeros((heads, slots, width), rows.dtype)
 
@@ -142,12 +148,11 @@ class Pages:
     def grow(self, blocks: int) -> None:
         """Grow the pools to so many blocks, keeping their content."""
         more = blocks * self.view.block_size - self.keys.shape[1]
-        if more:
-            width = [(0, 0), (0, more), (0, 0)]
-            keys = mx.pad(self.keys, width)
-            values = mx.pad(self.values, width)
-            mx.eval(keys, values)
-            self.keys, self.values = keys, values
+        width = [(0, 0), (0, more), (0, 0)]
+        keys = mx.pad(self.keys, width)
+        values = mx.pad(self.values, width)
+        mx.eval(keys, values)  # both, before either is kept: a failed growth is tried again
+        self.keys, self.values = keys, values
 
 
 class DensePages(Pages):
@@ -178,8 +183,7 @@ class DensePages(Pages):
         blocks, _, keep = group.select(self.window)
         packing_k, packing_v = self.packings
         keys = gather(self.keys, blocks, size, keep, packing_k)
-        values = gather(self.values, blocks, size, keep, packing_v)
-        return keys, values
+        return keys, gather(self.values, blocks, size, keep, packing_v)
 
 
 def _rows(
@@ -187,10 +191,7 @@ def _rows(
     packing: Packing | None,
 ) -> mx.array:
     """x [B, kv_heads, L, D] as a pool holds it: [kv_heads, B * L, width]."""
-    if len(x) == 1:
-        x = x.squeeze(0)
-    else:
-        x = x.swapaxes(0, 1).flatten(1, 2)
+    x = x.swapaxes(0, 1).flatten(1, 2)
     if packing:
         return packing.pack(x)
     return x
@@ -206,7 +207,7 @@ def window_of(cache: Any) -> int | None:
     raise UnsupportedModel(f"a layer keeps {type(cache).__name__}, which is not paged")
 
 
-def placed(slots: list[int]) -> mx.array | slice:
+def slot_index(slots: list[int]) -> mx.array | slice:
     """What indexes a pool at `slots`: a slice where they follow each other, which MLX writes as one
     piece and with fewer operations."""
     first = slots[0]

@@ -6,7 +6,7 @@ own operation. Layers only change their class, so that arrays, names and other m
 
 import logging
 from collections.abc import Callable
-from math import ceil, prod
+from math import prod
 from typing import Any, get_args
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxspec.kernels import matmul
-from mlxspec.kernels.metal import FLOATS, SMALLEST
+from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.sampling import sample_accept_case
 from mlxspec.kernels.trial import Case
@@ -40,11 +40,7 @@ def _variant(
     return KERNELS.variant(layer.case.name, rows)
 
 
-def _multiply(
-    layer: Any,
-    x: mx.array,
-    otherwise: Callable[[mx.array], Any],
-) -> Any:
+def _multiply(layer: Any, x: mx.array, otherwise: Callable[[mx.array], Any]) -> Any:
     """x [..., K] times the layer's weights, [..., N]; `otherwise` is MLX's own operation."""
     *batch, k = x.shape
     variant = _variant(layer, x, prod(batch))
@@ -111,18 +107,14 @@ CLASSES: dict[Any, Any] = {
 def install(model: nn.Module) -> None:
     """Let the model's layers use kernels. Idempotent; changes nothing until kernels are proven."""
     for layer in model.modules():
-        if type(layer) in CLASSES and _supported(layer):
-            layer.__class__ = CLASSES[type(layer)]
-            if not isinstance(layer, KernelSwitchLinear):
-                layer.case = matmul.small_qmm_case(*_shape(layer))
-
-
-def _supported(layer: Any) -> bool:
-    if layer.mode != "affine" or layer.bits not in (4, 8):
-        return False
-    if layer.group_size not in (32, 64, 128) or layer.scales.size < SMALLEST:
-        return False
-    return layer.scales.dtype in FLOATS
+        kernel = CLASSES.get(type(layer))
+        if not kernel or layer.mode != "affine" or layer.bits not in (4, 8):
+            continue
+        if layer.scales.size < SMALLEST:
+            continue
+        layer.__class__ = kernel
+        if kernel is not KernelSwitchLinear:
+            layer.case = matmul.small_qmm_case(*_shape(layer))
 
 
 def _weights(layer: Any) -> Weights:
@@ -142,35 +134,29 @@ def _shape(layer: Any) -> tuple[Any, ...]:
     return *experts_and_n, k, layer.bits, layer.group_size, layer.scales.dtype
 
 
-def cases_of(
+def kernel_cases(
     model: nn.Module,
     block_size: int,
     kv_bits: int = 0,
 ) -> list[Case]:
     """The cases of all kernels that a step of an installed model calls, each once, before a runner
     replaces the model's trunk. The step is built and never computed: no weight is read."""
-    table = [1 + i for i in range(ceil(len(TOKENS) / block_size))]
+    table = list(range(1, 1 + len(TOKENS)))  # enough for blocks of one token
     seq = Seq(Request("shapes", TOKENS, 1), tokens=list(TOKENS), table=table)
     for layout in get_args(Layout):
         found: list[Case] = []
         KERNELS.recorded = found
         try:
-            runner = Runner(
-                model,
-                layout,
-                block_size,
-                1 + len(table),
-                trunk=False,
-                kv_bits=kv_bits,
-            )
-            logits = runner.logits([Entry(seq, 0, len(TOKENS), True)])
+            size = 1 + len(table)
+            runner = Runner(model, layout, block_size, size, trunk=False, kv_bits=kv_bits)
+            logits = runner.forward([Entry(seq, 0, len(TOKENS), True)], None).logits
         except Exception as failed:  # of the model's own code; another layout may fit
             log.debug("no shapes in the %s layout: %s", layout, failed)
             continue
         finally:
             KERNELS.recorded = None
         vocab = logits.shape[-1]
-        found.append(sample_accept_case(vocab, logits.dtype))
-        found.append(sample_accept_case(vocab, mx.float32))  # of a bias or penalty
+        for dtype in (logits.dtype, mx.float32):  # the latter of a bias or penalty
+            found.append(sample_accept_case(vocab, dtype))
         return list({case.name: case for case in found}.values())
     return []

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
-from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
@@ -20,22 +19,20 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlxspec.model import attention, recurrent
 from mlxspec.model.batch import (
-    Offsets,
+    Shift,
     Step,
     bucket,
     build_inputs,
-    drafts_of,
-    owners_of,
+    fill_view,
     sampled_rows,
-    stage,
 )
 from mlxspec.model.pages import DensePages, Pages, View, window_of
-from mlxspec.model.recurrent import LayerState, RecurrentStates
+from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
+from mlxspec.model.trunk import install_taps, install_trunk
 from mlxspec.types import Entry, Plan, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
-GROWING: "WeakSet[Runner]" = WeakSet()
 
 Layout = Literal["rows", "rect", "gather", "solo"]
 
@@ -54,9 +51,12 @@ def arrays_in(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
-def owed() -> int:
-    """Bytes by which pools of this process may still grow."""
-    return sum(runner.owed() for runner in GROWING)
+def pools_of(layers: Iterable[Pages]) -> list[mx.array]:
+    """K and V of each layer in turn."""
+    pools: list[mx.array] = []
+    for pages in layers:
+        pools += pages.pools()
+    return pools
 
 
 class Runner:
@@ -83,7 +83,8 @@ class Runner:
         self.layout = layout
         self.lone = lone or layout == "solo"
         pools = {None: blocks} | dict(windows or {})
-        self.view = View(block_size, pools, kv_bits=kv_bits)
+        self.view = View(block_size, pools, dict(pools))
+        self._kv_bits = kv_bits
         self._highest: Callable[[], Sequence[int]] | None = None
         self.caches: list[Any] = []
         if layout != "solo":
@@ -93,16 +94,16 @@ class Runner:
         # Several caches in a layer: deepseek_v32 makes one wait for the other.
         self._several = len(flat) > len(self.caches)
         self._paged = [c for c in flat if isinstance(c, Pages)]
-        layers = [c for c in flat if isinstance(c, LayerState)]
+        layers = [c for c in flat if isinstance(c, ArraysCache)]
         self.states = RecurrentStates(layers, rollback)
         if layers:
             recurrent.install(model)
-        self.trunk = attention.graft(model, self.view) if trunk else None
+        self.trunk = install_trunk(model, self.view) if trunk else None
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Raises UnsupportedModel."""
         if self.trunk:
-            attention.tap(self.trunk, self.view, taps)
+            install_taps(self.trunk, self.view, taps)
         elif taps:
             raise UnsupportedModel("this model's hidden states cannot be read")
 
@@ -112,11 +113,10 @@ class Runner:
             inner = map(self._cache, cache.caches)
             return CacheList(*inner)  # type: ignore[no-untyped-call]
         if type(cache) is ArraysCache and self.layout != "rows":
-            return LayerState(len(cache.cache))
+            return ArraysCache(len(cache.cache))
         window = window_of(cache)
-        if self.layout == "gather":
-            return DensePages(self.view, window)
-        return Pages(self.view, window)
+        pages = DensePages if self.layout == "gather" else Pages
+        return pages(self.view, window, self._kv_bits)
 
     # ---- pools -------------------------------------------------------------------------------
 
@@ -124,108 +124,100 @@ class Runner:
         """The pages that were written; a model may ask for caches that it never uses."""
         return [p for p in self._paged if p.keys is not None]
 
+    def pages_of(self, group: int) -> list[Pages]:
+        """Those whose K and V lie in pool number `group`."""
+        window = list(self.view.num_blocks)[group]
+        return [pages for pages in self.pages() if pages.window_key == window]
+
     def grow_on_demand(self, highest: Callable[[], Sequence[int]]) -> None:
         """Take memory only up to the `highest` block that was allocated, of each pool."""
         self._highest = highest
-        for pool, size in self.view.blocks.items():
-            self.view.held[pool] = min(size, FIRST_BLOCKS)
-        GROWING.add(self)
+        for window, size in self.view.num_blocks.items():
+            self.view.allocated[window] = min(size, FIRST_BLOCKS)
 
     def grow(self) -> None:
         """Have memory for all allocated blocks, and half as many again (at most an eighth of the
-        pool), so that it is rare. Layer by layer: a pool lies beside its copy meanwhile."""
+        pool), so that it is rare. Layer by layer, because the copy of a pool takes memory too."""
         if self._highest is None:
             return
         view = self.view
-        for pool, highest in zip(view.blocks, self._highest(), strict=True):
-            if highest < view.held[pool]:
+        for group, (window, size) in enumerate(view.num_blocks.items()):
+            used = self._highest()[group] + 1
+            if used <= view.allocated[window]:
                 continue
-            size = view.blocks[pool]
-            used = highest + 1
-            blocks = used + min(used // 2, -(-size // 8))
-            blocks = min(blocks, size)
-            for pages in self._pages_of(pool):
+            blocks = min(size, used + min(used // 2, -(-size // 8)))
+            for pages in self.pages_of(group):
                 pages.grow(blocks)
                 mx.clear_cache()
-            view.held[pool] = blocks  # last: if memory runs out on the way, it is retried
-
-    def _pages_of(self, pool: int | None) -> list[Pages]:
-        return [pages for pages in self.pages() if pages.pool == pool]
-
-    def owed(self) -> int:
-        """Bytes by which the pools may still grow."""
-        total = 0
-        for pages in self.pages():
-            held = self.view.held[pages.pool]
-            more = self.view.blocks[pages.pool] - held
-            size = pages.keys.nbytes + pages.values.nbytes
-            total += size // held * more
-        return total
+            view.allocated[window] = blocks  # last: if memory runs out on the way, it is retried
 
     def addresses(self) -> tuple[int, ...]:
         """The addresses of the pools, all work on them done."""
-        mx.eval(self._pools())
-        found = []
-        for pool in self._pools():
-            host = np.array(pool.view(mx.uint8), copy=False)
-            found.append(host.ctypes.data)
-        return tuple(found)
+        pools = pools_of(self.pages())
+        mx.eval(pools)
+        hosts = [np.array(pool.view(mx.uint8), copy=False) for pool in pools]
+        return tuple(host.ctypes.data for host in hosts)
 
-    def _pools(self) -> list[mx.array]:
-        pools: list[mx.array] = []
-        for pages in self.pages():
-            pools += pages.pools()
-        return pools
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
+        """Lazy K and V of these blocks: [heads, len(blocks) * block_size, D] for each of the
+        group's layers."""
+        slots = self.view.slots_of(blocks)
+        return [pool[:, slots] for pool in pools_of(self.pages_of(group))]
+
+    def write_blocks(
+        self,
+        group: int,
+        blocks: Sequence[int],
+        content: Sequence[mx.array],
+    ) -> None:
+        """Write what `read_blocks` read, in place."""
+        slots = self.view.slots_of(blocks)
+        for i, pages in enumerate(self.pages_of(group)):
+            pages.put(slots, content[2 * i], content[2 * i + 1])
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks, (group, source, target) each. Waits for the step in flight."""
-        if not copies:
-            return
-        self.grow()
-        for group, pool in enumerate(self.view.blocks):
-            blocks = [copy for copy in copies if copy[0] == group]
-            sources = self.view.slots_of([source for _, source, _ in blocks])
-            targets = self.view.slots_of([target for _, _, target in blocks])
-            layers = self._pages_of(pool)
+        if copies:
+            self.grow()
+        for group in {group for group, _, _ in copies}:
+            sources = [source for g, source, _ in copies if g == group]
+            targets = [target for g, _, target in copies if g == group]
             # Read first, then write: a pool with a reader in flight is copied whole, not in place.
-            held = []
-            for pages in layers:
-                k = pages.keys[:, sources]
-                v = pages.values[:, sources]
-                held.append((k, v))
-            mx.eval(held)
-            for pages, (k, v) in zip(layers, held, strict=True):
-                pages.put(targets, k, v)
+            content = self.read_blocks(group, sources)
+            mx.eval(content)
+            self.write_blocks(group, targets, content)
 
     # ---- one step ----------------------------------------------------------------------------
 
-    def forward(self, plan: Plan, previous: Step | None) -> Step:
-        """The plan's lazy forward, its entries sorted so that like ones are neighbours. `previous`
-        is the step in flight, which holds pending tokens."""
+    def forward(
+        self,
+        plan: Plan,
+        previous: Step | None,
+    ) -> Step:
+        """The plan's forward, its entries sorted so that like ones are neighbours: lazy in the rows
+        layout, else each of its passes is submitted at once. `previous` is the step in flight,
+        which holds pending tokens."""
         plan = sorted(plan, key=self._form)
-        offsets = row_offsets = None
+        shift = row_shift = None
         if previous is not None and any(e.inflight_drafts for e in plan):
-            offsets = previous.offsets(plan)
-            row_offsets = offsets[owners_of(e.sampled for e in plan)]
-        ids = build_inputs(plan, previous, offsets)
-        logits, taps = self._forward(plan, ids, offsets)
-        return Step(plan, ids, rows_of(plan), row_offsets, logits, taps)
+            shift = previous.shift_of(plan)
+            owners = [n for n, e in enumerate(plan) for _ in range(e.sampled)]
+            row_shift = shift[mx.array(owners)]
+        ids = build_inputs(plan, previous, shift)
+        logits, taps = self._forward(plan, ids, shift)
+        return Step(plan, ids, rows_of(plan), row_shift, logits, taps)
 
     def sample(self, step: Step) -> Sampled | None:
         """Lazy samples of a forward's sampled rows; None where no entry samples."""
         if not step.rows:
             return None
-        spans = [step.spans[row.entry.seq] for row in step.rows]
-        return sample(
-            step.logits,
-            step.rows,
-            step.ids,
-            spans,
-            step.row_offsets,
-            drafts_of(step.plan),
-        )
+        return sample(step.logits, step.rows, step.ids, step.shift)
 
-    def submit(self, step: Step, sampled: Sampled | None) -> Step:
+    def submit(
+        self,
+        step: Step,
+        sampled: Sampled | None,
+    ) -> Step:
         """Start the step on the device, without waiting for it."""
         own = []
         if self.layout == "solo":
@@ -233,13 +225,15 @@ class Runner:
                 own += arrays_in([cache.state for cache in e.seq.state])
         results = [*own, *step.taps.values()]
         if sampled:
-            results += sampled.arrays()
+            results += sampled.logprobs
+            if sampled.accepted is not None:
+                results.append(sampled.accepted)
             step.marker = sampled.tokens
         else:
             # Without samples, the last layer's K and V, or state, depend on all before.
             # MLX holds an array that is named until the whole step is done, and would copy a pool
             # that the next step writes before that: so new memory is named, not a pool.
-            arrays = own or self._pools() or step.plan[-1].seq.state
+            arrays = own or pools_of(self.pages()) or step.plan[-1].seq.state
             markers = [array.flatten()[:1] + 0 for array in arrays[-2:]]
             results += markers
             step.marker = markers[-1]
@@ -250,36 +244,35 @@ class Runner:
         step.submit_seconds = time.perf_counter() - began
         return step
 
-    def rollback(self, plan: Plan, kept_rows: Sequence[int]) -> None:
+    def rollback(
+        self,
+        plan: Plan,
+        kept_rows: Sequence[int],
+    ) -> None:
         """Drop rejected drafts from recurrent states: see RecurrentStates.rollback."""
         self.states.rollback(plan, kept_rows)
-
-    def logits(self, plan: Plan) -> mx.array:
-        """Lazy logits [R, vocab] of a plan whose tokens are all known; for warm-up."""
-        logits: mx.array = self.forward(plan, None).logits
-        return logits
 
     def forward_rows(
         self,
         plan: Plan,
         ids: mx.array,
-        offsets: Offsets,
+        shift: Shift,
     ) -> mx.array:
         """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
-        logits, _ = self._forward(plan, ids, offsets)
+        logits, _ = self._forward(plan, ids, shift)
         mx.async_eval(logits)
         return logits
 
     def _form(self, e: Entry) -> tuple[Any, ...]:
-        """Only entries that are equal in it share a forward [B, L]."""
-        return bucket(e, self.view.block_size), self.states.form(e)
+        """What entries must have in common to share a forward [B, L]."""
+        return bucket(e, self.view.block_size), e.seq.state is None
 
     def _forward(
         self,
         plan: Plan,
         ids: mx.array,
-        offsets: Offsets,
+        shift: Shift,
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
         batches = [list(plan)]
@@ -293,19 +286,18 @@ class Runner:
         row = 0
         for batch in batches:
             end = row + sum(e.rows for e in batch)
-            logits.append(self._forward_batch(batch, ids[row:end], offsets))
+            logits.append(self._forward_batch(batch, ids[row:end], shift))
             for tap, parts in taps.items():
                 hidden = self.view.tapped.pop(tap)
                 parts.append(hidden.flatten(0, 1))
             row = end
-        joined = {tap: mx.concatenate(parts) for tap, parts in taps.items()}
-        return mx.concatenate(logits), joined
+        return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
     def _forward_batch(
         self,
         batch: Plan,
         ids: mx.array,
-        offsets: Offsets,
+        shift: Shift,
     ) -> mx.array:
         """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others."""
         view = self.view
@@ -315,7 +307,7 @@ class Runner:
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
-            stage(view, batch, offsets)
+            fill_view(view, batch, shift)
         length = 1
         if self.layout != "rows":
             length = batch[0].rows
@@ -335,6 +327,6 @@ class Runner:
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. Naming them holds them until all is done, so only where the logits do not need
             # them all.
-            pools = self._pools() if self._several else []
+            pools = pools_of(self.pages()) if self._several else []
             mx.async_eval(logits, *states, *pools)
         return logits

@@ -21,52 +21,67 @@ from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Plan, Sampling, Seq
 class Sampled:
     """Lazy results of a step. `tokens` int32 [R]; `accepted` int32 [sampling entries], how many
     drafted tokens were accepted, None if nothing was drafted. `logprobs`, only if some row asked
-    for them: the log-probabilities [R] of the sampled tokens; then, if alternatives are to be
-    reported, ids and log-probabilities [R, k] of the k best, unordered."""
+    for them: the log-probabilities [R] of the sampled tokens; then ids and log-probabilities
+    [R, k] of the k best, unordered."""
 
     tokens: mx.array
     accepted: mx.array | None = None
     logprobs: Sequence[mx.array] = ()
 
-    def arrays(self) -> list[mx.array]:
-        arrays = [self.tokens, *self.logprobs]
-        if self.accepted is not None:
-            arrays.append(self.accepted)
-        return arrays
-
 
 @dataclass(slots=True)
-class Row:
-    """One sampled row: its entry, its request's sampling, and the position of the token it draws
-    (a lower bound where the entry's start is one). `behind` counts the entry's sampled rows up to
-    this one; `mask` has a bit for each token that may be drawn, empty: all may."""
+class SampledRow:
+    """One sampled row: its entry, its request's sampling, and the position of the token that it
+    samples (a lower bound where the entry's start is one). `ordinal` counts the entry's sampled
+    rows from 1, of which the first has index `first_input` among the step's input tokens; `mask`
+    has a bit for each token that may be sampled, empty: all may."""
 
     entry: Entry
     sampling: Sampling
     position: int
-    behind: int
+    ordinal: int = 1
+    first_input: int = 0
     mask: bytes = b""
 
 
-Rows = Sequence[Row]
+Rows = Sequence[SampledRow]
 
 
-def rows_of(plan: Plan) -> list[Row]:
+def rows_of(plan: Plan) -> list[SampledRow]:
     """The sampled rows of a plan, in plan order."""
     rows = []
+    end = 0
     for e in plan:
-        sampling = e.seq.request.sampling
-        first = e.start + e.count
+        end += e.rows
+        first = end - e.sampled
         for i in range(e.sampled):
-            row = Row(e, sampling, first + i, i + 1)
+            row = SampledRow(
+                e,
+                e.seq.request.sampling,
+                e.start + e.count + i,
+                i + 1,
+                first,
+            )
             if e.masks:
                 row.mask = e.masks[i]
             rows.append(row)
     return rows
 
 
+def drafts_of(rows: Rows) -> list[tuple[int, int]]:
+    """(index of its first token among the input tokens, length) of each sampling entry's draft; []
+    if nothing was drafted."""
+    firsts = [row for row in rows if row.ordinal == 1]
+    if not any(len(row.entry.draft) for row in firsts):
+        return []
+    return [(row.first_input + 1, len(row.entry.draft)) for row in firsts]
+
+
 @lru_cache(256)
-def seed32(seed: int, index: int) -> int:
+def seed32(
+    seed: int,
+    index: int,
+) -> int:
     """The 32-bit noise key of choice `index` of a request with `seed` (any int)."""
     seed %= 1 << 128
     data = seed.to_bytes(16, "little") + index.to_bytes(2, "little")
@@ -78,28 +93,39 @@ def sample(
     logits: mx.array,
     rows: Rows,
     inputs: mx.array,
-    spans: Sequence[int],
-    offsets: mx.array | None = None,
-    drafts: Sequence[tuple[int, int]] = (),
+    shift: mx.array | None = None,
 ) -> Sampled:
-    """Lazy samples of logits [R, vocab].
-
-    `inputs` int32 [T] are the step's input tokens, `spans[r]` the index in them of the first
-    sampled row of row r's entry; `offsets` int32 [R] are added to the rows' positions; `drafts` as
-    of batch.drafts_of.
-    """
-    asked = [row.sampling.logprobs for row in rows]
-    wanted = [n for n in asked if n is not None]
+    """Lazy samples of logits [R, vocab]. `inputs` int32 [T] are the step's input tokens, `shift`
+    int32 [R] is added to the rows' positions."""
+    wanted = [row.sampling.logprobs for row in rows if row.sampling.logprobs is not None]
     if wanted:
         logits = logits.astype(mx.float32)
     x = _add_bias(logits, rows)
-    x = _penalize(x, rows, inputs, spans)
-    draws = _draws(x, rows, offsets)
-    tokens, accepted = sample_accept(x, draws, inputs, drafts)
-    sampled = Sampled(tokens, accepted)
+    x = _penalize(x, rows, inputs)
+    draws = Draws(
+        [_temperature(row) for row in rows],
+        [seed32(row.sampling.seed, row.entry.seq.index) for row in rows],
+        [row.position for row in rows],
+        [row.mask for row in rows],
+        shift,
+        _floors(x, rows),
+    )
+    tokens, accepted = sample_accept(x, draws, inputs, drafts_of(rows))
+    logprobs: Sequence[mx.array] = ()
     if wanted:
-        sampled.logprobs = _logprobs(logits, tokens, max(wanted))
-    return sampled
+        logprobs = _logprobs(logits, tokens, max(wanted))
+    return Sampled(
+        tokens,
+        accepted,
+        logprobs,
+    )
+
+
+def _temperature(
+    row: SampledRow,
+) -> float:
+    temperature = row.sampling.temperature
+    return temperature and max(temperature, COLDEST)
 
 
 def _logprobs(
@@ -110,9 +136,7 @@ def _logprobs(
     """Sampled.logprobs: the model's own, before bias and penalties."""
     own = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(own, tokens[:, None], axis=-1)
-    k = min(k, own.shape[-1] - 1)
-    if not k:
-        return [chosen[:, 0]]
+    k = max(1, min(k, own.shape[-1] - 1))
     top = mx.argpartition(-own, k, axis=-1)
     top = top[:, :k].astype(mx.int32)
     best = mx.take_along_axis(own, top, axis=-1)
@@ -128,16 +152,13 @@ def read(
     logprobs: list[Logprob | None] = [None for _ in rows]
     if not sampled.logprobs:
         return tokens, logprobs
-    chosen, *best = [np.array(each).tolist() for each in sampled.logprobs]
+    chosen, ids, values = [np.array(each).tolist() for each in sampled.logprobs]
     for r, row in enumerate(rows):
         n = row.sampling.logprobs
         if n is None:
             continue
-        top: list[tuple[int, float]] = []
-        if n:
-            ids, values = best
-            top = list(zip(ids[r], values[r], strict=True))
-            top.sort(key=lambda pair: (-pair[1], pair[0]))
+        top = list(zip(ids[r], values[r], strict=True))
+        top.sort(key=lambda pair: (-pair[1], pair[0]))
         logprobs[r] = Logprob(tokens[r], chosen[r], tuple(top[:n]))
     return tokens, logprobs
 
@@ -146,26 +167,17 @@ def _add_bias(
     x: mx.array,
     rows: Rows,
 ) -> mx.array:
-    at = []
-    tokens = []
-    values = []
-    for r, row in enumerate(rows):
-        for token, value in row.sampling.logit_bias:
-            at.append(r)
-            tokens.append(token)
-            values.append(value)
-    if not at:
+    biases = [(r, *bias) for r, row in enumerate(rows) for bias in row.sampling.logit_bias]
+    if not biases:
         return x
-    where = mx.array(at), mx.array(tokens)
-    biases = mx.array(values, mx.float32)
-    return x.astype(mx.float32).at[where].add(biases)
+    at, tokens, values = map(mx.array, zip(*biases, strict=True))
+    return x.astype(mx.float32).at[at, tokens].add(values)
 
 
 def _penalize(
     x: mx.array,
     rows: Rows,
     inputs: mx.array,
-    spans: Sequence[int],
 ) -> mx.array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
     (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
@@ -174,26 +186,25 @@ def _penalize(
         return x
     x = x.astype(mx.float32)
     penalized = [rows[r] for r in chosen]
-    starts = [spans[r] for r in chosen]
-    in_prompt, counts = _token_counts(penalized, starts, inputs, x.shape[-1])
+    in_prompt, counts = _token_counts(penalized, inputs, x.shape[-1])
     generated = counts > 0
     penalties = []
     for row in penalized:
         s = row.sampling
-        penalties.append((s.repetition_penalty, s.frequency_penalty, s.presence_penalty))
+        penalties.append([s.repetition_penalty, s.frequency_penalty, s.presence_penalty])
     columns = mx.array(penalties, mx.float32).T
     repetition, frequency, presence = columns[:, :, None]
-    y = _take(x, chosen)
+    at = mx.array(chosen)
+    y = x[at]
     repeated = mx.where(y > 0, y / repetition, y * repetition)
     y = mx.where(in_prompt | generated, repeated, y)
     y = y - counts * frequency
-    y = y - generated * presence
-    return _put(x, chosen, y)
+    x[at] = y - generated * presence
+    return x
 
 
 def _token_counts(
     rows: Rows,
-    spans: Sequence[int],
     inputs: mx.array,
     vocab: int,
 ) -> tuple[mx.array, mx.array]:
@@ -201,16 +212,16 @@ def _token_counts(
     generated before it, float32 [R, vocab]; tokens of the step itself are counted lazily."""
     prompts = []
     outputs = []
-    at: list[int] = []  # input tokens of this step that a row comes behind,
-    of: list[int] = []  # and that row
+    at: list[int] = []  # generated input tokens of this step,
+    of: list[int] = []  # and a row that comes after each
     for r, row in enumerate(rows):
         seq = row.entry.seq
-        first = row.position - row.behind  # the span's first token may be unread, those before not
+        first = row.position - row.ordinal  # of the entry's input tokens that may be unread
         prompt, output = _host_counts(seq, first, vocab)
         prompts.append(prompt)
         outputs.append(output)
-        for i in range(max(0, seq.prompt_len - first), row.behind):
-            at.append(spans[r] + i)
+        for i in range(max(0, seq.prompt_len - first), row.ordinal):
+            at.append(row.first_input + i)
             of.append(r)
     counts = mx.stack(outputs)
     if at:
@@ -239,59 +250,38 @@ def _host_counts(
     return prompt, output
 
 
-def _draws(
+def _floors(
     x: mx.array,
     rows: Rows,
-    offsets: mx.array | None,
-) -> Draws:
-    """How the rows of x [R, vocab] are drawn; filters become the lowest logit that stays."""
-    draws = Draws([], [], [], [], offsets)
-    filtered = []
-    for r, row in enumerate(rows):
-        sampling = row.sampling
-        temperature = sampling.temperature
-        if temperature:
-            temperature = max(temperature, COLDEST)
-        draws.temperatures.append(temperature)
-        draws.seeds.append(seed32(sampling.seed, row.entry.seq.index))
-        draws.positions.append(row.position)
-        draws.masks.append(row.mask)
-        if sampling.filtered:
-            filtered.append(r)
-    if filtered:
-        some = [rows[r] for r in filtered]
-        masks = [row.mask for row in some]
-        temperatures = [draws.temperatures[r] for r in filtered]
-        y = _take(x, filtered).astype(mx.float32)
-        y = allow(y, masks)
-        y = y / mx.array(temperatures)[:, None]
-        none = mx.full((len(rows),), -mx.inf)
-        draws.floors = _put(none, filtered, _floors(y, some))
-    return draws
-
-
-def _floors(x: mx.array, rows: Rows) -> mx.array:
-    """float32 [R], the lowest of x [R, vocab] that stays. A row with a small top_k ranks NARROW
-    tokens alone, whichever rows it shares the batch with."""
+) -> mx.array | None:
+    """float32 [R]: the lowest of x [R, vocab] / temperature that top_k, top_p and min_p keep, -inf
+    for rows without them; None if no row has one. A row with a small top_k ranks NARROW tokens
+    alone, whichever rows it shares the batch with."""
     vocab = x.shape[-1]
-    narrow = []
-    wide = []
+    narrow: list[int] = []
+    wide: list[int] = []
     for r, row in enumerate(rows):
+        if not row.sampling.filtered:
+            continue
         if 0 < row.sampling.top_k <= NARROW < vocab:
             narrow.append(r)
         else:
             wide.append(r)
-    floors = mx.zeros((len(rows),))
+    if not narrow and not wide:
+        return None
+    floors = mx.full((len(rows),), -mx.inf)
     for chosen in (narrow, wide):
         if not chosen:
             continue
-        y = _take(x, chosen)
+        some = [rows[r] for r in chosen]
+        at = mx.array(chosen)
+        y = allow(x[at].astype(mx.float32), [row.mask for row in some])
+        temperatures = mx.array([_temperature(row) for row in some])
+        y = y / temperatures[:, None]
         if chosen is narrow:
             y = mx.topk(y, NARROW, axis=-1)
         ranked = mx.sort(y, axis=-1)[:, ::-1]
-        samplings = [rows[r].sampling for r in chosen]
-        floor = _floor(ranked, samplings)
-        floors = _put(floors, chosen, floor)
+        floors[at] = _floor(ranked, [row.sampling for row in some])
     return floors
 
 
@@ -315,25 +305,3 @@ def _floor(
     floor = mx.take_along_axis(ranked, last, axis=-1)[:, 0]
     best = ranked[:, 0]
     return mx.maximum(floor, best + mx.log(min_p))
-
-
-def _take(
-    x: mx.array,
-    rows: list[int],
-) -> mx.array:
-    """These rows of x; x itself if they are all."""
-    if len(rows) == len(x):
-        return x
-    return x[mx.array(rows)]
-
-
-def _put(
-    x: mx.array,
-    rows: list[int],
-    values: mx.array,
-) -> mx.array:
-    """x with other values in these rows."""
-    if len(rows) == len(x):
-        return values
-    x[mx.array(rows)] = values
-    return x

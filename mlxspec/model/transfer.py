@@ -1,7 +1,7 @@
 """Copies KV blocks and recurrent states to host arrays and back, for the prompt cache on disk.
 
 Rule: the same bits come back. An array's name holds its index and dtype, so that arrays of another
-model or version are seen not to fit.
+model or version are refused.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels.metal import dtype_name
-from mlxspec.model.pages import Pages
-from mlxspec.model.runner import Runner
+from mlxspec.model.runner import Runner, pools_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -30,8 +29,7 @@ class Transfer:
     ) -> list[mx.array]:
         """Start copying the K and V of these blocks: [heads, len(blocks) * block_size, D] for each
         of the group's layers."""
-        slots = self.runner.view.slots_of(blocks)
-        copies = [pool[:, slots] for pool in self._pools(group)]
+        copies = self.runner.read_blocks(group, blocks)
         mx.async_eval(copies)
         return copies
 
@@ -52,9 +50,7 @@ class Transfer:
     ) -> bool:
         """Write blocks number `which` of an export into `blocks`; False where it does not fit."""
         self.runner.grow()
-        view = self.runner.view
-        source = np.array(view.slots_of(which))
-        slots = view.slots_of(blocks)
+        source = np.array(self.runner.view.slots_of(which))
         rows = []
         for i, pool in enumerate(self._pools(group)):
             array = arrays.get(_name(i, pool.dtype))
@@ -64,8 +60,7 @@ class Transfer:
             if made.shape[::2] != pool.shape[::2]:
                 return False
             rows.append(made)
-        for i, pages in enumerate(self._pages(group)):
-            pages.put(slots, rows[2 * i], rows[2 * i + 1])
+        self.runner.write_blocks(group, blocks, rows)
         mx.async_eval(self._pools(group))
         return True
 
@@ -84,19 +79,11 @@ class Transfer:
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block in all layers of the group."""
-        held = list(self.runner.view.held.values())[group]
-        return sum(pool.nbytes for pool in self._pools(group)) // held
-
-    def _pages(self, group: int) -> list[Pages]:
-        key = list(self.runner.view.blocks)[group]
-        return [pages for pages in self.runner.pages() if pages.pool == key]
+        allocated = list(self.runner.view.allocated.values())[group]
+        return sum(pool.nbytes for pool in self._pools(group)) // allocated
 
     def _pools(self, group: int) -> list[mx.array]:
-        """K and V of each layer in turn."""
-        pools: list[mx.array] = []
-        for pages in self._pages(group):
-            pools += pages.pools()
-        return pools
+        return pools_of(self.runner.pages_of(group))
 
 
 def _name(i: int, dtype: mx.Dtype) -> str:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxspec.model.runner import Runner
-from mlxspec.model.sampler import Row, sample
+from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate.controller import GRID, Costs
 from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Sampling, Seq
 
@@ -78,10 +78,10 @@ def sampling(vocab: int) -> dict[str, float]:
     costs = {}
     for params in (*SAMPLINGS, *penalized):
         entry = _entry(HISTORY - 1)
-        row = Row(entry, params, HISTORY, 1)
+        row = SampledRow(entry, params, HISTORY)
         for _ in range(2):  # the first compiles
             began = time.perf_counter()
-            sampled = sample(logits, [row, row], inputs, [0, 0])
+            sampled = sample(logits, [row, row], inputs)
             mx.eval(sampled.tokens)
             times[params.kind] = time.perf_counter() - began
     for kind, seconds in times.items():
@@ -127,9 +127,9 @@ def _time(runner: Runner, table: list[int], context: int, rows: int) -> float:
     entry.draft = Draft(np.zeros(rows - 1, int).tolist())
     entry.seq.table = table
     unused = [NULL_BLOCK for _ in table]
-    entry.seq.windows = [unused for _ in runner.view.blocks][1:]
+    entry.seq.windows = [unused for _ in runner.view.num_blocks][1:]
     began = time.perf_counter()
-    mx.eval(mx.argmax(runner.logits([entry]), axis=-1))
+    mx.eval(mx.argmax(runner.forward([entry], None).logits, axis=-1))
     runner.rollback([entry], [1 + (rows - 1) // 2])
     if runner.states.layers:
         mx.eval(entry.seq.state)

@@ -16,7 +16,7 @@ from mlx.nn.layers.base import Module
 from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout
 from mlxspec.model.runner import Runner
-from mlxspec.model.sampler import Row, sample
+from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import (
@@ -35,7 +35,7 @@ MAX_DEPTH = 8  # tokens that it drafts at most: each takes a pass
 MAX_LAG = 32  # tokens that it may fall behind a sequence for which it does not draft
 CATCH_UP = 256  # rows that it reads in one step, besides a prompt's own
 
-Offsets = mx.array | None  # int32 [entries]; see Step.offsets
+Shift = mx.array | None  # int32 [entries]; see Step.shift_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,29 +142,29 @@ class DraftModel:
         entries = [self._unread(e) for e in drafting] + reading
         if not entries:
             return
-        offsets = None
+        shift = None
         if previous is not None and any(e.inflight_drafts for e in entries):
-            offsets = previous.offsets(entries)
-        ids = self._inputs(entries, previous, offsets)
-        logits = self._forward(entries, ids, offsets)
+            shift = previous.shift_of(entries)
+        ids = self._inputs(entries, previous, shift)
+        logits = self._forward(entries, ids, shift)
         for e in reading:
             self._live[e.seq].read = e.end
         passes: list[mx.array] = []  # the tokens of each, int32 [sequences that want so many]
         while n := sum(e.depth > len(passes) for e in drafting):
             entries = entries[:n]
-            if offsets is not None:
-                offsets = offsets[:n]
+            if shift is not None:
+                shift = shift[:n]
             if passes:
                 entries = [replace(e, start=e.end, count=1, samples=True) for e in entries]
-                logits = self._forward(entries, passes[-1][:n], offsets)
-            passes.append(self._sample(logits, entries, offsets))
+                logits = self._forward(entries, passes[-1][:n], shift)
+            passes.append(self._sample(logits, entries, shift))
         for n, e in enumerate(drafting):
             tokens = [sampled[n : n + 1] for sampled in passes[: e.depth]]
             e.draft = Draft(mx.concatenate(tokens), self.name, chosen[e.seq].keys)
 
-    def _forward(self, plan: Plan, ids: mx.array, offsets: Offsets) -> mx.array:
+    def _forward(self, plan: Plan, ids: mx.array, shift: Shift) -> mx.array:
         ids = mx.minimum(ids, self.own_vocab - 1)
-        return self.runner.forward_rows(plan, ids, offsets)
+        return self.runner.forward_rows(plan, ids, shift)
 
     def _unread(self, e: Entry) -> Entry:
         """The rows to read before the first token is drafted. With a draft in flight, its last
@@ -186,28 +186,28 @@ class DraftModel:
                 left = max(0, left - count)
                 yield Entry(e.seq, read, count, False)
 
-    def _inputs(self, entries: Plan, previous: Step | None, offsets: Offsets) -> mx.array:
+    def _inputs(self, entries: Plan, previous: Step | None, shift: Shift) -> mx.array:
         """Input tokens int32 [T]; those in flight are taken lazily from `previous`."""
-        ids = build_inputs(entries, previous, offsets)
+        ids = build_inputs(entries, previous, shift)
         overlapped = [n for n, e in enumerate(entries) if e.inflight_drafts]
-        if overlapped and previous is not None and offsets is not None:
+        if overlapped and previous is not None and shift is not None:
             starts = starts_of(entries)
             holes = [starts[e] + e.count - 2 for e in entries if e.inflight_drafts]
-            spans = [previous.spans[entries[n].seq] for n in overlapped]
-            rows = mx.array(spans) + offsets[mx.array(overlapped)]
+            first = [previous.first_row[entries[n].seq] for n in overlapped]
+            inputs = [previous.rows[row].first_input for row in first]
+            rows = mx.array(inputs) + shift[mx.array(overlapped)]
             ids[mx.array(holes)] = previous.ids[rows]
         return ids
 
-    def _sample(self, logits: mx.array, entries: Plan, offsets: Offsets) -> mx.array:
+    def _sample(self, logits: mx.array, entries: Plan, shift: Shift) -> mx.array:
         """The next token of each entry, int32 [entries], drawn as the target would."""
         logits = logits[:, : self.vocab]
         lacking = self.vocab - logits.shape[-1]
         if lacking:
             logits = mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
-        rows = [Row(e, self._live[e.seq].sampling, e.end, 1) for e in entries]
-        counts = [0 for _ in rows]
+        rows = [SampledRow(e, self._live[e.seq].sampling, e.end) for e in entries]
         none = mx.zeros((0,), mx.int32)
-        return sample(logits, rows, none, counts, offsets).tokens
+        return sample(logits, rows, none, shift).tokens
 
     # ---- what its blocks hold ----------------------------------------------------------------
 

@@ -21,6 +21,23 @@ def test_every_card_is_valid_and_the_default_is_one() -> None:
     assert hub.DEFAULT in found and found[hub.DEFAULT].license == "Apache-2.0"
 
 
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("title = ", "Invalid value"),
+        ('title = "x"\nlicense = 3', "license Input should be a valid string"),
+        ('title = "x"\nlicense = "y"\n[source]\npackage = "p"', r"source\.version Field required"),
+    ],
+)
+def test_an_error_in_a_card_names_its_file(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    monkeypatch.setattr("mlxspec.model.cards.data_dir", lambda name: tmp_path)
+    with pytest.raises(UserError, match=rf"mine\.toml: .*{said}.*models/README\.md"):
+        cards()
+
+
 def test_a_directory_is_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json, model\*\.safetensors, tokenizer"):
         resolve(str(tmp_path), tmp_path, False)
@@ -47,12 +64,6 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
     with pytest.raises(UserError, match="is a file"):
         resolve(str(tmp_path / "m.gguf"), tmp_path, False)
-
-
-def test_a_gguf_directory_gets_a_hint(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
-    with pytest.raises(UserError, match=r"mlx_lm\.convert"):
-        resolve(str(tmp_path), tmp_path, False)
 
 
 @pytest.mark.parametrize("name", ["nonsense", "./not/here", "a/b/c", "/nowhere", "a/"])

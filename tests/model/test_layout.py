@@ -3,6 +3,8 @@
 import gc
 import json
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -41,7 +43,7 @@ def test_layouts(kind: str, layout: str, lone: bool) -> None:
 def test_token_bytes_are_those_of_the_pool() -> None:
     m = tiny.model("gemma3_text")
     each = 2 * 2 * 16 * 4  # K and V, heads, dim, fp32
-    assert (find_layout(m).token_bytes, find_layout(m).windows) == (each, {12: 2 * each})
+    assert find_layout(m).cache_bytes == (each, ((12, 2 * each),), 0)
     runner = find_layout(m).runner(m, 8, 10)
     assert runner.trunk
 
@@ -54,10 +56,10 @@ def test_token_bytes_of_quantized_pools(kind: str, dims: list[int]) -> None:
         m.set_dtype(mx.bfloat16)
         group = 64 if kind == "llama" else 32
         found = find_layout(m, kv_bits=bits)
-        assert found.token_bytes == sum(d * bits // 8 + d // group * 2 * 2 for d in dims)
-        assert found.token_bytes / find_layout(m).token_bytes == bits / 16 + 2 / group
-        runner = found.runner(m, 8, 10)
-        assert runner.view.kv_bits == bits
+        assert found.cache_bytes.token == sum(d * bits // 8 + d // group * 2 * 2 for d in dims)
+        assert found.cache_bytes.token / find_layout(m).cache_bytes.token == bits / 16 + 2 / group
+        runner = found.runner(m, 8, 10, kv_bits=bits)
+        assert all(pages.kv_bits == bits for pages in runner.caches)
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:
@@ -77,10 +79,10 @@ def test_what_cannot_be_quantized_is_refused() -> None:
 
 def test_models_own_caches_are_measured() -> None:
     assert (
-        find_layout(tiny.model("llama"), "solo").token_bytes
-        == find_layout(tiny.model("llama")).token_bytes
+        find_layout(tiny.model("llama"), "solo").cache_bytes.token
+        == find_layout(tiny.model("llama")).cache_bytes.token
     )
-    assert find_layout(tiny.model("mamba2"), "solo").token_bytes > 0
+    assert find_layout(tiny.model("mamba2"), "solo").cache_bytes.token > 0
 
 
 @pytest.mark.parametrize(
@@ -99,15 +101,15 @@ def test_rollback_of_drafts(kind: str, rollback: bool, sharing: bool, drafts: bo
     runner = found.runner(m, 4, 8)
     assert runner.states.rollback_supported == rollback
     held = [c.cache for c in make_prompt_cache(m) if isinstance(c, ArraysCache)]
-    assert bool(found.state_bytes) == bool(held)
+    assert bool(found.cache_bytes.state) == bool(held)
 
 
 def test_a_rollback_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recurrent.StateRecorder.state_behind
+    right = recurrent.StateRecorder.state_after
     monkeypatch.setattr(
         recurrent.StateRecorder,
-        "state_behind",
-        lambda self, batch, rows: right(self, batch, rows + 1),
+        "state_after",
+        lambda self, i, rows: right(self, i, rows + 1),
     )
     found = find_layout(tiny.model("qwen3_next"))
     assert not found.rollback and not found.can_draft
@@ -135,10 +137,7 @@ def test_what_caches_take_is_known_before_a_weight_is_read(kind: str, tmp_path: 
         mx.eval(m(mx.array([[1]]), cache=caches))
         assert state == sum(c.nbytes for c in caches) > 0
     else:
-        assert state == 0 and (token, dict(windows)) == (
-            find_layout(m).token_bytes,
-            find_layout(m).windows,
-        )
+        assert state == 0 and (token, windows, state) == find_layout(m).cache_bytes
 
 
 def test_a_model_that_does_not_run_so_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,15 +151,19 @@ def test_a_model_that_does_not_run_so_is_told(caplog: pytest.LogCaptureFixture) 
     assert "unknown before it is loaded: list index out of range" in caplog.text
 
 
-def test_reading_tells_how_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reading_tells_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
-    monkeypatch.setattr(load_module, "BATCH_BYTES", 1 << 16)
-    monkeypatch.setattr(load_module, "LOG_EVERY_S", 0.0)
-    with caplog.at_level(logging.INFO, "mlxspec"):
-        load_weights(load(tmp_path)[0])
-    assert len(caplog.records) > 2 and caplog.messages[-1] == "loaded 0.0 of 0.0 GiB of weights"
+    told: list[tuple[float, float]] = []
+
+    @contextmanager
+    def progress(text: str) -> Iterator[Callable[[float, float], None]]:
+        assert text == "Loading weights"
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(load_module, "progress", progress)
+    m, _ = load(tmp_path)
+    load_weights(m)
+    assert len(told) > 2 and told == sorted(told) and told[-1] == (weights(m), weights(m))
 
 
 def test_weights_that_are_cut_short_are_refused(tmp_path: Path) -> None:

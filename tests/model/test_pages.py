@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlxspec.model.pages import placed
+from mlxspec.model.pages import slot_index
 
 
 @pytest.mark.parametrize("slots", [[5], [3, 4, 5], [0, 0], [3, 5], [5, 4], [1, 2, 4]])
@@ -11,7 +11,7 @@ def test_slots_that_follow_each_other_are_one_piece(slots: list[int]) -> None:
     """Either way each row lands where it is to; of several at one slot, as of padding, one
     stays."""
     pool, rows = mx.zeros((2, 8, 3)), mx.random.normal((2, len(slots), 3))
-    found = placed(slots)
+    found = slot_index(slots)
     assert isinstance(found, slice) == (
         slots == sorted(set(slots)) and slots[-1] - slots[0] < len(slots)
     )

@@ -128,7 +128,7 @@ def test_a_failed_forward_leaves_nothing_behind() -> None:
     seq = Seq(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
     model, runner.model = runner.model, None
     with pytest.raises(TypeError):
-        runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
+        runner.forward([Entry(seq, 0, 13, True, draft=Draft([1, 2]))], None)
     runner.model = model
     assert recurrent._recorder.get() is None and seq.state is None
     assert all(a is None for layer in runner.states.layers for a in layer.cache)
@@ -138,7 +138,7 @@ def test_what_is_not_recorded_is_refused() -> None:
     runner = Runner(tiny.model("mamba"), "rect", 8, 8)
     seq = Seq(Request("r", PROMPT, 4), tokens=list(PROMPT), table=[1, 2, 3])
     with pytest.raises(UserError, match="cannot be recorded"):
-        runner.logits([Entry(seq, 0, 13, True, draft=Draft([1, 2]))])
+        runner.forward([Entry(seq, 0, 13, True, draft=Draft([1, 2]))], None)
 
 
 def wide() -> Runner:
@@ -158,7 +158,7 @@ def held(runner: Runner, work: list[list[Entry]]) -> int:
     """Bytes that are held after these steps and were not before, the pools aside."""
     plan: list[Entry]
     for plan in work:
-        mx.eval(runner.logits(plan))
+        mx.eval(runner.forward(plan, None).logits)
         runner.rollback(plan, [1 + len(e.draft) // 2 if len(e.draft) else e.rows for e in plan])
         for e in plan:
             mx.eval(e.seq.state)

@@ -26,7 +26,7 @@ def draw(entries, logits=None) -> tuple[list[int], list[Logprob | None]]:
     rows = rows_of(entries)
     inputs = mx.array([e.seq.tokens[-1] for e in entries])
     x = mx.array(np.stack([LOGITS] * len(rows)) if logits is None else logits.copy())
-    return read(sample(x, rows, inputs, list(range(len(rows)))), rows)
+    return read(sample(x, rows, inputs), rows)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -157,8 +157,9 @@ def test_a_large_vocabulary_keeps_the_tokens_that_the_definitions_keep(s: Sampli
     """Rows that rank a few tokens beside rows that rank all of them; each keeps what it should."""
     logits = (RNG.normal(size=LARGE) * 3).astype(np.float32)
     rows = rows_of([entry(s), entry(Sampling(top_k=7)), entry(Sampling(top_p=0.5)), entry(s)])
-    scaled = mx.array(np.stack([logits / r.sampling.temperature for r in rows]))
-    kept = np.array(scaled >= _floors(scaled, rows)[:, None])
+    x = mx.array(np.stack([logits for _ in rows]))
+    scaled = mx.array(np.stack([logits / np.float32(r.sampling.temperature) for r in rows]))
+    kept = np.array(scaled >= _floors(x, rows)[:, None])
     p = softmax(logits.astype(np.float64) / s.temperature)
     order = np.argsort(-p)
     p[order[s.top_k or LARGE :]] = 0
@@ -172,7 +173,7 @@ def test_a_large_vocabulary_keeps_the_tokens_that_the_definitions_keep(s: Sampli
     )
     assert (kept[0] == want).mean() > 1 - 2 / LARGE
     assert kept[1].sum() == 7 and (kept[0] == kept[3]).all()
-    alone = np.array(scaled[:1] >= _floors(scaled[:1], rows[:1]))
+    alone = np.array(scaled[:1] >= _floors(x[:1], rows[:1]))
     assert (alone[0] == kept[0]).all(), "a row does not depend on its neighbours"
 
 
@@ -196,7 +197,7 @@ def test_penalties_count_the_token_that_is_still_on_the_device() -> None:
     rows = rows_of([e])
     x = mx.array(LOGITS[None])
     after = {
-        t: read(sample(x, rows, mx.array([t]), [0]), rows)[0][0] for t in (best, (best + 1) % VOCAB)
+        t: read(sample(x, rows, mx.array([t])), rows)[0][0] for t in (best, (best + 1) % VOCAB)
     }
     assert after[(best + 1) % VOCAB] == best != after[best]
 
@@ -231,7 +232,7 @@ def test_penalties_read_what_is_new_alone() -> None:
         e = Entry(e.seq, len(tokens) - 1, 1, samples=True, draft=Draft([7] * 8, "liar"))
         rows, inputs = rows_of([e]), mx.array([new, *[7] * 8])
         x = mx.array(np.stack([LOGITS] * 9))
-        got = _penalize(x, rows, inputs, [0] * 9)
+        got = _penalize(x, rows, inputs)
         assert tokens.read <= 3
         for i, row in enumerate(np.array(got)):
             said = [*list.__getitem__(tokens, slice(2500, None)), *[7] * i]

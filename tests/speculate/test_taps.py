@@ -150,7 +150,7 @@ def test_no_cost_where_nobody_asks(kind: str, layout: Any) -> None:
     def graph(taps: tuple[Tap, ...]) -> tuple[int, set[Tap]]:
         runner = Runner(model, layout, 8, 8)
         seq.state = None
-        runner.logits([Entry(seq, 0, 1, True)])  # makes the pools
+        runner.forward([Entry(seq, 0, 1, True)], None)  # makes the pools
         runner.tap(taps)
         seq.state = None
         tokens = mx.array([[2]])

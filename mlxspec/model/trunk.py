@@ -1,0 +1,84 @@
+"""The trunk, a model without its lm_head: passes on sampled rows only, hands out hidden states.
+
+Rule: nothing is computed or kept for a hidden state that no drafter asked for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from mlxspec.model.pages import View
+from mlxspec.types import FINAL_NORM, Tap, UnsupportedModel
+
+TRUNK_NAMES = ("model", "backbone", "transformer")  # mlx-lm's, of the module with the layers
+
+
+class TappedLayer:
+    """Stands in for a decoder layer, or for the trunk: puts its output [B, L, D] into the view
+    where `tap` is asked for. All else is looked up on the inner module."""
+
+    def __init__(
+        self,
+        inner: Module,
+        tap: Tap,
+        view: View,
+    ) -> None:
+        self._inner = inner
+        self._tap = tap
+        self._view = view
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._inner(*args, **kwargs)
+        view = self._view
+        if self._tap in view.taps:
+            hidden = out[0] if isinstance(out, tuple) else out
+            view.tapped[self._tap] = hidden
+        if self._tap == FINAL_NORM and view.sampled is not None:
+            rows = out.flatten(0, 1)[view.sampled]
+            return rows[:, None]  # only sampled rows go on to lm_head
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def install_trunk(model: Module, view: View) -> Module | None:
+    """Make the model's trunk a TappedLayer with this view, and return the trunk. None where there
+    is none."""
+    for owner in (model, getattr(model, "language_model", None)):
+        if not isinstance(owner, Module):
+            continue
+        for name in TRUNK_NAMES:
+            # Not by getattr, which finds properties too: they cannot be set.
+            inner = _unwrapped(owner.get(name) or vars(owner).get(name))
+            if isinstance(inner, Module) and _has_layers(inner):
+                setattr(owner, name, TappedLayer(inner, FINAL_NORM, view))
+                install_taps(inner, view, ())
+                return inner
+    return None
+
+
+def _unwrapped(module: Any) -> Any:
+    """The module that an earlier runner wrapped."""
+    return module._inner if isinstance(module, TappedLayer) else module
+
+
+def _has_layers(module: Module) -> bool:
+    return "layers" in module or any(isinstance(each, list) for each in module.values())
+
+
+def install_taps(
+    trunk: Module,
+    view: View,
+    taps: Sequence[Tap],
+) -> None:
+    """Hand out these hidden states and no others from now on. Raises UnsupportedModel for a layer
+    that the trunk does not have."""
+    layers = trunk.get("layers", [])
+    layers[:] = map(_unwrapped, layers)
+    for i in set(taps) - {FINAL_NORM}:
+        if not 0 <= i < len(layers):
+            raise UnsupportedModel(f"layer {i} is to be read; the model has {len(layers)}")
+        layers[i] = TappedLayer(layers[i], i, view)
+    view.taps, view.tapped = tuple(taps), {}

@@ -165,8 +165,10 @@ class Engine:
 
     def _fail(self, failures: structured.Failures) -> list[Output]:
         """End the choices whose grammars failed."""
-        end, why = self.scheduler.end, "the grammar cannot go on"
-        return [end(seq, "error", f"{why}: {error}") for seq, error in failures]
+        return [
+            self.scheduler.end(seq, "error", f"the grammar cannot go on: {error}")
+            for seq, error in failures
+        ]
 
     def _learn_time(self, step: Step) -> None:
         """Measure a step, which lasts from its beginning, or the read before it if that was later,

@@ -54,11 +54,7 @@ KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
 
 
 def load_engine(
-    path: Path,
-    name: str,
-    config: Config,
-    draft: Path | None = None,
-    share: float = 1.0,
+    path: Path, name: str, config: Config, draft: Path | None = None, share: float = 1.0
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path`, and maybe a draft model; this thread owns MLX from now on. `share`
     is the model's part of the memory for caches. Raises UnsupportedModel."""
@@ -83,9 +79,8 @@ def load_engine(
     with progress("Trying kernels") as report:  # before the pools take memory
         verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
     plan = plan_for(caches)  # with what the layouts really keep
-    # All that the content of a KV block depends on, beside its tokens.
     kept = f"{layout.layout} {layout.kv_bits} {config.block_size} {sorted(plan.windows)}"
-    identity = fingerprint(path, versions() | {"kept": kept})
+    identity = fingerprint(path, versions() | {"kept": kept})  # of a KV block, beside its tokens
     engine = _build(models[0], layout, plan, context, identity, config)
     _warm_up(engine, config)
     if config.speculate == "on":

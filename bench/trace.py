@@ -33,7 +33,7 @@ from mlxspec import kernels  # noqa: E402
 from mlxspec.commands.bench import WORKLOADS, prompt_of, tasks_of  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
-from mlxspec.engine.models import Start  # noqa: E402
+from mlxspec.engine.models import ModelManager, ModelSlot, Start  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.model import attention  # noqa: E402
 from mlxspec.model.batch import Step  # noqa: E402
@@ -268,7 +268,10 @@ def record(
         return made
 
     with recorder.wrapped():
-        worker = Worker(begin, max_sequences=256)
+        worker = Worker(
+            ModelManager([ModelSlot(begin, ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0))]),
+            max_sequences=256,
+        )
         info = worker.launch()
         try:
             engine, own = held[0]

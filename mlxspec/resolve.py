@@ -131,9 +131,9 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
 
 
 def make_manager(
-    models: Sequence[ResolvedModel], config: Config, lazy: bool = False
+    models: Sequence[ResolvedModel], config: Config, load_on_request: bool = False
 ) -> ModelManager:
-    """The models for the engine thread. `lazy`: none is loaded before its first request."""
+    """The models for the engine thread. `load_on_request`: none is loaded at launch."""
 
     def reserved() -> int:
         """Bytes by which the caches of the loaded models may still grow."""
@@ -160,7 +160,9 @@ def make_manager(
         sizes = f"it needs {format_size(need)} and {format_size(max(0, free))} are available"
         return f"{sizes}; close other programs, unpin models or raise --memory-gb"
 
-    return ModelManager(list(slots.values()), memory_check, config.idle_ttl, lazy=lazy)
+    return ModelManager(
+        list(slots.values()), memory_check, config.idle_ttl, load_on_request=load_on_request
+    )
 
 
 def _split_name(model: str) -> tuple[str, str]:

@@ -26,7 +26,6 @@ from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine import memory  # noqa: E402
 from mlxspec.engine.loader import load_engine  # noqa: E402
 from mlxspec.engine.models import ModelManager, ModelSlot  # noqa: E402
-from mlxspec.engine.pressure import MemoryMonitor  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
 from mlxspec.model import meter  # noqa: E402
 from mlxspec.types import ModelInfo, Request, Sampling  # noqa: E402
@@ -94,7 +93,7 @@ def fleet(root: Path) -> ModelManager:
     made = ModelManager(members)
 
     def memory_check(name: str, held: int, freed: int) -> str:
-        staying = sum(m.engine is not None and not m.leaving for m in members)
+        staying = sum(m.engine is not None and m not in made._leaving for m in members)
         return "" if staying < BESIDE else "there is no room for another"
 
     made.memory_check = memory_check
@@ -153,7 +152,7 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
     """Raises AssertionError for a wrong answer and for what leaked."""
     seen = Seen()
     with tempfile.TemporaryDirectory() as root:
-        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64, monitor=MemoryMonitor())
+        worker = Worker(fleet(Path(root)), max_sequences=5, max_queue=64)
         worker.launch()
         asyncio.run(churn(worker, seconds, seen, tell))
         stats = tiny.stats(worker)

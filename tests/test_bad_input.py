@@ -615,7 +615,7 @@ HOLES = ["%s", '{"a": %s}']
 VERDICT = {"way": "a", "why": "", "parked": False, "least": 1, "most": 2, "error": 0.1, "gains": {}}
 COSTS = {"rows": GRID, "measured": [[1] * len(GRID)] * 2, "contexts": [1, 2], "sampling": {"a": 0}}
 FIT = asdict(LayoutChoice("rows", True, False, CacheBytes(1, ((1, 1),), 0), 1))
-KNOWN = {"layout": FIT, "slowest": 1, "costs": COSTS, "kernels": []}
+KNOWN = {"layout": FIT, "costs": COSTS, "kernels": ""}
 
 
 def holes(whole: dict[str, Any], around: str = "%s") -> list[str]:

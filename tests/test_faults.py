@@ -63,7 +63,7 @@ POINTS: list[tuple[Any, str]] = [
     (ModelManager, "step"),
     (ModelManager, "unload_idle"),
     (ModelManager, "snapshot"),  # what `_publish` asks for
-    (Engine, "poll_memory"),
+    (Engine, "housekeep"),
     (Proposer, "depths"),
     (Scheduler, "plan"),
     (structured, "mask"),

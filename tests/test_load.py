@@ -72,7 +72,7 @@ def served(root: Path, slots: int = SLOTS, queue: int = QUEUE, buffer: int = 0) 
         return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, BLOCKS, 1, 1, 1_700_000_000)
 
     path = save_tokenizer(root / "model")
-    worker = Worker(start, max_sequences=slots, max_queue=queue)
+    worker = Worker(tiny.manager(start), max_sequences=slots, max_queue=queue)
     worker.launch()
     try:
         app = create_app(

@@ -21,13 +21,14 @@ from mlxspec.cache.prefix import KVCacheManager, Window
 from mlxspec.cache.states import StateCache
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.models import ModelManager, ModelSlot, Start
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.recurrent import own as own_state
 from mlxspec.model.runner import Layout, Runner, pools_of
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import MAX_DEPTH, Output, Request, Sampling, Stats
+from mlxspec.types import MAX_DEPTH, ModelInfo, Output, Request, Sampling, Stats
 
 VOCAB = 320
 SALT = b"tiny"
@@ -234,7 +235,14 @@ def engine(
     for w in windows_of(m) if own and layout != "solo" else ():
         sizes[w] = min(blocks, Window.min_blocks(w, block, max_sequences, budget, MAX_DEPTH))
     runner = Runner(
-        m, layout, block, blocks, windows=sizes, lone=lone, rollback=rollback, kv_bits=kv_bits
+        m,
+        layout,
+        block,
+        blocks,
+        windows=sizes,
+        lone=lone,
+        rollback=rollback,
+        kv_bits=kv_bits,
     )
     stateful = bool(runner.states.layers)
     groups = KVCacheManager(
@@ -254,6 +262,12 @@ def engine(
         can_draft=rollback and layout != "solo",
     )
     return Engine(runner, scheduler, proposer or NoSpeculation(), **kw)
+
+
+def manager(start: Start) -> ModelManager:
+    """Of one model, which `start` loads."""
+    unknown = ModelInfo("", 0, 0, "", 0, 0, 0, 0, created=1_700_000_000)
+    return ModelManager([ModelSlot(start, unknown)])
 
 
 def request(
@@ -297,7 +311,7 @@ def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0
             outputs += e.step()
             e.check()
             check_sequences(e.scheduler)
-            time.sleep(1e-3 * e.rests)  # it waits for the disk
+            time.sleep(1e-3 * e.waits_for_disk)  # it waits for the disk
         elif i >= last:
             break
     assert not e.busy, "the engine did not come to rest"

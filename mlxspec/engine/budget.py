@@ -1,13 +1,13 @@
-"""How many prompt rows a step may carry, so that a decoding neighbour waits `gap` seconds at most.
+"""How many prompt rows a step may have, so that running answers wait `gap` seconds at most.
 
-Rule: the budget follows what steps of this size cost here, now; nothing is assumed of the machine.
+Rule: the budget follows the measured times of steps; nothing is assumed of the machine.
 """
 
 from dataclasses import dataclass
 
 MIN_ROWS = 8  # a prefill always makes progress
 MAX_ROWS = 2048  # bounds a step's memory
-IDLE_GAP = 1.0  # seconds of a step when nobody decodes: how late a cancel or an arrival is seen
+IDLE_GAP = 1.0  # seconds of a step when nothing decodes: a cancel or an arrival waits for it
 MARGIN = 0.9  # aims below the bound: steps vary
 MAX_RISE, MAX_DROP = 1.3, 0.25  # of the budget in one step: one fast or slow step is no proof
 
@@ -24,7 +24,7 @@ class PrefillBudget:
     gap: float = 0.25  # seconds
     fixed: int = 0
     shared: float = 64.0  # rows beside decodes
-    alone: float = 256.0  # rows when nobody decodes
+    alone: float = 256.0  # rows when nothing decodes
 
     def rows(self, decoding: bool) -> int:
         if self.fixed:
@@ -46,13 +46,9 @@ class PrefillBudget:
         # rises past what was measured and falls back, by turns.
         scaled = min(prefill, budget) * ratio
         if ratio < 1 or scaled > budget:
-            budget = _bounded(scaled)
+            budget = min(MAX_ROWS, max(MIN_ROWS, scaled))
         if decoding:
             self.shared = budget
         else:
             self.alone = budget
             self.shared = min(self.shared, self.alone)
-
-
-def _bounded(rows: float) -> float:
-    return min(MAX_ROWS, max(MIN_ROWS, rows))

@@ -1,10 +1,11 @@
-"""The loop: plan, draft, forward, sample, submit; read the step before; accept, commit, observe.
+"""The step loop of one model: plan, draft, forward, sample, submit; read the step before; accept,
+commit, observe.
 
-Rule: a step is submitted before the one in front of it is read, unless it samples nothing. A stop
-that is found late costs one wasted row, never a wrong token.
+Rule: a step is submitted before the one in front of it is read, unless it samples nothing or
+`_needs_sync` says otherwise. A stop that is found a step later costs one wasted row, never a wrong
+token.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,14 +16,11 @@ from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine import structured
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
-from mlxspec.kernels.verify import HangDetector
 from mlxspec.model import meter
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import Draft, Entry, Output, Request, Seq, Stats
-
-log = logging.getLogger("mlxspec")
 
 
 @dataclass(slots=True)
@@ -56,15 +54,13 @@ class Engine:
     trace: Callable[[str, int], None] = lambda event, step: None
     counters: Counter[str] = field(default_factory=Counter)  # names in Stats
     spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
-    step_seconds: float = 0.0
-    rests: bool = False  # nothing can be done until the disk is
+    step_seconds: float = 0.0  # of the last step; 0: the disk took part of it
+    waits_for_disk: bool = False  # the last step could do nothing until the disk answers
     monitor: MemoryMonitor | None = None
-    stalls: HangDetector | None = None  # None: no kernel is in use
-    in_flight: Step | None = None
+    in_flight: Step | None = None  # submitted and not read
     _pressure: int = NORMAL
-    _pressure_read: float = 0.0  # time of the monitor's last reading
-    _disk_busy: bool = False  # the last step moved blocks to or from the disk, which took time
-    _last_read: float = 0.0
+    _disk_busy: bool = False  # blocks were moved to or from the disk after the last step
+    _last_read: float = 0.0  # time at which a step was last read
     _live: dict[Seq, None] = field(default_factory=dict)  # those that the drafters know
 
     # ---- requests ----------------------------------------------------------------------------
@@ -90,7 +86,7 @@ class Engine:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to do, if only for the disk."""
+        """Whether a request runs or waits, or blocks are to be saved to disk."""
         return self.busy or bool(self.offloader and self.offloader.saving)
 
     # ---- a step ------------------------------------------------------------------------------
@@ -98,16 +94,17 @@ class Engine:
     def step(self) -> list[Output]:
         """Submit one step and commit the one before it."""
         outputs: list[Output] = []
-        self.poll_memory()
-        if self.in_flight and self._needs_sync():
-            outputs += self._finish(self.in_flight)
+        previous = self.in_flight
+        self.in_flight = None
+        if previous and self._needs_sync():
+            outputs += self._finish(previous)
+            previous = None
         began = time.perf_counter()
-        previous, self.in_flight = self.in_flight, None
         depths = self.proposer.depths(self.scheduler.decoding())
         plan = self.scheduler.plan(depths)
         self._begin_new(plan)
         self.proposer.draft(plan, previous)
-        failed = self._fail(structured.mask(plan))
+        outputs += self._fail(structured.mask(plan))
         plan = [e for e in plan if not e.seq.finish]
         self.runner.copy_blocks(self.scheduler.copies)
         self.scheduler.copies.clear()
@@ -125,13 +122,13 @@ class Engine:
         if previous:
             outputs += self._finish(previous)
         if self.in_flight and not self.in_flight.sampled:
-            # A step of prompts alone takes a second and brings nothing: requests that come
-            # meanwhile go before the next one.
+            # A step of prompts alone takes a second and brings no token: it is read now, so that
+            # requests that arrive in that second are planned into the next one.
             outputs += self._finish(self.in_flight)
-        outputs += failed
+            self.in_flight = None
         self._end_finished()
-        self._disk_busy = bool(self.offloader and self.offloader.poll())
-        self.rests = not (plan or outputs or self._disk_busy)
+        self.housekeep()
+        self.waits_for_disk = not (plan or outputs or self._disk_busy)
         return outputs
 
     def _needs_sync(self) -> bool:
@@ -145,12 +142,9 @@ class Engine:
 
     def _finish(self, step: Step) -> list[Output]:
         """Read a submitted step: accept, commit, observe."""
-        if step is self.in_flight:
-            self.in_flight = None
-        began = time.perf_counter()
         results = step.read()
         self.trace("read", step.number)
-        self._learn_time(step, time.perf_counter() - began)
+        self._learn_time(step)
         accepted, rows = [], []
         for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
             new = cut_at_stop(e, tokens, logprobs)
@@ -171,42 +165,25 @@ class Engine:
 
     def _fail(self, failures: structured.Failures) -> list[Output]:
         """End the choices whose grammars failed."""
-        outputs = []
-        for seq, error in failures:
-            why = f"the grammar cannot go on: {error}"
-            log.warning("%s", why)
-            outputs.append(self.scheduler.end(seq, "error", why))
-        return outputs
+        return [
+            self.scheduler.end(seq, "error", f"the grammar cannot go on: {error}")
+            for seq, error in failures
+        ]
 
-    def _learn_time(self, step: Step, waited: float) -> None:
-        """A step lasts from the later of its beginning and the read before it to its own read, for
-        which the host `waited` seconds."""
+    def _learn_time(self, step: Step) -> None:
+        """Measure a step, which lasts from its beginning, or the read before it if that was later,
+        to its own read, which is now; and teach the prefill budget."""
         now = time.perf_counter()
         self.step_seconds = now - max(step.began, self._last_read)
         self._last_read = now
         if self._disk_busy:  # its time says nothing about the next one's
             self.step_seconds = 0.0
             return
-        prefill = _prompt_rows(step)
+        prefill = sum(e.count for e in step.plan if e.count > 1)
         decoding = any(e.count == 1 for e in step.plan)
-        if self.stalls and not prefill and not self.scheduler.short:
-            self._watch_for_hang(self.stalls, step, waited)
         self.scheduler.prefill_budget.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.spec_metrics.parked += self.step_seconds
-
-    def _watch_for_hang(self, stalls: HangDetector, step: Step, waited: float) -> None:
-        """Report a step whose time is the kernels': without prompts in the step that was built
-        while it ran. A device that lags far behind is waited for when submitting, too."""
-        beside = self.in_flight
-        if not step.overlaps:
-            waited += step.submit_seconds
-        if beside:
-            if _prompt_rows(beside):
-                return
-            waited += beside.submit_seconds
-        meanwhile = _rows(beside) if beside else 0
-        stalls.took(_rows(step), self.step_seconds, waited, meanwhile)
 
     def _begin_new(self, plan: Iterable[Entry]) -> None:
         for e in plan:
@@ -223,24 +200,26 @@ class Engine:
 
     # ---- housekeeping ------------------------------------------------------------------------
 
-    def poll_memory(self) -> None:
-        """Read the memory pressure and give memory back where it is high. Once a step, and idle."""
+    def housekeep(self) -> None:
+        """Move blocks to and from the disk, and give memory back while it is short. After each
+        step, and when idle."""
+        self._disk_busy = bool(self.offloader and self.offloader.poll())
         if not self.monitor:
             return
-        level = self.monitor.poll()
-        read = self.monitor.read
         kv = self.scheduler.kv
-        self.scheduler.short = short = level > NORMAL
-        if short and read != self._pressure_read:
+        level = self.monitor.poll()
+        low = level > NORMAL
+        if low:
             meter.trim()
+        self.scheduler.low_memory = low
         if level > self._pressure:
-            log.info("memory pressure: evicted %d cached blocks and states", kv.evict_cached())
+            kv.evict_cached()
         for pool in kv.pools:
-            pool.save_memory = short
-        self._pressure, self._pressure_read = level, read
+            pool.save_memory = low
+        self._pressure = level
 
     def close(self, seconds: float) -> None:
-        """No step will follow: let the disk finish, for at most so many seconds."""
+        """No step will follow: let the disk cache finish writing, for at most so many seconds."""
         if self.offloader:
             self.offloader.close(seconds)
 
@@ -256,45 +235,30 @@ class Engine:
         self.scheduler.check()
 
     def stats(self) -> Stats:
-        """A snapshot; the process's part is the ModelManager's."""
-        scheduler, drafts = self.scheduler, self.spec_metrics
-        pool, states = scheduler.pool, scheduler.kv.states
-        disk = DiskStats()
-        if self.offloader:
-            disk = self.offloader.disk.stats()
-        drafted = []
-        for key, n in drafts.drafted.items():
-            drafted.append((*key, n, drafts.accepted[key]))
+        """A snapshot, without the figures of the whole process, which the ModelManager adds."""
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        running = scheduler.running
+        drafts = self.spec_metrics
+        disk = self.offloader.disk.stats() if self.offloader else DiskStats()
+        reading = [seq for seq in (*running, *scheduler.waiting) if not seq.generated]
         return Stats(
             **self.counters,
-            running=len(scheduler.running),
+            running=len(running),
             waiting=len(scheduler.waiting),
             blocks_used=pool.used,
             blocks_cached=len(pool.idle),
             blocks_free=pool.size - 1 - pool.used - len(pool.idle),
-            prompt_left=sum(map(_unread, (*scheduler.running, *scheduler.waiting))),
-            drafts=tuple(drafted),
+            prompt_left=sum(max(0, seq.prompt_len - seq.computed) for seq in reading),
+            drafts=tuple((*key, n, drafts.accepted[key]) for key, n in drafts.drafted.items()),
             depths=tuple(drafts.depths.items()),
             parked_seconds=drafts.parked,
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
-            states=len(states or ()),
+            states=len(scheduler.kv.states or ()),
             disk_read_bytes=disk.read,
             disk_written_bytes=disk.written,
             disk_runs_found=disk.hits,
             disk_runs_damaged=disk.damaged,
-            running_requests=tuple((s.request.id, s.reported_cached) for s in scheduler.running),
+            running_requests=tuple((seq.request.id, seq.reported_cached) for seq in running),
         )
-
-
-def _rows(step: Step) -> int:
-    return sum(e.rows for e in step.plan)
-
-
-def _prompt_rows(step: Step) -> int:
-    return sum(e.count for e in step.plan if e.count > 1)
-
-
-def _unread(seq: Seq) -> int:
-    """Prompt tokens that are not computed yet."""
-    return 0 if seq.generated else max(0, seq.prompt_len - seq.computed)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxspec.cache.blocks import BlockPool
@@ -25,7 +24,7 @@ from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use, versions
 from mlxspec.kernels.trial import Case
-from mlxspec.kernels.verify import HangDetector, VerdictFile, missing, verify
+from mlxspec.kernels.verify import VerdictFile, verify
 from mlxspec.model import meter, recurrent
 from mlxspec.model.hub import cache_of, prompts_of
 from mlxspec.model.layout import (
@@ -43,6 +42,7 @@ from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
+from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
@@ -50,8 +50,7 @@ from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 log = logging.getLogger("mlxspec")
 
-KERNELS_DIR = "kernels"  # in the cache directory: what was found out about kernels
-WARM_ROWS = 64  # of a warm-up prompt
+KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
 
 
 def load_engine(
@@ -85,41 +84,48 @@ def load_engine(
     if draft:
         small = fit_small(draft, *loaded[1], layout)
         caches.append(small.fit.cache_bytes)
-    stalls = _verify_kernels(cases, config)  # before the pools take memory
-    plan = plan_for(caches)  # with what the layout really keeps
-    identity = _identity(path, layout, plan, config)
+    with progress("Trying kernels") as report:  # before the pools take memory
+        verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
+    plan = plan_for(caches)  # with what the layouts really keep
+    kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
+    identity = fingerprint(path, versions() | {"kept": kept})  # of a KV block, beside its tokens
     engine = _build(models[0], layout, plan, context, identity, config)
-    engine.stalls = stalls
-    _warm_up(engine, cache)
+    _warm_up(engine, config)
     if config.speculate == "on":
-        _speculate(engine, cache, small)
+        _add_drafters(engine, cache, small)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
         disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
         offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
         engine.offloader = engine.scheduler.offloader = offloader
+    _log_limits(engine.scheduler, layout, context)
     log.info("%s: %s layout, ready in %.1f s", name, layout.layout, time.perf_counter() - began)
-    return engine, _report(engine.scheduler, name, layout, plan, context)
+    return engine, _info(engine.scheduler, name, layout, plan)
 
 
 def _find_layout(path: Path, model: Module, config: Config) -> WarmupCache:
-    """At the first start."""
+    """Find the layout, at the first start of a model."""
     try:
         return WarmupCache(layout=find_layout(model, config.layout, config.kv_bits))
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
 
 
-def _report(
-    scheduler: Scheduler, name: str, layout: LayoutChoice, plan: MemoryPlan, context: int
-) -> ModelInfo:
-    """Log why the engine is slower or smaller than requested, and return what was derived."""
+def _log_limits(scheduler: Scheduler, layout: LayoutChoice, context: int) -> None:
+    """Log why the engine is slower or smaller than requested."""
     for reason in layout.refused:
         log.info("layout refused: %s", reason)
-    if layout.lone:
-        log.warning("%s: sequences run one at a time", name)
     if scheduler.limit < context:
         log.warning("context cut from %d to %d tokens by the KV pool", context, scheduler.limit)
+
+
+def _info(
+    scheduler: Scheduler,
+    name: str,
+    layout: LayoutChoice,
+    plan: MemoryPlan,
+) -> ModelInfo:
+    """What the server knows of the loaded model."""
     return ModelInfo(
         name=name,
         context=scheduler.limit,
@@ -135,12 +141,10 @@ def _report(
 
 def _cases(models: Sequence[Module], config: Config) -> list[Case]:
     """The kernels to verify. The K/V of a draft model are not quantized."""
-    if config.kernels == "off":
-        return []
-    found, bits = [], config.kv_bits
-    for model in models:
-        found += kernel_cases(model, config.block_size, bits)
-        bits = 0
+    found = []
+    if config.kernels == "auto":
+        for model, bits in zip(models, (config.kv_bits, 0), strict=False):
+            found += kernel_cases(model, config.block_size, bits)
     return found
 
 
@@ -150,27 +154,6 @@ def _free_bytes(config: Config) -> int:
     if config.memory_gb:
         free = config.memory_bytes - meter.held()[0]
     return free
-
-
-def _verify_kernels(cases: Sequence[Case], config: Config) -> HangDetector | None:
-    """Decide which kernels are used. None if none is used."""
-    with progress("Trying kernels") as report:
-        verdicts = verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
-    used = [verdict for verdict in verdicts.values() if verdict.way]
-    if verdicts and not missing():
-        log.info("%d of %d kernels in use", len(used), len(verdicts))
-    return HangDetector() if used else None
-
-
-def _identity(
-    path: Path,
-    layout: LayoutChoice,
-    plan: MemoryPlan,
-    config: Config,
-) -> str:
-    """A hash of everything that the content of a KV block depends on, beside its tokens."""
-    kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
-    return fingerprint(path, versions() | {"kept": kept, "device": str(mx.default_device())})
 
 
 def _build(
@@ -186,10 +169,7 @@ def _build(
     runner = layout.runner(
         model, config.block_size, plan.blocks, windows=plan.windows, kv_bits=config.kv_bits
     )
-
-    def pool(blocks: int) -> BlockPool:
-        return BlockPool(blocks, config.block_size, identity.encode())
-
+    pool = partial(BlockPool, block_size=config.block_size, salt=identity.encode())
     states = None
     if layout.cache_bytes.state:
         states = StateCache(plan.snapshots, plan.snapshot_stride, recurrent.own)
@@ -200,83 +180,62 @@ def _build(
         kv,
         context=context,
         max_sequences=min(config.max_sequences, plan.sequences),
-        prefill_budget=PrefillBudget(config.decode_gap_ms / 1000, config.prefill_budget),
         sharing=layout.sharing,
         can_draft=layout.can_draft,
     )
     return Engine(runner, scheduler, vocab=layout.vocab)
 
 
-def _warm_up(engine: Engine, cache: WarmupCache) -> None:
-    """Run short requests through the real pools, which allocates them and compiles what is compiled
-    lazily. At the first start of a model also check that steps write the pools in place, and time a
-    prompt, from which the budget for prompts starts."""
-    scheduler, limit = engine.scheduler, engine.scheduler.limit
+def _warm_up(engine: Engine, config: Config) -> None:
+    """Run two requests through the real pools, which compiles what is compiled lazily. The prefill
+    budget is made afterwards, so that it learns nothing from compiling."""
+    limit = engine.scheduler.limit
     if limit < 2:
         raise UnsupportedModel(
             f"a context of {limit} tokens has no room for an answer; raise --context or --kv-blocks"
         )
-    budget, scheduler.prefill_budget = (
-        scheduler.prefill_budget,
-        PrefillBudget(),
-    )  # learns nothing from compiling
-    if cache.prefill_seconds:
-        _run(engine, 0, 1, 1)
-    else:
-        sizes, places = set(), set()
-        # With odd and even numbers of steps: two buffers in turn are back in place after two.
-        for number, tokens in enumerate((4, 4, 3, 1)):
-            _run(engine, 2 * number, WARM_ROWS, tokens)
-            held = tuple(engine.runner.view.allocated.values())
-            sizes.add(held)
-            places.add((held, engine.runner.addresses()))
-        if len(sizes) < len(places):  # a grown pool may have moved
-            log.warning("MLX copies the KV pool in each step: answers are slow; please report it")
-        cache.prefill_seconds = engine.step_seconds / 2  # of the last prompts, in one step
-    scheduler.prefill_budget = budget
-    budget.learn(WARM_ROWS, True, cache.prefill_seconds)
-    engine.reset()
-
-
-def _run(
-    engine: Engine,
-    number: int,
-    rows: int,
-    tokens: int,
-) -> None:
-    """Serve two prompts of `rows` tokens."""
-    for start in (number, number + 1):
-        prompt = tuple((start + at) % engine.vocab for at in range(rows))
-        engine.add(Request("warm-up", prompt[: engine.scheduler.limit - 1], tokens))
+    for token in range(2):
+        engine.add(Request("warm-up", (token,), 1))
     while engine.busy:
         engine.step()
+    engine.reset()
+    gap = config.decode_gap_ms / 1000
+    engine.scheduler.prefill_budget = PrefillBudget(gap, config.prefill_budget)
 
 
-def _speculate(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> None:
-    """Measure what steps cost, unless the cache knows, and give the idle engine its drafters."""
-    runner, pool = engine.runner, engine.scheduler.pool
+def _add_drafters(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> None:
+    """Measure what steps cost, and give the idle engine its drafters."""
+    pool = engine.scheduler.pool
     if not engine.scheduler.can_draft:
         log.warning("no speculation: this model cannot roll back a rejected draft")
         return
-    highest, kernels = pool.highest, kernels_in_use()
-    known = cache.costs if cache.kernels == kernels else None
+    highest = pool.highest
     blocks = min(len(pool.free_blocks), -(-MEASURED // pool.block_size))
     table = pool.allocate(blocks) or []
-    try:
-        with progress("Measuring steps") as report:
-            costs = calibrate(runner, engine.vocab, table, known, report)
-        if costs is None:
-            log.warning("no speculation: the KV pool is too small to measure what a draft costs")
-            return
+    costs = _measure_steps(engine, cache, table)
+    if costs:
         drafters: list[Drafter] = [NgramDrafter()]
         if small:
-            drafts = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
-            drafts.grow_on_demand(lambda: [pool.highest])
-            seconds, vocab = one_row(drafts, table), small.fit.vocab
-            drafters.append(DraftModel(drafts, engine.vocab, seconds, vocab, small.context))
-    finally:
-        pool.free(table)
-        pool.highest = highest  # the measurement left nothing worth keeping
-    cache.costs, cache.kernels = costs, kernels
-    runner.tap([tap for drafter in drafters for tap in drafter.taps])
-    engine.proposer = Proposer(costs, drafters, overlap=runner.layout == "rows")
+            draft = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
+            draft.grow_on_demand(lambda: [pool.highest])
+            seconds = one_row(draft, table)
+            vocab = small.fit.vocab
+            drafters.append(DraftModel(draft, engine.vocab, seconds, vocab, small.context))
+        engine.runner.tap([tap for drafter in drafters for tap in drafter.taps])
+        engine.proposer = Proposer(costs, drafters, overlap=engine.runner.layout == "rows")
+    else:
+        log.warning("no speculation: the KV pool is too small to measure what a draft costs")
+    pool.free(table)
+    pool.highest = highest  # the measurement left nothing worth keeping
+
+
+def _measure_steps(engine: Engine, cache: WarmupCache, table: list[int]) -> Costs | None:
+    """The cost of a step, from the cache if it was measured with the kernels in use; None if the
+    blocks in `table` are too few."""
+    kernels = kernels_in_use()
+    known = cache.costs if cache.kernels == kernels else None
+    with progress("Measuring steps") as report:
+        costs = calibrate(engine.runner, engine.vocab, table, known, report)
+    cache.costs = costs
+    cache.kernels = kernels
+    return costs

@@ -1,7 +1,7 @@
 """Memory: what the machine has, and the plan for one model.
 
-Rule: no MLX. A model that does not fit is refused before a weight is read. What the system does not
-tell is estimated conservatively and logged once.
+Rule: no MLX. A model that does not fit is refused before a weight is read. A figure that the system
+does not give is estimated conservatively.
 """
 
 import ctypes
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlxspec.cache.disk import MAX_QUEUED
-from mlxspec.cache.offload import MAX_READS, RUN_BYTES
 from mlxspec.cache.prefix import Window
 from mlxspec.config import Config
 from mlxspec.engine.budget import MAX_ROWS
@@ -28,10 +26,10 @@ STATES = 2  # a step reads one recurrent state of a sequence and writes another
 STATE_PART, MOST_SNAPSHOTS = 8, 1024  # snapshots: an eighth of the KV bytes, and a limit
 SNAPSHOTS = 2  # for each running sequence, at least
 LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
-# Bytes. Steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion parameters, fp32.
-HEADROOM = 512 << 20
+# Bytes. Steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion parameters, fp32;
+# what is on its way to and from the disk is limited to 256 MiB.
+HEADROOM = 768 << 20
 HEADROOM_PART = 16  # of the machine's memory, where that is more
-DISK_BUFFERS = MAX_QUEUED + MAX_READS * RUN_BYTES  # bytes on their way to and from the disk
 
 DARWIN = sys.platform == "darwin"
 LIBC: Any = ctypes.CDLL(None)  # on macOS libSystem, which includes libproc
@@ -50,9 +48,9 @@ CacheSizes = tuple[int, tuple[tuple[int, int], ...], int]
 
 def sysctl(name: str) -> int:
     """A number from the macOS kernel, 4 or 8 bytes wide; 0 if it has none of that name."""
-    value, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
-    target = ctypes.byref(value), ctypes.byref(size)
-    LIBC.sysctlbyname(name.encode(), *target, None, ctypes.c_size_t(0))
+    value = ctypes.c_uint64(0)
+    size = ctypes.byref(ctypes.c_size_t(8))
+    LIBC.sysctlbyname(name.encode(), ctypes.byref(value), size, None, ctypes.c_size_t(0))
     return value.value
 
 
@@ -88,23 +86,21 @@ def footprint() -> int:
 
 
 def headroom() -> int:
-    """Bytes kept free for a step's activations, MLX's buffer cache and the rest of the process."""
+    """Bytes kept free for a step's activations, MLX's buffer cache, disk buffers and the rest of
+    the process."""
     return max(HEADROOM, total() // HEADROOM_PART)
 
 
 def _proc_table(name: str) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes; none if it is missing."""
-    path = PROC / name
-    if not path.exists():
-        return {}
-    rows = re.findall(r"^(\w+):\s+(\d+) kB", path.read_text(), re.M)
+    """The sizes in a file of /proc, in bytes."""
+    rows = re.findall(r"^(\w+):\s+(\d+) kB", (PROC / name).read_text(), re.M)
     return {key: int(size) << 10 for key, size in rows}
 
 
 # ---- the plan for one model
 
 
-class Pool(NamedTuple):
+class PoolLimits(NamedTuple):
     """One kind of cache: bytes of a unit, the fewest units that work, the most that are useful."""
 
     unit: int
@@ -142,13 +138,12 @@ def make_plan(
     windows = {window: size for window, size in local if window < context}
     token_bytes = sum(size + sum(each for _, each in local) for size, local, _ in caches)
     token_bytes -= sum(windows.values())
-    pools = _pools(config, context, token_bytes, windows, state_bytes)
-    held = weights + (DISK_BUFFERS if config.disk_bytes else 0)
+    pools = _pool_limits(config, context, token_bytes, windows, state_bytes)
     part = 1.0 if config.kv_blocks else CACHE_SHARE
-    budget = int((free - held - headroom()) * part)
+    budget = int((free - weights - headroom()) * part)
     least = sum(pool.unit * pool.least for pool in pools)
     if least > budget:
-        raise _too_large(config, held, int(least / part), free)
+        raise _too_large(config, weights, int(least / part), free)
     wanted = max(1, sum(pool.unit * pool.most for pool in pools) - least)
     rest = min(max(0, int(budget * share) - least), wanted)
     counts, cache_bytes = [], 0
@@ -167,46 +162,44 @@ def make_plan(
     return MemoryPlan(weights, cache_bytes, blocks, kept, sequences, snapshots, stride)
 
 
-def _pools(
+def _pool_limits(
     config: Config,
     context: int,
     token_bytes: int,
     windows: Mapping[int, int],
     state_bytes: int,
-) -> list[Pool]:
-    """Blocks for full attention, blocks of each window, running states, snapshots."""
+) -> list[PoolLimits]:
+    """Of blocks for full attention, blocks of each window, running states, and snapshots."""
     size, sequences = config.block_size, config.max_sequences
     full, first = (-(-tokens // size) + 1 for tokens in (context, min(context, LEAST_CONTEXT)))
     most = config.kv_blocks or CONTEXTS * (full - 1) + 1
-    pools = [Pool(token_bytes * size, first, most)]
+    pools = [PoolLimits(token_bytes * size, first, most)]
+    chunk = config.prefill_budget or MAX_ROWS
     for window, window_bytes in windows.items():
+        one, every = (Window.min_blocks(window, size, n, chunk, MAX_DEPTH) for n in (1, sequences))
         # Twice what all sequences use at once: the rest keeps passed blocks for later prompts.
-        one, every = (_window_blocks(window, config, n) for n in (1, sequences))
-        pools.append(Pool(window_bytes * size, min(one, full), min(2 * every, most)))
+        pools.append(PoolLimits(window_bytes * size, min(one, full), min(2 * every, most)))
     by_size = token_bytes * size * most // STATE_PART // max(1, state_bytes)
     snapshots = max(SNAPSHOTS * sequences, min(by_size, MOST_SNAPSHOTS))
-    pools += [Pool(STATES * state_bytes, 1, sequences), Pool(state_bytes, 0, snapshots)]
+    pools.append(PoolLimits(STATES * state_bytes, 1, sequences))
+    pools.append(PoolLimits(state_bytes, 0, snapshots))
     if config.kv_blocks:
         pools = [pool._replace(least=pool.most) for pool in pools]
     return pools
 
 
-def _window_blocks(window: int, config: Config, sequences: int) -> int:
-    """Blocks of a window's pool with which that many sequences never wait for one."""
-    chunk = config.prefill_budget or MAX_ROWS
-    return Window.min_blocks(window, config.block_size, sequences, chunk, MAX_DEPTH)
-
-
 def _too_large(config: Config, weights: int, caches: int, free: int) -> OutOfMemory:
-    """That weights and caches of at least so many bytes exceed `free`."""
+    """The error where weights and caches of at least so many bytes exceed `free`."""
     fix, where = "close programs", f"free of {format_size(total())}"
     if config.memory_gb:
         fix, where = "raise --memory-gb", "left of --memory-gb"
     if config.kv_blocks:
         fix += ", leave out --kv-blocks"
+    if config.kv_bits != 4:
+        fix += ", set --kv-bits 4"
     return OutOfMemory(
         f"the model does not fit: it needs {format_size(weights)} for weights,"
         f" {format_size(headroom())} of headroom and {format_size(caches)} for caches, but"
-        f" {format_size(free)} are {where}; {fix}, set --kv-bits or a lower --context",
+        f" {format_size(free)} are {where}; {fix} or set a lower --context",
         need=weights + headroom() + caches,
     )

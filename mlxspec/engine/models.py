@@ -1,12 +1,11 @@
-"""Several models on the engine thread: which are loaded, whose step is next, who waits for a load.
+"""Several models on the engine thread: which are loaded, which one steps next, loads and evictions.
 
-Rule: orders for models that are not loaded are served in the order in which they came. A model
-that has to leave finishes what it took and takes nothing new, so nothing starves.
+Rule: orders for models that are not loaded are served in the order in which they came. A model that
+is to be unloaded finishes its requests and takes no new ones, so no order starves.
 """
 
 import gc
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -32,11 +31,9 @@ from mlxspec.types import (
 
 log = logging.getLogger("mlxspec")
 
-CLOSE_S = 2.0  # for a model's disk cache, before the process ends
+CLOSE_S = 2.0  # for a model's disk cache to finish writing, before the process ends
 UNLOAD_S = 0.5  # likewise, while other models wait
-RETRY_S = 10.0  # for which requests do not repeat a failed load
-LOADING_BYTES = 1 << 62  # expected of a load, whose size is known when it is done
-UNKNOWN = ModelInfo("", 0, 0, "", 0, 0, 0, 0, 0)
+RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
 
@@ -66,38 +63,41 @@ Order = Request | LoadCommand | Abort
 
 @dataclass(slots=True, eq=False)
 class ModelSlot:
-    """One model, loaded or not."""
+    """One model, loaded or not. `start` loads it."""
 
     start: Start
-    info: ModelInfo = UNKNOWN  # estimated from the files until the first load
-    pinned: bool = False
+    info: ModelInfo  # estimated from the files until the first load
+    pinned: bool = False  # never evicted, nor unloaded when idle
     engine: Engine | None = None
-    leaving: bool = False  # unloaded when it is idle, for the order that waits first
     last_stats: Stats = field(default_factory=Stats)  # before the last unload
     counters: Counter[str] = field(default_factory=Counter)  # of all loads, like `spec_metrics`
     spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     used: float = 0.0  # time of its last work
     loads: int = 0
-    need: int = 0  # bytes that the last load lacked
-    error: str = ""  # of the last load
-    failed: float = -math.inf  # time of the last load that failed
+    need: int = 0  # bytes that must be free, by the last load that ran out of memory
+    error: str = ""  # why the last load failed
+    failed: float = 0.0  # time of that error
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits for its steps."""
+        """Whether a request runs or waits."""
         return bool(self.engine and self.engine.busy)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of weights and full pools, if loaded."""
         return self.info.weight_bytes + self.info.kv_bytes if self.engine else 0
 
 
 @dataclass(slots=True, eq=False)
 class ModelManager:
-    """Runs all models on one thread, the first being the default; the worker sees one engine.
+    """Runs all models on one thread; the first is the default. Orders go in by `submit`, outputs
+    come from `submit` and `step`.
 
-    A model without work for `ttl` seconds is unloaded unless it is pinned; 0 means never. With
-    `lazy` nothing is loaded at launch, so every slot needs its `info`.
+    An order for a model that is loaded is passed on at once. Others wait; for the first that waits,
+    `step` unloads the models in `_leaving` once they are idle, then loads its model. A model
+    without work for `ttl` seconds is unloaded unless it is pinned; 0 means never. With
+    `load_on_request` no model is loaded at launch.
     """
 
     slots: Sequence[ModelSlot]
@@ -106,16 +106,17 @@ class ModelManager:
     memory_check: Callable[[str, int, int], str] = lambda name, held, freed: ""
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    monitor: MemoryMonitor | None = None
-    lazy: bool = False
+    monitor: MemoryMonitor = field(default_factory=MemoryMonitor)
+    load_on_request: bool = False
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
+    _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
+    _turns: deque[ModelSlot] = field(default_factory=deque)  # the first may step next
     _disk_bytes: int = 0
-    _turns: deque[ModelSlot] = field(default_factory=deque)
 
     def launch(self) -> None:
-        """Load the default model, unless `lazy`. Raises what loading raises."""
-        if not self.lazy:
+        """Load the default model, unless `load_on_request`. Raises what loading raises."""
+        if not self.load_on_request:
             self._start(self.slots[0])
         self._turns = deque(self.slots)
 
@@ -128,9 +129,9 @@ class ModelManager:
 
     @property
     def waits_for_disk(self) -> bool:
-        """Whether a step of a busy manager would do nothing until the disk has answered."""
-        engines = self._engines()
-        return not self._waiting and all(engine.rests for engine in engines if engine.active)
+        """Whether a step of a busy manager would do nothing until the disk answers."""
+        active = [engine for engine in self._engines() if engine.active]
+        return not self._waiting and all(engine.waits_for_disk for engine in active)
 
     def close(self) -> None:
         """Drop all models; the thread ends."""
@@ -143,7 +144,7 @@ class ModelManager:
         """While idle: check the engines' invariants, and evict caches if memory is short."""
         for engine in self._engines():
             engine.check()
-            engine.poll_memory()
+            engine.housekeep()
 
     def snapshot(self) -> dict[str, Served]:
         """All models by name, the default first."""
@@ -151,25 +152,25 @@ class ModelManager:
             if engine.offloader:  # all share one directory
                 self._disk_bytes = engine.offloader.disk.stats().bytes
         active, cached = meter.held()
-        process: dict[str, Any] = dict(
-            disk_bytes=self._disk_bytes,
-            mlx_active_bytes=active,
-            mlx_cache_bytes=cached,
-            live_arrays=meter.arrays(),
-        )
-        if self.monitor:
-            process["memory_pressure"] = self.monitor.level
-            process["footprint_bytes"] = self.monitor.footprint
-        coming = self._slot(self._waiting[0]) if self._waiting else None
+        next_slot = self._slot(self._waiting[0]) if self._waiting else None
         served = {}
         for slot in self.slots:
             status: Literal["loaded", "loading", "unloaded"] = "unloaded"
             stats = slot.last_stats
             if slot.engine:
-                status, stats = "loaded", slot.engine.stats()
-            elif slot is coming:
+                status = "loaded"
+                stats = slot.engine.stats()
+            elif slot is next_slot:
                 status = "loading"
-            stats = replace(stats, **process)
+            stats = replace(
+                stats,
+                disk_bytes=self._disk_bytes,
+                mlx_active_bytes=active,
+                mlx_cache_bytes=cached,
+                live_arrays=meter.arrays(),
+                memory_pressure=self.monitor.level,
+                footprint_bytes=self.monitor.footprint,
+            )
             served[slot.info.name] = Served(
                 slot.info, status, stats, slot.pinned, slot.loads, slot.error, slot.used
             )
@@ -182,13 +183,13 @@ class ModelManager:
         if isinstance(order, Abort):
             return self._abort(order)
         outputs = self._dispatch(order)
-        if len(self._waiting) == 1:
-            outputs += self._plan()
+        if not self._leaving:
+            outputs += self._choose_evictions()
         return outputs
 
     def _dispatch(self, order: Request | LoadCommand) -> list[Output]:
         slot = self._slot(order)
-        ready = slot.engine and not slot.leaving
+        ready = slot.engine and slot not in self._leaving
         if isinstance(order, LoadCommand):
             if ready if order.load else not slot.engine:
                 if order.pin is not None:
@@ -197,17 +198,16 @@ class ModelManager:
                 return _finish(order, "stop")
         elif ready:
             return self._add(slot, order)
-        elif self.clock() - slot.failed < RETRY_S:
+        elif slot.error and self.clock() - slot.failed < RETRY_S:
             return _finish(order, "error", error=slot.error, fault="model")
         self._waiting.append(order)
         return []
 
     def _slot(self, order: Request | LoadCommand) -> ModelSlot:
-        by_name = {slot.info.name: slot for slot in self.slots}
-        return by_name[order.model] if order.model else self.slots[0]
+        return next(slot for slot in self.slots if order.model in ("", slot.info.name))
 
     def _add(self, slot: ModelSlot, request: Request) -> list[Output]:
-        """Hand a request to its engine; the limits known before the load may have been wrong."""
+        """Pass a request to its engine. Loading may have changed the limits it was checked with."""
         assert slot.engine
         slot.used = self.clock()
         if request.grammar and request.grammar_vocab not in (0, slot.info.vocab):
@@ -229,70 +229,64 @@ class ModelManager:
                 self._waiting.remove(order)
                 outputs += _finish(order, "abort")
                 if first:
-                    outputs += self._resume()
+                    outputs += self._dispatch_waiting()
         return outputs
 
-    # ---- loads and unloads
-
-    def _resume(self) -> list[Output]:
-        """Dispatch all waiting orders again, as the first was served or given up."""
+    def _dispatch_waiting(self) -> list[Output]:
+        """Dispatch all waiting orders again, as the first was answered or can be."""
         waiting, self._waiting = self._waiting, deque()
-        for slot in self.slots:
-            slot.leaving = False
+        self._leaving = []
         outputs = []
         for order in waiting:
             outputs += self._dispatch(order)
-        return outputs + self._plan()
+        return outputs + self._choose_evictions()
 
-    def _plan(self) -> list[Output]:
-        """Choose the models that leave for the first waiting order."""
+    # ---- loads and unloads
+
+    def _choose_evictions(self) -> list[Output]:
+        """Choose the models to unload for the first waiting order: none more than its model needs,
+        idle before busy, least recently used first. If all are too few, answer that it fails."""
         if not self._waiting:
             return []
         order = self._waiting[0]
         slot = self._slot(order)
         if isinstance(order, LoadCommand) and not order.load:
-            slot.leaving = True
+            self._leaving = [slot]
             return []
-        candidates = self._by_last_use()
+        loaded = [slot for slot in self.slots if slot.engine and not slot.pinned]
+        candidates = sorted(loaded, key=lambda slot: (slot.busy, slot.used))
         while reason := self._lacks_memory(slot):
             if not candidates:
                 return self._fail(slot, reason)
-            candidates.pop(0).leaving = True
+            self._leaving.append(candidates.pop(0))
         return []
 
     def _lacks_memory(self, slot: ModelSlot) -> str:
+        """Why a model would not fit after the chosen evictions, or ""."""
         held = sum(each.nbytes for each in self.slots)
-        freed = sum(each.nbytes for each in self.slots if each.leaving)
+        freed = sum(each.nbytes for each in self._leaving)
         return self.memory_check(slot.info.name, held, freed)
 
-    def _by_last_use(self) -> list[ModelSlot]:
-        """Models that may be unloaded: idle before busy, least recently used first."""
-        loaded = [slot for slot in self.slots if slot.engine and not slot.pinned]
-        return sorted(loaded, key=lambda slot: (slot.busy, slot.used))
-
     def step(self) -> list[Output]:
-        """Do what the first waiting order needs once nothing that leaves is busy, else a step of
-        the next active model."""
-        leaving = [slot for slot in self.slots if slot.leaving]
-        if self._waiting and not any(slot.busy for slot in leaving):
-            if not leaving:
+        """Unload or load for the first waiting order, if no model that is to leave is busy; else
+        do a step of the next active model."""
+        if self._waiting and not any(slot.busy for slot in self._leaving):
+            if not self._leaving:
                 return self._load(self._slot(self._waiting[0]))
-            for slot in leaving:
+            for slot in self._leaving:
                 self._unload(slot)
-            return self._resume()  # a load comes next: a snapshot shows them as unloaded before
+            return self._dispatch_waiting()  # the load is the next step: see `snapshot`
         for _ in self.slots:
             slot = self._turns[0]
             self._turns.rotate(-1)
             if slot.engine and slot.engine.active:
-                if slot.busy:
-                    slot.used = self.clock()
+                slot.used = self.clock()
                 return slot.engine.step()
         return []
 
     def _load(self, slot: ModelSlot) -> list[Output]:
-        """Load a model for the orders that wait for it."""
+        """Load a model and dispatch the orders that wait for it, or answer that it failed."""
         self.loading = slot.info.name
-        log.info("%s: loading", self.loading)
         reason = ""
         try:
             self._start(slot)
@@ -305,56 +299,49 @@ class ModelManager:
             reason = line_of(error)
         self.loading = ""
         if not reason:
-            return self._resume()
+            return self._dispatch_waiting()
         _release_memory()  # only now, because the traceback held arrays
         if slot.need and self._lacks_memory(slot):
-            return self._plan()  # now that the need is known, others may leave
+            return self._choose_evictions()  # now that the need is known
         return self._fail(slot, reason)
 
     def _start(self, slot: ModelSlot) -> None:
-        self._expect(LOADING_BYTES)
-        try:
-            slot.engine, info = slot.start()
-        finally:
-            self._expect(-LOADING_BYTES)
+        slot.engine, info = slot.start()
         slot.engine.monitor = self.monitor
-        slot.engine.counters, slot.engine.spec_metrics = slot.counters, slot.spec_metrics
-        slot.info = replace(info, created=slot.info.created or info.created)
-        slot.used, slot.error, slot.failed = self.clock(), "", -math.inf
+        slot.engine.counters = slot.counters
+        slot.engine.spec_metrics = slot.spec_metrics
+        slot.info = replace(info, created=slot.info.created)
+        slot.used = self.clock()
+        slot.error = ""
         slot.loads += 1
-        self._expect(slot.nbytes)
-
-    def _expect(self, size: int) -> None:
-        if self.monitor:
-            self.monitor.reserve(size)
 
     def _fail(self, slot: ModelSlot, reason: str) -> list[Output]:
-        """Answer all that waits for this load; requests are refused for RETRY_S."""
-        slot.error, slot.failed = f"{slot.info.name} cannot be loaded: {reason}", self.clock()
+        """Answer all orders that wait for this load."""
+        slot.error = f"{slot.info.name} cannot be loaded: {reason}"
+        slot.failed = self.clock()
         log.error("%s", slot.error)
         outputs = []
         for order in [each for each in self._waiting if self._slot(each) is slot]:
-            if isinstance(order, Request) or order.load:
-                self._waiting.remove(order)
-                outputs += _finish(order, "error", error=slot.error, fault="model")
-        return outputs + self._resume()
+            self._waiting.remove(order)
+            outputs += _finish(order, "error", error=slot.error, fault="model")
+        return outputs + self._dispatch_waiting()
 
     def _unload(self, slot: ModelSlot) -> None:
         assert slot.engine
         stats = slot.engine.stats()
         slot.last_stats = replace(stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0)
-        self._expect(-slot.nbytes)
         slot.engine.close(UNLOAD_S)
         slot.engine = None
         _release_memory()
         log.info("%s: unloaded", slot.info.name)
 
     def unload_idle(self) -> None:
-        """Unload all models that have reached their `ttl`."""
+        """Unload the models that were idle for `ttl` seconds."""
         if not self.ttl or self._waiting:
             return
-        for slot in self._by_last_use():
-            if not slot.busy and self.clock() - slot.used >= self.ttl:
+        for slot in self.slots:
+            idle = slot.engine and not slot.busy and self.clock() - slot.used >= self.ttl
+            if idle and not slot.pinned:
                 self._unload(slot)
 
 
@@ -364,7 +351,7 @@ def _finish(order: Request | LoadCommand, finish: Finish, **reason: Any) -> list
 
 
 def _release_memory() -> None:
-    """Give back what nobody refers to: models are full of cycles, and MLX keeps buffers."""
+    """Free what is not referenced any more: models are full of cycles, and MLX keeps buffers."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()

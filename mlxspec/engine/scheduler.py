@@ -1,8 +1,8 @@
 """Which sequence computes which tokens in a step: admission, budget, blocks, preemption, commit.
 
-Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to what
-is known plus its draft; who runs out of blocks gives up its draft first, then preempts the
-youngest sequence. No mlx here.
+Rule: there is no prefill phase and no decode phase. A sequence catches up from `computed` to the
+tokens that exist plus its draft. Where blocks run out, drafts are cut first, then the youngest
+sequence is preempted. No MLX here.
 """
 
 from collections import deque
@@ -35,6 +35,7 @@ class Scheduler:
 
     `context` bounds prompt + output in tokens; `sharing` is off where blocks do not hold all that a
     model keeps of a prefix; `can_draft` is off where a rejected draft cannot be rolled back.
+    With `low_memory`, sequences are started one at a time.
     """
 
     kv: KVCacheManager
@@ -48,10 +49,11 @@ class Scheduler:
     running: list[Seq] = field(default_factory=list)  # oldest first
     offloader: KVOffloader | None = None
     copies: Copies = field(default_factory=list)  # to do before the next plan's rows are written
-    short: bool = False  # of memory: sequences run one at a time
+    low_memory: bool = False
     preemptions: int = 0
     _order: Iterator[int] = field(default_factory=count)
-    # What could not be admitted, and the free blocks then: spares hashing a prompt at every step.
+    # The sequence that could not be admitted, and the free blocks then: until more are free, its
+    # prompt is not hashed again.
     _blocked: Seq | None = None
     _blocked_free: int = 0
 
@@ -81,7 +83,11 @@ class Scheduler:
                 seq.matcher = request.grammar()
             self.waiting.append(seq)
 
-    def abort(self, request: str, index: int | None = None) -> list[Output]:
+    def abort(
+        self,
+        request: str,
+        index: int | None = None,
+    ) -> list[Output]:
         """End the choices of `request` (all, or one) and free their blocks."""
         outputs = []
         for seq in (*self.running, *self.waiting):
@@ -90,7 +96,7 @@ class Scheduler:
         return outputs
 
     def end(self, seq: Seq, finish: Finish, error: str = "") -> Output:
-        """End a choice before its time and free its blocks."""
+        """End a choice that is not complete, and free its blocks."""
         seq.finish = finish
         self._release(seq)
         return _output(seq, Accepted(), error)
@@ -104,14 +110,14 @@ class Scheduler:
         return [s for s in self.running if s.remaining == 1 and s.room > 0]
 
     def plan(self, depths: Mapping[Seq, int]) -> list[Entry]:
-        """The next step: decodes first, then prefills inside the budget. Reserves blocks for every
-        row. `depths`: how many tokens to draft for sequences that decode."""
+        """The next step: decodes first, then prefills within the budget. Reserves blocks for every
+        row. `depths`: how many tokens to draft, by sequence."""
         self._admit()
         ready = [s for s in self.running if s.remaining and s.room > 0]
         plan: list[Entry] = []
         for seq in ready:
             if seq.remaining == 1:
-                self._place(plan, seq, 1)
+                self._add_entry(plan, seq, 1)
         # A token in flight is also a running answer that this step would delay.
         decoding = bool(plan) or any(s.pending for s in self.running)
         budget = self.prefill_budget.rows(decoding)
@@ -119,7 +125,7 @@ class Scheduler:
         prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
         for seq in prefills:
             n = self.kv.limit_rows(seq, min(seq.remaining, budget))
-            if n > 0 and self._place(plan, seq, n):
+            if n > 0 and self._add_entry(plan, seq, n):
                 budget -= n
                 seq.deferred = 0
                 if plan[-1].samples:  # its answer begins with this step: it is delayed as well
@@ -132,11 +138,13 @@ class Scheduler:
                 entry.depth = self._reserve_draft(entry, want)
         return plan
 
-    def _place(self, plan: list[Entry], seq: Seq, n: int) -> bool:
-        """Add an entry of `n` rows, preempting younger sequences if blocks run out."""
-        if seq not in self.running:  # preempted for an entry of this very plan
+    def _add_entry(self, plan: list[Entry], seq: Seq, n: int) -> bool:
+        """Add an entry of `n` rows, preempting younger sequences if blocks run out; False where
+        that is not enough."""
+        if seq not in self.running:  # preempted for another entry of this plan
             return False
-        while need := self.kv.blocks_needed(seq, seq.computed + seq.inflight_drafts + n):
+        drafts = seq.inflight_drafts
+        while need := self.kv.blocks_needed(seq, seq.computed + drafts + n):
             if self.kv.allocate(seq, need):
                 break
             victim = seq
@@ -147,28 +155,30 @@ class Scheduler:
                 return False
             self._preempt(victim)
             plan[:] = [e for e in plan if e.seq is not victim]
-        entry = Entry(seq, seq.computed, n, samples=n == seq.remaining)
-        entry.inflight_drafts = seq.inflight_drafts
-        entry.pending = entry.samples and seq.pending > 0
+        samples = n == seq.remaining
+        pending = samples and seq.pending > 0
+        entry = Entry(seq, seq.computed, n, samples, pending=pending, inflight_drafts=drafts)
         plan.append(entry)
         return True
 
     def _reserve_draft(self, entry: Entry, want: int) -> int:
-        """Blocks for up to `want` drafted tokens out of what is free; never by preemption."""
+        """Reserve blocks for up to `want` drafted tokens, from the free ones only; returns for how
+        many tokens there is room."""
         end = entry.start + entry.inflight_drafts + entry.count
         need = self.kv.blocks_needed(entry.seq, end + want)
         self.kv.allocate(entry.seq, min(need, self.kv.num_free))
         return min(want, len(entry.seq.table) * self.pool.block_size - end)
 
     def _preempt(self, seq: Seq) -> None:
-        """Take its blocks and queue it first; the prefix cache makes coming back cheap."""
+        """Free its blocks and queue it first; most of them are still cached when it is admitted
+        again."""
         self.preemptions += 1
         self.running.remove(seq)
         self.kv.free(seq)
         self.waiting.appendleft(seq)
 
     def submitted(self, plan: Iterable[Entry]) -> None:
-        """The step is on its way: its rows count as computed, its samples as pending."""
+        """The step was submitted: its rows count as computed, its samples as pending."""
         for e in plan:
             seq = e.seq
             seq.flight.append(e)
@@ -181,10 +191,9 @@ class Scheduler:
     # ---- admission ---------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        if not self.waiting:
-            return
+        """Start waiting sequences, oldest first, while there are slots and blocks."""
         promised = sum(self._lacking(s) for s in self.running)
-        slots = 1 if self.short else self.max_sequences
+        slots = 1 if self.low_memory else self.max_sequences
         for seq in list(self.waiting):
             free = len(self.pool.free_blocks) - promised
             if len(self.running) >= slots:
@@ -203,7 +212,9 @@ class Scheduler:
             promised += self._lacking(seq)
 
     def _must_wait(self, seq: Seq) -> bool:
-        """For its own step in flight (it was preempted), the disk, or a sibling's prompt."""
+        """Whether a waiting sequence must not start yet: its own step is in flight (it was
+        preempted), the disk restores its prefix, or another choice of its request computes the
+        prompt that they share."""
         if seq.flight or (self.offloader and self.offloader.restoring(seq)):
             return True
         for other in (*self.running, *self.waiting):
@@ -216,11 +227,11 @@ class Scheduler:
         return 0 if self.overcommit else self.kv.blocks_needed(seq, seq.known + 1)
 
     def _blocks_to_start(self, seq: Seq, match: PrefixMatch) -> int:
-        """Free blocks that a waiting sequence takes: those it lacks, and cached ones that are free
-        until it shares them."""
-        shared = match.tables[0] if match.tables else ()
-        idle = sum(block in self.pool.free_blocks for block in shared)
-        return self._lacking(seq) - len(shared) + idle
+        """Free blocks that a waiting sequence takes: all but those that it shares with running
+        sequences."""
+        cached = match.tables[0] if match.tables else ()
+        shared = [block for block in cached if block not in self.pool.free_blocks]
+        return self._lacking(seq) - len(shared)
 
     def _start(self, seq: Seq, match: PrefixMatch) -> None:
         self.copies += self.kv.allocate_prefix(seq, match)
@@ -228,16 +239,21 @@ class Scheduler:
             self.offloader.cancel(seq)
         seq.cached = seq.computed
         if not seq.admitted:
-            seq.admitted, seq.reported_cached = True, min(seq.cached, seq.prompt_len)
+            seq.admitted = True
+            seq.reported_cached = seq.cached
         self.waiting.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda s: s.order)
 
     # ---- commit ------------------------------------------------------------------------------
 
-    def commit(self, plan: Iterable[Entry], accepted: Iterable[Accepted]) -> list[Output]:
-        """Apply a finished step's tokens, in submission order. Entries of sequences that ended
-        meanwhile are ignored; slots of rejected drafts are free to be written again.
+    def commit(
+        self,
+        plan: Iterable[Entry],
+        accepted: Iterable[Accepted],
+    ) -> list[Output]:
+        """Apply the tokens of a step that was read, in submission order. Entries of sequences that
+        have ended since are ignored; slots of rejected drafts are written again.
 
             tokens:  [ shared ][ computed before ][ count ][ accepted drafts ] new | rejected
         """
@@ -250,13 +266,16 @@ class Scheduler:
             if e.samples:
                 outputs.append(self._extend(e, new))
             if seq.table:
-                self._publish(e, new)
+                upto = e.start + e.count + new.drafts
+                if self.sharing:
+                    self._cache_prefix(e, upto)
+                self.kv.free_passed(seq, min(upto, seq.computed))
             if seq.finish:
                 self._release(seq)
         return outputs
 
     def _extend(self, entry: Entry, new: Accepted) -> Output:
-        """Append the tokens, and move what is in flight behind them."""
+        """Append the tokens, and shift the sequence's entries in flight by the accepted drafts."""
         seq, drafts = entry.seq, new.drafts
         seq.pending -= 1
         seq.inflight_drafts -= len(entry.draft)
@@ -275,23 +294,23 @@ class Scheduler:
         seq.finish = new.finish
         return _output(seq, new)
 
-    def _publish(self, entry: Entry, new: Accepted) -> None:
-        """Make the sequence's full blocks, its partial last one and its state known to others."""
-        seq, kv = entry.seq, self.kv
-        upto = entry.start + entry.count + new.drafts
-        ended = seq.finish
-        if self.sharing and upto <= len(seq.table) * self.pool.block_size:
-            kv.cache_blocks(seq, upto)
-            prompt_done = entry.start < seq.prompt_len <= upto
-            if prompt_done:
-                kv.cache_partial(seq, seq.prompt_len)
-            if ended:
-                kv.cache_partial(seq, upto)
-            if kv.states is not None and (ended or kv.keeps_state(seq, upto)):
-                kv.cache_state(seq, upto, entry.state if seq.flight else seq.state)
-            if self.offloader and (prompt_done or ended):
-                self.offloader.save(seq)
-        kv.free_passed(seq, min(upto, seq.computed))
+    def _cache_prefix(self, entry: Entry, upto: int) -> None:
+        """Enter the sequence's first `upto` tokens into the prefix cache: full blocks after each
+        step; the partial last block, and the disk, at the end of the prompt and of the answer;
+        recurrent states where a later prompt may continue."""
+        seq = entry.seq
+        self.kv.cache_blocks(seq, upto)
+        prompt_done = entry.start < seq.prompt_len <= upto
+        if prompt_done:
+            self.kv.cache_partial(seq, seq.prompt_len)
+        if seq.finish:
+            self.kv.cache_partial(seq, upto)
+        keeps_state = seq.finish or self.kv.keeps_state(seq, upto)
+        if self.kv.states is not None and keeps_state:
+            state = entry.state if seq.flight else seq.state
+            self.kv.cache_state(seq, upto, state)
+        if self.offloader and (prompt_done or seq.finish):
+            self.offloader.save(seq)
 
     def _release(self, seq: Seq) -> None:
         self.kv.free(seq)
@@ -312,17 +331,14 @@ def cut_at_stop(
     sampled: list[int],
     logprobs: list[Logprob],
 ) -> Accepted:
-    """The tokens of an entry that count: cut behind a stop token or at max_tokens."""
-    seq = entry.seq
-    for n, token in enumerate(sampled, 1):
-        finish: Finish | None = None
-        if token in seq.request.stop_tokens:
-            finish = "stop"
-        elif seq.generated + n == seq.request.max_tokens:
-            finish = "length"
-        if finish:
-            return Accepted(sampled[:n], logprobs[:n], finish)
-    return Accepted(sampled, logprobs)
+    """The tokens of an entry that count: up to and with a stop token, `max_tokens` at most."""
+    request = entry.seq.request
+    room = request.max_tokens - entry.seq.generated
+    for n, token in enumerate(sampled[:room], 1):
+        if token in request.stop_tokens:
+            return Accepted(sampled[:n], logprobs[:n], "stop")
+    finish: Finish | None = "length" if len(sampled) >= room else None
+    return Accepted(sampled[:room], logprobs[:room], finish)
 
 
 def _output(seq: Seq, new: Accepted, error: str = "") -> Output:

@@ -1,8 +1,8 @@
 """Grammars in a step: which tokens its rows may draw.
 
 Rule: a mask depends on the tokens before it, so a step with a grammar waits for the step before. A
-drafted token that the grammar refuses is cut off with all behind it, never verified. A grammar that
-fails ends its own choice only.
+draft is cut before the first token that the grammar refuses. A grammar that fails ends its own
+choice only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ def mask(plan: Sequence[Entry]) -> Failures:
     for e in plan:
         if not e.seq.matcher or not e.samples:
             continue
-        # A lazy draft is read here: the host has to know the tokens that it masks.
+        # A draft on the device is read here: the masks depend on its tokens.
         draft = e.draft
         tokens = np.array(draft.tokens, np.int32).tolist()
         try:

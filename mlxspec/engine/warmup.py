@@ -1,41 +1,33 @@
-"""What a start found out about a model, kept for the next start: its layout and its step times.
+"""What the first start of a model measured, kept for later starts: its layout and its step times.
 
-Rule: a cache file is named by a fingerprint of the model's files, the software, the machine and the
-settings. A file that is damaged is ignored.
+Rule: a cache file is named by a fingerprint of the model's files, the versions, the machine and the
+settings. A damaged file is ignored.
 """
 
 import logging
-import os
-import platform
-from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 
-import mlx.core as mx
 from pydantic import BaseModel, ValidationError
 
-from mlxspec import __version__, blas
+from mlxspec import __version__
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.files import write_atomic
-from mlxspec.kernels.verify import KERNELS
+from mlxspec.kernels.verify import KERNELS, machine
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.speculate.controller import Costs
 
 log = logging.getLogger("mlxspec")
 
-Kernels = list[tuple[str, str, int, int]]  # (case, version, fewest rows, most rows)
-
 
 class WarmupCache(BaseModel):
-    """`prefill_seconds` are those of a warm-up prompt, 0: not measured. `costs` were measured with
-    `kernels` in use."""
+    """The measurements of one model; `costs` were measured with `kernels` in use."""
 
     layout: LayoutChoice
-    prefill_seconds: float = 0.0
     costs: Costs | None = None
-    kernels: Kernels = []
+    kernels: str = ""
 
     @classmethod
     def load(cls, file: Path) -> "WarmupCache | None":
@@ -46,8 +38,8 @@ class WarmupCache(BaseModel):
             return None
 
     def save(self, file: Path) -> None:
-        """Failures are logged: the next start is slower. A layout that may be due to a lack of
-        memory is not kept."""
+        """Write the file; failures are logged, as the next start only is slower. A layout that may
+        be due to a lack of memory is not kept."""
         try:
             if self.layout.sure:
                 write_atomic(file, self.model_dump_json().encode())
@@ -57,23 +49,17 @@ class WarmupCache(BaseModel):
 
 def cache_file(model: Path, config: Config) -> Path:
     """The file for `model` under these settings."""
-    package = Path(__file__).parents[1]
-    sources = sorted(package.glob("*/*.py"))
-    code = blake2b(b"".join(each.read_bytes() for each in sources))  # changes between releases too
-    facts = versions() | {
-        "mlxspec": __version__ + code.hexdigest(),
-        "settings": f"{config.layout} {config.kv_bits} {config.block_size}",
-        "machine": f"{platform.platform()} {platform.processor()} {mx.default_device()}",
-        "blas": f"{blas.load()}, {os.cpu_count()} CPUs",
-    }
+    settings = f"{config.layout} {config.kv_bits} {config.block_size}"
+    facts = machine() | versions() | {"mlxspec": __version__, "settings": settings}
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
 
 
 def versions() -> dict[str, str]:
-    """Those of what computes."""
+    """The versions of the libraries that compute."""
     return {name: version(name) for name in ("mlx", "mlx-lm")}
 
 
-def kernels_in_use() -> Kernels:
+def kernels_in_use() -> str:
+    """Their cases, variants and row counts, to compare with those of another start."""
     used = [(name, v.way, v.least, v.most) for name, v in KERNELS.verdicts.items() if v.way]
-    return sorted(used)
+    return str(sorted(used))

@@ -1,13 +1,12 @@
 """The engine thread, and its connection to asyncio.
 
 Rule: one thread owns MLX. Orders go in through an inbox that `submit` bounds, outputs come back
-with one loop callback per step; nothing that holds an array crosses. If the thread dies, everyone
-who waits gets an error, and it is logged as critical.
+with one loop callback per step; nothing that holds an array crosses. If the thread dies, every
+request that waits gets an error, and a critical line is logged.
 """
 
 import asyncio
 import atexit
-import itertools
 import logging
 import threading
 import time
@@ -16,11 +15,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
+from uuid import uuid4
 
 import mlx.core as mx
 
-from mlxspec.engine.models import Abort, LoadCommand, ModelManager, ModelSlot, Order, Start
-from mlxspec.engine.pressure import CRITICAL, HOLD_S, MemoryMonitor
+from mlxspec.engine.models import Abort, LoadCommand, ModelManager, Order
+from mlxspec.engine.pressure import CRITICAL, HOLD_S
 from mlxspec.types import (
     Busy,
     Dead,
@@ -44,7 +44,7 @@ IDLE_POLL_S = 5.0  # between looks at the memory and the age of idle models
 STOPPING = "the server is stopping"
 
 
-class Stream:
+class OutputStream:
     """The outputs of one order, all choices interleaved; ends after the last choice's finish.
 
     It has at most one output per step and choice, and `n` * MAX_UNREAD of them unread.
@@ -55,7 +55,7 @@ class Stream:
         self.unfinished = set(range(order.n))  # choices whose last output was not delivered
         self._queue: asyncio.Queue[Output] = asyncio.Queue()
 
-    def __aiter__(self) -> "Stream":
+    def __aiter__(self) -> "OutputStream":
         return self
 
     async def __anext__(self) -> Output:
@@ -77,7 +77,7 @@ class Stream:
 
 
 class Worker:
-    """Runs a ModelManager, or one model by its `Start` function, on a thread of its own.
+    """Runs a ModelManager on a thread of its own.
 
     `submit`, `load`, `unload` and `drain` are for one event loop, the rest for any thread. Up to
     `max_sequences` + `max_queue` choices run or wait, of all models together.
@@ -85,26 +85,22 @@ class Worker:
 
     def __init__(
         self,
-        models: ModelManager | Start,
+        manager: ModelManager,
         max_sequences: int = 16,
         max_queue: int = 64,
-        monitor: MemoryMonitor | None = None,
     ) -> None:
-        if not isinstance(models, ModelManager):
-            models = ModelManager([ModelSlot(models)])
-        self._manager = models
-        self._manager.monitor = self._monitor = monitor
+        self._manager = manager
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._inbox: SimpleQueue[Order] = SimpleQueue()
         self._stopping = self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, Stream] = {}  # on the loop's thread
-        self._numbers = itertools.count()
+        self._streams: dict[str, OutputStream] = {}  # on the loop's thread
         self._started: Future[None] = Future()
         self._error: BaseException | None = None
         self._models: Mapping[str, Served] = {}
-        self._busy, self._progress = False, time.monotonic()
+        self._busy = False
+        self._progress = time.monotonic()
 
     # ---- any thread
 
@@ -114,12 +110,8 @@ class Worker:
         Raises what either raised.
         """
         self._thread.start()
-        atexit.register(self.stop)  # the interpreter must not end under a thread that uses MLX
-        try:
-            meanwhile()
-        except BaseException:
-            self.stop()
-            raise
+        atexit.register(self.stop)  # the interpreter must not end while a thread uses MLX
+        meanwhile()
         self._started.result()
         return self.info
 
@@ -157,12 +149,13 @@ class Worker:
             self._thread.join(STOP_S)
 
     def _stop_soon(self) -> None:
+        """Let the thread end; its last act is to answer all requests."""
         self._stopping = True
-        self._inbox.put(Abort(""))  # wakes the thread
+        self.abort("")  # wakes the thread
 
     # ---- event loop
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: Request) -> OutputStream:
         """Queue a request.
 
         Raises Busy when the queue is full or memory very short, Dead when draining or dead.
@@ -170,15 +163,15 @@ class Worker:
         waiting = request.n + sum(len(stream.unfinished) for stream in self._streams.values())
         if waiting > self._limit:
             raise Busy(RETRY_S)
-        if self._monitor and self._monitor.poll() >= CRITICAL:
+        if self._manager.monitor.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
         return self._queue(request)
 
-    def _queue(self, order: Request | LoadCommand) -> Stream:
+    def _queue(self, order: Request | LoadCommand) -> OutputStream:
         if self._closed:
             raise Dead("the engine takes no more requests")
         self._loop = asyncio.get_running_loop()
-        stream = self._streams[order.id] = Stream(order)
+        stream = self._streams[order.id] = OutputStream(order)
         self._inbox.put(order)
         return stream
 
@@ -187,18 +180,19 @@ class Worker:
         return self._stopping or self._draining or not self.alive()
 
     async def load(self, name: str, pin: bool | None = None) -> None:
-        """Load a model, after all that waits already; pin or unpin it unless `pin` is None.
+        """Load a model, after the loads that wait already; pin or unpin it unless `pin` is None.
 
         Raises UnsupportedModel and Dead.
         """
         await self._command(name, True, pin)
 
     async def unload(self, name: str) -> None:
-        """Unload a model once it has answered what it took; if cancelled before, it stays."""
+        """Unload a model once its requests have ended; if this is cancelled before, it stays
+        loaded."""
         await self._command(name, False)
 
     async def _command(self, name: str, load: bool, pin: bool | None = None) -> None:
-        command = LoadCommand(f"command {next(self._numbers)}", name, load, pin)
+        command = LoadCommand(uuid4().hex, name, load, pin)
         stream = self._queue(command)
         try:
             output = await anext(stream)
@@ -209,8 +203,8 @@ class Worker:
             raise Dead(error) if self._closed else UnsupportedModel(error)
 
     async def drain(self, timeout: float) -> None:
-        """Admit nothing more; wait until all requests have ended, abort the rest after `timeout`
-        seconds."""
+        """Admit nothing more; wait until all requests have ended, at most `timeout` seconds, then
+        end their streams. The process is expected to stop the engine next."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
@@ -218,10 +212,7 @@ class Worker:
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             log.warning("aborting %d requests that did not finish", len(self._streams))
-            for name in self._streams:
-                self.abort(name)
-            if self.loading():  # the engine thread may not see the aborts for long
-                self._finish_all("abort")
+            self._finish_all("abort")
 
     def _finish_all(self, finish: Finish, **reason: Any) -> None:
         for stream in self._streams.values():
@@ -243,10 +234,10 @@ class Worker:
     def _deliver_or_die(self, outputs: list[Output]) -> None:
         try:
             self._deliver(outputs)
-        except Exception as error:  # somebody would wait for the lost outputs for ever
+        except Exception as error:  # a client would wait for the lost outputs for ever
             log.critical("the engine thread dies: outputs cannot be delivered", exc_info=error)
             self._error = error
-            self._stop_soon()  # the thread then fails all that waits
+            self._stop_soon()
 
     # ---- engine thread
 
@@ -275,7 +266,8 @@ class Worker:
         timeout = 0.0
         if not manager.busy:
             manager.poll()
-            self._busy, timeout = False, IDLE_POLL_S
+            self._busy = False
+            timeout = IDLE_POLL_S
         elif manager.waits_for_disk:
             timeout = DISK_WAIT_S
         orders: list[Order] = []
@@ -286,7 +278,8 @@ class Worker:
         if self._stopping:
             return False
         if not self._busy:
-            self._busy, self._progress = True, time.monotonic()
+            self._busy = True
+            self._progress = time.monotonic()
         if orders:  # answered before a load, which takes long
             self._publish([output for order in orders for output in manager.submit(order)])
         outputs = manager.step()
@@ -295,13 +288,13 @@ class Worker:
         return True
 
     def _publish(self, outputs: list[Output]) -> None:
+        """Deliver outputs on the loop's thread, and renew what any thread may read."""
         self._progress = time.monotonic()
         self._models = self._manager.snapshot()
         if outputs:
             self._call_loop(lambda: self._deliver_or_die(outputs))
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
-        if self._loop is None:
-            return  # nobody has sent an order
-        with suppress(RuntimeError):  # the loop has closed
-            self._loop.call_soon_threadsafe(callback)
+        if self._loop:  # None: no order was sent yet
+            with suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(callback)

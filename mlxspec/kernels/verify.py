@@ -6,7 +6,6 @@ trial ended the process stays off until the chip, macOS, MLX or the kernels' cod
 
 import logging
 import platform
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import mlx.core as mx
@@ -26,11 +24,6 @@ from mlxspec.kernels.trial import CALL_LIMIT_S, Case, Verdict, judge
 
 log = logging.getLogger("mlxspec")
 
-HANG_FACTOR = 10  # times the median of steps with as many rows, and at least HANG_S:
-HANG_S = 1.0  # other programs on the GPU delay a step by tenths of a second
-FIRST_HANG_S = 60.0  # before MIN_STEPS steps are known; the first of a row count compiles
-MIN_STEPS = 16
-MAX_STEPS = 64  # remembered for a row count
 AT_START_S = 20.0  # for all cases
 CASE_S = 4.0  # for one case
 UNTRIED = "no time was left, or another process tries kernels; the next start goes on"
@@ -61,17 +54,6 @@ class KernelRegistry:
         """Remove the crash marker because the process exits on purpose; a hung trial keeps it."""
         if self.marker and perf_counter() < self.deadline:
             self.marker.unlink(missing_ok=True)
-
-    def park(self, reason: str) -> None:
-        """Turn off the kernels in use until the process ends."""
-        used = [verdict for verdict in self.verdicts.values() if verdict.way]
-        for verdict in used:
-            verdict.why = f"{reason}, while {verdict.way} was in use"
-            verdict.way = ""
-            verdict.parked = True
-        if used:
-            mx.disable_compile()  # compiled functions contain a kernel and do not look it up
-            log.warning("%s: %d kernels are off until this process ends", reason, len(used))
 
 
 KERNELS = KernelRegistry()
@@ -139,7 +121,6 @@ def verify(
         found = dict.fromkeys(todo, Verdict(why=reason))
     else:
         known = file.load()
-        known |= {name: v for name, v in KERNELS.verdicts.items() if v.parked}
         found = {name: known.get(name, Verdict(why=UNTRIED)) for name in todo}
         try:
             unknown = [case for name, case in todo.items() if name not in known]
@@ -186,23 +167,3 @@ def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
         KERNELS.marker = None
         marker.unlink(missing_ok=True)
         mx.clear_cache()
-
-
-@dataclass(slots=True)
-class HangDetector:
-    """Parks the kernels in use when a step hangs; which one hung cannot be told."""
-
-    _steps: dict[int, deque[float]] = field(default_factory=dict)  # seconds by rows
-
-    def took(self, rows: int, seconds: float, waited: float, meanwhile: int = 0) -> None:
-        """Record a step of `rows` rows that lasted `seconds`, of which the host waited `waited` for
-        the GPU. `meanwhile`: rows of the step that was built while it ran, 0: none."""
-        past = self._steps.setdefault(rows, deque(maxlen=MAX_STEPS))
-        beside = self._steps.get(meanwhile or rows, ())
-        limit = FIRST_HANG_S
-        if min(len(past), len(beside)) >= MIN_STEPS:
-            limit = max(HANG_S, HANG_FACTOR * median(past))
-        if waited < limit:
-            past.append(seconds)
-        else:
-            KERNELS.park(f"a step of {rows} rows waited {waited:.1f} s for the GPU")

@@ -51,7 +51,7 @@ def serve_model(
     at once, and the first request loads the model. `note` is for /health; `ended` gets the status
     if the process exits here.
     """
-    asleep = listener is not None
+    load_on_request = listener is not None
     if listener:
         host, port = listener.getsockname()[:2]
         config = replace(config, host=host, port=port)
@@ -66,7 +66,7 @@ def serve_model(
     for number in _signals():
         signal.signal(number, stop)  # until the event loop takes over
     with listener or bind(config) as listener:  # a used port is reported before the loading
-        app, worker = _load(config, asleep, note)
+        app, worker = _load(config, load_on_request, note)
         return serve(app, worker, config, listener=listener, ended=ended)
 
 
@@ -86,20 +86,20 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starlette, Worker]":
-    """The application and its engine, with the default model loaded unless `asleep`."""
+def _load(
+    config: Config, load_on_request: bool = False, note: str = ""
+) -> "tuple[Starlette, Worker]":
+    """The application and its engine, with the default model loaded unless `load_on_request`."""
     blas.load()
-    from mlxspec.engine.pressure import MemoryMonitor
     from mlxspec.engine.worker import Worker
     from mlxspec.kernels.verify import KERNELS
     from mlxspec.resolve import make_manager, resolve_models
 
     chosen, *others = resolve_models(config)
     worker = Worker(
-        make_manager([chosen, *others], config, asleep),
+        make_manager([chosen, *others], config, load_on_request),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
-        monitor=MemoryMonitor(),
     )
 
     def meanwhile() -> None:
@@ -114,7 +114,7 @@ def _load(config: Config, asleep: bool = False, note: str = "") -> "tuple[Starle
     if chosen.draft and not draft:
         draft = chosen.draft.name
     used = replace(config, model=config.model or chosen.name, name=info.name, draft=draft)
-    if not others and not asleep:  # other models have their own
+    if not others and not load_on_request:  # other models have their own
         used = replace(used, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout)
     _print(f"mlxspec serve {as_flags(used)}")
     paths = {other.name: other.path for other in others}

@@ -2,16 +2,13 @@
 
 import random
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.engine import structured
 from mlxspec.engine.budget import PrefillBudget
-from mlxspec.engine.pressure import WARN
 from mlxspec.model.runner import Layout, Step
 from mlxspec.types import NULL_BLOCK, Logprob, Sampling
 from tests import tiny
@@ -174,7 +171,13 @@ def test_each_row_reaches_the_pool_in_place(kind: str, layout: Layout, lone: boo
     step stays far below one layer's keys."""
     bits = tiny.kv_bits(kind)
     e = tiny.engine(
-        lagging(kind), layout=layout, lone=lone, block=32, blocks=4000, kv_bits=bits, whole=True
+        lagging(kind),
+        layout=layout,
+        lone=lone,
+        block=32,
+        blocks=4000,
+        kv_bits=bits,
+        whole=True,
     )
     e.add(tiny.request("warm", range(70), 8))
     tiny.run(e)
@@ -373,37 +376,3 @@ def test_what_is_left_of_a_long_prompt() -> None:
         e.step()
         seen.append(e.stats().prompt_left)
     assert seen[:3] == [15, 5, 0] and not any(seen[3:])
-
-
-def test_the_watch_of_kernels_is_told_of_steps_without_a_prompt(
-    qwen3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And only of the time that the host waited: not of another model's between two of its steps,
-    not of its own. Submitting counts: a device that lags far behind is waited for there."""
-    told: list[tuple[int, float, float, int]] = []
-    e = tiny.engine(qwen3)
-    e.stalls = SimpleNamespace(took=lambda *what: told.append(what))
-    e.add(tiny.request("a", range(40), 9))
-    mask, read, submit = structured.mask, Step.read, mx.async_eval
-    slow = SimpleNamespace(mask=0.0, read=0.0, submit=0.0)
-
-    def then(real: Any, name: str) -> Any:
-        return lambda *args: (time.sleep(getattr(slow, name)), real(*args))[1]
-
-    monkeypatch.setattr(structured, "mask", then(mask, "mask"))
-    monkeypatch.setattr(Step, "read", then(read, "read"))
-    monkeypatch.setattr(mx, "async_eval", then(submit, "submit"))
-    while e.busy:
-        slow.mask, slow.read, slow.submit = [(0.2, 0, 0), (0, 0.2, 0), (0, 0, 0.2)][len(told) % 3]
-        e.step()
-        time.sleep(0.05)
-    assert 0 < len(told) < e.counters["steps"] and all(rows == 1 for rows, *_ in told)
-    assert [waited > 0.15 for _, _, waited, _ in told[:-1]] == [
-        n % 3 > 0 for n in range(len(told) - 1)
-    ]
-    assert all(seconds > 0.2 for _, seconds, *_ in told[:-1])
-    count = len(told)
-    e.monitor = SimpleNamespace(poll=lambda: WARN, read=0.0, level=WARN, footprint=0)
-    e.add(tiny.request("b", range(5), 4))
-    tiny.run(e)
-    assert len(told) == count, "memory is short"

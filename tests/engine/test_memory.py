@@ -120,12 +120,6 @@ def test_linux_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert memory.footprint() == 523 << 10
 
 
-def test_a_linux_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on_linux(monkeypatch, tmp_path)
-    assert memory.footprint() == 0
-    assert memory.available() == memory.total() * 3 // 4 > 0
-
-
 def test_this_machine() -> None:
     assert 1 << 20 < memory.available() < memory.total() < 1 << 50
     before, private = memory.footprint(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -261,8 +255,10 @@ def test_what_does_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPat
         "8.0 GB are free of 16.0 GB",
     ):
         assert figure in str(large.value)
-    with pytest.raises(OutOfMemory, match="set --kv-bits or a lower --context"):
+    with pytest.raises(OutOfMemory, match="set --kv-bits 4 or set a lower --context"):
         cache_bytes(6.5, 65536, 8)
+    with pytest.raises(OutOfMemory, match="close programs or set a lower --context"):
+        cache_bytes(6.5, 65536, 8, kv_bits=4)
     with pytest.raises(OutOfMemory, match="raise --memory-gb"):
         cache_bytes(1, 65536, 0.5, memory_gb=0.5)
     with pytest.raises(OutOfMemory, match="leave out --kv-blocks") as fixed:

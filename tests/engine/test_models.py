@@ -4,7 +4,6 @@ ones."""
 import asyncio
 import ctypes
 import gc
-import math
 import os
 import threading
 import weakref
@@ -23,7 +22,6 @@ from mlxspec.config import Config
 from mlxspec.engine import models as module
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import RETRY_S, Abort, LoadCommand, ModelManager, ModelSlot
-from mlxspec.engine.pressure import NORMAL, MemoryMonitor
 from mlxspec.engine.worker import Worker
 from mlxspec.types import Dead, ModelInfo, OutOfMemory, Output, Request, Stats, UserError
 from tests import tiny
@@ -122,9 +120,9 @@ def test_models_that_fit_share_the_thread(launched: Any) -> None:
     ).generated_tokens == 180
 
 
-def test_a_lazy_manager_loads_on_the_first_request(launched: Any) -> None:
+def test_load_on_request_loads_at_the_first_request(launched: Any) -> None:
     async def main() -> None:
-        worker = launched(lazy=True)
+        worker = launched(load_on_request=True)
         assert states(worker) == {"a": "unloaded", "b": "unloaded"} and worker.info.name == "a"
         assert right(await collect(ask(worker, "", "one")), "a", "one")
         assert states(worker) == {"a": "loaded", "b": "unloaded"}
@@ -220,31 +218,6 @@ def test_an_out_of_memory_load_that_cannot_be_helped_evicts_nobody(launched: Any
 
     assert asyncio.run(main())[0].error == "c cannot be loaded: there is no space"
     assert states(worker) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
-
-
-def test_a_load_does_not_raise_the_pressure_level() -> None:
-    """What a load takes was not planned before: nobody may be told that memory is short because of
-    it."""
-    monitor, levels = MemoryMonitor(planned=1 << 20), []
-
-    def slow() -> Any:
-        monitor.read = -math.inf
-        levels.append(monitor.poll())
-        return load("b")
-
-    assert MemoryMonitor(planned=1 << 20).poll() > NORMAL, "this process holds more than 1 MiB"
-    members = [
-        ModelSlot(lambda: load("a"), replace(INFO, name="a")),
-        ModelSlot(slow, replace(INFO, name="b")),
-    ]
-    fleet = ModelManager(members, monitor=monitor)
-    monitor.planned = 1 << 50
-    fleet.launch()
-    monitor.planned = 1 << 20
-    fleet.submit(LoadCommand("c", "b", load=True))
-    while fleet.busy:
-        fleet.step()
-    assert levels == [NORMAL] and monitor.planned == (1 << 20) + members[1].nbytes
 
 
 def test_an_unloaded_model_reports_process_stats(launched: Any) -> None:
@@ -446,7 +419,7 @@ class Paper:
         return [Output(r.id, 0, (1,), finish="length") for r in done]
 
     def check(self) -> None: ...
-    def poll_memory(self) -> None: ...
+    def housekeep(self) -> None: ...
     def close(self, seconds: float) -> None:
         assert not self.queue
 

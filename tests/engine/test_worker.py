@@ -19,7 +19,7 @@ def make(**kw) -> Worker:
     def start():
         return tiny.engine(tiny.model("qwen3"), vocab=tiny.VOCAB, **kw), INFO
 
-    return Worker(start, max_sequences=8, max_queue=4)
+    return Worker(tiny.manager(start), max_sequences=8, max_queue=4)
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_loading_errors_reach_the_caller() -> None:
         raise UserError("no such model")
 
     with pytest.raises(UserError, match="no such model"):
-        Worker(start).launch()
+        Worker(tiny.manager(start)).launch()
 
 
 def test_health_is_progress(worker: Worker) -> None:

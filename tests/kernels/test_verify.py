@@ -16,12 +16,8 @@ from mlxspec.kernels import verify as module
 from mlxspec.kernels.trial import Case, Rejected, Verdict, judge, relative_error, winning_rows
 from mlxspec.kernels.verify import (
     CRASHED,
-    FIRST_HANG_S,
-    HANG_S,
     KERNELS,
-    MIN_STEPS,
     UNTRIED,
-    HangDetector,
     VerdictFile,
     machine,
     verify,
@@ -336,66 +332,3 @@ def test_small_qmm_in_the_simulator(factor: float, monkeypatch: pytest.MonkeyPat
         assert verdict.error <= found.tolerance and set(verdict.gains) == {1, 16}
     else:
         assert not verdict.way and verdict.why.count("off by") == 2
-
-
-# ---- hangs
-
-
-@pytest.fixture
-def used() -> Verdict:
-    KERNELS.verdicts["a 1"] = Verdict("matrix", 1, 16)
-    KERNELS.verdicts["b 1"] = Verdict(why="slow")
-    return KERNELS.verdicts["a 1"]
-
-
-def steps(rounds: int = MIN_STEPS, rows: int = 5, seconds: float = 0.02) -> HangDetector:
-    made = HangDetector()
-    for _ in range(rounds):
-        made.took(rows, seconds, seconds)
-    return made
-
-
-def test_a_hanging_step_parks_the_kernels_in_use(used: Verdict, tmp_path: Path) -> None:
-    traced = []
-    f = mx.compile(lambda x: (traced.append(KERNELS.variant("a 1", 5)), x + 1)[1])
-    f(mx.zeros(3))
-    steps().took(5, 9.0, 9.0)
-    assert used.parked and not KERNELS.variant("a 1", 5)
-    assert KERNELS.verdicts["b 1"] == Verdict(why="slow")
-    f(mx.zeros(3))
-    assert traced == ["matrix", ""], "what was compiled looks its kernel up again"
-
-
-def test_a_parked_kernel_stays_off_in_this_process(tmp_path: Path, clock: Time) -> None:
-    made, file = case(clock, plain=(5e-4, same)), VerdictFile(tmp_path, FACTS)
-    verify([made], file)
-    steps().took(5, 9.0, 9.0)
-    assert verify([made], file)[made.name].parked
-    assert start(tmp_path, made)[made.name].way == "plain"
-
-
-@pytest.mark.parametrize(
-    ("rounds", "usual", "rows", "waited", "meanwhile"),
-    [
-        (MIN_STEPS, 0.02, 5, HANG_S * 0.99, 0),  # what another program can do
-        (MIN_STEPS, 0.2, 5, 1.9, 0),  # a large model, not ten times
-        (MIN_STEPS - 1, 0.02, 5, FIRST_HANG_S * 0.99, 0),  # too early to compare
-        (MIN_STEPS, 0.02, 6, FIRST_HANG_S * 0.99, 0),  # never seen with so many rows: it compiles
-        (MIN_STEPS, 0.02, 5, FIRST_HANG_S * 0.99, 9),  # one never seen was built beside it
-    ],
-)
-def test_a_long_step_that_is_no_hang(
-    rounds: int, usual: float, rows: int, waited: float, meanwhile: int, used: Verdict
-) -> None:
-    steps(rounds, 5, usual).took(rows, waited, waited, meanwhile)
-    assert not used.parked
-
-
-def test_the_first_step_can_hang_too(used: Verdict) -> None:
-    HangDetector().took(8, FIRST_HANG_S, FIRST_HANG_S)
-    assert used.parked
-
-
-def test_the_hosts_own_time_is_no_hang(used: Verdict) -> None:
-    steps().took(5, 300.0, 0.9)
-    assert not used.parked

@@ -300,7 +300,7 @@ async def test_grouped_tokens_are_counted_one_by_one(make: Callable[..., Server]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("make", [worker.Stream, lambda request: scripted.Stream(request.n)])
+@pytest.mark.parametrize("make", [worker.OutputStream, lambda request: scripted.Stream(request.n)])
 async def test_no_pause_loses_an_output(count: int, make: Callable[[Request], Any]) -> None:
     """Of the engine's own streams, whose wait is given up at every pause, also in the moment of an
     output."""

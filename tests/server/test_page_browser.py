@@ -97,7 +97,7 @@ def serving(path: Path, config: Config) -> Iterator[str]:
             NAME, 512, tiny.VOCAB, "rows", 8, 256, 1 << 20, 1 << 20, 1_700_000_000
         )
 
-    worker = Worker(start, max_sequences=4, max_queue=64)
+    worker = Worker(tiny.manager(start), max_sequences=4, max_queue=64)
     worker.launch()
     try:
         with live(create_app(worker, load_tokenizer(path), path, config)) as base:

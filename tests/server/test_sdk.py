@@ -35,7 +35,7 @@ def worker() -> Iterator[Worker]:
         engine = tiny.engine(tiny.model("llama"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
         return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
 
-    made = Worker(start, max_sequences=8, max_queue=16)
+    made = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
     made.launch()
     yield made
     made.stop()

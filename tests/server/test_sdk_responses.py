@@ -227,7 +227,7 @@ def test_a_conversation_with_the_real_engine(tokenizer: Any, model_dir: Path) ->
         engine = tiny.engine(tiny.model("llama"), blocks=256, context=512, vocab=tiny.VOCAB)
         return engine, ModelInfo("tiny", 512, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
 
-    worker = Worker(start, max_sequences=8, max_queue=16)
+    worker = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
     worker.launch()
     try:
         app = create_app(worker, tokenizer, model_dir, Config())

@@ -130,9 +130,10 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
 
 
 def make_manager(
-    models: Sequence[ResolvedModel], config: Config, asleep: bool = False
+    models: Sequence[ResolvedModel], config: Config, load_on_request: bool = False
 ) -> ModelManager:
-    """The models for the engine thread. `asleep`: none is loaded before its first request."""
+    """The models for the engine thread. With `load_on_request`, none is loaded
+    before its first request."""
     slots = {each.name: ModelSlot(each.load, each.info, each.name in config.pin) for each in models}
 
     def memory_check(name: str, held: int, freed: int) -> str:
@@ -148,7 +149,9 @@ def make_manager(
         sizes = f"it needs {format_size(need)} and {format_size(max(0, free))} are available"
         return f"{sizes}; close other programs, unpin models or raise --memory-gb"
 
-    return ModelManager(list(slots.values()), memory_check, config.idle_ttl, lazy=asleep)
+    return ModelManager(
+        list(slots.values()), memory_check, config.idle_ttl, load_on_request=load_on_request
+    )
 
 
 def _split_name(model: str) -> tuple[str, str]:

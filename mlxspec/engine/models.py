@@ -97,7 +97,7 @@ class ModelManager:
     """Runs all models on one thread, the first being the default; the worker sees one engine.
 
     A model without work for `ttl` seconds is unloaded unless it is pinned; 0 means never. With
-    `lazy` nothing is loaded at launch, so every slot needs its `info`.
+    `load_on_request` nothing is loaded at launch, so every slot needs its `info`.
     """
 
     slots: Sequence[ModelSlot]
@@ -107,15 +107,15 @@ class ModelManager:
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
     monitor: MemoryMonitor | None = None
-    lazy: bool = False
+    load_on_request: bool = False
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
     _disk_bytes: int = 0
     _turns: deque[ModelSlot] = field(default_factory=deque)
 
     def launch(self) -> None:
-        """Load the default model, unless `lazy`. Raises what loading raises."""
-        if not self.lazy:
+        """Load the default model, unless `load_on_request`. Raises what loading raises."""
+        if not self.load_on_request:
             self._start(self.slots[0])
         self._turns = deque(self.slots)
 

@@ -124,7 +124,7 @@ def test_models_that_fit_share_the_thread(launched: Any) -> None:
 
 def test_a_lazy_manager_loads_on_the_first_request(launched: Any) -> None:
     async def main() -> None:
-        worker = launched(lazy=True)
+        worker = launched(load_on_request=True)
         assert states(worker) == {"a": "unloaded", "b": "unloaded"} and worker.info.name == "a"
         assert right(await collect(ask(worker, "", "one")), "a", "one")
         assert states(worker) == {"a": "loaded", "b": "unloaded"}

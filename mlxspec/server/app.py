@@ -29,7 +29,7 @@ from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.responses.store import Store
 from mlxspec.server.security import protect, wants_html
-from mlxspec.server.state import Model, ServerState, on_text_thread, report, while_connected
+from mlxspec.server.state import Model, ServerState, report, run_on_text_thread, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.types import Served
 
@@ -114,8 +114,9 @@ async def models(http: HttpRequest) -> Response:
 async def model(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
     served = state.worker.models()[state.resolve_name(http.path_params["name"])]
-    anthropics = ANTHROPIC_HEADER in http.headers
-    return JSONResponse(anthropic.model_of(served.info) if anthropics else _model(served))
+    if ANTHROPIC_HEADER in http.headers:
+        return JSONResponse(anthropic.model_of(served.info))
+    return JSONResponse(_model(served))
 
 
 def _model(served: Served) -> Json:
@@ -140,7 +141,8 @@ def _model(served: Served) -> Json:
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
     body, ignored, model = await receive(http, Load)
-    return await _change(http, model, model.server.worker.load(model.name, body.pin), ignored)
+    work = model.server.worker.load(model.name, body.pin)
+    return await _change(http, model, work, ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
@@ -175,7 +177,7 @@ async def tokenize(http: HttpRequest) -> Response:
     body, ignored, model = await receive(http, Tokenize)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
-    ids = await on_text_thread(http, _tokens, model, body)
+    ids = await run_on_text_thread(http, _tokens, model, body)
     counts = {
         "count": len(ids),
         "max_model_len": model.info.context,
@@ -198,7 +200,7 @@ async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
     body, ignored, model = await receive(http, Detokenize)
     check_ids(model, body.tokens, "tokens")
-    text = await on_text_thread(http, model.tokenizer.decode, body.tokens)
+    text = await run_on_text_thread(http, model.tokenizer.decode, body.tokens)
     return JSONResponse({"prompt": text}, headers=report(ignored))
 
 

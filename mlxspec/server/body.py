@@ -65,7 +65,8 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    body, ignored = parse(kind, await read_body(http))
+    data = await read_body(http)
+    body, ignored = parse(kind, data)
     model = await http.app.state.server.model(getattr(body, "model", None))
     return body, ignored, model
 
@@ -76,8 +77,10 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
         raise invalid("body", f"the body holds more than {MAX_VALUES} values; send fewer")
     body = validate(kind, data)
     for name, value in (body.model_extra or {}).items():
+        if name not in kind.unsupported:
+            continue
         empty = not value and value is not False
-        if name in kind.unsupported and value != kind.unsupported[name] and not empty:
+        if not empty and value != kind.unsupported[name]:
             why = f"{name} = {shown(value)} is not supported; leave it out"
             raise invalid(name, why, "unsupported_parameter")
     return body, _unknown(body)

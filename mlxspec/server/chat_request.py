@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Generation
-from mlxspec.server.state import Model, on_text_thread
+from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.server.stream import Choice, ResponseWriter, message
 from mlxspec.text.chat import (
     Conversation,
@@ -72,7 +72,7 @@ async def chat_response(
     http: HttpRequest, model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
 ) -> ASGIApp:
     """The response to `chat`. Raises ApiError."""
-    return await on_text_thread(http, _chat_generation, model, chat, writer, ignored)
+    return await run_on_text_thread(http, _chat_generation, model, chat, writer, ignored)
 
 
 def _chat_generation(

@@ -91,9 +91,8 @@ class Model:
 
 @dataclass(slots=True)
 class ServerState:
-    """What the endpoints of one server share; only the event loop writes to it. `paths` are the
-    model directories by name, `verdicts` the kernels' verdicts by kernel and shape, `note` a remark
-    for /health, such as safe mode."""
+    """What the endpoints of one server share. `paths` are the model directories by name, `verdicts`
+    the kernels' verdicts by kernel and shape, `note` a remark for /health, such as safe mode."""
 
     worker: Worker
     config: Config
@@ -188,7 +187,7 @@ def report(ignored: list[str]) -> dict[str, str]:
     return {"x-mlxspec-ignored": ", ".join(names)} if names else {}
 
 
-async def on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:
+async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:
     """Like ServerState.on_text_thread; raises ClientDisconnect."""
     state: ServerState = http.app.state.server
     return await while_connected(http.receive, state.on_text_thread(work, *args))

@@ -62,7 +62,9 @@ class Choice:
         self._logprobs.extend(output.logprobs)
         starts = tuple(reader.released)
         reader.released.clear()
-        logprobs = tuple(self._logprobs.popleft() for _ in starts) if self._logprobs else ()
+        logprobs: tuple[Logprob, ...] = ()
+        if self._logprobs:
+            logprobs = tuple(self._logprobs.popleft() for _ in starts)
         self.pieces.append(Piece(text, tuple(parts), logprobs, starts, self.finish))
         return self.pieces[-1]
 
@@ -154,7 +156,8 @@ def event(data: Json) -> bytes:
 
 def typed_event(kind: str, **fields: Any) -> bytes:
     """A server-sent event with its type, which is also the event's name."""
-    return f"event: {kind}\n".encode() + event({"type": kind, **fields})
+    name = f"event: {kind}\n".encode()
+    return name + event({"type": kind, **fields})
 
 
 def message(choice: Choice) -> Json:
@@ -180,7 +183,8 @@ def spelled(call: Call) -> Json:
 
 def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
     """Token counts; `choices` are grouped by request. A prompt counts once for all its choices."""
-    made, first = Usage(), 0
+    made = Usage()
+    first = 0  # index of the request's first choice
     for request in requests:
         made.prompt += len(request.prompt)
         made.cached += choices[first].output.cached

@@ -18,7 +18,7 @@ from mlxspec.server.chat_request import (
     template_options,
 )
 from mlxspec.server.errors import Json
-from mlxspec.server.state import Model, on_text_thread, report
+from mlxspec.server.state import Model, report, run_on_text_thread
 from mlxspec.text.messages import TooLong
 from mlxspec.types import ModelInfo
 
@@ -34,7 +34,7 @@ async def messages(http: HttpRequest) -> ASGIApp:
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     body, ignored, model = await receive(http, Prompt)
-    count = await on_text_thread(http, _count, model, _request(body))
+    count = await run_on_text_thread(http, _count, model, _request(body))
     return JSONResponse({"input_tokens": count}, headers=report(ignored))
 
 

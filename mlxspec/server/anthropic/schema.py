@@ -131,7 +131,7 @@ class Prompt(Strict):
         kind, name = self.tool_choice.type, self.tool_choice.name
         if kind == "tool":
             return {"name": name}
-        return "required" if kind == "any" else kind
+        return {"any": "required"}.get(kind, kind)
 
 
 class Messages(Prompt, Common):

@@ -17,7 +17,7 @@ from mlxspec.server.chat_request import (
 from mlxspec.server.generate import Generation
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.openai.writer import CompletionWriter
-from mlxspec.server.state import Model, on_text_thread
+from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.server.stream import Choice
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.types import Request
@@ -36,7 +36,9 @@ async def completions(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     body, ignored, model = await receive(http, Completion)
     writer = CompletionWriter(model, body, False, f"cmpl-{secrets.token_hex(12)}")
-    return await on_text_thread(http, _completion_generation, model, body, writer, ignored, arrived)
+    return await run_on_text_thread(
+        http, _completion_generation, model, body, writer, ignored, arrived
+    )
 
 
 def _completion_generation(

@@ -23,14 +23,15 @@ class Store:
     def add(self, response: Json, items: list[Json]) -> None:
         """`items` are those before the response's output."""
         items = items + response["output"]
-        self._stored[response["id"]] = response, items, len(json.dumps([response, items]))
+        size = len(json.dumps([response, items]))
+        self._stored[response["id"]] = response, items, size
         while sum(size for *_, size in self._stored.values()) > self.max_bytes:
             self._stored.popitem(last=False)
 
     def get(self, id: str) -> tuple[Json, list[Json]]:
         """A response, and all items of its conversation. Raises ApiError 404."""
         if id not in self._stored:
-            raise _missing(id, 404, None, "not_found")
+            raise _missing(id)
         self._stored.move_to_end(id)
         response, items, _ = self._stored[id]
         return response, items
@@ -45,26 +46,35 @@ class Store:
         if id is None:
             return []
         if id not in self._stored:
-            raise _missing(id, 400, "previous_response_id", "previous_response_not_found")
-        return self.get(id)[1]
+            error = _missing(id, "previous_response_id")
+            error.status, error.code = 400, "previous_response_not_found"
+            raise error
+        _, items = self.get(id)
+        return items
 
     def resolve(self, items: list[Json]) -> list[Json]:
-        """The items, with those that an item_reference means in its place. Raises ApiError 404."""
-        stored: dict[str, Json] = {}
+        """The items, each item_reference replaced by the item it names. Raises ApiError 404."""
+        stored: Json = {}
         resolved = []
         for i, item in enumerate(items):
             if item.get("type") == "item_reference":
-                if not stored:
-                    for _, all_items, _ in self._stored.values():
-                        stored |= {one["id"]: one for one in all_items}
+                stored = stored or self._items()
                 id = str(item.get("id"))
                 if id not in stored:
-                    raise _missing(id, 404, f"input[{i}].id", "not_found")
+                    raise _missing(id, f"input[{i}].id")
                 item = stored[id]
             resolved.append(item)
         return resolved
 
+    def _items(self) -> Json:
+        """All items by id."""
+        found = {}
+        for _, items, _ in self._stored.values():
+            for item in items:
+                found[item["id"]] = item
+        return found
 
-def _missing(id: str, status: int, param: str | None, code: str) -> ApiError:
+
+def _missing(id: str, param: str | None = None) -> ApiError:
     why = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
-    return ApiError(status, why, param, code)
+    return ApiError(404, why, param, "not_found")

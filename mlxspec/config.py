@@ -123,7 +123,7 @@ class Config:
     )
     max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)
     keepalive_s: float = option(
-        5.0, "Seconds of silence after which a stream sends a keep-alive.", 60, low=0.1
+        5.0, "Seconds of silence after which a stream sends a keep-alive.", 15, low=0.1
     )
     drain_s: float = option(30.0, "Seconds for running requests to finish at shutdown.", 3600)
     cache_dir: str = option(

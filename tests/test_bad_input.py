@@ -226,7 +226,7 @@ async def test_hundreds_of_thousands_of_fields_do_not_hold_up_the_loop(
     s = server(tokenizer, path)
     began = time.process_time()
     answer = await s.post("/v1/completions", MANY)
-    assert answer.status == 400 and answer.error["param"] == "body"
+    assert answer.status == 400
     json.loads(MANY)
     assert time.process_time() - began < 2
 

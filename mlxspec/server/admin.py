@@ -1,10 +1,11 @@
 """The bodies of the endpoints that load and unload models and that count tokens."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from mlxspec.server.body import FIRST, Items, Refused, Strict, Token
+from mlxspec.server.body import FIRST, Items, Strict, Token
+from mlxspec.server.errors import Json
 from mlxspec.server.openai.schema import RENDERING
 
 
@@ -22,7 +23,7 @@ class Tokenize(Strict):
     """Of a prompt or of messages; `add_special_tokens` belongs to the prompt, what follows it to
     the messages."""
 
-    refused: ClassVar[Refused] = RENDERING
+    unsupported: ClassVar[Json] = RENDERING
 
     model: str | None = None
     prompt: str | None = None
@@ -31,7 +32,7 @@ class Tokenize(Strict):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
 
 
 class Detokenize(Strict):

@@ -22,16 +22,16 @@ from mlxspec.metrics import Metrics
 from mlxspec.server import page
 from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
-from mlxspec.server.body import parse, receive
+from mlxspec.server.body import receive
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
-from mlxspec.server.errors import HANDLERS, ApiError, dead, invalid, unavailable
+from mlxspec.server.errors import HANDLERS, ApiError, Json, invalid
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.responses.store import Store
 from mlxspec.server.security import protect, wants_html
-from mlxspec.server.state import Model, ServerState, read_body, while_connected
+from mlxspec.server.state import Model, ServerState, report, run_on_text_thread, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
-from mlxspec.types import Dead, Served, UserError
+from mlxspec.types import Served
 
 ANTHROPIC_HEADER = "anthropic-version"  # sent by all of Anthropic's clients
 
@@ -42,7 +42,7 @@ def create_app(
     path: Path,
     config: Config,
     others: Mapping[str, Path] | None = None,
-    verdicts: Mapping[str, Any] | None = None,
+    verdicts: Json | None = None,
 ) -> Starlette:
     """The server's application. `tokenizer` and the directory `path` are the default model's,
     `others` the directories of the other models by name, `verdicts` the kernels' verdicts."""
@@ -114,11 +114,12 @@ async def models(http: HttpRequest) -> Response:
 async def model(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
     served = state.worker.models()[state.resolve_name(http.path_params["name"])]
-    anthropics = ANTHROPIC_HEADER in http.headers
-    return JSONResponse(anthropic.model_of(served.info) if anthropics else _model(served))
+    if ANTHROPIC_HEADER in http.headers:
+        return JSONResponse(anthropic.model_of(served.info))
+    return JSONResponse(_model(served))
 
 
-def _model(served: Served) -> dict[str, Any]:
+def _model(served: Served) -> Json:
     """OpenAI's model object, with the context under vLLM's name too, and the model's status."""
     info = served.info
     body = {
@@ -139,44 +140,36 @@ def _model(served: Served) -> dict[str, Any]:
 
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
-    state: ServerState = http.app.state.server
-    body, ignored = parse(Load, await read_body(http))
-    name = state.resolve_name(body.model, exact=True)
-    return await _change(http, name, state.worker.load(name, body.pin), ignored)
+    body, ignored, model = await receive(http, Load)
+    work = model.server.worker.load(model.name, body.pin)
+    return await _change(http, model, work, ignored)
 
 
 async def unload(http: HttpRequest) -> Response:
     """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
-    state: ServerState = http.app.state.server
-    body, ignored = parse(Unload, await read_body(http))
-    name = state.resolve_name(body.model, exact=True)
-    if state.worker.models()[name].pinned and not body.force:
+    body, ignored, model = await receive(http, Unload)
+    name, server = model.name, model.server
+    if server.worker.models()[name].pinned and not body.force:
         why = f"{name} is pinned; send force: true, or load it with pin: false"
         raise ApiError(409, why, "model")
-    seconds = max(1.0, state.config.drain_s)
+    seconds = max(1.0, server.config.drain_s)
     try:
         async with asyncio.timeout(seconds):
-            return await _change(http, name, state.worker.unload(name), ignored)
+            return await _change(http, model, server.worker.unload(name), ignored)
     except TimeoutError as error:
         why = f"{name} was still busy after {seconds:.0f} s and stays loaded; try again later"
         raise ApiError(409, why, "model") from error
 
 
 async def _change(
-    http: HttpRequest, name: str, work: Coroutine[Any, Any, None], ignored: list[str]
+    http: HttpRequest, model: Model, work: Coroutine[Any, Any, None], ignored: list[str]
 ) -> Response:
     """The model's object after `work` on it, and the seconds that it took."""
-    state: ServerState = http.app.state.server
-    began = time.monotonic()
-    try:
-        await while_connected(http.receive, work)
-    except UserError as error:
-        raise unavailable(str(error)) from error
-    except Dead as error:
-        raise dead(state.worker) from error
-    body = _model(state.worker.models()[name])
-    body["seconds"] = round(time.monotonic() - began, 3)
-    return JSONResponse(body, headers=state.report(ignored))
+    worker, began = model.server.worker, time.monotonic()
+    await while_connected(http.receive, work)
+    seconds = round(time.monotonic() - began, 3)
+    body = {**_model(worker.models()[model.name]), "seconds": seconds}
+    return JSONResponse(body, headers=report(ignored))
 
 
 async def tokenize(http: HttpRequest) -> Response:
@@ -184,21 +177,20 @@ async def tokenize(http: HttpRequest) -> Response:
     body, ignored, model = await receive(http, Tokenize)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt, messages: send exactly one of them")
-    kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-    options, unread = template_options(model, kwargs, reasoning_effort=effort)
-    work = model.server.on_text_thread(_tokens, model, body, options)
-    ids = await while_connected(http.receive, work)
+    ids = await run_on_text_thread(http, _tokens, model, body)
     counts = {
         "count": len(ids),
         "max_model_len": model.info.context,
         "tokens": ids,
     }
-    return JSONResponse(counts, headers=model.server.report(ignored + unread))
+    return JSONResponse(counts, headers=report(ignored))
 
 
-def _tokens(model: Model, body: Tokenize, options: dict[str, Any]) -> list[int]:
+def _tokens(model: Model, body: Tokenize) -> list[int]:
     if body.messages is None:
         return encode_prompt(model, body.prompt or "", body.add_special_tokens)
+    kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
+    options = template_options(kwargs, reasoning_effort=effort)
     talk = conversation_of(body.messages, body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids
@@ -208,12 +200,11 @@ async def detokenize(http: HttpRequest) -> Response:
     """vLLM's POST /detokenize."""
     body, ignored, model = await receive(http, Detokenize)
     check_ids(model, body.tokens, "tokens")
-    work = model.server.on_text_thread(model.tokenizer.decode, body.tokens)
-    text = await while_connected(http.receive, work)
-    return JSONResponse({"prompt": text}, headers=model.server.report(ignored))
+    text = await run_on_text_thread(http, model.tokenizer.decode, body.tokens)
+    return JSONResponse({"prompt": text}, headers=report(ignored))
 
 
-ENDPOINTS: dict[str, Any] = {  # each path with and without /v1
+ENDPOINTS: Json = {  # each path with and without /v1
     "GET /": index,
     "GET /health": health,
     "GET /metrics": prometheus,

@@ -4,7 +4,6 @@ Rule: an unsupported field that would change the answer is refused by name; any 
 is ignored and reported in the response header `x-mlxspec-ignored`.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -12,17 +11,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
 from starlette.requests import Request as HttpRequest
 
-from mlxspec.server.errors import ApiError, invalid
+from mlxspec.server.errors import ApiError, Json, invalid
 from mlxspec.server.state import Model, read_body
 from mlxspec.types import shown
 
-MAX_FIELDS = 1000  # at the top level of a body
 MAX_VALUES = 1_000_000  # in a body, by its commas: no context has more tokens than that
 MAX_ITEMS = 10_000  # messages, input items or tools
 MAX_STOPS = 16
@@ -43,18 +40,16 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
-OBJECT = TypeAdapter(dict[str, Any])
-Refused = Mapping[str, Any]
 
 
 class Strict(BaseModel):
     """A body, or an object in one, without type conversion; a field that is null counts as missing.
-    `refused` holds the unsupported fields, each with the value that is accepted because it has no
-    effect."""
+    `unsupported` are fields that are refused unless they are empty, or have the value here, which
+    has no effect."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    refused: ClassVar[Refused] = {}
+    unsupported: ClassVar[Json] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +65,8 @@ Body = TypeVar("Body", bound=Strict)
 async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str], Model]:
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
-    body, ignored = parse(kind, await read_body(http))
+    data = await read_body(http)
+    body, ignored = parse(kind, data)
     model = await http.app.state.server.model(getattr(body, "model", None))
     return body, ignored, model
 
@@ -79,26 +75,22 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
     """The validated body, and the names of its unknown fields. Raises ApiError 400."""
     if data.count(b",") > MAX_VALUES:
         raise invalid("body", f"the body holds more than {MAX_VALUES} values; send fewer")
-    try:
-        raw = OBJECT.validate_json(data)
-    except ValidationError as error:
-        [first] = error.errors(include_input=False)
-        why = f"the body is not a JSON object: {first['msg']}"
-        raise ApiError(400, why, code="invalid_json") from error
-    if len(raw) > MAX_FIELDS:
-        raise invalid("body", f"the body has {len(raw)} fields; send at most {MAX_FIELDS}")
-    for name, neutral in kind.refused.items():
-        value = raw.get(name)
-        if name not in kind.model_fields and value not in (None, neutral):
+    body = validate(kind, data)
+    for name, value in (body.model_extra or {}).items():
+        if name not in kind.unsupported:
+            continue
+        empty = not value and value is not False
+        if not empty and value != kind.unsupported[name]:
             why = f"{name} = {shown(value)} is not supported; leave it out"
             raise invalid(name, why, "unsupported_parameter")
-    body = validate(kind, raw)
     return body, _unknown(body)
 
 
 def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
-    """A validated object of a body; `at` is where it stands. Raises ApiError 400."""
+    """A whole body as JSON, or an object of a body, whose path is `at`. Raises ApiError 400."""
     try:
+        if isinstance(raw, bytes):
+            return kind.model_validate_json(raw)
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -108,6 +100,9 @@ def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
             elif part.isidentifier() and part.islower():  # not pydantic's name of a type
                 at += f".{part}"
         where = at.removeprefix(".")
+        if not where:
+            why = f"the body is not a JSON object: {first['msg']}"
+            raise ApiError(400, why, code="invalid_json") from error
         if first["type"] == "missing":
             raise invalid(where, f"{where} is missing; send it") from error
         problem = first["msg"].removeprefix("Value error, ")

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from mlxspec.server.errors import invalid
+from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Generation
-from mlxspec.server.state import Model, while_connected
+from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.server.stream import Choice, ResponseWriter, message
 from mlxspec.text.chat import (
     Conversation,
@@ -25,7 +25,6 @@ from mlxspec.text.chat import (
     encode,
     remember,
     render,
-    template_reads,
 )
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import RejectedRequest, canonical
@@ -38,16 +37,17 @@ CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is enco
 
 # Fields of a body that are named as in `Sampling`; its `logprobs` is something else.
 SAMPLING_FIELDS = {each.name for each in fields(Sampling)} - {"logprobs"}
+OBJECT = {"type": "object"}  # the schema of any JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What an answer must be: any JSON object, JSON by the schema `value`, or text by the Lark
-    grammar `value`. The request says so in `field`."""
+    """What an answer must be: JSON by the schema `value`, or text by the Lark grammar `value`. The
+    request says so in `field`."""
 
-    kind: Literal["object", "schema", "lark"]
+    kind: Literal["schema", "lark"]
     field: str
-    value: Any = None
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,21 @@ class ChatRequest:
     body: Any
     messages: Sequence[Any]
     tools: Any = None
-    tool_choice: str | Mapping[str, str] = "auto"
-    deferred: Sequence[Mapping[str, Any]] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    tool_choice: str | Json = "auto"
+    deferred: Sequence[Json] = ()
+    options: Json = field(default_factory=dict)
     source: str = "messages"
     arrived: float = field(default_factory=time.monotonic)
 
 
-async def converse(
+async def chat_response(
     http: HttpRequest, model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
 ) -> ASGIApp:
     """The response to `chat`. Raises ApiError."""
-    check_count(model, chat.body.n, 1)
-    work = model.server.on_text_thread(_generation, model, chat, writer, ignored)
-    return await while_connected(http.receive, work)
+    return await run_on_text_thread(http, _chat_generation, model, chat, writer, ignored)
 
 
-def _generation(
+def _chat_generation(
     model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
 ) -> Generation:
     """On the text thread. Raises RejectedRequest and ApiError."""
@@ -102,7 +100,7 @@ def _generation(
         choices,
         writer,
         body.stream,
-        {"x-request-id": name, "request-id": name, **model.server.report(ignored)},
+        ignored,
         chat.arrived,
         partial(model.server.later, remember_all),
     )
@@ -204,32 +202,19 @@ def _grammar(
         raise RejectedRequest(where, f"{where} with tools: send one of them, or tool_choice 'none'")
     if form and lark:
         text = checked_lark(form.value, where)
-        return grammars.compiled(text, _thinking(grammars, prompt), where)
-    rules = []
-    if form:
-        schema = {"type": "object"} if form.kind == "object" else form.value
-        rules.append(json_rule(schema, where))
-    if required or offered:
-        name = choice["name"] if isinstance(choice, Mapping) else None
-        single = name is not None or not chat.body.parallel_tool_calls
-        rules.append(grammars.calls(talk.tools, name, single, where))
-    return grammars.compiled(grammars.rules(rules), _thinking(grammars, prompt), where)
-
-
-def _thinking(grammars: Grammars, prompt: RenderedPrompt) -> bool | None:
-    """Whether the answer begins inside the reasoning, after it (False), or may open it (None)."""
+    else:
+        rules = [json_rule(form.value, where)] if form else []
+        if required or offered:
+            name = choice["name"] if isinstance(choice, Mapping) else None
+            single = name is not None or not chat.body.parallel_tool_calls
+            rules.append(grammars.calls(talk.tools, name, single, where))
+        text = grammars.rules(rules)
+    # Whether the answer begins inside the reasoning, after it (False), or may open it (None).
+    thinking: bool | None = prompt.thinking or None
     end = grammars.tokenizer.think_end
-    if not prompt.thinking and end and prompt.text.rstrip().endswith(end):
-        return False
-    return prompt.thinking or None
-
-
-def check_count(model: Model, n: int, prompts: int) -> None:
-    """Raises ApiError for more answers than the queue could ever take."""
-    most = model.server.config.max_sequences + model.server.config.max_queue
-    if n * prompts > most:
-        why = f"n = {n} for {prompts} prompts is more than {most} answers; ask for fewer"
-        raise invalid("n", why)
+    if not thinking and end and prompt.text.rstrip().endswith(end):
+        thinking = False
+    return grammars.compiled(text, thinking, where)
 
 
 def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
@@ -240,22 +225,13 @@ def check_ids(model: Model, ids: Iterable[int], source: str) -> None:
         raise invalid(source, why)
 
 
-def template_options(
-    model: Model, kwargs: Mapping[str, Any] | None, **fields: Any
-) -> tuple[dict[str, Any], list[str]]:
-    """Variables for the chat template, and the paths of those that this template does not read.
-    `fields` are fields of the body that are named like the variables; None: not sent."""
-    given = dict(kwargs or {})
-    for name, value in fields.items():
-        if value is not None:
-            given[name] = value
-    options, unread = {}, []
-    for name, value in given.items():
-        if template_reads(model.tokenizer, name):
-            options[name] = value
-        else:
-            unread.append(name if name in fields else f"chat_template_kwargs.{name}")
-    return options, unread
+def template_options(kwargs: Json | None, **fields: Any) -> Json:
+    """Variables for the chat template. `fields` are fields of the body that are named like the
+    variables; None: not sent."""
+    return {
+        **(kwargs or {}),
+        **{name: value for name, value in fields.items() if value is not None},
+    }
 
 
 def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:

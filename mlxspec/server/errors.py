@@ -6,19 +6,22 @@ response is made.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from mlxspec.engine.worker import Worker
-from mlxspec.types import Busy
+from mlxspec.text.messages import RejectedRequest
+from mlxspec.types import Busy, Dead, UserError
 
 log = logging.getLogger("mlxspec")
+
+Json = dict[str, Any]
 
 OPENAI_TYPES = {
     401: "authentication_error",
@@ -45,9 +48,9 @@ class ApiError(Exception):
     message: str
     param: str | None = None
     code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] | None = None
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         """The body in OpenAI's format."""
         error = {
             "message": self.message,
@@ -57,7 +60,7 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    def anthropic(self) -> dict[str, Any]:
+    def anthropic(self) -> Json:
         """The body in Anthropic's format."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -86,50 +89,35 @@ def unavailable(why: str) -> ApiError:
     return ApiError(503, why, "model", "model_not_loaded", {"Retry-After": "10"})
 
 
-def dead(worker: Worker) -> ApiError:
-    """503: the engine accepts no more requests."""
-    if not worker.draining():
-        return ApiError(503, "the engine has stopped; the server's log says why")
-    why = "the server is stopping; send the request again in 5 s"
-    return ApiError(503, why, headers={"Retry-After": "5"})
+async def on_error(http: HttpRequest, error: Any) -> Response:
+    """The response to any exception of an endpoint."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # for the log of a proxy in front
+    return error_response(http.scope, _api_error(http, error))
 
 
-def busy(error: Busy) -> ApiError:
-    """429: the queue is full."""
-    return ApiError(429, str(error), headers={"Retry-After": str(error.retry_after)})
+def _api_error(http: HttpRequest, error: Any) -> ApiError:
+    """An exception of the layers below as an ApiError; one of no known type is a bug, whose
+    traceback is in the log."""
+    why = str(error)
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RejectedRequest):
+        return ApiError(400, why, error.field, error.code)
+    if isinstance(error, UserError):
+        return unavailable(why)
+    if isinstance(error, Busy):
+        return ApiError(429, why, headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, Dead):
+        why = "the engine has stopped; the server's log says why"
+        if http.app.state.server.worker.draining():
+            why = "the server is stopping; send the request again in 5 s"
+        return ApiError(503, why, headers={"Retry-After": "5"})
+    if isinstance(error, HTTPException):  # an unknown path or method
+        why = f"{http.method} {http.scope['path'][:200]}: {error.detail}; GET / lists the endpoints"
+        return ApiError(error.status_code, why, headers=error.headers)
+    return ApiError(500, f"the server failed: {type(error).__name__}; its log says more")
 
 
-class Gone(Exception):
-    """The client has disconnected."""
-
-
-async def on_api_error(http: HttpRequest, error: Any) -> Response:
-    return error_response(http.scope, error)
-
-
-async def on_gone(http: HttpRequest, error: Exception) -> Response:
-    """499, for the log of a proxy in front; the client does not read it."""
-    return Response(status_code=499)
-
-
-async def on_http_error(http: HttpRequest, error: Any) -> Response:
-    """Errors of the router: unknown path or method."""
-    path = http.scope["path"][:200]
-    message = f"{http.method} is not a method of {path}; use the one of the Allow header"
-    if error.status_code == 404:
-        message = f"there is nothing at {path}; GET / lists the endpoints"
-    return error_response(http.scope, ApiError(error.status_code, message, headers=error.headers))
-
-
-async def on_crash(http: HttpRequest, error: Exception) -> Response:
-    """Any other exception is a bug of the server; its traceback is in the log."""
-    why = f"the server failed: {type(error).__name__}; its log says more"
-    return error_response(http.scope, ApiError(500, why))
-
-
-HANDLERS = {
-    ApiError: on_api_error,
-    Gone: on_gone,
-    HTTPException: on_http_error,
-    Exception: on_crash,
-}
+EXCEPTIONS = (ApiError, UserError, Busy, Dead, ClientDisconnect, HTTPException, Exception)
+HANDLERS = dict.fromkeys(EXCEPTIONS, on_error)

@@ -11,18 +11,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxspec.server import stream
-from mlxspec.server.errors import ApiError, Gone, busy, dead
-from mlxspec.server.state import Model, Row, while_connected
-from mlxspec.server.stream import Choice, Json, ResponseWriter
-from mlxspec.types import Busy, Dead, Output, Request
+from mlxspec.server.errors import ApiError, Json, invalid
+from mlxspec.server.state import Model, Row, report, while_connected
+from mlxspec.server.stream import Choice, ResponseWriter
+from mlxspec.types import Busy, Output, Request
 
 log = logging.getLogger("mlxspec")
 
-EVENT_S = 15.0  # a silent stream gets an event at least this often: some clients ignore comments
 SSE = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -42,7 +42,7 @@ class Generation:
     choices: list[Choice]
     writer: ResponseWriter
     streamed: bool
-    headers: dict[str, str]
+    ignored: list[str]  # unknown fields of the request
     arrived: float
     # Called before the last byte is sent: the client's next request may follow at once.
     on_done: Callable[[], None] = lambda: None
@@ -51,18 +51,19 @@ class Generation:
     outcome: str = ""  # "gone" or "error", where it is not the choices' finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError only before the first byte."""
-        outputs = self._submit()
-        self.model.server.journal.live[self.writer.id] = self._row
+        """Raises only before the first byte."""
+        outputs, id = self._submit(), self.writer.id
+        headers = {"x-request-id": id, "request-id": id, **report(self.ignored)}
+        self.model.server.journal.live[id] = self._row
         try:
             if self.streamed:
                 async with aclosing(self._events(outputs)) as events:
-                    response = StreamingResponse(events, headers=SSE | self.headers)
+                    response = StreamingResponse(events, headers=SSE | headers)
                     await response(scope, receive, send)
             else:
                 body = await while_connected(receive, self._body(outputs))
-                await JSONResponse(body, headers=self.headers)(scope, receive, send)
-        except Gone:
+                await JSONResponse(body, headers=headers)(scope, receive, send)
+        except ClientDisconnect:
             pass
         except BaseException:
             self.outcome = "error"
@@ -71,18 +72,19 @@ class Generation:
             self._finish()
 
     def _submit(self) -> Outputs:
-        """Queue all requests or none. Raises ApiError."""
-        worker = self.model.server.worker
+        """Queue all requests or none. Raises ApiError, Busy and Dead."""
+        worker, config = self.model.server.worker, self.model.server.config
+        answers, most = len(self.choices), config.max_sequences + config.max_queue
+        if answers > most:
+            raise invalid("n", f"{answers} answers are more than the queue's {most}; ask for fewer")
         outputs: list[AsyncIterator[Output]] = []
         try:
             for request in self.requests:
                 outputs.append(worker.submit(request))
-        except Dead as error:
-            raise dead(worker) from error
-        except Busy as error:
+        except Busy:
             for request in self.requests[: len(outputs)]:
                 worker.abort(request.id)
-            raise busy(error) from error
+            raise
         return outputs
 
     async def _body(self, outputs: Outputs) -> Json:
@@ -94,10 +96,11 @@ class Generation:
         return self.writer.body(self.choices, self._usage())
 
     async def _events(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a streamed answer."""
+        """The server-sent events of a streamed answer. A silent stream gets a comment and an event
+        without content every `keepalive_s`: some clients ignore comments."""
         writer = self.writer
         yield writer.opening(self._usage())
-        pause = min(self.model.server.config.keepalive_s, EVENT_S)
+        pause = self.model.server.config.keepalive_s
         written = time.monotonic()
         try:
             async with aclosing(merged(outputs, pause)) as found:
@@ -140,25 +143,31 @@ class Generation:
         return stream.usage(self.requests, self.choices)
 
     def _row(self) -> Row:
-        row = Row(
-            id=self.writer.id,
-            model=self.model.name,
+        """Figures for the page and the log. Counts are tokens, times are seconds since the request
+        arrived, `rate` is tokens/s after the first token; `first` is 0 before the first token,
+        `outcome` "" until the end. Holds no text."""
+        row: Row = {
+            "id": self.writer.id,
+            "model": self.model.name,
             **asdict(self._usage()),
-            seconds=time.monotonic() - self.arrived,
-            outcome=self.outcome,
-        )
+            "first": 0.0,
+            "seconds": time.monotonic() - self.arrived,
+            "rate": 0.0,
+            "outcome": self.outcome,
+            "state": "waiting",
+        }
         if self.first:
-            row.state, row.first = "writing", self.first - self.arrived
+            row |= {"state": "writing", "first": self.first - self.arrived}
             seconds = max(self.last.values()) - self.first
             if seconds > 0:
-                row.rate = (row.generated - len(self.last)) / seconds
+                row["rate"] = (row["generated"] - len(self.last)) / seconds
             return row
         # The engine lists each running choice in order; the first one has the prefix match.
-        ids = [request.id for request in self.requests]
-        running_requests = self.model.server.worker.models()[self.model.name].stats.running_requests
-        matched = {id: cached for id, cached in reversed(running_requests) if id in ids}
+        stats = self.model.server.worker.models()[self.model.name].stats
+        running = dict(reversed(stats.running_requests))
+        matched = [running[request.id] for request in self.requests if request.id in running]
         if matched:
-            row.state, row.cached = "reading", sum(matched.values())
+            row |= {"state": "reading", "cached": sum(matched)}
         return row
 
     def _finish(self) -> None:
@@ -173,16 +182,21 @@ class Generation:
             self.outcome = ",".join(dict.fromkeys(str(choice.finish) for choice in choices))
         row = self._row()
         server.journal.end(row)
-        outcome = row.outcome.partition(",")[0]
-        server.metrics.duration.labels(self.model.name, outcome).observe(row.seconds)
-        first = f"none after {row.seconds:.2f} s"
-        if row.first:
-            first = f"first after {row.first:.2f} s"
-        counts = f"{row.prompt} in, {row.cached} cached, {row.generated} out"
-        text = f"{row.id}: {counts}, {first}, {row.rate:.1f} tokens/s, {row.rounds} rounds"
-        if drafts := stream.speculation(choices):
-            text += f", {drafts}"
-        log.info("%s, %s", text, row.outcome)
+        outcome = self.outcome.partition(",")[0]
+        server.metrics.duration.labels(self.model.name, outcome).observe(row["seconds"])
+        log.info("%s, %s", _summary(row), self.outcome)
+
+
+def _summary(row: Row) -> str:
+    """The figures of a finished answer, for the log."""
+    text = "{id}: {prompt} in, {cached} cached, {generated} out, ".format(**row)
+    when = row["first"] or row["seconds"]
+    text += f"{'first' if row['first'] else 'none'} after {when:.2f} s"
+    text += f", {row['rate']:.1f} tokens/s, {row['rounds']} rounds"
+    if row["drafted"]:
+        text += f", {row['generated'] / row['rounds']:.1f} tok/round"
+        text += f", {row['kept'] / row['drafted']:.0%} of drafts kept"
+    return text
 
 
 async def merged(

@@ -47,9 +47,9 @@ def serve_model(
     """Load the configured models and serve them; returns the process's exit status. Raises
     ConfigError and UserError.
 
-    A `listener` comes from launchd and is listening already, so clients may be waiting: it serves
-    at once, and the first request loads the model. `note` is for /health; `ended` gets the status
-    if the process exits here.
+    A `listener` comes from launchd and is listening already, so clients may be waiting: requests
+    are accepted at once, and the first one loads the model. `note` is for /health; `ended` gets the
+    status if the process exits here.
     """
     load_on_request = listener is not None
     if listener:
@@ -103,20 +103,14 @@ def _load(
     )
 
     def meanwhile() -> None:
-        """Half a second of Python's time, while the engine's thread reads weights."""
+        """Half a second of imports and parsing, while the engine's thread reads weights."""
         chosen.tokenizer  # noqa: B018  cached
         import mlxspec.server.app  # noqa: F401
 
-    info = worker.launch(meanwhile)
+    worker.launch(meanwhile)
     from mlxspec.server.app import create_app
 
-    draft = config.draft
-    if chosen.draft and not draft:
-        draft = chosen.draft.name
-    used = replace(config, model=config.model or chosen.name, name=info.name, draft=draft)
-    if not others and not load_on_request:  # other models have their own
-        used = replace(used, context=info.context, kv_blocks=info.kv_blocks, layout=info.layout)
-    _print(f"mlxspec serve {as_flags(used)}")
+    _print(f"mlxspec serve {as_flags(config)}")
     paths = {other.name: other.path for other in others}
     app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, KERNELS.verdicts)
     app.state.server.note = note
@@ -134,18 +128,12 @@ def _print(text: str) -> None:
 def bind(config: Config) -> socket.socket:
     """The server's socket, not listening yet: while a model loads, connections are refused instead
     of hanging. Raises ConfigError."""
+    bound = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
-        family, *_, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
+        bound.bind((config.host, config.port))
     except OSError as error:
+        bound.close()
         why = f"host = {config.host!r}, port = {config.port}: {error.strerror}"
         raise ConfigError(f"{why}; give another --port (0: any)") from error
     return bound
@@ -160,20 +148,18 @@ def serve(
     ended: Ended = lambda status: None,
 ) -> int:
     """Serve until a signal or the engine's death; returns the process's exit status. Main thread
-    only. `announce` gets the greeting once requests are accepted. Threads that do not end are left
-    behind by ending the process."""
+    only. `announce` gets the greeting once requests are accepted. If a thread does not end, the
+    process is ended here."""
     listener = listener or bind(config)
     status = asyncio.run(_serve(app, worker, config, announce, listener))
-    loading = worker.loading()
+    loading = worker.loading()  # which cannot be interrupted
     stopper = threading.Thread(target=worker.stop, name="stop", daemon=True)
     stopper.start()
-    if not loading:  # loading cannot be interrupted
-        stopper.join(STOP_S)
-        if stopper.is_alive():
-            log.critical("the engine's thread does not end; leaving it")
-            status = 1
+    stopper.join(0.0 if loading else STOP_S)
+    if stopper.is_alive() and not loading:
+        status = 1
     if stopper.is_alive() or app.state.server.text_jobs:
-        log.info("leaving threads that are still at work")
+        log.info("some threads are still at work; the process ends without them")
         ended(status)
         _exit(status)
     return status

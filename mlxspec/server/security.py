@@ -25,12 +25,10 @@ PAGE_ONLY = ("/page/events", "/page/now")  # for scripts of the page and clients
 
 
 def protect(app: ASGIApp, config: Config) -> ASGIApp:
-    """`app` behind the checks."""
+    """`app`, called after the checks."""
     limit = config.max_body_mb << 20
 
     async def protected(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await app(scope, receive, send)
         headers = Headers(scope=scope)
         path = scope["path"]
         try:

@@ -23,12 +23,11 @@ from starlette.types import Receive
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server.errors import ApiError, Gone, busy, dead, invalid, unavailable
+from mlxspec.server.errors import ApiError, Json
 from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
-from mlxspec.text.messages import RejectedRequest
 from mlxspec.text.structured.grammar import Grammars
-from mlxspec.types import Busy, ModelInfo, UserError
+from mlxspec.types import Busy, Dead, ModelInfo
 
 log = logging.getLogger("mlxspec")
 
@@ -42,45 +41,27 @@ MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
 FAMILIES = ("claude-", "gpt-")  # names built into agents; they mean the default model
 
-STATES = ("writing", "reading", "waiting")
+STATES = ("writing", "reading", "waiting")  # decoding, in prefill, queued
 
-
-@dataclass(slots=True)
-class Row:
-    """Figures of one generation: counts are tokens, times are seconds since it arrived, `rate` is
-    tokens/s after the first token. `first` is 0 before the first token, `outcome` is "" until it
-    has finished. `state` is one of STATES: decoding, in prefill, queued. Holds no text."""
-
-    id: str
-    model: str
-    prompt: int
-    cached: int
-    generated: int
-    rounds: int
-    drafted: int
-    kept: int
-    first: float = 0.0
-    seconds: float = 0.0
-    rate: float = 0.0
-    outcome: str = ""
-    state: str = "waiting"
+Row = Json  # figures of one generation, made by Generation._row
 
 
 @dataclass(slots=True)
 class Journal:
-    """The generations that run and the last ones that finished. `live` makes a row by id."""
+    """The running generations, each by id as a function that makes its row, and the rows of the
+    last ones that finished."""
 
     live: dict[str, Callable[[], Row]] = field(default_factory=dict)
     finished: deque[Row] = field(default_factory=lambda: deque(maxlen=MAX_FINISHED))
 
     def end(self, row: Row) -> None:
-        self.live.pop(row.id, None)
+        self.live.pop(row["id"], None)
         self.finished.appendleft(row)
 
     def rows(self) -> list[Row]:
         """All rows by state, then the finished ones; newest first within each."""
         live = [make() for make in reversed(self.live.values())]
-        live.sort(key=lambda row: STATES.index(row.state))
+        live.sort(key=lambda row: STATES.index(row["state"]))
         return [*live, *self.finished]
 
 
@@ -110,14 +91,14 @@ class Model:
 
 @dataclass(slots=True)
 class ServerState:
-    """The state of one server. `paths` are the model directories by name, `verdicts` the kernels'
-    verdicts by kernel and shape, `note` a remark for /health, such as safe mode."""
+    """What the endpoints of one server share. `paths` are the model directories by name, `verdicts`
+    the kernels' verdicts by kernel and shape, `note` a remark for /health, such as safe mode."""
 
     worker: Worker
     config: Config
     metrics: Metrics
     paths: Mapping[str, Path]
-    verdicts: Mapping[str, Any] = field(default_factory=dict)
+    verdicts: Json = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     listeners: int = 0  # of the page's event stream
     note: str = ""
@@ -137,21 +118,18 @@ class ServerState:
         return ""
 
     async def on_text_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Run `work` on the text thread, after all that was submitted before. Raises ApiError: 429
-        when too much waits, 400 for RejectedRequest, 503 when the engine accepts no more
-        requests."""
+        """Run `work` on the text thread, after all that was submitted before. Raises Busy when too
+        much waits, Dead when the engine stops accepting requests, and what `work` raises."""
         if len(self.text_jobs) >= self.config.max_queue + self.config.max_sequences:
-            raise busy(Busy(1))
+            raise Busy(1)
         calls = [partial(work, *args)]
         job = self._submit(lambda: calls.pop()())
         done = asyncio.wrap_future(job)
         try:
             while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
                 if self.worker.draining() or not self.worker.alive():
-                    raise dead(self.worker)
+                    raise Dead
             return done.result()
-        except RejectedRequest as error:
-            raise invalid(error.field, str(error), error.code) from error
         finally:
             job.cancel()
             calls.clear()  # a cancelled job stays in the executor's queue; its body must not
@@ -174,13 +152,13 @@ class ServerState:
         job.add_done_callback(self.text_jobs.discard)
         return job
 
-    def resolve_name(self, name: str | None, *, exact: bool = False) -> str:
-        """The served model that `name` means. Names that agents have built in mean the default one,
-        unless `exact`. Raises ApiError 404."""
+    def resolve_name(self, name: str | None) -> str:
+        """The served model that `name` means. Names that agents have built in mean the default one.
+        Raises ApiError 404."""
         served = self.worker.models()
         if name in served:
             return str(name)
-        lenient = self.config.strict_model_names == "off" and not exact
+        lenient = self.config.strict_model_names == "off"
         if name is None or name in ALIASES or (lenient and name.startswith(FAMILIES)):
             return self.worker.info.name
         names = ", ".join(map(repr, served))
@@ -188,14 +166,11 @@ class ServerState:
         raise ApiError(404, why, param="model", code="model_not_found")
 
     async def model(self, name: str | None) -> Model:
-        """The model that `name` means. Raises ApiError: 404 for an unknown name, 503 when its
+        """The model that `name` means. Raises ApiError 404 for an unknown name, UserError when its
         tokenizer cannot be loaded."""
         name = self.resolve_name(name)
         if name not in self.models:
-            try:
-                await self.on_text_thread(self.open, name)
-            except UserError as error:
-                raise unavailable(str(error)) from error
+            await self.on_text_thread(self.open, name)
         return self.models[name]
 
     def open(self, name: str, tokenizer: Tokenizer | None = None) -> None:
@@ -205,35 +180,40 @@ class ServerState:
             tokenizer = tokenizer or load_tokenizer(path)
             self.models[name] = Model(self, name, tokenizer, generation_defaults(path))
 
-    def report(self, ignored: list[str]) -> dict[str, str]:
-        """The response header that lists unknown fields, percent-encoded."""
-        names = [quote(name[:64], safe="[]") or "%00" for name in ignored[:32]]
-        return {"x-mlxspec-ignored": ", ".join(names)} if names else {}
+
+def report(ignored: list[str]) -> dict[str, str]:
+    """The response header that lists unknown fields, percent-encoded."""
+    names = [quote(name[:64], safe="[]") or "%00" for name in ignored[:32]]
+    return {"x-mlxspec-ignored": ", ".join(names)} if names else {}
+
+
+async def run_on_text_thread(http: HttpRequest, work: Callable[..., T], *args: Any) -> T:
+    """Like ServerState.on_text_thread; raises ClientDisconnect."""
+    state: ServerState = http.app.state.server
+    return await while_connected(http.receive, state.on_text_thread(work, *args))
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """The request's body. Raises ApiError 408 when it takes longer than BODY_S, Gone when the
-    client disconnects."""
+    """The request's body. Raises ClientDisconnect, and ApiError 408 when it takes longer than
+    BODY_S."""
     try:
         async with asyncio.timeout(BODY_S):
             return await http.body()
     except TimeoutError as error:
         why = f"the body did not arrive within {BODY_S:.0f} s; send it at once"
         raise ApiError(408, why) from error
-    except ClientDisconnect as error:
-        raise Gone from error
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; cancel it and raise Gone when the client disconnects. The body must have been
-    read."""
+    """Run `work`; cancel it and raise ClientDisconnect when the client disconnects. The body must
+    have been read."""
     job = asyncio.ensure_future(work)
     left = asyncio.ensure_future(_cancel_on_disconnect(receive, job))
     try:
         return await job
     except asyncio.CancelledError as error:
         if left.done():
-            raise Gone from error
+            raise ClientDisconnect from error
         raise
     finally:
         left.cancel()

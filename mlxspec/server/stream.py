@@ -5,12 +5,12 @@ Rule: a stream and a whole body say the same, because both are made from the sam
 """
 
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlxspec.server.errors import ApiError, unavailable
+from mlxspec.server.errors import ApiError, Json, unavailable
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
@@ -19,8 +19,6 @@ COMMENT = b": keep-alive\n\n"
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 NO_OUTPUT = Output("", 0, ())
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,9 @@ class Choice:
         self._logprobs.extend(output.logprobs)
         starts = tuple(reader.released)
         reader.released.clear()
-        logprobs = tuple(self._logprobs.popleft() for _ in starts) if self._logprobs else ()
+        logprobs: tuple[Logprob, ...] = ()
+        if self._logprobs:
+            logprobs = tuple(self._logprobs.popleft() for _ in starts)
         self.pieces.append(Piece(text, tuple(parts), logprobs, starts, self.finish))
         return self.pieces[-1]
 
@@ -128,8 +128,7 @@ class Usage:
 class ResponseWriter(Protocol):
     """The format of one API; one per response, called in order."""
 
-    @property
-    def id(self) -> str: ...
+    id: str
 
     def opening(self, usage: Usage) -> bytes:
         """The first events of a stream; only `usage.prompt` is known yet."""
@@ -150,27 +149,29 @@ class ResponseWriter(Protocol):
         """The whole response."""
 
 
-def event(data: Json, name: str = "") -> bytes:
+def event(data: Json) -> bytes:
     """A server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {ENCODER.encode(data)}\n\n".encode()
+    return f"data: {ENCODER.encode(data)}\n\n".encode()
+
+
+def typed_event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event with its type, which is also the event's name."""
+    name = f"event: {kind}\n".encode()
+    return name + event({"type": kind, **fields})
 
 
 def message(choice: Choice) -> Json:
     """An answer as the chat message that the client sends back with the next turn."""
-    content = reasoning = ""
+    texts = {"content": "", "reasoning": "", "call": ""}
     for piece in choice.pieces:
         for part in piece.parts:
-            if part.kind == "reasoning":
-                reasoning += part.text
-            else:  # a call has no text
-                content += part.text
-    made: Json = {"role": "assistant", "content": content}
-    if reasoning:
-        made["reasoning_content"] = reasoning
+            texts[part.kind] += part.text
+    made: Json = {"role": "assistant", "content": texts["content"]}
+    if texts["reasoning"]:
+        made["reasoning_content"] = texts["reasoning"]
     if choice.calls:
         made["tool_calls"] = [spelled(call) for call in choice.calls]
-        made["content"] = content or None
+        made["content"] = texts["content"] or None
     return made
 
 
@@ -182,7 +183,8 @@ def spelled(call: Call) -> Json:
 
 def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
     """Token counts; `choices` are grouped by request. A prompt counts once for all its choices."""
-    made, first = Usage(), 0
+    made = Usage()
+    first = 0  # index of the request's first choice
     for request in requests:
         made.prompt += len(request.prompt)
         made.cached += choices[first].output.cached
@@ -193,19 +195,3 @@ def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
         made.kept += choice.kept
         made.rounds += choice.output.rounds
     return made
-
-
-def speculation(choices: Sequence[Choice]) -> str:
-    """For the log: tokens per round, and the share of drafted tokens that were kept, by source; ""
-    where nothing was drafted."""
-    counts, sources = usage((), choices), Counter[str]()
-    if not counts.drafted:
-        return ""
-    for choice in choices:
-        sources.update(dict(choice.output.accepted))
-    share = 100 * counts.kept / counts.drafted
-    text = f"{counts.generated / counts.rounds:.1f} tok/round, {share:.0f} % of drafts kept"
-    accepted = ", ".join(f"{count} by {source}" for source, count in sources.items() if count)
-    if accepted:
-        text += f" ({accepted})"
-    return text

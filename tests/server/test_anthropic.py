@@ -282,12 +282,12 @@ async def test_a_schema_for_the_answer_is_passed_on(
 ) -> None:
     asked: list[Any] = []
 
-    async def converse(http: Any, model: Any, ask: Any, *rest: Any) -> Any:
+    async def chat_response(http: Any, model: Any, ask: Any, *rest: Any) -> Any:
         asked.append(ask.body.format)
         return await real(http, model, ask, *rest)
 
-    real = endpoints.converse
-    monkeypatch.setattr(endpoints, "converse", converse)
+    real = endpoints.chat_response
+    monkeypatch.setattr(endpoints, "chat_response", chat_response)
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     form = {"type": "json_schema", "schema": schema}
     await ask(make(), output_config={"format": form, "effort": "high"}, stream=True, tools=[])
@@ -298,7 +298,7 @@ async def test_a_schema_for_the_answer_is_passed_on(
 async def test_ignored_fields_are_reported(tokenizer: Any, model_dir: Path) -> None:
     s = server(tokenizer, model_dir)
     answer = await ask(s, thinking={"type": "disabled"}, wish=1)
-    assert answer.status == 200 and answer.headers["x-mlxspec-ignored"] == "wish, thinking"
+    assert answer.status == 200 and answer.headers["x-mlxspec-ignored"] == "wish"
 
 
 async def test_paths_and_headers_that_make_no_difference(make: Make) -> None:
@@ -360,9 +360,8 @@ async def test_an_error_in_a_stream_is_an_event(make: Make) -> None:
     assert last == {"type": "error", "error": {"type": "api_error", "message": message}}
 
 
-async def test_silence_is_filled_with_pings(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.server.generate.EVENT_S", 0.01)
-    s = make(holds=True)
+async def test_silence_is_filled_with_pings(make: Make) -> None:
+    s = make(config=Config(keepalive_s=0.01), holds=True)
     connection = Connection(
         s.app, "/v1/messages", {"max_tokens": 9, "messages": MESSAGES, "stream": True}
     )

@@ -129,9 +129,6 @@ async def test_an_unknown_name_is_told_what_there_is(make: Make) -> None:
         answer = await s.post(path, {"model": "gpt-9", "messages": MESSAGES})
         assert answer.status == 404 and answer.error["code"] == "model_not_found"
         assert "send 'tiny', 'other' or 'default'" in answer.error["message"]
-    assert (
-        await make().post("/v1/models/load", {"model": "gpt-9"})
-    ).status == 404  # not the default's unload
 
 
 async def test_a_tokenizer_loads_off_the_event_loop_and_once(

@@ -173,11 +173,9 @@ async def test_what_the_page_itself_fetches_may_not_be_framed(make: Make) -> Non
     own = {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"}
     s = make()
     now = await s.get("/page/now", headers=own)
-    events = await Connection(s.app, "/page/events", method="HEAD", headers=own).answer()
-    for answer in (now, events):
-        assert answer.status == 200 and answer.headers["cache-control"] == "no-store"
-        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
-        assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert now.status == 200 and now.headers["cache-control"] == "no-store"
+    assert now.headers["cross-origin-resource-policy"] == "same-origin"
+    assert "frame-ancestors 'none'" in now.headers["content-security-policy"]
 
 
 # ---- the stream
@@ -191,15 +189,10 @@ async def test_a_snapshot(make: Make) -> None:
     assert (await s.chat()).status == 200
     assert (await s.post("/v1/chat/completions", {"messages": 3})).status == 400
     now = await snapshot(s)
-    names = "version pid idle_ttl time alive stopping stalled loading note unwell models process"
+    names = "version pid time loading note unwell models process"
     names += " refused requests kernels"
     assert set(now) == {*names.split()}
-    assert (now["alive"], now["stopping"], now["refused"], now["kernels"]) == (
-        True,
-        False,
-        {"400": 1},
-        [],
-    )
+    assert (now["refused"], now["kernels"]) == ({"400": 1}, [])
     assert now["process"].keys() == PROCESS.keys()
     tiny, odd = now["models"]
     assert (odd["name"], odd["status"], odd["pinned"], odd["error"]) == (
@@ -215,7 +208,8 @@ async def test_a_snapshot(make: Make) -> None:
         "blocks_free": 5,
     }
     [row] = now["requests"]
-    assert set(row) == {f.name for f in fields(state.Row)}
+    names = "id model prompt cached generated rounds drafted kept first seconds rate outcome state"
+    assert set(row) == {*names.split()}
     assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row[
         "prompt"
     ] > 0
@@ -283,7 +277,7 @@ async def test_the_stream_ends_with_the_server(make: Make, change: dict[str, boo
     for name, value in change.items():
         setattr(s.engine, name, value)
     found = await left(connection)
-    assert (found[-1]["stopping"], found[-1]["alive"]) == (s.engine.ending, s.engine.lives)
+    assert found[-1]["unwell"] and not found[0]["unwell"]
     assert not connection.sent[-1]["more_body"] and len(found) >= 2
 
 
@@ -331,24 +325,24 @@ async def test_what_has_ended_is_bounded(make: Make) -> None:
 
 def test_what_runs_comes_first() -> None:
     """However many wait that came later."""
-    row = state.Row("a", "m", 1, 0, 1, 1, 0, 0, 0.1, 0.2, 3.0)
+    row = {"id": "a", "outcome": "", "state": "waiting"}
     states = ["writing", "reading", "writing"] + ["waiting"] * (state.MAX_FINISHED + 9)
     book = state.Journal(
         {
-            str(i): (lambda i=i, state=state: replace(row, id=str(i), state=state))
+            str(i): (lambda i=i, state=state: row | {"id": str(i), "state": state})
             for i, state in enumerate(states)
         }
     )
     for i in range(state.MAX_FINISHED + 1):
-        book.end(replace(row, id=f"e{i}", outcome="stop"))
-    ids = [r.id for r in book.rows()]
+        book.end(row | {"id": f"e{i}"})
+    ids = [r["id"] for r in book.rows()]
     assert ids[:5] == ["2", "0", "1", str(len(states) - 1), str(len(states) - 2)]
     assert ids[len(states) :] == [f"e{i}" for i in range(state.MAX_FINISHED, 0, -1)]
-    book = state.Journal({"b": lambda: replace(row, id="b")})
+    book = state.Journal({"b": lambda: row | {"id": "b"}})
     book.end(row)
-    assert [r.id for r in book.rows()] == ["b", "a"]
-    book.end(replace(row, id="b"))
-    assert [r.id for r in book.rows()] == ["b", "a"] and not book.live
+    assert [r["id"] for r in book.rows()] == ["b", "a"]
+    book.end(row | {"id": "b"})
+    assert [r["id"] for r in book.rows()] == ["b", "a"] and not book.live
 
 
 async def test_verdicts_of_kernels(tokenizer: Any, model_dir: Path) -> None:
@@ -382,5 +376,5 @@ def test_over_a_socket(make: Make) -> None:
             for line in filter(None, r.iter_lines()):
                 found.append(json.loads(line[6:]))
                 s.engine.ending = len(found) >= 2  # until then the stream is open
-        assert [one["stopping"] for one in found] == [False] * (len(found) - 1) + [True]
+        assert [bool(one["unwell"]) for one in found] == [False] * (len(found) - 1) + [True]
     assert s.app.state.server.listeners == 0

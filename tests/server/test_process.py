@@ -287,7 +287,7 @@ def test_the_command_serves_a_model(tmp_path: Path, several: bool) -> None:
     with process, process.stdout, process.stderr:
         try:
             flags, greeted = process.stdout.readline(), process.stdout.readline()
-            derived = f" two={tmp_path} " if several else "--kv-blocks 32 --layout rows"
+            derived = f" two={tmp_path} " if several else "--kv-blocks 32"
             assert derived in flags, flags + process.stderr.read()
             assert "--prefill-budget" not in flags
             url = greeted.split()[4].removesuffix("/v1")

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.server.anthropic.schema import REFUSED, Messages, Prompt, chat_messages
+from mlxspec.server.anthropic.schema import Messages, Prompt, chat_messages
 from mlxspec.server.body import MAX_STOPS, parse
 from mlxspec.server.errors import ApiError
+from mlxspec.server.openai.schema import UNSUPPORTED
 
 HELLO = [{"role": "user", "content": "hello"}]
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
@@ -250,12 +251,12 @@ def test_refusals(body: Any, param: str) -> None:
     assert caught.value.message.startswith(param)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED.keys() - Messages.model_fields.keys()))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - Messages.model_fields.keys()))
 def test_fields_of_other_apis_are_refused(name: str) -> None:
     with pytest.raises(ApiError) as caught:
         take(**{name: {"some": "thing"}})
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
-    take(**{name: REFUSED[name]})
+    take(**{name: UNSUPPORTED[name]})
 
 
 def test_claude_codes_fields_are_accepted() -> None:

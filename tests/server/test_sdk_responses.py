@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
-from mlxspec.server import generate
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
 from mlxspec.types import ModelInfo
@@ -114,9 +113,9 @@ def test_a_stream_has_its_events_in_their_order(client: OpenAI, s: Server) -> No
     strictly(found[-1].response)
 
 
-def test_what_the_client_adds_up_is_the_answer(client: OpenAI, s: Server, monkeypatch: Any) -> None:
+def test_what_the_client_adds_up_is_the_answer(client: OpenAI, s: Server) -> None:
     """Although events that say nothing are in between."""
-    monkeypatch.setattr(generate, "EVENT_S", 0.02)
+    s.app.state.server.config = Config(keepalive_s=0.02)
     s.engine.holds = True
     text = f"{THOUGHT}I look.\n{CALL}"
     with client.responses.stream(model="tiny", input="hello", tools=TOOLS[:1]) as stream:
@@ -179,8 +178,9 @@ def test_going_on_from_what_is_kept(client: OpenAI, s: Server, agent: tuple[Any,
     ):
         with pytest.raises(openai.NotFoundError):
             fails()
+    assert ask(client, "and on", previous_response_id=second.id)  # has its whole conversation
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, "and on", previous_response_id=second.id)
+        ask(client, "and on", previous_response_id=first.id)
     assert caught.value.code == "previous_response_not_found"
 
 

@@ -18,7 +18,6 @@ from mlxspec import cli
 from mlxspec.client import ClientError
 from mlxspec.config import Config
 from mlxspec.files import write_atomic
-from mlxspec.server.state import Row
 from mlxspec.service import launchd, status
 from mlxspec.types import Served, Stats
 from tests.server.live import live
@@ -36,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("bare_settings")
 def at(tokenizer: Any, model_dir: Path) -> At:
     @contextmanager
     def serve(config: Config | None = None, **kw: Any) -> Iterator[tuple[str, Server]]:
-        made = server(tokenizer, model_dir, config, **kw)
+        paths = {"small": model_dir}
+        made = server(tokenizer, model_dir, config, paths, **kw)
         with live(made.app) as url:
             yield url, made
 
@@ -125,7 +125,21 @@ def test_a_foreign_server() -> None:
         assert error_of("load", "x", "--url", url) == "the server answered 418: a?[31mteapot"
 
 
-ROW = Row("chatcmpl-1", "tiny", 100, 64, 30, 10, 20, 15, 0.2, 2.0, 15.0)
+ROW = {
+    "id": "chatcmpl-1",
+    "model": "tiny",
+    "prompt": 100,
+    "cached": 64,
+    "generated": 30,
+    "rounds": 10,
+    "drafted": 20,
+    "kept": 15,
+    "first": 0.2,
+    "seconds": 2.0,
+    "rate": 15.0,
+    "outcome": "",
+    "state": "waiting",
+}
 STATES: dict[str, tuple[Stats | None, Change]] = {
     "busy": (None, lambda made: made.app.state.server.journal.live.update(a=lambda: ROW)),
     "idle": (Stats(), lambda made: None),
@@ -155,12 +169,13 @@ def test_the_states(state: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None
 def test_speed_and_acceptance(at: At) -> None:
     with at() as (url, made):
         journal = made.app.state.server.journal
-        journal.end(replace(ROW, id="old", outcome="stop", rate=9.0))
+        journal.end(ROW | {"id": "old", "outcome": "stop", "rate": 9.0})
         now = status.get_status(url)
         assert (now.speed, now.tokens_per_round, now.accepted) == (9.0, 3.0, 0.75)
         for name, rate in (("a", 15.0), ("b", 20.0)):
-            journal.live[name] = lambda name=name, rate=rate: replace(ROW, id=name, rate=rate)
-        assert status.get_status(url).speed == 35.0
+            journal.live[name] = lambda name=name, rate=rate: ROW | {"id": name, "rate": rate}
+        now = status.get_status(url)
+        assert now.speed == 35.0 and [row["id"] for row in now.requests] == ["b", "a"]
         assert json.loads(run("status", "--url", url, "--json").output)["speed"] == 35.0
 
 

@@ -1,7 +1,6 @@
 """Outputs to pieces, pieces to chunks, bodies and usage: pure functions."""
 
 import json
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.openai.writer import CompletionWriter, usage_object
-from mlxspec.server.stream import Choice, Piece, Usage, speculation, usage
+from mlxspec.server.stream import Choice, Piece, Usage, usage
 from mlxspec.text.chat import encode
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.output_parser import OutputParser, Part
@@ -22,13 +21,11 @@ END = 299
 NOTHING = Usage(0, 0, 0, 0, 0)
 
 
-def dialect(
-    tokenizer: Any, chat: bool = True, echoes: Sequence[str] = (), **body: Any
-) -> CompletionWriter:
+def dialect(tokenizer: Any, chat: bool = True, **body: Any) -> CompletionWriter:
     said = {"messages": [1]} if chat else {"prompt": "a", "n": 2}
     request = (Chat if chat else Completion).model_validate(said | body)
     model: Any = SimpleNamespace(name="m", tokenizer=tokenizer)
-    return CompletionWriter(model, request, chat, "x", 1, list(echoes))
+    return CompletionWriter(model, request, chat, "x", 1)
 
 
 def choice(
@@ -124,8 +121,6 @@ def test_openings(tokenizer: Any) -> None:
         (i, {"role": "assistant", "content": ""}) for i in (0, 1)
     ]
     assert dialect(tokenizer, chat=False).opening(NOTHING) == b""
-    echo = dialect(tokenizer, chat=False, echoes=("a", "b")).opening(NOTHING)
-    assert [e["choices"][0]["text"] for e in events(echo)] == ["a", "b"]
 
 
 def test_the_chunk_that_says_nothing(tokenizer: Any) -> None:
@@ -203,19 +198,6 @@ def test_drafts_behind_a_stop_are_not_kept(tokenizer: Any, read: int) -> None:
     assert made.reader.count == 2 + read and made.finish == "stop"
     kept = 1 + min(read, 3)
     assert details(made) == (kept, 5 - kept)
-
-
-def test_speculation_in_the_log(tokenizer: Any) -> None:
-    plain = speculated(tokenizer, (0, "", 0), (0, "", 0))
-    assert speculation([plain]) == ""
-    copied = speculated(tokenizer, (4, "lookup", 3), (3, "suffix", 1))
-    told = "3.0 tok/round, 57 % of drafts kept (3 by lookup, 1 by suffix)"
-    assert speculation([copied]) == told
-    lost = speculated(tokenizer, (5, "model", 0), (0, "", 0))
-    assert speculation([lost]) == "1.0 tok/round, 0 % of drafts kept"
-    both = [plain, copied, speculated(tokenizer, (5, "lookup", 2))]
-    told = "2.2 tok/round, 50 % of drafts kept (5 by lookup, 1 by suffix)"
-    assert speculation(both) == told
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -13,12 +13,12 @@ from mlxspec.server.anthropic.writer import MessageWriter
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import (
     ChatRequest,
-    converse,
+    chat_response,
     render_prompt,
     template_options,
 )
-from mlxspec.server.state import Model, while_connected
-from mlxspec.server.stream import Json
+from mlxspec.server.errors import Json
+from mlxspec.server.state import Model, report, run_on_text_thread
 from mlxspec.text.messages import TooLong
 from mlxspec.types import ModelInfo
 
@@ -27,17 +27,15 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 
 async def messages(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Messages)
-    request, unread = _request(model, body)
     writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
-    return await converse(http, model, request, writer, ignored + unread)
+    return await chat_response(http, model, _request(body), writer, ignored)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     body, ignored, model = await receive(http, Prompt)
-    request, unread = _request(model, body)
-    count = await while_connected(http.receive, model.server.on_text_thread(_count, model, request))
-    return JSONResponse({"input_tokens": count}, headers=model.server.report(ignored + unread))
+    count = await run_on_text_thread(http, _count, model, _request(body))
+    return JSONResponse({"input_tokens": count}, headers=report(ignored))
 
 
 def _count(model: Model, request: ChatRequest) -> int:
@@ -49,20 +47,17 @@ def _count(model: Model, request: ChatRequest) -> int:
         return error.tokens
 
 
-def _request(model: Model, body: Prompt) -> tuple[ChatRequest, list[str]]:
-    """The chat request, and the names of the fields that the model's template does not read.
-    Raises ApiError."""
+def _request(body: Prompt) -> ChatRequest:
+    """Raises ApiError."""
     thinking = THINKING.get(body.thinking.type) if body.thinking else None
-    options, unread = template_options(model, None, enable_thinking=thinking)
-    request = ChatRequest(
+    return ChatRequest(
         body,
         chat_messages(body),
         body.functions(deferred=False),
         body.choice,
         body.functions(deferred=True),
-        options,
+        template_options(None, enable_thinking=thinking),
     )
-    return request, ["thinking"] if unread else []
 
 
 def model_of(info: ModelInfo) -> Json:

@@ -5,8 +5,8 @@ is left out of one turn is left out of all later ones.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
@@ -15,27 +15,13 @@ from mlxspec.server.body import (
     MAX_ITEMS,
     TEXT_PART,
     Count,
-    Refused,
     Stops,
     Strict,
 )
 from mlxspec.server.chat_request import Format
-from mlxspec.server.openai.schema import REFUSED as OPENAI_REFUSED
+from mlxspec.server.errors import Json
 from mlxspec.server.openai.schema import Common, TextPart
-from mlxspec.server.stream import Json
 from mlxspec.text.messages import canonical
-
-# Unsupported fields that would change the answer.
-REFUSED: Refused = {
-    **OPENAI_REFUSED,
-    "output_format": None,
-    "reasoning_effort": None,
-    "parallel_tool_calls": True,
-    "mcp_servers": [],
-    "container": None,
-    "logprobs": False,
-    "chat_template_kwargs": {},
-}
 
 
 class Thought(Strict):
@@ -140,18 +126,17 @@ class Prompt(Strict):
         return [{"type": "function", "function": tool.function} for tool in tools]
 
     @property
-    def choice(self) -> str | Mapping[str, str]:
+    def choice(self) -> str | Json:
         """The tool choice of a ChatRequest."""
         kind, name = self.tool_choice.type, self.tool_choice.name
         if kind == "tool":
             return {"name": name}
-        return "required" if kind == "any" else kind
+        return {"any": "required"}.get(kind, kind)
 
 
 class Messages(Prompt, Common):
     """The body of POST /v1/messages."""
 
-    refused: ClassVar[Refused] = REFUSED
     alternatives: ClassVar[None] = None  # no log-probabilities
 
     n: Literal[1] = 1
@@ -196,7 +181,7 @@ def chat_messages(body: Prompt) -> list[Json]:
     return made
 
 
-def _system(blocks: Sequence[Strict]) -> list[Json]:
+def _system(blocks: list[Any]) -> list[Json]:
     """Empty if nothing is left of the text, as of Claude Code's billing header."""
     parts = [block.model_dump() for block in blocks if isinstance(block, TextPart)]
     made = canonical([{"role": "system", "content": parts}])

@@ -6,10 +6,9 @@ Rule: a stream has the blocks of the body, in the order in which the model gener
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mlxspec.server.errors import ApiError
-from mlxspec.server.stream import Choice, Json, Piece, Usage, event
+from mlxspec.server.errors import ApiError, Json
+from mlxspec.server.stream import Choice, Piece, Usage, typed_event
 from mlxspec.text.output_parser import Part
 
 # What a block of each type begins with in a stream.
@@ -32,7 +31,7 @@ class MessageWriter:
     def opening(self, usage: Usage) -> bytes:
         """Its usage counts the whole prompt: what is cached is only known at the end."""
         message = self._message({"stop_reason": None, "stop_sequence": None}, usage)
-        return _event("message_start", message=message) + self.still_here()
+        return typed_event("message_start", message=message) + self.still_here()
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         data = b""
@@ -52,14 +51,14 @@ class MessageWriter:
         return data
 
     def still_here(self) -> bytes:
-        return _event("ping")
+        return typed_event("ping")
 
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        end = _event("message_delta", delta=_end(choices[0]), usage=usage_object(usage))
-        return self._close() + end + _event("message_stop")
+        end = typed_event("message_delta", delta=_end(choices[0]), usage=usage_object(usage))
+        return self._close() + end + typed_event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        return event(error.anthropic(), "error")
+        return typed_event("error", **error.anthropic())
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
         for piece in choices[0].pieces:
@@ -88,11 +87,7 @@ class MessageWriter:
         return data + self._block_event("stop")
 
     def _block_event(self, kind: str, **fields: Json) -> bytes:
-        return _event(f"content_block_{kind}", index=len(self.content) - 1, **fields)
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
+        return typed_event(f"content_block_{kind}", index=len(self.content) - 1, **fields)
 
 
 def _block(part: Part) -> Json:

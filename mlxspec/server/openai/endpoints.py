@@ -9,17 +9,15 @@ from starlette.types import ASGIApp
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import (
     ChatRequest,
-    check_count,
-    converse,
+    chat_response,
     encode_prompt,
     engine_request,
     template_options,
 )
-from mlxspec.server.errors import invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.openai.writer import CompletionWriter
-from mlxspec.server.state import Model, while_connected
+from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.server.stream import Choice
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.types import Request
@@ -27,32 +25,27 @@ from mlxspec.types import Request
 
 async def chat(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Chat)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
     kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-    options, unread = template_options(model, kwargs, reasoning_effort=effort)
+    options = template_options(kwargs, reasoning_effort=effort)
     request = ChatRequest(body, body.messages, body.tools, body.choice, options=options)
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
-    return await converse(http, model, request, writer, ignored + unread)
+    return await chat_response(http, model, request, writer, ignored)
 
 
 async def completions(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     body, ignored, model = await receive(http, Completion)
-    if body.echo and body.logprobs is not None:
-        raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
-    check_count(model, body.n, len(body.prompts))
     writer = CompletionWriter(model, body, False, f"cmpl-{secrets.token_hex(12)}")
-    headers = {"x-request-id": writer.id, **model.server.report(ignored)}
-    work = model.server.on_text_thread(_generation, model, body, writer, headers, arrived)
-    return await while_connected(http.receive, work)
+    return await run_on_text_thread(
+        http, _completion_generation, model, body, writer, ignored, arrived
+    )
 
 
-def _generation(
+def _completion_generation(
     model: Model,
     body: Completion,
     writer: CompletionWriter,
-    headers: dict[str, str],
+    ignored: list[str],
     arrived: float,
 ) -> Generation:
     """On the text thread. Raises RejectedRequest and ApiError."""
@@ -67,7 +60,4 @@ def _generation(
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
             choices.append(Choice(len(choices), reader))
-            if body.echo:
-                text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-                writer.echoes.append(text)
-    return Generation(model, requests, choices, writer, body.stream, headers, arrived)
+    return Generation(model, requests, choices, writer, body.stream, ignored, arrived)

@@ -3,7 +3,6 @@
 Rule: where the body says nothing, a sampling setting is None and the model's own default applies.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -15,21 +14,20 @@ from mlxspec.server.body import (
     Count,
     Fraction,
     Items,
-    Refused,
     Stops,
     Strict,
     Token,
 )
-from mlxspec.server.chat_request import Format
-from mlxspec.server.errors import invalid
+from mlxspec.server.chat_request import OBJECT, Format
+from mlxspec.server.errors import Json, invalid
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 MAX_PROMPTS = 32
 MAX_BIASES = 1024
 MAX_PARTS = 1024
 
-# Unsupported fields that would change the prompt of a conversation.
-RENDERING: Refused = {
+# Fields that are not supported and would change the prompt of a conversation.
+RENDERING: Json = {
     "continue_final_message": False,
     "add_generation_prompt": True,
     "chat_template": None,
@@ -37,39 +35,55 @@ RENDERING: Refused = {
     "enable_thinking": None,
     "reasoning": None,
     "system": None,
-    "documents": [],
-    "functions": [],
+    "documents": None,
+    "functions": None,
     "truncate_prompt_tokens": None,
 }
-# These and the unsupported fields that would change the answer.
-REFUSED: Refused = {
+NO_EFFECT_UNSET = (
+    "messages",
+    "prompt",
+    "conversation",
+    "tools",
+    "mcp_servers",
+    "container",
+    "suffix",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "top_logprobs",
+    "prompt_logprobs",
+    "output_format",
+    "grammar",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "mirostat",
+    "xtc_probability",
+    "dry_multiplier",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "max_new_tokens",
+    "web_search_options",
+    "adapters",
+)
+# These, and those that would change the answer: of all APIs, where a body does not have the field.
+UNSUPPORTED: Json = {
     **RENDERING,
-    "tools": [],
+    **dict.fromkeys(NO_EFFECT_UNSET),
+    "background": False,
+    "truncation": "disabled",
+    "parallel_tool_calls": True,
+    "logprobs": False,
     "response_format": {"type": "text"},
-    "grammar": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "guided_choice": None,
-    "guided_grammar": None,
-    "structured_outputs": None,
     "typical_p": 1,
-    "mirostat": 0,
-    "xtc_probability": 0,
-    "dry_multiplier": 0,
     "repeat_penalty": 1,
     "use_beam_search": False,
-    "min_tokens": 0,
-    "bad_words": [],
-    "allowed_token_ids": [],
-    "max_new_tokens": None,
     "best_of": 1,
     "modalities": ["text"],
-    "suffix": "",
     "echo": False,
-    "prompt_logprobs": 0,
     "include_stop_str_in_output": False,
-    "web_search_options": None,
-    "adapters": None,
 }
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -126,7 +140,7 @@ class Prediction(Strict):
 class Common(Strict):
     """The fields that all endpoints share which generate."""
 
-    refused: ClassVar[Refused] = REFUSED
+    unsupported: ClassVar[Json] = UNSUPPORTED
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -152,8 +166,7 @@ class Common(Strict):
     @property
     def limit(self) -> int | None:
         """The most tokens to generate."""
-        given = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
-        return min((limit for limit in given if limit is not None), default=None)
+        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
 
 class Function(Strict):
@@ -172,7 +185,7 @@ class Chat(Common):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
     tools: Items | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
@@ -181,10 +194,10 @@ class Chat(Common):
 
     @property
     def alternatives(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return 0 if self.logprobs and self.top_logprobs is None else self.top_logprobs
 
     @property
-    def choice(self) -> str | Mapping[str, str]:
+    def choice(self) -> str | Json:
         """The tool choice of a ChatRequest."""
         choice = self.tool_choice
         return {"name": choice.function.name} if isinstance(choice, NamedTool) else choice
@@ -198,7 +211,7 @@ class Chat(Common):
                 raise invalid("grammar", "grammar with response_format: send one of them")
             return Format("lark", "grammar", self.grammar)
         if given.type == "json_object":
-            return Format("object", "response_format")
+            return Format("schema", "response_format", OBJECT)
         if given.type == "json_schema":
             schema = given.json_schema.value
             return Format("schema", "response_format.json_schema.schema", schema)
@@ -209,7 +222,6 @@ class Completion(Common):
     prompt: (
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | str
     )
-    echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @property

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxspec.server.errors import ApiError
+from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.state import Model
-from mlxspec.server.stream import Choice, Json, Piece, Usage, event, message, spelled
+from mlxspec.server.stream import Choice, Piece, Usage, event, message, spelled
 from mlxspec.text.detokenizer import token_bytes
 from mlxspec.text.output_parser import Part
 from mlxspec.types import Logprob
@@ -29,17 +29,13 @@ class CompletionWriter:
     chat: bool  # not a text completion
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
-    # The prompt that each choice repeats; empty: none.
-    echoes: list[str] = field(default_factory=list)
 
     def opening(self, usage: Usage) -> bytes:
-        """The role of each choice, or the prompt that it repeats."""
+        """The role of each choice of a chat."""
         data = b""
         if self.chat:
             for i in range(self.request.n):
                 data += self._chunk(i, {"role": "assistant", "content": ""})
-        for i, text in enumerate(self.echoes):
-            data += self._chunk(i, text)
         return data
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
@@ -78,8 +74,6 @@ class CompletionWriter:
                 made["message"] = {**message(choice), "refusal": None}
             else:
                 made["text"] = "".join(piece.text for piece in choice.pieces)
-            if self.echoes:
-                made["text"] = self.echoes[choice.index] + made["text"]
             made["logprobs"] = self._logprobs(choice.pieces)
             made["finish_reason"] = _finish_reason(choice)
             written.append(made)

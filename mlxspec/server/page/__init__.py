@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
 from mlxspec.metrics import PROCESS
-from mlxspec.server.errors import ApiError
+from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.state import ServerState
-from mlxspec.server.stream import Json, event
+from mlxspec.server.stream import event
 from mlxspec.types import Served
 
 FILES = {
@@ -41,12 +41,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",
-    "vary": "accept",
-}
-DATA = HEADERS | {
     "cache-control": "no-store",
-    "content-security-policy": "frame-ancestors 'none'",
+    "vary": "accept",
 }
 LISTENERS = 8  # pages that may be open at once
 TICK_S = 1.0  # from one snapshot to the next
@@ -63,7 +59,7 @@ async def file(http: HttpRequest) -> Response:
 
 async def now(http: HttpRequest) -> Response:
     """One snapshot, for `mlxspec status` and the menu bar."""
-    return JSONResponse(snapshot(http.app.state.server), headers=DATA)
+    return JSONResponse(snapshot(http.app.state.server), headers=HEADERS)
 
 
 async def events(http: HttpRequest) -> Response:
@@ -74,17 +70,16 @@ async def events(http: HttpRequest) -> Response:
         why = f"{LISTENERS} pages are open already; close one, or try again in 5 s"
         raise ApiError(429, why, headers={"Retry-After": "5"})
     if http.method == "HEAD":
-        return Response(headers=DATA, media_type="text/event-stream")
-    return StreamingResponse(_feed(server), headers=DATA, media_type="text/event-stream")
+        return Response(headers=HEADERS, media_type="text/event-stream")
+    return StreamingResponse(_feed(server), headers=HEADERS, media_type="text/event-stream")
 
 
 async def _feed(server: ServerState) -> AsyncIterator[bytes]:
     server.listeners += 1
     try:
         while True:
-            now = snapshot(server)
-            yield event(now)
-            if now["stopping"] or not now["alive"]:
+            yield event(snapshot(server))
+            if server.worker.draining() or not server.worker.alive():
                 return
             await asyncio.sleep(TICK_S)
     finally:
@@ -102,25 +97,18 @@ def snapshot(server: ServerState) -> Json:
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "idle_ttl": server.config.idle_ttl,
         "time": round(time.monotonic(), 3),
-        "alive": worker.alive(),
-        "stopping": worker.draining(),
-        "stalled": round(worker.stalled(), 1),
         "loading": worker.loading(),
         "note": server.note,
         "unwell": server.unwell(),
         "models": [_model(one) for one in models],
         "process": process,
         "refused": server.metrics.refusals(),
-        "requests": [asdict(row) for row in server.journal.rows()],
+        "requests": server.journal.rows(),
         "kernels": kernels,
     }
 
 
 def _model(served: Served) -> Json:
     model = asdict(served)
-    idle = None
-    if served.used:
-        idle = round(time.monotonic() - served.used, 1)
-    return {**model.pop("info"), **model, "idle": idle}
+    return {**model.pop("info"), **model}

@@ -11,13 +11,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import Strict, receive, validate, wrong
-from mlxspec.server.chat_request import ChatRequest, converse, template_options
-from mlxspec.server.errors import invalid
+from mlxspec.server.chat_request import ChatRequest, chat_response, template_options
+from mlxspec.server.errors import Json, invalid
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
 from mlxspec.server.state import Model
-from mlxspec.server.stream import Json
 
 # The `encrypted_content` of reasoning, for clients that only send it back with one.
 NOT_ENCRYPTED = "not encrypted: the summary is all of it"
@@ -47,31 +46,26 @@ DEFAULTS: Json = {
 async def create(http: HttpRequest) -> ASGIApp:
     store: Store = http.app.state.responses
     body, ignored, model = await receive(http, Create)
-    items = [store.resolve(item, f"input[{i}]") for i, item in enumerate(body.input)]
+    before = store.conversation(body.previous_response_id)
+    items = store.resolve(body.input)
     tools = toolbox(body)
-    messages, left_out = chat_messages(store.conversation(body.previous_response_id), items)
+    messages, left_out = chat_messages(before, items)
     if not messages:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
     effort = body.reasoning.effort
-    options, unread = template_options(model, body.chat_template_kwargs, reasoning_effort=effort)
-    request = ChatRequest(
-        body,
-        messages,
-        tools.definitions,
-        tools.choice,
-        options=options,
-        source="input",
-    )
+    options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
+    definitions, choice = tools.definitions, tools.choice
+    request = ChatRequest(body, messages, definitions, choice, options=options, source="input")
     response = _response(model, body)
     writer = ResponsesWriter(response["id"], response, tools.by_name, model.tokenizer)
     if "reasoning.encrypted_content" in body.include:
         writer.encrypted = NOT_ENCRYPTED
     if body.store:
-        writer.store = lambda response: store.add(response, [_stored(item) for item in items])
-    ignored = list(dict.fromkeys(ignored + tools.ignored + left_out + unread))
-    return await converse(http, model, request, writer, ignored)
+        writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
+    ignored = list(dict.fromkeys(ignored + tools.ignored + left_out))
+    return await chat_response(http, model, request, writer, ignored)
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -81,8 +75,6 @@ async def stored(http: HttpRequest) -> Response:
     if http.method == "DELETE":
         store.delete(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
-    if http.query_params.get("stream", "false").lower() != "false":
-        raise invalid("stream", "stream = true: a stored response is not streamed; leave it out")
     return JSONResponse(store.get(id)[0])
 
 
@@ -100,9 +92,7 @@ async def input_items(http: HttpRequest) -> Response:
     """A page of the items that a response answered, with those of the responses before it."""
     store: Store = http.app.state.responses
     page = validate(Page, dict(http.query_params))
-    id = http.path_params["id"]
-    response, _ = store.get(id)
-    items = store.conversation(id)
+    response, items = store.get(http.path_params["id"])
     items = items[: len(items) - len(response["output"])]
     if page.order == "desc":
         items.reverse()

@@ -11,26 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Refused, Strict, validate, wrong
-from mlxspec.server.chat_request import Format
+from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Strict, validate, wrong
+from mlxspec.server.chat_request import OBJECT, Format
+from mlxspec.server.errors import Json
 from mlxspec.server.openai import schema as openai
-from mlxspec.server.stream import Json, spelled
+from mlxspec.server.stream import spelled
 from mlxspec.text.output_parser import Call
 
-# Unsupported fields that would change the answer.
-REFUSED: Refused = {
-    **openai.RENDERING,
-    "background": False,
-    "conversation": None,
-    "messages": [],
-    "prompt": None,
-    "truncation": "disabled",
-    "top_logprobs": 0,
-    "logprobs": False,
-    "response_format": None,
-    "reasoning_effort": None,
-    "max_new_tokens": None,
-}
 # Items of hosted tools of another server. They are left out of the prompt: the messages around them
 # tell their results.
 HOSTED_ITEMS = {
@@ -88,32 +75,25 @@ class Tool(Strict):
     @property
     def full_name(self) -> str:
         """Its name in the prompt, which has no namespaces."""
-        if not self.namespace:
-            return self.name
-        return f"{self.namespace.rstrip('_')}__{self.name}"
+        return full_name(self.namespace, self.name)
 
     @property
     def definition(self) -> Json:
         """The tool in chat form."""
-        function = {
-            "name": self.full_name,
-            "description": self.description,
-            "parameters": self.parameters,
-        }
+        parameters = self.parameters
         if self.type == "custom":
             description = "All of the tool's input, as plain text."
             if grammar := self.format.get("definition"):
                 syntax = self.format.get("syntax")
                 description += f" It must follow this {syntax} grammar:\n{grammar}"
             text = {"input": {"type": "string", "description": description}}
-            function["parameters"] = {"type": "object", "properties": text, "required": [*text]}
-        return {"type": "function", "function": function}
+            parameters = {"type": "object", "properties": text, "required": ["input"]}
+        function = {"name": self.full_name, "description": self.description}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
-class AllowedTools(Strict):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[Tool], FIRST]
+def full_name(namespace: str | None, name: str) -> str:
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
 class Namespace(Strict):
@@ -128,7 +108,6 @@ def _message(value: Any) -> Any:
 
 
 class Create(openai.Common):
-    refused: ClassVar[Refused] = REFUSED
     alternatives: ClassVar[None] = None  # no log-probabilities
 
     n: Literal[1] = 1
@@ -138,7 +117,7 @@ class Create(openai.Common):
     store: bool = True
     metadata: Json | None = None
     tools: Objects = Field([])
-    tool_choice: Literal["auto", "none", "required"] | AllowedTools | Tool = "auto"
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
@@ -156,7 +135,7 @@ class Create(openai.Common):
     def format(self) -> Format | None:
         given = self.text.format
         if given.type == "json_object":
-            return Format("object", "text.format")
+            return Format("schema", "text.format", OBJECT)
         if given.type == "json_schema":
             return Format("schema", "text.format.schema", given.value)
         return None
@@ -169,7 +148,7 @@ class Toolbox:
 
     definitions: list[Json]
     by_name: Mapping[str, Tool]
-    choice: str | Mapping[str, str]
+    choice: str | Json
     ignored: list[str]
 
 
@@ -178,15 +157,13 @@ def toolbox(body: Create) -> Toolbox:
     ignored: list[str] = []
     tools = {tool.full_name: tool for tool in _tools(body.tools, "tools", None, ignored)}
     by_name = {tool.name: tool for tool in tools.values()} | tools
-    choice: Any = body.tool_choice
-    allowed = [*tools]
-    if isinstance(choice, AllowedTools):
-        allowed = [_chosen(one, by_name) for one in choice.tools]
-        choice = choice.mode
-    elif isinstance(choice, Tool):
-        choice = {"name": _chosen(choice, by_name)}
-    shown = [tool.definition for name, tool in tools.items() if name in allowed]
-    return Toolbox(shown, by_name, choice, ignored)
+    choice = body.tool_choice
+    return Toolbox(
+        [tool.definition for tool in tools.values()],
+        by_name,
+        {"name": choice.full_name} if isinstance(choice, Tool) else choice,
+        ignored,
+    )
 
 
 def _tools(
@@ -204,13 +181,6 @@ def _tools(
             raise wrong(here, given, "run the tool yourself and send it as a function")
         else:
             ignored.append(f"tools[].{kind}")
-
-
-def _chosen(choice: Tool, by_name: Mapping[str, Tool]) -> str:
-    """The full name of the chosen tool. Raises ApiError."""
-    if choice.full_name not in by_name:
-        raise wrong("tool_choice", choice.name, "is not in tools; send it there")
-    return by_name[choice.full_name].full_name
 
 
 class Part(Strict):
@@ -239,25 +209,21 @@ class ReasoningItem(Strict):
         return {"role": "assistant", "reasoning_content": text}
 
 
-class FunctionCall(Strict):
+class ToolCall(Strict):
+    """Of a function, with `arguments`, or of a custom tool, with `input`."""
+
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
-
-    def chat(self) -> Json:
-        tool = Tool(type="function", name=self.name, namespace=self.namespace)
-        call = Call(self.call_id, tool.full_name, self.arguments)
-        return {"role": "assistant", "tool_calls": [spelled(call)]}
-
-
-class CustomCall(FunctionCall):
     arguments: str = ""
-    input: str
+    input: str | None = None
 
     def chat(self) -> Json:
-        self.arguments = json.dumps({"input": self.input}, ensure_ascii=False)
-        return FunctionCall.chat(self)
+        arguments = self.arguments
+        if self.input is not None:
+            arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        call = Call(self.call_id, full_name(self.namespace, self.name), arguments)
+        return {"role": "assistant", "tool_calls": [spelled(call)]}
 
 
 class CallOutput(Strict):
@@ -268,11 +234,11 @@ class CallOutput(Strict):
         return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
 
 
-ITEMS: dict[str, Any] = {
+ITEMS: Json = {
     "message": Message,
     "reasoning": ReasoningItem,
-    "function_call": FunctionCall,
-    "custom_tool_call": CustomCall,
+    "function_call": ToolCall,
+    "custom_tool_call": ToolCall,
     "function_call_output": CallOutput,
     "custom_tool_call_output": CallOutput,
 }
@@ -296,13 +262,14 @@ def chat_messages(before: Sequence[Json], items: Sequence[Json]) -> tuple[list[J
             raise wrong(at, item, "send messages, tool calls and their outputs")
         message = validate(ITEMS[kind], item, at).chat()
         key = list(message)[-1]
-        if messages and messages[-1]["role"] == message["role"] == "assistant":
-            turn = messages.pop()
-            if turn.get(key):
-                if key == last and key != "tool_calls":
-                    turn[key] += GAP
+        turn = messages[-1] if messages else {}
+        if turn.get("role") == message["role"] == "assistant":
+            if key == last != "tool_calls" and turn[key]:
+                turn[key] += GAP
+            if key in turn:
                 message[key] = turn[key] + message[key]
-            message = turn | message
-        messages.append(message)
+            turn.update(message)
+        else:
+            messages.append(message)
         last = key
     return [one for one in messages if set(one) != {"role", "reasoning_content"}], ignored

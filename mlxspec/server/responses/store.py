@@ -1,74 +1,80 @@
 """The stored responses, in memory: the most recently used ones, within a bound of bytes.
 
-Rule: a response that was evicted is missing for good, also as the beginning of a conversation.
+Rule: a response is stored with its whole conversation, so no other one is needed to continue it.
 """
 
 import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from mlxspec.server.errors import ApiError, invalid
-from mlxspec.server.stream import Json
+from mlxspec.server.errors import ApiError, Json
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 
 
 @dataclass(slots=True)
 class Store:
-    """Responses by id, least recently used first, each with its own input items."""
+    """Responses by id, least recently used first, each with all items of its conversation, its own
+    output last, and their size."""
 
     max_bytes: int = MAX_BYTES
-    _stored: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
-    _owners: dict[str, str] = field(default_factory=dict)  # by an item's id, its response's
+    _stored: OrderedDict[str, tuple[Json, list[Json], int]] = field(default_factory=OrderedDict)
 
     def add(self, response: Json, items: list[Json]) -> None:
-        id = response["id"]
-        pair = response, items
-        self._stored[id] = json.dumps(pair).encode()
-        for item in items + response["output"]:
-            self._owners[item["id"]] = id
-        while sum(map(len, self._stored.values())) > self.max_bytes:
-            oldest = next(iter(self._stored))
-            self.delete(oldest)
+        """`items` are those before the response's output."""
+        items = items + response["output"]
+        size = len(json.dumps([response, items]))
+        self._stored[response["id"]] = response, items, size
+        while sum(size for *_, size in self._stored.values()) > self.max_bytes:
+            self._stored.popitem(last=False)
 
-    def get(self, id: str, param: str | None = None) -> tuple[Json, list[Json]]:
-        """A response, and its items: its own input, then its output. Raises ApiError if it is not
-        stored."""
+    def get(self, id: str) -> tuple[Json, list[Json]]:
+        """A response, and all items of its conversation. Raises ApiError 404."""
         if id not in self._stored:
-            why = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
-            if param == "previous_response_id":
-                raise invalid(param, why, "previous_response_not_found")
-            raise ApiError(404, why, param, "not_found")
+            raise _missing(id)
         self._stored.move_to_end(id)
-        response, items = json.loads(self._stored[id])
-        items += response["output"]
+        response, items, _ = self._stored[id]
         return response, items
 
     def delete(self, id: str) -> None:
-        """Raises ApiError if it is not stored."""
-        _, items = self.get(id)
+        """Raises ApiError 404."""
+        self.get(id)
         del self._stored[id]
-        for item in items:
-            own = item["id"]
-            if self._owners.get(own) == id:
-                del self._owners[own]
 
     def conversation(self, id: str | None) -> list[Json]:
-        """All items up to the end of a response, oldest first. Raises ApiError if some of them are
-        not stored."""
-        found: list[Json] = []
-        while id is not None:
-            response, items = self.get(id, "previous_response_id")
-            found = items + found
-            id = response["previous_response_id"]
+        """All items up to the end of a response, oldest first. Raises ApiError 400."""
+        if id is None:
+            return []
+        if id not in self._stored:
+            error = _missing(id, "previous_response_id")
+            error.status, error.code = 400, "previous_response_not_found"
+            raise error
+        _, items = self.get(id)
+        return items
+
+    def resolve(self, items: list[Json]) -> list[Json]:
+        """The items, each item_reference replaced by the item it names. Raises ApiError 404."""
+        stored: Json = {}
+        resolved = []
+        for i, item in enumerate(items):
+            if item.get("type") == "item_reference":
+                stored = stored or self._items()
+                id = str(item.get("id"))
+                if id not in stored:
+                    raise _missing(id, f"input[{i}].id")
+                item = stored[id]
+            resolved.append(item)
+        return resolved
+
+    def _items(self) -> Json:
+        """All items by id."""
+        found = {}
+        for _, items, _ in self._stored.values():
+            for item in items:
+                found[item["id"]] = item
         return found
 
-    def resolve(self, item: Json, at: str) -> Json:
-        """The item that an item_reference means; any other item itself. Raises ApiError if it is
-        not stored."""
-        if item.get("type") != "item_reference":
-            return item
-        id = str(item.get("id"))
-        owner = self._owners.get(id, f"item {id}")
-        _, items = self.get(owner, f"{at}.id")
-        return next(one for one in items if one["id"] == id)
+
+def _missing(id: str, param: str | None = None) -> ApiError:
+    why = f"{id[:200]!r} is not stored, or no longer; send the conversation as input"
+    return ApiError(404, why, param, "not_found")

@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlxspec.server.errors import ApiError
+from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.responses.schema import Tool
-from mlxspec.server.stream import Choice, Json, Piece, Usage, event
+from mlxspec.server.stream import Choice, Piece, Usage, typed_event
 from mlxspec.text.chat import Tokenizer
 from mlxspec.text.output_parser import Call
 
@@ -18,13 +18,12 @@ from mlxspec.text.output_parser import Call
 @dataclass(frozen=True, slots=True)
 class ItemType:
     """How items of one type are written: the prefix of their ids, the field with the text, the name
-    of the text's events and of the text in the last of them. Where `part` is set, the field is a
-    list of one part, with events of its own."""
+    of the text's events. Where `part` is set, the field is a list of one part, with events of its
+    own."""
 
     prefix: str
     key: str
     text_event: str
-    text: str
     part_event: str = ""
     part: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)  # fields of the text's events
@@ -35,7 +34,6 @@ TYPES = {
         "msg",
         "content",
         "output_text",
-        "text",
         "content_part",
         {"type": "output_text", "annotations": [], "logprobs": []},
         {"logprobs": []},
@@ -44,12 +42,11 @@ TYPES = {
         "rs",
         "summary",
         "reasoning_summary_text",
-        "text",
         "reasoning_summary_part",
         {"type": "summary_text"},
     ),
-    "function_call": ItemType("fc", "arguments", "function_call_arguments", "arguments"),
-    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input", "input"),
+    "function_call": ItemType("fc", "arguments", "function_call_arguments"),
+    "custom_tool_call": ItemType("ctc", "input", "custom_tool_call_input"),
 }
 
 
@@ -118,8 +115,7 @@ class ResponsesWriter:
         return self.response
 
     def _event(self, kind: str, **fields: object) -> None:
-        name = f"response.{kind}"
-        self._data += event({"type": name, "sequence_number": self._events, **fields}, name)
+        self._data += typed_event(f"response.{kind}", sequence_number=self._events, **fields)
         self._events += 1
 
     def _written(self) -> bytes:
@@ -163,7 +159,12 @@ class ResponsesWriter:
             return
         item, text = self._item, "".join(self._text)
         form = TYPES[item["type"]]
-        self._event(f"{form.text_event}.done", **self._at, **{form.text: text}, **form.extra)
+        self._event(
+            f"{form.text_event}.done",
+            **self._at,
+            **{"text" if form.part else form.key: text},
+            **form.extra,
+        )
         item |= {"status": status, form.key: text}
         if form.part:
             part = {**form.part, "text": text}

@@ -37,7 +37,7 @@ from mlxspec.model.layout import (
     load_weights,
     weights,
 )
-from mlxspec.model.quantized import cases_of
+from mlxspec.model.quantized import kernel_cases
 from mlxspec.model.runner import Runner, owed
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
@@ -132,7 +132,7 @@ def _cases(models: Sequence[Module], config: Config) -> list[Case]:
         return []
     found, bits = [], config.kv_bits
     for model in models:
-        found += cases_of(model, config.block_size, bits)
+        found += kernel_cases(model, config.block_size, bits)
         bits = 0
     return found
 

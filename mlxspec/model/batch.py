@@ -141,14 +141,14 @@ def stage(
     view.positions = joined(range(e.start, e.end) for e in plan)
     chosen: mx.array | None = None  # the slot of each row, of those of all its possible positions
     if offsets is not None:
-        late = offsets[owners_of(e.rows for e in plan)]
-        view.positions = view.positions + late
+        shift = offsets[owners_of(e.rows for e in plan)]
+        view.positions = view.positions + shift
         parts = []
         first = 0
         for e in plan:
             parts.append(range(first, first + e.rows))
             first += e.rows + e.inflight_drafts
-        chosen = joined(parts) + late
+        chosen = joined(parts) + shift
     for i, pool in enumerate(view.blocks):
         slots = _slots(plan, i, view.block_size)
         if chosen is None:
@@ -185,10 +185,10 @@ def _groups(
         tables = {}
         for i, pool in enumerate(view.blocks):
             tables[pool] = [e.seq.tables[i] for e in entries]
-        spread = max(e.inflight_drafts for e in entries)
-        late = None
-        if offsets is not None and spread:
-            late = offsets[first:last]
+        max_shift = max(e.inflight_drafts for e in entries)
+        shift = None
+        if offsets is not None and max_shift:
+            shift = offsets[first:last]
         group = Group(
             row,
             end,
@@ -196,8 +196,8 @@ def _groups(
             starts,
             tables,
             size,
-            late,
-            spread,
+            shift,
+            max_shift,
         )
         groups.append(group)
         row, first = end, last

@@ -122,7 +122,7 @@ def _supported(layer: Any) -> bool:
         return False
     if layer.group_size not in (32, 64, 128) or layer.scales.size < SMALLEST:
         return False
-    return layer.scales.dtype in FLOATS
+    return layer.scales.dtype == layer.biases.dtype and layer.scales.dtype in FLOATS
 
 
 def _weights(layer: Any) -> Weights:
@@ -142,7 +142,7 @@ def _shape(layer: Any) -> tuple[Any, ...]:
     return *experts_and_n, k, layer.bits, layer.group_size, layer.scales.dtype
 
 
-def cases_of(
+def kernel_cases(
     model: nn.Module,
     block_size: int,
     kv_bits: int = 0,

@@ -266,7 +266,7 @@ def _draws(
         y = allow(y, masks)
         y = y / mx.array(temperatures)[:, None]
         none = mx.full((len(rows),), -mx.inf)
-        draws.floors = _put(none, filtered, _floors(y, some))
+        draws.min_logits = _put(none, filtered, _floors(y, some))
     return draws
 
 

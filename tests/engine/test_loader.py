@@ -385,7 +385,7 @@ def test_verified_kernels_are_watched(
         return (mx.arange(1.0, 257.0).reshape(4, 64),)
 
     case = Case("fake 1", (1, 4), inputs, stock, mx.sqrt, {"plain": mx.sqrt}, 1e-5)
-    monkeypatch.setattr(loader, "cases_of", lambda *of: [case])
+    monkeypatch.setattr(loader, "kernel_cases", lambda *of: [case])
     caplog.set_level(logging.INFO, "mlxspec")
     warm, watched = loader._warm_up, []
     monkeypatch.setattr(

@@ -10,14 +10,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxspec.model import quantized
-from mlxspec.model.quantized import cases_of
+from mlxspec.model.quantized import kernel_cases
 from mlxspec.model.runner import Runner
 from tests import tiny
 
 
 def attention(model: nn.Module, block: int, bits: int = 0) -> list[str]:
     """What there is but drawing, whatever the context."""
-    names = [case.name for case in cases_of(model, block, bits)]
+    names = [case.name for case in kernel_cases(model, block, bits)]
     assert names[-1] == f"sample_accept {tiny.VOCAB} float32"
     return list(dict.fromkeys(re.sub(r" (ragged|context \d+)$", "", name) for name in names[:-1]))
 
@@ -53,7 +53,7 @@ def test_each_has_its_own() -> None:
 def test_drawing_in_both_dtypes() -> None:
     model = tiny.model("llama")
     model.set_dtype(mx.bfloat16)
-    names = [case.name for case in cases_of(model, 8)]
+    names = [case.name for case in kernel_cases(model, 8)]
     assert names[3:] == [f"sample_accept {tiny.VOCAB} {dtype}" for dtype in ("bfloat16", "float32")]
 
 
@@ -72,7 +72,7 @@ def test_experts_as_a_step_calls_them() -> None:
     nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, SwitchLinear))
     quantized.install(model)
     top = model.args.num_experts_per_tok
-    names = [case.name for case in cases_of(model, 8)]
+    names = [case.name for case in kernel_cases(model, 8)]
     assert sorted(names)[:2] == [
         f"gather_small_qmm 4x32x64 of 4 bits, group 32, float32, top {top}",
         f"gather_small_qmm 4x64x32 of 4 bits, group 32, float32, top {top} apart",
@@ -86,6 +86,6 @@ def test_no_weight_is_read_and_the_model_stays(tmp_path: Path) -> None:
     mx.save_safetensors(str(file), dict(tree_flatten(model.parameters())))
     model.load_weights(list(mx.load(str(file)).items()))
     before = mx.get_active_memory()
-    cases_of(model, 8)
+    kernel_cases(model, 8)
     assert mx.get_active_memory() - before < 4096
     assert Runner(model, "rows", 8, 4).trunk, "it can still be grafted"

@@ -119,6 +119,16 @@ def test_rows_of_another_dtype_than_the_scales_are_mlxs() -> None:
         assert not used and mx.array_equal(y, layer()(x))
 
 
+def test_biases_of_another_dtype_than_the_scales_are_mlxs() -> None:
+    """No proof covers them: a case's scales and biases have one dtype."""
+    mixed = layer()
+    mixed.biases = mixed.biases.astype(mx.float32)
+    x = mx.random.normal((3, 96)).astype(mx.float16)
+    want = mixed(x)
+    quantized.install(mixed)
+    assert type(mixed) is nn.QuantizedLinear and mx.array_equal(mixed(x), want)
+
+
 @pytest.mark.parametrize(
     "pairs", ["of one token", "of many tokens", "sorted", "more than it takes"]
 )
@@ -224,14 +234,14 @@ def test_cases_of_a_model() -> None:
     """Each shape once; the embedding too where it is the lm_head."""
     m = quantized_model("qwen3_moe")
     quantized.install(m)
-    found = {case.name.split(" of ")[0] for case in quantized.cases_of(m, 8)}
+    found = {case.name.split(" of ")[0] for case in quantized.kernel_cases(m, 8)}
     assert found >= {f"small_qmm {shape}" for shape in ("64x64", "32x64", "4x64", "320x64")}
     assert found >= {"gather_small_qmm 4x32x64", "gather_small_qmm 4x64x32"}
     m = quantized_model("llama", tie_word_embeddings=False)
     del m.lm_head
     m.lm_head = nn.Linear(64, 320)
     quantized.install(m)
-    found = {case.name.split(" of ")[0] for case in quantized.cases_of(m, 8)}
+    found = {case.name.split(" of ")[0] for case in quantized.kernel_cases(m, 8)}
     assert "small_qmm 64x64" in found and "small_qmm 320x64" not in found
 
 
@@ -252,7 +262,7 @@ def test_unsupported_layers_keep_mlxs_own_operation() -> None:
     assert type(m.layers[1].self_attn.v_proj) is nn.QuantizedLinear, "mxfp4"
     assert type(m.layers[0].mlp.up_proj).__name__ == "Other"
     assert type(m.layers[0].self_attn.k_proj) is nn.QuantizedLinear
-    assert any("64x64 of 8 bits" in case.name for case in quantized.cases_of(m, 8))
+    assert any("64x64 of 8 bits" in case.name for case in quantized.kernel_cases(m, 8))
 
 
 @pytest.mark.parametrize(

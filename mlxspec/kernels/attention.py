@@ -14,7 +14,6 @@ import numpy as np
 
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
-from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.reference import Attention, Group, PackingPair, block_array
 from mlxspec.kernels.trial import Call, Case, Inputs
 from mlxspec.kernels.verify import KERNELS
@@ -344,14 +343,13 @@ def _exact(a: Attention) -> mx.array:
     with mx.stream(mx.cpu):
         for head, q in enumerate(mx.split(a.q, len(a.keys), axis=1)):
             part = replace(a, q=q.astype(mx.float32), packings=(None, None))
-            part.keys = _fp32(a.keys[head, None], a.packings[0])
-            part.values = _fp32(a.values[head, None], a.packings[1])
+            pools = []
+            for pool, packing in zip((a.keys, a.values), a.packings, strict=True):
+                rows = pool[head, None]
+                pools.append(packing.exact(rows) if packing else rows.astype(mx.float32))
+            part.keys, part.values = pools
             if a.sinks is not None:
                 part.sinks = a.sinks.reshape(len(a.keys), -1)[head]
             out.append(reference.paged_attention(part))
             mx.eval(out)
         return mx.concatenate(out, axis=1)
-
-
-def _fp32(pool: mx.array, packing: Packing | None) -> mx.array:
-    return packing.exact(pool) if packing else pool.astype(mx.float32)

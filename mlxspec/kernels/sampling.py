@@ -23,8 +23,6 @@ MASKED = 4  # more of its rows, with masks
 MAX_LOGITS = 8 << 20  # of these rows
 PAIRS = 512  # pairs of tokens of a SIMD-group
 SIMDS = 4  # SIMD-groups of a threadgroup
-Drafts = Sequence[tuple[int, int]]
-Results = tuple[mx.array, mx.array | None]
 PART = MetalKernel(
     "sample_accept_part",
     "sample_accept",
@@ -50,9 +48,9 @@ def sample_accept(
     logits: mx.array,
     draws: Draws,
     inputs: mx.array | None = None,
-    drafts: Drafts = (),
+    drafts: Sequence[tuple[int, int]] = (),
     variant: str = "",
-) -> Results:
+) -> tuple[mx.array, mx.array | None]:
     """As reference.sample_accept, by the kernel where it is proven, or with `variant` without
     proof."""
     rows, vocab = logits.shape

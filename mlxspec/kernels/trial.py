@@ -56,8 +56,7 @@ class Case:
 
     def cut(self, inputs: Inputs, rows: int) -> Inputs:
         """The arguments for `rows` rows."""
-        cut = [x[:rows] for x in inputs[: self.by_row]]
-        return *cut, *inputs[self.by_row :]
+        return *(x[:rows] for x in inputs[: self.by_row]), *inputs[self.by_row :]
 
 
 @dataclass(slots=True)

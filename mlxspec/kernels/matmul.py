@@ -82,7 +82,7 @@ def _capacity(rows: int) -> int:
 
 
 def small_qmm(x: mx.array, weights: Weights, matrix: bool = False) -> mx.array:
-    """As reference.small_qmm for 1 to ROWS rows, with `matrix` by simdgroup_matrix."""
+    """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix."""
     rows, k = x.shape
     columns = len(weights.w)
     if matrix:
@@ -112,8 +112,8 @@ def gather_small_qmm(
     experts: mx.array,
     tokens: int = ROWS,
 ) -> mx.array:
-    """As reference.gather_small_qmm, for at most MAX_PAIRS pairs. An expert's weights are read
-    again after `tokens` of its pairs."""
+    """As reference.gather_small_qmm in x's dtype, for at most MAX_PAIRS pairs. An expert's weights
+    are read again after `tokens` of its pairs."""
     pairs = experts.size
     columns = weights.w.shape[1]
     split, threads, grid = _plain(columns, x.shape[1])

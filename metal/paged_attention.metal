@@ -1,21 +1,21 @@
-// softmax(scale * q k^T) v over block tables for few rows per sequence; all rows of a sequence and all heads that
-// share K and V go over these once. paged_attention leaves a part's sums, paged_merge joins the parts.
+// softmax(scale * q k^T) v over block tables, for few rows per sequence. All rows of a sequence and all heads that
+// share K and V read them once. paged_attention computes the sums of a part of the context, paged_merge joins them.
 //
 // Rule: a row's bits do not depend on what runs beside it. Where parts begin follows from the position alone; a sum
-// goes over keys in rising order, tile by tile; a key that a row does not see adds exactly nothing to it. So what is
-// not finite in V counts as 0 for every row: 0 times it would reach those that do not see it.
+// goes over keys in rising order, tile by tile; a key that a row does not see adds exactly nothing to it. So values
+// of V that are not finite count as 0 for every row: 0 times them would reach rows that do not see them.
 //
-// keys [kv_heads, slots, D] and values [kv_heads, slots, DV] are pools of T, or of uint where BITS says how they are
-// packed: words, then the groups' scales, then their biases (mlxspec/kernels/packed.py). Row r of a threadgroup is
-// row r / GQA of the sequence in head r % GQA of those that share K and V. A tile of 8 x 8 values lies in a
-// SIMD-group as simdgroup_matrix has it: a lane holds two columns, from `pair` on, of `row`.
-// places [B, 8] of int: first position, first row, rows, first part, first block in the table.
+// keys [kv_heads, slots, D] and values [kv_heads, slots, DV] are pools of T, or of uint where BITS is not 0: words,
+// then the groups' scales, then their biases (mlxspec/kernels/quantized_kv.py). Row r of a threadgroup is row r / GQA
+// of the sequence in head r % GQA of those that share K and V. A tile of 8 x 8 values lies in a SIMD-group as in
+// simdgroup_matrix: a lane holds two columns, from `pair` on, of `row`.
+// sequences [B, 8] of int: first position, first row, rows, first part, first block in the table.
 #include <metal_stdlib>
 using namespace metal;
 
 constant constexpr int PAGED_KEYS = 32;               // of a tile, one for each lane
 constant constexpr int PAGED_PITCH = PAGED_KEYS + 4;  // of a row of scores: four more keep lanes off each other
-constant constexpr int PAGED_PLACE = 8;
+constant constexpr int PAGED_SEQUENCE = 8;
 constant constexpr float PAGED_LOW = -3e38f;  // no score is lower; not infinite, which fast math may not honour
 
 // Positions of a part from `at` on. A part is a threadgroup's work for each head of K and V: one sequence is to keep
@@ -82,18 +82,11 @@ T paged_finite(T x) {
   return (as_type<uint>(float(x)) & 0x7f800000u) == 0x7f800000u ? T(0) : x;
 }
 
-// Columns c0 to c0 + columns of a tile's keys from `pool`, a head's K or V, to `stage`: as they are, or FINITE.
+// Loads columns c0 to c0 + columns of the keys from t0 on of a head's pool; with FINITE, 0 for what is not finite.
 template <typename T, int DIM, int BITS, int BLOCK, int THREADS, bool FINITE>
-void paged_stage(
-    const device T* pool,
-    const device int* table,
-    threadgroup T* stage,
-    int c0,
-    int columns,
-    int t0,
-    int first,
-    int last,
-    uint thread_index) {
+void paged_load(
+    const device T* pool, const device int* table, threadgroup T* tile,
+    int c0, int columns, int t0, int first, int last, uint thread_index) {
   const int quads = columns / 4;
   for (int i = int(thread_index); i < PAGED_KEYS * quads; i += THREADS) {
     const int key = i / quads, c = i % quads * 4, at = t0 + key;
@@ -108,22 +101,15 @@ void paged_stage(
         }
       }
     }
-    *(threadgroup vec<T, 4>*)(stage + key * paged_stride<T>() + c) = values;
+    *(threadgroup vec<T, 4>*)(tile + key * paged_stride<T>() + c) = values;
   }
 }
 
-// The same, unpacked. A scale is read by one lane and handed to those that hold its group's other words.
+// The same for packed values. A scale is read by one lane and shuffled to those with its group's other words.
 template <typename T, int DIM, int BITS, int BLOCK, int THREADS, bool FINITE>
-void paged_stage(
-    const device uint* pool,
-    const device int* table,
-    threadgroup T* stage,
-    int c0,
-    int columns,
-    int t0,
-    int first,
-    int last,
-    uint thread_index) {
+void paged_load(
+    const device uint* pool, const device int* table, threadgroup T* tile,
+    int c0, int columns, int t0, int first, int last, uint thread_index) {
   constexpr int PER_WORD = 32 / BITS;
   constexpr int GROUP = DIM % 64 == 0 ? 64 : 32;
   constexpr int WORDS = DIM / PER_WORD, GROUPS = DIM / GROUP;
@@ -140,16 +126,15 @@ void paged_stage(
       const device uint* of = pool + slot * WIDTH;
       packed = of[c0 / PER_WORD + word];
       if (word % SHARE == 0) {
-        const device T* scales = (const device T*)(of + WORDS);
-        const int group = c0 / GROUP + word / SHARE;
-        scale = float(scales[group]);
-        bias = float(scales[GROUPS + group]);
+        const device T* scales = (const device T*)(of + WORDS) + c0 / GROUP + word / SHARE;
+        scale = float(scales[0]);
+        bias = float(scales[GROUPS]);
       }
     }
     const ushort owner = ushort(int(thread_index % 32) / SHARE * SHARE);
     scale = simd_shuffle(scale, owner);
     bias = simd_shuffle(bias, owner);
-    threadgroup T* to = stage + key * paged_stride<T>() + word * PER_WORD;
+    threadgroup T* to = tile + key * paged_stride<T>() + word * PER_WORD;
 #pragma unroll
     for (int j = 0; j < PER_WORD; j++) {
       const T value = T(fma(scale, float((packed >> (BITS * j)) & ((1u << BITS) - 1)), bias));
@@ -161,30 +146,17 @@ void paged_stage(
 // A threadgroup of SIMDS SIMD-groups: one part of one sequence's context, for 8 * TILES / GQA of its rows.
 // group: the part, the head of K and V and the rows, the sequence. For the tiles' products the SIMD-groups share
 // the results, never a sum; for scores, each has tiles of rows, so that what it needs of q stays in its registers
-// where these suffice (else it is read again for each tile of keys). `stage` has PAGED_KEYS * paged_stride<T>(),
-// `scores` 8 * TILES * PAGED_PITCH and `shrink` 8 * TILES values. sums [rows, heads, parts, DV], stats [rows, heads,
+// where these suffice (else it is read again for each tile of keys). `tile` has PAGED_KEYS * paged_stride<T>(),
+// `scores` 8 * TILES * PAGED_PITCH and `rescale` 8 * TILES values. sums [rows, heads, parts, DV], stats [rows, heads,
 // parts, 2]: largest score, total.
 template <typename T, int D, int DV, int BITS, int GQA, int TILES, int SIMDS, int BLOCK, int WINDOW, bool MATRIX, typename P>
 void paged_attention(
-    const device T* q,
-    const device P* keys,
-    const device P* values,
-    const device int* places,
-    const device int* tables,
-    device float* sums,
-    device float* stats,
-    float scale,
-    int kv_heads,
-    size_t kv_pool,
-    size_t v_pool,
-    int table_width,
-    int parts,
-    threadgroup T* stage,
-    threadgroup float* scores,
-    threadgroup float* shrink,
-    uint3 group,
-    uint simd,
-    uint lane) {
+    const device T* q, const device P* keys, const device P* values,
+    const device int* sequences, const device int* tables,
+    device float* sums, device float* stats,
+    float scale, int kv_heads, size_t kv_pool, size_t v_pool, int table_width, int parts,
+    threadgroup T* tile, threadgroup float* scores, threadgroup float* rescale,
+    uint3 group, uint simd, uint lane) {
   constexpr int COLUMNS = paged_columns<T>(), STRIDE = paged_stride<T>();
   constexpr int CHUNKS = (DV + COLUMNS - 1) / COLUMNS;
   constexpr int WIDEST = DV < COLUMNS ? DV : COLUMNS;
@@ -198,12 +170,12 @@ void paged_attention(
   const int pair = int((lane & 8) >> 1 | (lane & 1) << 1);
   const uint thread_index = 32 * simd + lane;
 
-  const device int* place = places + PAGED_PLACE * group.z;
+  const device int* sequence = sequences + PAGED_SEQUENCE * group.z;
   const int head = int(group.y) % kv_heads;
   const int row0 = int(group.y) / kv_heads * ROWS;
-  const int rows = min(ROWS, place[2] - row0);
-  const int start = place[0] + row0;
-  const int part = int(group.x) + place[3];
+  const int rows = min(ROWS, sequence[2] - row0);
+  const int start = sequence[0] + row0;
+  const int part = int(group.x) + sequence[3];
   const int low = WINDOW > 0 ? max(0, start - WINDOW + 1) : 0;
   const int first = max(low, paged_begin<WINDOW>(part));
   const int last = min(start + rows, paged_begin<WINDOW>(part + 1));
@@ -213,10 +185,10 @@ void paged_attention(
   const int count = rows * GQA;
   const int tiles = (count + 7) / 8;
   const int heads = kv_heads * GQA;
-  const size_t of = size_t(place[1] + row0) * heads + head * GQA;
+  const size_t of = size_t(sequence[1] + row0) * heads + head * GQA;
   const device P* k_head = keys + head * kv_pool;
   const device P* v_head = values + head * v_pool;
-  const device int* table = tables + size_t(table_width) * group.z - place[4];
+  const device int* table = tables + size_t(table_width) * group.z - sequence[4];
 
   const int band = int(simd) % BANDS;
   const device T* queries[BAND];  // rows that do not exist take the last one's place
@@ -241,11 +213,11 @@ void paged_attention(
       if (c0 > 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      paged_stage<T, D, BITS, BLOCK, 32 * SIMDS, false>(
-          k_head, table, stage, c0, columns, t0, first, last, thread_index);
+      paged_load<T, D, BITS, BLOCK, 32 * SIMDS, false>(
+          k_head, table, tile, c0, columns, t0, first, last, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int key = 8 * (int(simd) / BANDS); key < PAGED_KEYS; key += KEYS_STEP) {
-        const threadgroup T* k = stage + (key + pair) * STRIDE + row;
+        const threadgroup T* k = tile + (key + pair) * STRIDE + row;
         threadgroup float* to = scores + (8 * band + row) * PAGED_PITCH + key + pair;
         float2 dots[BAND] = {};
 #pragma unroll
@@ -275,8 +247,8 @@ void paged_attention(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    paged_stage<T, DV, BITS, BLOCK, 32 * SIMDS, true>(
-        v_head, table, stage, 0, min(COLUMNS, DV), t0, first, last, thread_index);
+    paged_load<T, DV, BITS, BLOCK, 32 * SIMDS, true>(
+        v_head, table, tile, 0, min(COLUMNS, DV), t0, first, last, thread_index);
     for (int r = int(simd); r < 8 * tiles; r += SIMDS) {
       const int pos = start + r / GQA, at = t0 + int(lane);
       const bool seen = r < count && at <= pos && (WINDOW == 0 || at > pos - WINDOW);
@@ -289,7 +261,7 @@ void paged_attention(
       const float sum = simd_sum(weight);
       scores[r * PAGED_PITCH + lane] = weight;
       if (lane == 0) {
-        shrink[r] = less;
+        rescale[r] = less;
       }
       if (lane == owner) {
         top = now;
@@ -300,7 +272,7 @@ void paged_attention(
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       if (n < tiles) {
-        const float less = shrink[8 * n + row];
+        const float less = rescale[8 * n + row];
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
 #pragma unroll
@@ -315,19 +287,17 @@ void paged_attention(
       const int columns = min(COLUMNS, DV - chunk * COLUMNS);
       if (chunk > 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        paged_stage<T, DV, BITS, BLOCK, 32 * SIMDS, true>(
-            v_head, table, stage, chunk * COLUMNS, columns, t0, first, last, thread_index);
+        paged_load<T, DV, BITS, BLOCK, 32 * SIMDS, true>(
+            v_head, table, tile, chunk * COLUMNS, columns, t0, first, last, thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       for (int key = 0; key < PAGED_KEYS; key += 8) {
-        const threadgroup T* v = stage + (key + row) * STRIDE + pair;
-        float2 b[MINE] = {};
+        const threadgroup T* v = tile + (key + row) * STRIDE + pair;
+        float2 b[MINE];
 #pragma unroll
         for (int m = 0; m < MINE; m++) {
           const int c = 8 * (m * SIMDS + int(simd));
-          if (c < columns) {
-            b[m] = float2(float(v[c]), float(v[c + 1]));
-          }
+          b[m] = c < columns ? float2(float(v[c]), float(v[c + 1])) : float2(0.0f);
         }
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
@@ -377,34 +347,26 @@ void paged_attention(
 // address space.
 template <typename T, int DV, int WINDOW, bool SINKS, typename L>
 void paged_merge(
-    const device float* sums,
-    const device float* stats,
-    const device int* places,
-    L sinks,
-    device T* out,
-    int heads,
-    int parts,
-    uint3 at) {
+    const device float* sums, const device float* stats, const device int* sequences, L sinks,
+    device T* out, int heads, int parts, uint3 at) {
   constexpr int SPANS = (DV + 127) / 128;  // a lane has four values of each
   const int lane = int(at.x);
-  const device int* place = places + PAGED_PLACE * at.z;
+  const device int* sequence = sequences + PAGED_SEQUENCE * at.z;
   const int head = int(at.y) % heads;
   const int row = int(at.y) / heads;
-  if (row >= place[2]) {
+  if (row >= sequence[2]) {
     return;
   }
-  const int pos = place[0] + row;
-  const int first = paged_part<WINDOW>(WINDOW > 0 ? max(0, pos - WINDOW + 1) : 0) - place[3];
-  const int last = paged_part<WINDOW>(pos) - place[3];
-  const size_t of = size_t(place[1] + row) * heads + head;
+  const int pos = sequence[0] + row;
+  const int first = paged_part<WINDOW>(WINDOW > 0 ? max(0, pos - WINDOW + 1) : 0) - sequence[3];
+  const int last = paged_part<WINDOW>(pos) - sequence[3];
+  const size_t of = size_t(sequence[1] + row) * heads + head;
   float top = SINKS ? float(sinks[head]) * M_LOG2E_F : PAGED_LOW;
   float total = SINKS ? 1.0f : 0.0f;
   float4 sum[SPANS] = {};
   for (int p0 = first; p0 <= last; p0 += 32) {
-    float2 stat = float2(PAGED_LOW, 0.0f);
-    if (p0 + lane <= last) {
-      stat = *(const device float2*)(stats + (of * parts + p0 + lane) * 2);
-    }
+    const device float2* at_lane = (const device float2*)stats + of * parts + p0 + lane;
+    const float2 stat = p0 + lane <= last ? *at_lane : float2(PAGED_LOW, 0.0f);
     const float now = max(top, simd_max(stat.x));
     const float less = exp2(top - now), share = exp2(stat.x - now);
     top = now;

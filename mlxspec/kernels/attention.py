@@ -1,61 +1,59 @@
-"""metal/paged_attention.metal: attention over pages in two launches, or the reference.
+"""Paged attention by metal/paged_attention.metal, in two launches, or by the reference.
 
-Rule: a row's bits depend on its own sequence alone. The grid comes from what the host knows,
-positions from the device, so a step can be submitted before its drafts are accepted.
+Rule: a row's bits depend on its own sequence alone. The grid follows from what the host knows and
+positions are read on the device, so a step can be submitted before its drafts are accepted.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import groupby
-from math import ceil, e, log, log2
+from math import ceil, e, log, log2, prod
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
-from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.reference import Attention, Group, PackingPair, block_array
-from mlxspec.kernels.trial import Case, Inputs
+from mlxspec.kernels.trial import Call, Case, Inputs
 from mlxspec.kernels.verify import KERNELS
 
 ROWS = 16  # of a sequence, at most
 TILES = (1, 2, 4, 8, 16)  # of 8 (row, head) pairs: the instances of the kernel
 SHORT = 512  # context of a case
 LONG = 32768  # context of a case, at most
-MAX_POOL_BYTES = 128 << 20  # of K and V in a case, before they are quantized
-LATE = 3  # positions of a batch's starts that only the device knows
-RACED = (1, 2, 4, 8, 16)  # with 8 heads to each of K and V, one for each instance
+MAX_POOL_BYTES = 76 << 20  # of K and V in a case before quantization: 19,456 slots of an 8B model
+SHIFT = 3  # positions of a batch's starts, which only the device knows
+RACED = (1, 2, 4, 8, 16)  # with 8 heads of q for each of K and V: one for each instance
 VARIANTS = ("matrix", "plain")  # by simdgroup_matrix or not
 TOLERANCE = 1e-4  # fp32's own in scores of 256 products and exponentials, with room for a GPU's
 
 PART = MetalKernel(
     "paged_attention",
     "paged_attention",
-    "q keys values places tables",
+    "q keys values sequences tables",
     "sums stats",
-    "threadgroup vec<T, 4> stage[PAGED_KEYS * paged_stride<T>() / 4];"
-    " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float shrink[8 * TILES];"
+    "threadgroup vec<T, 4> tile[PAGED_KEYS * paged_stride<T>() / 4];"
+    " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float rescale[8 * TILES];"
     " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW, MATRIX>("
-    "q, keys, values, places, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
+    "q, keys, values, sequences, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
     " size_t(keys_shape[1]) * keys_shape[2], size_t(values_shape[1]) * values_shape[2],"
-    " tables_shape[1], threadgroups_per_grid.x, (threadgroup T*)stage, scores, shrink,"
+    " tables_shape[1], threadgroups_per_grid.x, (threadgroup T*)tile, scores, rescale,"
     " threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);",
 )
 MERGE = MetalKernel(
     "paged_merge",
     "paged_attention",
-    "sums stats places sinks",
+    "sums stats sequences sinks",
     "out",
-    "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, places, sinks, out, stats_shape[1],"
+    "paged_merge<T, DV, WINDOW, SINKS>(sums, stats, sequences, sinks, out, stats_shape[1],"
     " stats_shape[2], thread_position_in_grid);",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an instance of the kernel is made for. `window` 0: none; `packings` of K and V."""
+    """The parameters of a kernel instance. `window` 0: none; `packings` of K and V."""
 
     dtype: mx.Dtype
     heads: int
@@ -69,13 +67,13 @@ class Shape:
 
     @property
     def bits(self) -> int:
-        """Of a quantized value; 0: pools of `dtype`."""
+        """Bits of a quantized value; 0: pools of `dtype`."""
         packing = self.packings[0]
         return packing.bits if packing else 0
 
     @property
     def name(self) -> str:
-        """As in Case.name."""
+        """The start of its cases' names."""
         return (
             f"paged_attention {dtype_name(self.dtype)} {self.heads}/{self.kv_heads}"
             f"x{self.dim}+{self.dim_v} block {self.block_size} window {self.window}"
@@ -92,46 +90,42 @@ def _shape(a: Attention) -> Shape | None:
     """The shape of a call; None if the kernel does not support it."""
     of_v = a.packings[1]
     shape = Shape(
-        dtype=a.q.dtype,
-        heads=a.q.shape[1],
-        kv_heads=len(a.keys),
-        dim=a.q.shape[2],
-        dim_v=of_v.dim if of_v else a.values.shape[2],
-        block_size=a.groups[0].block_size,
-        packings=a.packings,
-        window=a.window or 0,
-        sinks=a.sinks is not None,
+        a.q.dtype,
+        a.q.shape[1],
+        len(a.keys),
+        a.q.shape[2],
+        of_v.dim if of_v else a.values.shape[2],
+        a.groups[0].block_size,
+        a.packings,
+        a.window or 0,
+        a.sinks is not None,
     )
-    for dim in (shape.dim, shape.dim_v):
-        if dim % 8 or not 16 <= dim <= 256:
-            return None
-    pools = (a.keys, a.values)
-    for pool, packing in zip(pools, a.packings, strict=True):
-        if a.q.dtype != (packing or pool).dtype:
+    dims = (shape.dim, shape.dim_v)
+    for dim, pool, packing in zip(dims, (a.keys, a.values), a.packings, strict=True):
+        if dim % 8 or not 16 <= dim <= 256 or a.q.dtype != (packing or pool).dtype:
             return None
     return shape if shape.gqa <= 64 else None
 
 
-def _part(at: int, window: int) -> int:
-    """As paged_part in the kernel."""
-    length = 128
-    for longer in (512, 2048, 8192):
-        if (window or at) >= longer:
-            length *= 2
+def _part(
+    at: int,
+    window: int,
+) -> int:
+    """The part of the context in which position `at` lies: paged_part in the kernel."""
+    length = 128 << sum((window or at) >= longer for longer in (512, 2048, 8192))
     return at // length + (0 if window else length // 64 - 2)
 
 
 @lru_cache(maxsize=8)
-def _placement(
+def _metadata(
     groups: tuple[Group, ...],
     window: int,
 ) -> tuple[mx.array, mx.array, int]:
-    """Where the sequences of adjacent groups are, made once per step: the kernel's places int32
-    [B, 8] and tables [B, width], and the most parts of a sequence. A Group is hashed by identity,
-    which tells steps apart."""
-    places = []
+    """The kernel's `sequences` int32 [B, 8] and `tables` [B, width] for adjacent groups, and the
+    largest number of parts of a sequence. Made once per step: a Group is hashed by identity."""
+    sequences = []
     tables = []
-    late = []
+    shifts = []
     parts = 1
     row = 0
     for group in groups:
@@ -139,26 +133,27 @@ def _placement(
         for start, (low, table) in zip(group.starts, visible, strict=True):
             block = low // group.block_size
             first = _part(low, window)
-            last = _part(start + group.spread + group.length - 1, window)
+            last = _part(start + group.max_shift + group.length - 1, window)
             parts = max(parts, last - first + 1)
-            places.append((start, row, group.length, first, block, 0, 0, 0))
+            sequences.append((start, row, group.length, first, block, 0, 0, 0))
             tables.append(table)
             row += group.length
-        if group.late is None:
-            late.append(mx.zeros(len(group.starts), mx.int32))
-        else:
-            late.append(group.late)
-    where = mx.array(places)
-    if any(group.late is not None for group in groups):
-        where[:, 0] += mx.concatenate(late)
+        none = mx.zeros(len(group.starts), mx.int32)
+        shifts.append(none if group.shift is None else group.shift)
+    metadata = mx.array(sequences)
+    if any(group.shift is not None for group in groups):
+        metadata[:, 0] += mx.concatenate(shifts)
     width = max(SMALLEST, *map(len, tables))
-    return where, block_array(tables, width), parts
+    return metadata, block_array(tables, width), parts
 
 
 @cache
-def _plan(shape: Shape, rows: int) -> tuple[int, int, int]:
-    """Tiles and SIMD-groups of a threadgroup, and how many threadgroups share a sequence's rows:
-    more than one if their sums need more registers than there are."""
+def _instance(
+    shape: Shape,
+    rows: int,
+) -> tuple[int, int, int]:
+    """Tiles and SIMD-groups of a threadgroup, and the number of threadgroups that share a
+    sequence's rows: more than one if the sums need more registers than there are."""
     most = 16 if shape.dim_v <= 128 else 8
     tiles = min(most, ceil(shape.gqa * rows / 8))
     tiles = next(t for t in TILES if t >= tiles)
@@ -172,16 +167,16 @@ def _launch(
     matrix: bool,
 ) -> mx.array:
     """For groups of up to ROWS rows for each sequence."""
-    places, tables, most_parts = _placement(tuple(a.groups), shape.window)
+    sequences, tables, most_parts = _metadata(tuple(a.groups), shape.window)
     length = max(group.length for group in a.groups)
-    tiles, simds, splits = _plan(shape, length)
+    tiles, simds, splits = _instance(shape, length)
     common = {"T": shape.dtype, "DV": shape.dim_v, "WINDOW": shape.window}
-    # A template takes no floats: the scale's fp32 bits, for powers of 2 instead of e.
+    # Templates take no floats: the bits of the scale in fp32, times log2(e) for exp2.
     scale = np.float32(a.scale * log2(e)).view(np.int32)
-    count = len(places)
+    count = len(sequences)
     parts = (len(a.q), shape.heads, most_parts)
     sums, stats = PART(
-        [a.q, a.keys, a.values, places, tables],
+        [a.q, a.keys, a.values, sequences, tables],
         (32 * simds * most_parts, shape.kv_heads * splits, count),
         (32 * simds, 1, 1),
         [(*parts, shape.dim_v), (*parts, 2)],
@@ -197,7 +192,7 @@ def _launch(
         SCALE=int(scale),
     )
     return MERGE(
-        [sums, stats, places, places if a.sinks is None else a.sinks],
+        [sums, stats, sequences, sequences if a.sinks is None else a.sinks],
         (32, shape.heads * length, count),
         (32, 4, 1),
         [(len(a.q), shape.heads, shape.dim_v)],
@@ -207,10 +202,13 @@ def _launch(
     )[0]
 
 
-def paged_attention(a: Attention, variant: str = "") -> mx.array:
+def paged_attention(
+    a: Attention,
+    variant: str = "",
+) -> mx.array:
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
-    the kernel together, the others through the reference. `variant`: use this one without proof,
-    for what the kernel supports."""
+    the kernel in one launch, the others through the reference. `variant`: use this one without
+    proof, where the kernel supports the shape."""
     shape = _shape(a)
     if shape and KERNELS.recorded is not None:
         KERNELS.recorded += paged_attention_cases(shape)
@@ -221,9 +219,11 @@ def paged_attention(a: Attention, variant: str = "") -> mx.array:
         return variant or _proven(shape, group.length)
 
     out = []
+    first = a.groups[0].lo
     for chosen, run in groupby(a.groups, choose):
         groups = list(run)
-        part = replace(a, q=a.rows(groups), groups=groups)
+        q = a.q[groups[0].lo - first : groups[-1].hi - first]
+        part = replace(a, q=q, groups=groups)
         if shape and chosen:
             out.append(_launch(part, shape, chosen == "matrix"))
         else:
@@ -239,9 +239,9 @@ def _proven(shape: Shape, rows: int) -> str:
 
 @cache
 def paged_attention_cases(shape: Shape) -> list[Case]:
-    """All of them must be won, by the same variant: alone with a short and a long context, as far
-    as MAX_POOL_BYTES allows, and in a batch that passes the window. Their rows are those of a
-    sequence."""
+    """The cases that one variant must win: one sequence with a short context, one with a long
+    context, as far as MAX_POOL_BYTES allows, and a batch that passes the window. Their rows are
+    those of one sequence."""
     slot_bytes = shape.kv_heads * (shape.dim + shape.dim_v) * shape.dtype.size
     long = min(LONG, max(2 * SHORT, MAX_POOL_BYTES // slot_bytes))
     batch = min(long, max(700, shape.window + 70))
@@ -259,29 +259,29 @@ def _case(
     label: str,
     starts: list[int],
 ) -> Case:
-    """Sequences whose first rows have these positions; the blocks of each lie anywhere."""
-    blocks = [ceil((start + LATE + ROWS) / shape.block_size) for start in starts]
+    """One sequence for each position of a first row in `starts`, their blocks scattered. The last
+    one has the case's rows, its neighbours have one each, in the same launch."""
+    blocks = [ceil((start + SHIFT + ROWS) / shape.block_size) for start in starts]
     scattered = 1 + np.random.default_rng(0).permutation(sum(blocks))
     tables = np.split(scattered, np.cumsum(blocks)[:-1])
     slots = shape.block_size * (1 + sum(blocks))
 
     groups = lru_cache(maxsize=1)(partial(_groups, starts, tables, shape.block_size))
 
-    def run(attend: Callable[[Attention], mx.array], *arrays: mx.array) -> mx.array:
-        q, keys, values, *sinks = arrays
+    def run(attend: Call, *arrays: mx.array) -> mx.array:
+        q, keys, values, sinks = arrays
+        neighbours = [q[:1] for _ in starts[1:]]
         call = Attention(
-            q.swapaxes(0, 1).flatten(0, 1),
+            mx.concatenate([*neighbours, q]),
             keys,
             values,
             groups(len(q)),
             shape.dim**-0.5,
             shape.window or None,
-            sinks[0] if sinks else None,
+            sinks if shape.sinks else None,
             shape.packings,
         )
-        out = attend(call)
-        out = out.reshape(len(starts), len(q), shape.heads, -1)
-        return out.swapaxes(0, 1)
+        return attend(call)
 
     return Case(
         name=f"{shape.name} {label}",
@@ -301,24 +301,17 @@ def _groups(
     block_size: int,
     rows: int,
 ) -> list[Group]:
-    """A group for each sequence; of several, only the device knows the starts."""
+    """A group for each sequence: the last one has `rows` rows, the others one row each. The starts
+    of several are shifted on the device."""
     groups = []
-    lo = 0
-    for start, table in zip(starts, tables, strict=True):
-        group = Group(
-            lo,
-            lo + rows,
-            rows,
-            [start],
-            {None: [table.tolist()]},
-            block_size,
-        )
+    for row, (start, table) in enumerate(zip(starts, tables, strict=True)):
+        length = rows if row == len(starts) - 1 else 1
+        group = Group(row, row + length, length, [start], {None: [table.tolist()]}, block_size)
         if len(starts) > 1:
-            group.starts = [start - LATE]
-            group.late = mx.array([LATE])
-            group.spread = 2 * LATE
+            group.starts = [start - SHIFT]
+            group.shift = mx.array([SHIFT])
+            group.max_shift = 2 * SHIFT
         groups.append(group)
-        lo += rows
     return groups
 
 
@@ -328,33 +321,35 @@ def _inputs(
     slots: int,
     seed: int,
 ) -> Inputs:
-    """q [ROWS, sequences, heads, D], the pools of K and V, and sinks if any."""
-    keys = mx.random.split(mx.random.key(seed), 4)
-    size = (ROWS, len(starts), shape.heads, shape.dim)
-    arrays = [mx.random.normal(size, shape.dtype, key=keys[0])]
+    """q [ROWS, heads, D], the pools of K and V, and sinks."""
+    of_q, of_sinks, *of_pools = mx.random.split(mx.random.key(seed), 4)
+    arrays = [mx.random.normal((ROWS, shape.heads, shape.dim), shape.dtype, key=of_q)]
     dims = (shape.dim, shape.dim_v)
-    for dim, packing, key in zip(dims, shape.packings, keys[1:3], strict=True):
-        pool = mx.random.normal((shape.kv_heads, slots, dim), shape.dtype, key=key)
+    for dim, packing, key in zip(dims, shape.packings, of_pools, strict=True):
+        size = (shape.kv_heads, slots, dim)
+        words = mx.random.split(key, prod(size) // 4)  # uniform: normal values take more memory
+        pool = words.view(mx.int16).reshape(size).astype(shape.dtype) / 2**14
         arrays.append(packing.pack(pool) if packing else pool)
-    if shape.sinks:  # as heavy as all keys together, so that mistakes with them show
-        seen = min(starts[-1], shape.window or starts[-1])
-        sinks = mx.random.normal((shape.heads,), key=keys[3])
-        sinks += log(seen) + 0.5
-        arrays.append(sinks.astype(shape.dtype))
-    return tuple(arrays)
+    seen = min(starts[-1], shape.window or starts[-1])
+    sinks = mx.random.normal((shape.heads,), key=of_sinks)
+    sinks += log(seen) + 0.5  # as heavy as all keys together, so that mistakes with them show
+    return *arrays, sinks.astype(shape.dtype)
 
 
 def _exact(a: Attention) -> mx.array:
-    """reference.paged_attention in fp32, on the CPU because a GPU may round products."""
+    """reference.paged_attention in fp32: on the CPU because a GPU may round products, and by heads
+    of K and V because all of them in fp32 need several times their memory."""
+    out = []
     with mx.stream(mx.cpu):
-        exact = replace(a, packings=(None, None))
-        exact.q = a.q.astype(mx.float32)
-        exact.keys = _fp32(a.keys, a.packings[0])
-        exact.values = _fp32(a.values, a.packings[1])
-        if a.sinks is not None:
-            exact.sinks = a.sinks.astype(mx.float32)
-        return reference.paged_attention(exact)
-
-
-def _fp32(pool: mx.array, packing: Packing | None) -> mx.array:
-    return packing.exact(pool) if packing else pool.astype(mx.float32)
+        for head, q in enumerate(mx.split(a.q, len(a.keys), axis=1)):
+            part = replace(a, q=q.astype(mx.float32), packings=(None, None))
+            pools = []
+            for pool, packing in zip((a.keys, a.values), a.packings, strict=True):
+                rows = pool[head, None]
+                pools.append(packing.exact(rows) if packing else rows.astype(mx.float32))
+            part.keys, part.values = pools
+            if a.sinks is not None:
+                part.sinks = a.sinks.reshape(len(a.keys), -1)[head]
+            out.append(reference.paged_attention(part))
+            mx.eval(out)
+        return mx.concatenate(out, axis=1)

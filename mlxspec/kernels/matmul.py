@@ -1,9 +1,8 @@
-"""metal/small_qmm.metal: quantized products of few rows, also with the weights of experts.
+"""Quantized products of few rows by metal/small_qmm.metal, also with the weights of experts.
 
 Rule: a function has the signature of its reference; `verify` decides whether it runs.
 """
 
-from collections.abc import Callable
 from functools import cache, partial
 from math import ceil, prod
 
@@ -13,7 +12,7 @@ import numpy as np
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import MetalKernel, dtype_name
 from mlxspec.kernels.reference import Weights
-from mlxspec.kernels.trial import Case, Inputs
+from mlxspec.kernels.trial import Call, Case, Inputs
 
 ROWS = 16  # small_qmm takes at most
 MAX_PAIRS = 128  # (token, expert) pairs that gather_small_qmm takes at most
@@ -23,6 +22,7 @@ COLUMNS = 4  # of a SIMD-group; as in small_qmm.metal
 SPAN = 256  # values of K that a SIMD-group reads at once; as in small_qmm.metal
 MAX_SPLIT = 8  # SIMD-groups that share K
 FILL = 2048  # SIMD-groups that keep a GPU busy: 25 for each core of the largest, not measured
+MAX_CASE_BYTES = 96 << 20  # of the weights in a case
 MATRIX_SIMDS = 4  # of a threadgroup with simdgroup_matrix
 MATRIX_COLUMNS = 16  # of such a threadgroup
 TOLERANCE = 1e-5  # for another order of summing
@@ -82,7 +82,7 @@ def _capacity(rows: int) -> int:
 
 
 def small_qmm(x: mx.array, weights: Weights, matrix: bool = False) -> mx.array:
-    """As reference.small_qmm for 1 to ROWS rows, with `matrix` by simdgroup_matrix."""
+    """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix."""
     rows, k = x.shape
     columns = len(weights.w)
     if matrix:
@@ -112,8 +112,8 @@ def gather_small_qmm(
     experts: mx.array,
     tokens: int = ROWS,
 ) -> mx.array:
-    """As reference.gather_small_qmm, for at most MAX_PAIRS pairs. An expert's weights are read
-    again after `tokens` of its pairs."""
+    """As reference.gather_small_qmm in x's dtype, for at most MAX_PAIRS pairs. An expert's weights
+    are read again after `tokens` of its pairs."""
     pairs = experts.size
     columns = weights.w.shape[1]
     split, threads, grid = _plain(columns, x.shape[1])
@@ -148,19 +148,16 @@ def _random_weights(
 
 
 def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Case:
-    """For weights [n, k] whose scales, like the rows, are `dtype`."""
+    """For weights [n, k] whose scales, like the rows, are `dtype`. Columns beyond MAX_CASE_BYTES
+    are left out, as far as this changes nothing in the others' order of summing."""
+    columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES * 8 // (k * bits)))
 
     def inputs(seed: int) -> Inputs:
         key, of_x = mx.random.split(mx.random.key(seed))
         x = mx.random.normal((ROWS, k), key=of_x).astype(dtype)
-        return x, *_random_weights((n,), k, bits, group, dtype, key)
+        return x, *_random_weights((columns,), k, bits, group, dtype, key)
 
-    def exact(x: mx.array, weights: Weights) -> mx.array:
-        """Row by row in fp32: on an M5 MLX may compute several rows of that by TF32."""
-        rows = x.astype(mx.float32)[:, None]
-        return mx.concatenate([reference.small_qmm(row, weights) for row in rows])
-
-    def run(multiply: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+    def run(multiply: Call, *arrays: mx.array) -> mx.array:
         x, w, scales, biases = arrays
         return multiply(x, Weights(w, scales, biases, group, bits))
 
@@ -170,46 +167,13 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         raced=RACED,
         inputs=inputs,
         stock=partial(mx.quantized_matmul, transpose=True, group_size=group, bits=bits),
-        reference=partial(run, exact),
+        reference=partial(run, reference.small_qmm),
         variants={
             "plain": partial(run, small_qmm),
             "matrix": partial(run, partial(small_qmm, matrix=True)),
         },
         tolerance=TOLERANCE,
     )
-
-
-def _mlx_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
-    """reference.gather_small_qmm as mlx-lm calls MLX's own operation."""
-    y = mx.gather_qmm(
-        x[:, None, None],
-        weights.w,
-        weights.scales,
-        weights.biases,
-        rhs_indices=experts.reshape(len(x), -1),
-        group_size=weights.group_size,
-        bits=weights.bits,
-        sorted_indices=experts.size >= SORTED,
-    )
-    return y.reshape(experts.size, -1)
-
-
-def _exact_gather(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
-    return reference.gather_small_qmm(x.astype(mx.float32), weights, experts)
-
-
-def _by_expert(
-    multiply: Callable[..., mx.array],
-    x: mx.array,
-    weights: Weights,
-    experts: mx.array,
-) -> mx.array:
-    """`multiply`, of many pairs sorted by expert, as mlx-lm does."""
-    if experts.size < SORTED:
-        return multiply(x, weights, experts)
-    order = mx.argsort(experts)
-    rows = x[order // (experts.size // len(x))]
-    return multiply(rows, weights, experts[order])[mx.argsort(order)]
 
 
 @cache
@@ -219,8 +183,7 @@ def gather_small_qmm_case(
     """For e experts of weights [n, k], `top` of them for a token.
 
     The case's rows are tokens, each with one row of x, or if `apart` one for each of its experts.
-    Experts without a token are not made because
-    nothing reads them.
+    Weights are made only for the experts that some token has.
     """
     most = max(1, min(ROWS, MAX_PAIRS // top))
 
@@ -233,10 +196,19 @@ def gather_small_qmm_case(
         experts = mx.array(at.reshape(most, top).astype(np.uint32))
         return x, experts, *_random_weights((len(used), n), k, bits, group, dtype, key)
 
-    def run(multiply: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
-        x, experts, w, scales, biases = arrays
+    def run(multiply: Call, *arrays: mx.array) -> mx.array:
+        """Many pairs are sorted by expert, as in mlx-lm."""
+        x, indices, w, scales, biases = arrays
+        rows, experts = x.flatten(0, 1), indices.flatten()
         weights = Weights(w, scales, biases, group, bits)
-        return _by_expert(multiply, x.flatten(0, 1), weights, experts.flatten())
+        if experts.size < SORTED:
+            return multiply(rows, weights, experts)
+        order = mx.argsort(experts)
+        rows = rows[order // (experts.size // len(rows))]
+        return multiply(rows, weights, experts[order])[mx.argsort(order)]
+
+    def stock(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+        return reference.gather_small_qmm(x, weights, experts, x.dtype, experts.size >= SORTED)
 
     def kernel(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
         return gather_small_qmm(x, weights, experts, tokens=experts.size // top)
@@ -248,8 +220,8 @@ def gather_small_qmm_case(
         raced=(*(rows for rows in RACED if rows < most), most),
         inputs=inputs,
         by_row=2,
-        stock=partial(run, _mlx_gather),
-        reference=partial(run, _exact_gather),
+        stock=partial(run, stock),
+        reference=partial(run, reference.gather_small_qmm),
         variants={"plain": partial(run, kernel)},
         tolerance=TOLERANCE,
     )

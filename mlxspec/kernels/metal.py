@@ -15,6 +15,7 @@ from mlxspec.config import data_dir
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 SMALLEST = 8  # elements; MLX passes smaller arrays in another address space
+Launch = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,9 @@ class MetalKernel:
 
 
 @cache
-def _compiled(make: Callable[..., Any], kernel: MetalKernel) -> Callable[..., list[mx.array]]:
-    names = kernel.inputs.split(), kernel.outputs.split()
-    compiled: Callable[..., list[mx.array]]
-    compiled = make(kernel.name, *names, kernel.body, source(kernel.file))
-    return compiled
+def _compiled(make: Callable[..., Launch], kernel: MetalKernel) -> Launch:
+    inputs, outputs = kernel.inputs.split(), kernel.outputs.split()
+    return make(kernel.name, inputs, outputs, kernel.body, source(kernel.file))
 
 
 @cache

@@ -6,7 +6,8 @@ gathered block is contiguous within its head.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ import numpy as np
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.types import NULL_BLOCK
 
-# Blocks to gather [B, n], or the slots of a lone sequence with consecutive blocks; the mask; the
+# Blocks to gather [B, n], or the slots of a single sequence with consecutive blocks; the mask; the
 # part of the blocks' slots that is used.
 Selection = tuple[mx.array | slice, mx.array | str | None, slice]
 PackingPair = tuple[Packing | None, Packing | None]
@@ -26,9 +27,9 @@ class Group:
     """Sequences of a step with the same number of rows: rows `lo .. hi` are [B, length], B-major.
 
     `starts` [B]: positions of their first rows. `tables`: their block ids by window; None: layers
-    that see everything. A table covers at least `start + spread + length` slots. Row i of sequence
-    b sees up to position starts[b] + i. Where the host does not know yet how many drafted tokens
-    were accepted, `late` int32 [B], at most `spread`, is added to the starts.
+    that see everything. A table covers at least `start + max_shift + length` slots. Row i of
+    sequence b sees up to position starts[b] + i. Where the host does not know yet how many drafted
+    tokens were accepted, `shift` int32 [B], at most `max_shift`, is added to the starts.
     """
 
     lo: int
@@ -37,26 +38,29 @@ class Group:
     starts: list[int]
     tables: Mapping[int | None, list[list[int]]]
     block_size: int
-    late: mx.array | None = None
-    spread: int = 0
+    shift: mx.array | None = None
+    max_shift: int = 0
     _selections: dict[int | None, Selection] = field(default_factory=dict)
 
     def visible(self, window: int | None) -> list[tuple[int, list[int]]]:
-        """Of each sequence: the first position that its rows see, and the blocks from there on."""
+        """For each sequence the first position that its rows see, and the blocks from there on."""
         size = self.block_size
         tables = self.tables.get(window) or self.tables[None]
         found = []
         for start, table in zip(self.starts, tables, strict=True):
             low = max(0, start - window + 1) if window else 0
-            end = start + self.spread + self.length
+            end = start + self.max_shift + self.length
             found.append((low, table[low // size : ceil(end / size)]))
         return found
 
-    def select(self, window: int | None) -> Selection:
+    def select(
+        self,
+        window: int | None,
+    ) -> Selection:
         """What attention with this sliding window reads; made once per step, shared by layers.
 
-        Consecutive blocks need no gathering, which would copy all K/V in every layer. A lone
-        sequence is cut to its exact slots; several are padded with null blocks and masked.
+        Consecutive blocks need no gathering, which would copy all K/V in every layer. A single
+        sequence is sliced to its exact slots; several are padded with null blocks and masked.
         """
         if window not in self._selections:
             self._selections[window] = self._select(window)
@@ -71,14 +75,13 @@ class Group:
         end = self.starts[0] + self.length
         keep = slice(0, width * size)
         mask: mx.array | str | None = None
-        lone = len(tables) == 1 and self.late is None
-        if lone and (self.length == 1 or not window or end <= window):
+        single = len(tables) == 1 and self.shift is None
+        if single and (self.length == 1 or not window or end <= window):
             keep = slice(low % size, end - low // size * size)
             if self.length > 1:
                 mask = "causal"
         else:
-            bases = [low // size * size for low, _ in visible]
-            mask = self._mask(window, bases, width * size)
+            mask = self._mask(window, width * size)
         first = tables[0][0]
         if tables == [list(range(first, first + width))]:
             base = first * size
@@ -88,16 +91,16 @@ class Group:
     def _mask(
         self,
         window: int | None,
-        bases: list[int],
         width: int,
     ) -> mx.array:
-        """Bool [B, 1, rows, width]: whether a row sees each of the slots from its base on."""
+        """Bool [B, 1, rows, width]: whether a row sees each of its sequence's visible slots."""
         starts = mx.array(self.starts)
-        if self.late is not None:
-            starts = starts + self.late
+        if self.shift is not None:
+            starts = starts + self.shift
         rows = mx.arange(self.length)
         positions = starts[:, None, None] + rows[:, None]
-        first = mx.array(bases)
+        size = self.block_size
+        first = mx.array([low // size * size for low, _ in self.visible(window)])
         slots = first[:, None, None] + mx.arange(width)
         mask = slots <= positions
         if window:
@@ -154,21 +157,16 @@ class Attention:
     sinks: mx.array | None = None
     packings: PackingPair = (None, None)
 
-    def rows(self, groups: Sequence[Group]) -> mx.array:
-        """The rows of q of some adjacent groups."""
-        first = self.groups[0].lo
-        lo = groups[0].lo - first
-        hi = groups[-1].hi - first
-        return self.q[lo:hi]
-
 
 def paged_attention(a: Attention) -> mx.array:
     """[T, heads, Dv] in q's dtype."""
     of_k, of_v = a.packings
     out = []
+    first = a.groups[0].lo
     for group in a.groups:
         blocks, mask, keep = group.select(a.window)
-        q = mx.unflatten(a.rows([group]), 0, (-1, group.length))
+        rows = a.q[group.lo - first : group.hi - first]
+        q = rows.reshape(-1, group.length, *rows.shape[1:])
         o = mx.fast.scaled_dot_product_attention(
             q.swapaxes(1, 2),
             gather(a.keys, blocks, group.block_size, keep, of_k),
@@ -197,43 +195,41 @@ def small_qmm(
     x: mx.array,
     weights: Weights,
 ) -> mx.array:
-    """x dequantized(w)^T: weights, products and sums in fp32, rounded once.
+    """x dequantized(w)^T, float32 [M, N] of x [M, K] float: weights, products and sums in fp32.
 
-    x [M, K] float. Returns [M, N] in x's dtype. A kernel's row must not depend on M, to the bit.
+    A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit.
     """
-    y = mx.quantized_matmul(
-        x.astype(mx.float32),
-        weights.w,
-        weights.scales.astype(mx.float32),
-        weights.biases.astype(mx.float32),
-        group_size=weights.group_size,
-        bits=weights.bits,
-    )
-    return y.astype(x.dtype)
+    expert = replace(weights, w=weights.w[None])
+    expert.scales = weights.scales[None]
+    expert.biases = weights.biases[None]
+    return gather_small_qmm(x, expert, mx.zeros(len(x), mx.uint32))
 
 
 def gather_small_qmm(
     x: mx.array,
     weights: Weights,
     experts: mx.array,
+    dtype: mx.Dtype = mx.float32,
+    sorted_indices: bool = False,
 ) -> mx.array:
     """small_qmm with the weights of experts.
 
     `experts` int [P] of P (token, expert) pairs; x [R, K] has a row for P / R pairs in turn.
-    Returns [P, N] in x's dtype. A kernel's row must be that of small_qmm, to the bit.
+    Returns [P, N] in `dtype`, in which it computes. A kernel's row must be that of small_qmm, to
+    the bit. In x's dtype, with `sorted_indices` if they are, it is MLX's own operation as mlx-lm
+    calls it. Unsorted, rows are multiplied one by one: of several an M5 may compute TF32.
     """
-    pairs = experts.astype(mx.uint32)
     y = mx.gather_qmm(
-        x.astype(mx.float32)[:, None, None],
+        x.astype(dtype)[:, None, None],
         weights.w,
-        weights.scales.astype(mx.float32),
-        weights.biases.astype(mx.float32),
-        rhs_indices=pairs.reshape(len(x), -1),
+        weights.scales.astype(dtype),
+        weights.biases.astype(dtype),
+        rhs_indices=experts.astype(mx.uint32).reshape(len(x), -1),
         group_size=weights.group_size,
         bits=weights.bits,
+        sorted_indices=sorted_indices,
     )
-    rows = y.reshape(pairs.size, -1)
-    return rows.astype(x.dtype)
+    return y.reshape(experts.size, -1)
 
 
 @dataclass(slots=True)
@@ -245,8 +241,8 @@ class Draws:
     seeds: list[int]
     positions: list[int]
     masks: list[bytes]  # a bit for each allowed token; empty: all
-    late: mx.array | None = None  # int32 [R], added to the positions
-    floors: mx.array | None = None  # float32 [R]: tokens with logits / T below it are excluded
+    shift: mx.array | None = None  # int32 [R], added to the positions
+    min_logits: mx.array | None = None  # float32 [R]: tokens with logits / T below are excluded
 
 
 def gumbel(
@@ -260,12 +256,7 @@ def gumbel(
     and whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T)
     (Gumbel-max)."""
     keys = mx.stack([seeds, positions], axis=1)
-    keys = keys.astype(mx.uint32)
-
-    def draw(key: mx.array) -> mx.array:
-        return mx.random.gumbel((vocab,), key=key)
-
-    noise: mx.array = mx.vmap(draw)(keys)
+    noise: mx.array = mx.vmap(partial(mx.random.gumbel, (vocab,), mx.float32))(keys)
     return noise
 
 
@@ -308,12 +299,12 @@ def sample_accept(
         temperatures = mx.array(draws.temperatures)
         hot = temperatures > 0
         x = x / mx.where(hot, temperatures, 1)[:, None]
-        if draws.floors is not None:
-            low = x < draws.floors[:, None]
+        if draws.min_logits is not None:
+            low = x < draws.min_logits[:, None]
             x = mx.where(low, -mx.inf, x)
         positions = mx.array(draws.positions, mx.uint32)
-        if draws.late is not None:
-            positions = positions + draws.late.astype(mx.uint32)
+        if draws.shift is not None:
+            positions = positions + draws.shift.astype(mx.uint32)
         seeds = mx.array(draws.seeds, mx.uint32)
         x = x + gumbel(seeds, positions, x.shape[-1])
         sampled = mx.argmax(x, axis=-1)

@@ -6,10 +6,10 @@ trial ended the process stays off until the chip, macOS, MLX or the kernels' cod
 
 import logging
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -36,24 +36,24 @@ class KernelRegistry:
     """The verdicts that the kernels' wrappers look up at each call, by `Case.name`.
 
     mlx-lm's layers call the wrappers without a context, so there is one registry per process,
-    `KERNELS`. `recorded`, if not None, collects the cases of the calls, for kernels that are used
-    or not.
+    `KERNELS`. `recorded`, if not None, collects the cases of all calls.
     """
 
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     recorded: list[Case] | None = None
-    marker: Path | None = None  # of the trial that runs now
+    forget: Callable[[], None] | None = None  # the running trial, which now counts as a crash
     deadline: float = 0.0  # of that trial
 
     def variant(self, name: str, rows: int) -> str:
-        """The variant that runs for so many rows; "": MLX's own op."""
+        """The variant that runs for `rows` rows; "": MLX's own op."""
         verdict = self.verdicts.get(name)
         return verdict.way if verdict and verdict.least <= rows <= verdict.most else ""
 
     def abandon_trial(self) -> None:
-        """Remove the crash marker because the process exits on purpose; a hung trial keeps it."""
-        if self.marker and perf_counter() < self.deadline:
-            self.marker.unlink(missing_ok=True)
+        """The process exits on purpose: the running trial is no crash, unless it hangs."""
+        if self.forget and perf_counter() < self.deadline:
+            with suppress(OSError):
+                self.forget()
 
 
 KERNELS = KernelRegistry()
@@ -78,29 +78,26 @@ VERDICTS_JSON = TypeAdapter(dict[str, Verdict])
 @dataclass(frozen=True, slots=True)
 class VerdictFile:
     """The verdicts of one machine and version of everything: a JSON file in `folder`, named by the
-    hash of `facts`, and a marker file with the name of the case that is being tried."""
+    hash of `facts`."""
 
     folder: Path
     facts: dict[str, str] = field(default_factory=machine)
 
-    def path(self, suffix: str) -> Path:
+    @property
+    def path(self) -> Path:
         digest = sha256(repr(self.facts).encode())
-        return self.folder / f"{digest.hexdigest()[:24]}.{suffix}"
+        return self.folder / f"{digest.hexdigest()[:24]}.json"
 
     def load(self) -> dict[str, Verdict]:
         """All verdicts by name; a missing or broken file has none."""
-        verdicts: dict[str, Verdict] = {}
-        with suppress(OSError, ValueError):
-            verdicts = VERDICTS_JSON.validate_json(self.path("json").read_bytes())
-        with suppress(OSError, ValueError):
-            name = self.path("trying").read_text("utf-8")
-            verdicts[name] = Verdict(why=CRASHED, parked=True)
-        return verdicts
+        try:
+            return VERDICTS_JSON.validate_json(self.path.read_bytes())
+        except (OSError, ValueError):
+            return {}
 
-    def save(self, verdicts: Mapping[str, Verdict]) -> None:
-        """Add to the file. Raises OSError."""
-        data = VERDICTS_JSON.dump_json({**self.load(), **verdicts})
-        write_atomic(self.path("json"), data, durable=True)
+    def save(self, verdicts: dict[str, Verdict]) -> None:
+        """Replace the file. Raises OSError."""
+        write_atomic(self.path, VERDICTS_JSON.dump_json(verdicts), durable=True)
 
 
 def missing() -> str:
@@ -117,17 +114,20 @@ def verify(
     """Fill KERNELS for these cases and return their verdicts, within about AT_START_S seconds."""
     todo = {case.name: case for case in cases}
     reason = missing()
-    if reason:
-        found = dict.fromkeys(todo, Verdict(why=reason))
-    else:
+    found = dict.fromkeys(todo, Verdict(why=reason or UNTRIED))
+    if not reason:
         known = file.load()
-        found = {name: known.get(name, Verdict(why=UNTRIED)) for name in todo}
+        found |= {name: known[name] for name in todo if name in known}
         try:
             unknown = [case for name, case in todo.items() if name not in known]
             if unknown:
                 found |= _try_all(unknown, file, report)
         except OSError as error:
-            log.warning("%s: %s; no kernel is tried without a crash marker", file.folder, error)
+            log.warning(
+                "%s: %s; no kernel is tried, because a crash could not be recorded",
+                file.folder,
+                error,
+            )
     KERNELS.verdicts.update(found)
     return found
 
@@ -138,32 +138,32 @@ def _try_all(
     report: Callable[[int, int], None],
 ) -> dict[str, Verdict]:
     """The verdicts of the cases that there is time for, none if another process tries kernels.
-    Raises OSError if no marker can be written."""
+    Raises OSError if a trial cannot be recorded."""
     end = perf_counter() + AT_START_S
     found: dict[str, Verdict] = {}
     with lock(file.folder / "lock", wait=False) as held:
         if not held:
             return found
-        file.save({})  # with the crash that an old marker tells of
         for done, case in enumerate(cases, 1):
             until = perf_counter() + CASE_S
             if until <= end:
-                found[case.name] = verdict = _try(case, file, until)
-                if not any(word in verdict.why for word in OUT_OF_MEMORY):
-                    file.save({case.name: verdict})  # else it may fit at the next start
+                found[case.name] = _try(case, file, until)
             report(done, len(cases))
     return found
 
 
 def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
-    """Judge a case; meanwhile the end of the process counts as its crash."""
-    marker = file.path("trying")
-    write_atomic(marker, case.name.encode(), durable=True)
+    """Judge a case. Until then the file says that it crashed, in case it ends the process."""
+    known = file.load()
+    file.save({**known, case.name: Verdict(why=CRASHED, parked=True)})
     KERNELS.deadline = until + 2 * CALL_LIMIT_S
-    KERNELS.marker = marker
+    KERNELS.forget = partial(file.save, known)
     try:
-        return judge(case, until)
+        verdict = judge(case, until)
+        if not any(word in verdict.why for word in OUT_OF_MEMORY):
+            known[case.name] = verdict  # else it may fit at the next start
+        return verdict
     finally:
-        KERNELS.marker = None
-        marker.unlink(missing_ok=True)
+        KERNELS.forget = None
+        file.save(known)
         mx.clear_cache()

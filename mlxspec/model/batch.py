@@ -182,7 +182,7 @@ def _groups(
         )
         max_shift = max(e.inflight_drafts for e in entries)
         if shift is not None and max_shift:
-            group.late, group.spread = shift[first:last], max_shift
+            group.shift, group.max_shift = shift[first:last], max_shift
         groups.append(group)
         row, first = end, last
     return groups

@@ -107,14 +107,16 @@ CLASSES: dict[Any, Any] = {
 def install(model: nn.Module) -> None:
     """Let the model's layers use kernels. Idempotent; changes nothing until kernels are proven."""
     for layer in model.modules():
-        kernel = CLASSES.get(type(layer))
-        if not kernel or layer.mode != "affine" or layer.bits not in (4, 8):
-            continue
-        if layer.scales.size < SMALLEST:
-            continue
-        layer.__class__ = kernel
-        if kernel is not KernelSwitchLinear:
-            layer.case = matmul.small_qmm_case(*_shape(layer))
+        if type(layer) in CLASSES and _supported(layer):
+            layer.__class__ = CLASSES[type(layer)]
+            if not isinstance(layer, KernelSwitchLinear):
+                layer.case = matmul.small_qmm_case(*_shape(layer))
+
+
+def _supported(layer: Any) -> bool:
+    if layer.mode != "affine" or layer.bits not in (4, 8):
+        return False
+    return layer.scales.size >= SMALLEST and layer.scales.dtype == layer.biases.dtype
 
 
 def _weights(layer: Any) -> Weights:

@@ -69,8 +69,8 @@ def test_no_weights_are_read(model: Path) -> None:
 
 def test_kernels(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = VerdictFile(tmp_path / "cache" / KERNELS_DIR)
-    file.save({"qmm 8": Verdict("matrix", 1, 16, 1e-3, {1: 0.98, 8: 2.5})})
-    file.save({"sample 9": Verdict(why="plain: off by 3")})
+    used = Verdict("matrix", 1, 16, {1: 0.98, 8: 2.5})
+    file.save({"qmm 8": used, "sample 9": Verdict(why="plain: off by 3")})
     code, texts, _ = report(str(model))
     assert code == 0
     assert texts["kernels"][0] == "qmm 8: used for 1 to 16 rows"

@@ -69,6 +69,7 @@ EQUIVALENT = {
     ): "room for columns that are none",
     ("paged_attention", "constant constexpr int PAGED_PITCH", "4", "3"): "where rows of scores lie",
     ("sample_accept", "uint high = 0, at = 0;", "0", "1"): "every value's order is above it",
+    ("sample_accept", "const uint first = simd_min", "0u", "1u"): "no token is as high as either",
     (
         "small_qmm",
         "for (int at = pair / 32 * 32;",

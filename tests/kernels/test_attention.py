@@ -311,16 +311,16 @@ def test_starts_that_only_the_device_knows(window: int | None, matrix: bool) -> 
         want = kernel(q, k, v, groups, *rest, matrix=matrix)
     for behind in ((2, 0), (0, 2), (3, 3)):
         a = replace(
-            groups[0], starts=[126 - behind[0], 40 - behind[1]], spread=3, late=mx.array(behind)
+            groups[0], starts=[126 - behind[0], 40 - behind[1]], max_shift=3, shift=mx.array(behind)
         )
-        b = replace(groups[1], starts=[250], spread=4, late=mx.array([4]))
-        with reports() as late:
+        b = replace(groups[1], starts=[250], max_shift=4, shift=mx.array([4]))
+        with reports() as shifted:
             got = kernel(q, k, v, [a, b], *rest, matrix=matrix)
         assert mx.array_equal(got, want)
         for name, one, other in (
-            ("keys", known[0], late[0]),
-            ("values", known[0], late[0]),
-            ("sums", known[1], late[1]),
+            ("keys", known[0], shifted[0]),
+            ("values", known[0], shifted[0]),
+            ("sums", known[1], shifted[1]),
         ):
             assert one.traffic[name].read == other.traffic[name].read
     mixed = [replace(groups[0]), b]

@@ -81,7 +81,9 @@ def test_the_kernel_matches_its_cases(
             ], out
         given = case.cut(case.inputs(0), 3)
         stock = case.stock(*given)
-        assert stock.shape == (3, 3 if case.name.endswith("ragged") else 1, 4, 64)
+        assert stock.shape == (5 if case.name.endswith("ragged") else 3, 4, 64), (
+            "and two neighbours"
+        )
         assert mx.allclose(stock, case.reference(*given), atol=0.05)
 
 
@@ -91,8 +93,8 @@ def mistaken(**change: object) -> Callable[..., mx.array]:
     def attend(a: Attention, **_: object) -> mx.array:
         by = change.get("by", 0)
         groups = [replace(g, starts=[s + by for s in g.starts]) for g in a.groups]
-        if change.get("late"):
-            groups = [replace(g, late=None, spread=0) for g in groups]
+        if change.get("unshifted"):
+            groups = [replace(g, shift=None, max_shift=0) for g in groups]
         if change.get("tables"):
             groups = [replace(g, tables=groups[-1].tables) for g in groups]
         window = a.window and a.window + change.get("window", 0)
@@ -110,7 +112,7 @@ MISTAKES = {
     "negated sinks": dict(sinks=-1),
     "a smaller window": dict(window=-1),
     "a larger window": dict(window=1),
-    "not late": dict(late=True),
+    "not shifted": dict(unshifted=True),
     "one table for all": dict(tables=True),
 }
 
@@ -155,9 +157,11 @@ def test_all_that_serving_can_launch_is_matched_and_memory_is_bounded(
     for case in cases:
         assert case.rows == tuple(range(1, attention.ROWS + 1))
         assert sum(x.nbytes for x in case.inputs(0)) < 1.05 * attention.MAX_POOL_BYTES
-    assert int(cases[-1].name.split()[-1]) == min(32768, (128 << 20) // (kv * dim * 4))
+    assert int(cases[-1].name.split()[-1]) == min(32768, attention.MAX_POOL_BYTES // (kv * dim * 4))
     if heads == 8 * kv and dim == 128:
-        assert {attention._plan(shape, rows)[0] for rows in attention.RACED} == set(attention.TILES)
+        assert {attention._instance(shape, rows)[0] for rows in attention.RACED} == set(
+            attention.TILES
+        )
 
 
 @pytest.mark.parametrize(
@@ -203,13 +207,13 @@ def test_an_engine_with_the_kernel_says_the_same(
 
     monkeypatch.setitem(KERNELS.verdicts, "all", Verdict("matrix", 1, 16))
     monkeypatch.setattr(attention, "_proven", lambda shape, rows: "matrix")
-    places, late = attention._placement, []
+    metadata, shifted = attention._metadata, []
     monkeypatch.setattr(
         attention,
-        "_placement",
-        lambda g, w: late.append(any(x.late is not None for x in g)) or places(g, w),
+        "_metadata",
+        lambda g, w: shifted.append(any(x.shift is not None for x in g)) or metadata(g, w),
     )
     with reports() as found:
         same(kind, drive(e, asked, {"b": 2, "c": 4}), asked)
-    assert any(late) == (name == "model"), "rows come before the host knows where they start"
+    assert any(shifted) == (name == "model"), "rows come before the host knows where they start"
     assert drafted(e, name) and len(found) > 2 * len(model.layers) * (8 if name == "plain" else 3)

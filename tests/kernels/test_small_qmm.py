@@ -41,7 +41,7 @@ def simulated(
 
 def check(y: mx.array, x: mx.array, weights: Arrays, group: int, bits: int) -> None:
     want = reference.small_qmm(x, Weights(*weights, group, bits))
-    assert y.dtype == want.dtype and y.shape == want.shape
+    assert y.dtype == x.dtype and y.shape == want.shape
     got, want = (np.array(a.astype(mx.float32)) for a in (y, want))
     w = mx.dequantize(weights[0], *(a.astype(mx.float32) for a in weights[1:]), group, bits)
     allowed = SUMMING * np.abs(np.array(x.astype(mx.float32))) @ np.abs(np.array(w)).T

@@ -96,7 +96,7 @@ def gains(*values: float) -> dict[int, float]:
 def test_a_right_and_faster_kernel_is_used(clock: Time) -> None:
     found = judge(case(clock, plain=(5e-4, same)))
     assert (found.way, found.least, found.most, found.why) == ("plain", 1, 16, "")
-    assert found.gains == pytest.approx(dict.fromkeys(ROWS, 2.0)) and found.error == 0
+    assert found.gains == pytest.approx(dict.fromkeys(ROWS, 2.0))
 
 
 def test_a_slower_kernel_is_not_used(clock: Time) -> None:
@@ -155,8 +155,8 @@ def test_winning_rows(measured: dict[int, float], rows: tuple[int, int]) -> None
 
 
 def test_relative_error() -> None:
-    ids, open_end = mx.array([1, 2, 3]), mx.array([1.0, -mx.inf])
-    assert relative_error(ids, ids, 0.0) == relative_error(open_end, open_end, 0.0) == 0
+    ids = mx.array([1, 2, 3])
+    assert relative_error(ids, ids, 0.0) == 0
     with pytest.raises(Rejected):
         relative_error(ids, mx.array([1, 2, 4]), 0.0)
     with pytest.raises(Rejected):
@@ -196,7 +196,7 @@ def test_another_machine_or_version_verifies_again(tmp_path: Path, clock: Time, 
 def test_a_broken_file_is_ignored(tmp_path: Path, clock: Time, text: str) -> None:
     made = case(clock, plain=(5e-4, same))
     start(tmp_path, made)
-    VerdictFile(tmp_path, FACTS).path("json").write_text(text)
+    VerdictFile(tmp_path, FACTS).path.write_text(text)
     assert start(tmp_path, made)[made.name].way == "plain"
     assert VerdictFile(tmp_path, FACTS).load()[made.name].way == "plain"
 
@@ -227,27 +227,29 @@ def test_a_kernel_that_ended_the_process_is_off(tmp_path: Path, clock: Time) -> 
 
 def test_being_stopped_is_no_crash(tmp_path: Path, clock: Time) -> None:
     def stop(y: mx.array) -> mx.array:
-        assert VerdictFile(tmp_path, FACTS).path("trying").exists()
+        assert VerdictFile(tmp_path, FACTS).load()["fake 8x8"].why == CRASHED
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, case(clock, plain=(0.1, stop)))
-    assert VerdictFile(tmp_path, FACTS).load() == {} and KERNELS.marker is None
+    assert VerdictFile(tmp_path, FACTS).load() == {} and KERNELS.forget is None
 
 
 def test_a_process_that_exits_on_purpose_abandons_its_trial(tmp_path: Path, clock: Time) -> None:
-    marker = VerdictFile(tmp_path, FACTS).path("trying")
+    file = VerdictFile(tmp_path, FACTS)
     left = []
 
     def leave(y: mx.array) -> mx.array:
         KERNELS.abandon_trial()
-        left.append(marker.exists())
-        marker.touch()
-        clock.now += 100.0  # a trial that hangs keeps its marker
+        left.append(file.load())
+        file.save({"fake 8x8": Verdict(why=CRASHED, parked=True)})
+        clock.now += 100.0
+        KERNELS.abandon_trial()
+        left.append(file.load()["fake 8x8"].why)
         return y
 
     start(tmp_path, case(clock, plain=(1e-4, leave)))
-    assert left == [False] and not marker.exists()
+    assert left[:2] == [{}, CRASHED], "a trial that hangs counts as a crash"
     KERNELS.abandon_trial()
 
 
@@ -329,6 +331,6 @@ def test_small_qmm_in_the_simulator(factor: float, monkeypatch: pytest.MonkeyPat
     with metalsim.patch(checked=False):
         verdict = judge(Case(**given | {"variants": variants}))
     if factor == 1:
-        assert verdict.error <= found.tolerance and set(verdict.gains) == {1, 16}
+        assert set(verdict.gains) == {1, 16}
     else:
         assert not verdict.way and verdict.why.count("off by") == 2

@@ -119,6 +119,16 @@ def test_rows_of_another_dtype_than_the_scales_are_mlxs() -> None:
         assert not used and mx.array_equal(y, layer()(x))
 
 
+def test_biases_of_another_dtype_than_the_scales_are_mlxs() -> None:
+    """No proof covers them: a case's scales and biases have one dtype."""
+    mixed = layer()
+    mixed.biases = mixed.biases.astype(mx.float32)
+    x = mx.random.normal((3, 96)).astype(mx.float16)
+    want = mixed(x)
+    quantized.install(mixed)
+    assert type(mixed) is nn.QuantizedLinear and mx.array_equal(mixed(x), want)
+
+
 @pytest.mark.parametrize(
     "pairs", ["of one token", "of many tokens", "sorted", "more than it takes"]
 )

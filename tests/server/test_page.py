@@ -347,18 +347,17 @@ def test_what_runs_comes_first() -> None:
 
 async def test_verdicts_of_kernels(tokenizer: Any, model_dir: Path) -> None:
     table = {
-        "small_qmm 64x64": Verdict("tall", 2, 8, 1e-3, {8: 1.5, 2: 1.2}),
+        "small_qmm 64x64": Verdict("tall", 2, 8, {8: 1.5, 2: 1.2}),
         "accept 320": Verdict(why="slower"),
     }
     engine = Scripted(tokenizer)
     s = Server(engine, create_app(engine, tokenizer, model_dir, Config(), verdicts=table))
     one, two = (await snapshot(s))["kernels"]
     assert one["name"] == "small_qmm 64x64" and one["gains"] == [[2, 1.2], [8, 1.5]]
-    assert (one["way"], one["least"], one["most"], one["error"], one["why"]) == (
+    assert (one["way"], one["least"], one["most"], one["why"]) == (
         "tall",
         2,
         8,
-        1e-3,
         "",
     )
     assert (two["name"], two["way"], two["why"]) == ("accept 320", "", "slower")

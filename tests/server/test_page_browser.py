@@ -426,7 +426,6 @@ def test_no_cell_is_cut_on_a_narrow_screen(chromium: Any, base: str) -> None:
         "way": "tall",
         "least": 2,
         "most": 8,
-        "error": 1e-3,
     }
     kernel |= {
         "gains": [[n, 1.234] for n in (2, 4, 8, 16, 32)],

@@ -26,7 +26,7 @@ def finish(e: Engine, disk: DiskCache) -> list[Output]:
     while e.active:
         outputs += e.step()
         e.check()
-        if e.rests:
+        if e.waits_for_disk:
             disk._reader.submit(int).result(5)
             assert disk.flush(5)
     assert disk.flush(5)

@@ -297,7 +297,7 @@ def run(e: Engine, each: Callable[[int], object] = lambda i: None, last: int = 0
             outputs += e.step()
             e.check()
             check_sequences(e.scheduler)
-            time.sleep(1e-3 * e.rests)  # it waits for the disk
+            time.sleep(1e-3 * e.waits_for_disk)  # it waits for the disk
         elif i >= last:
             break
     assert not e.busy, "the engine did not come to rest"

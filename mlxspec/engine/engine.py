@@ -57,7 +57,7 @@ class Engine:
     counters: Counter[str] = field(default_factory=Counter)  # names in Stats
     spec_metrics: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     step_seconds: float = 0.0
-    rests: bool = False  # nothing can be done until the disk is
+    waits_for_disk: bool = False  # nothing can be done until the disk has answered
     monitor: MemoryMonitor | None = None
     stalls: HangDetector | None = None  # None: no kernel is in use
     in_flight: Step | None = None
@@ -131,7 +131,7 @@ class Engine:
         outputs += failed
         self._end_finished()
         self._disk_busy = bool(self.offloader and self.offloader.poll())
-        self.rests = not (plan or outputs or self._disk_busy)
+        self.waits_for_disk = not (plan or outputs or self._disk_busy)
         return outputs
 
     def _needs_sync(self) -> bool:

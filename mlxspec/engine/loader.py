@@ -255,7 +255,7 @@ def _speculate(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> 
     table = pool.allocate(blocks) or []
     try:
         with progress("Measuring steps") as report:
-            costs = calibrate(runner, engine.vocab, table, known, report)
+            costs = calibrate(runner, table, known, report)
         if costs is None:
             log.warning("no speculation: the KV pool is too small to measure what a draft costs")
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxspec.cache.disk import MAX_QUEUED
-from mlxspec.cache.offload import MAX_READS, RUN_BYTES
+from mlxspec.cache.offload import RUN_BYTES
 from mlxspec.cache.prefix import Window
 from mlxspec.config import Config
 from mlxspec.engine.budget import MAX_ROWS
@@ -31,7 +31,7 @@ LEAST_STRIDE = 16  # blocks between two snapshots of a long prompt
 # Bytes. Steps of 2048 rows took 226 and 384 MiB on models of 0.1 and 0.5 billion parameters, fp32.
 HEADROOM = 512 << 20
 HEADROOM_PART = 16  # of the machine's memory, where that is more
-DISK_BUFFERS = MAX_QUEUED + MAX_READS * RUN_BYTES  # bytes on their way to and from the disk
+DISK_BUFFERS = MAX_QUEUED + RUN_BYTES  # bytes on their way to and from the disk
 
 DARWIN = sys.platform == "darwin"
 LIBC: Any = ctypes.CDLL(None)  # on macOS libSystem, which includes libproc

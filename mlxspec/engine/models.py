@@ -130,7 +130,9 @@ class ModelManager:
     def waits_for_disk(self) -> bool:
         """Whether a step of a busy manager would do nothing until the disk has answered."""
         engines = self._engines()
-        return not self._waiting and all(engine.rests for engine in engines if engine.active)
+        return not self._waiting and all(
+            engine.waits_for_disk for engine in engines if engine.active
+        )
 
     def close(self) -> None:
         """Drop all models; the thread ends."""

@@ -19,7 +19,7 @@ blas.load()
 
 from mlxspec.speculate.controller import GRID, Controller, Costs, Key, Proposal  # noqa: E402
 from mlxspec.speculate.draft_model import MAX_DEPTH as MODEL_DEPTH  # noqa: E402
-from mlxspec.speculate.proposer import FIRST_RATE as FIRST_MODEL  # noqa: E402
+from mlxspec.speculate.proposer import FIRST_TOKEN as FIRST_MODEL  # noqa: E402
 
 SOURCE = "model"
 ROUNDS = 2000
@@ -68,11 +68,11 @@ def simulate(
     made = []
     for n in range(rounds):
         chance = p(n)
-        options = [[Proposal(SOURCE, [pilot.rate.of(k) for k in keys], draft)] for pilot in pilots]
+        options = [[Proposal(SOURCE, [pilot.of(k) for k in keys], draft)] for pilot in pilots]
         depths = [depth for depth, _ in control.decide(pilots, options, 64, "exact")]
         for pilot, depth in zip(pilots, depths, strict=True):
             kept = next((i for i in range(depth) if rng.random() >= chance), depth)
-            control.judge(pilot, keys[:depth], kept)
+            control.learn(pilot, keys[:depth], kept)
         spent = cost(streams + sum(depths)) + draft * max(depths)
         made.append((sum(expected(chance, d) for d in depths), spent, sum(depths) / streams))
     return made

@@ -61,14 +61,6 @@ class Sampling:
     def filtered(self) -> bool:
         return self.temperature > 0 and bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
-    @property
-    def kind(self) -> str:
-        """The cost class of drawing a token."""
-        kind = "drawn" if self.temperature > 0 else "greedy"
-        if self.filtered:
-            kind = "narrow" if 0 < self.top_k <= NARROW else "sorted"
-        return f"{kind}+penalized" if self.penalized else kind
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -245,12 +237,12 @@ class OutOfMemory(UnsupportedModel):
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens for one entry: ints, or a lazy int32 [k] array from a drafter that does not
-    sync. `source` names the drafter in the metrics; `keys` say what each token's acceptance rate
-    depends on."""
+    sync. `source` names the drafter in the metrics; `rate_keys` say what each token's acceptance
+    rate depends on."""
 
     tokens: Any = ()
     source: str = ""
-    keys: Sequence[Any] = ()
+    rate_keys: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -276,8 +268,8 @@ class Seq:
     cached: int = 0
     table: list[int] = field(default_factory=list)  # block ids by position // block_size
     windows: list[list[int]] = field(default_factory=list)  # tables of sliding-window layers
-    marks: list[int] = field(default_factory=list)  # blocks where a later prompt may branch off
-    keys: list[bytes] = field(default_factory=list)  # the hash chain of the full blocks so far
+    branch_points: list[int] = field(default_factory=list)  # blocks where prompts may part
+    block_hashes: list[bytes] = field(default_factory=list)  # the hash chain of its full blocks
     state: Any = None  # of recurrent layers, after `computed` tokens; the solo layout's own caches
     batch: Any = None  # the batch that `state` is a slice of
     deferred: int = 0  # plans in which shorter prefills went first

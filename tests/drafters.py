@@ -37,7 +37,7 @@ class Silent:
     def propose(self, *_: Any) -> None: ...
 
 
-class Told:
+class KnownAnswers:
     """In the place of a small model's runner: it was told the answers, and gets every seventh token
     wrong. For targets that no model in the rows layout is like."""
 
@@ -77,7 +77,7 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
     model = None
     if kind in ("model", "chain"):
         own = small
-        if not isinstance(small, Told):
+        if not isinstance(small, KnownAnswers):
             own = Runner(small, "rows", e.runner.view.block_size, e.scheduler.pool.size)
         model = DraftModel(own, tiny.VOCAB, row)
     copying = NgramDrafter()

@@ -15,7 +15,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.speculate import NoSpeculation
 from mlxspec.types import Request
 from tests import tiers, tiny
-from tests.drafters import KINDS, Told, attach, copies, like
+from tests.drafters import KINDS, KnownAnswers, attach, copies, like
 from tests.liar import NoisyOracle
 from tests.rows import in_turn
 
@@ -116,7 +116,7 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> dict[s
     if name == "liar":
         e.proposer = liar(kind, all_of)
     elif name != "plain":
-        told = Told(lambda r, i: truth(kind, r, i), BLOCK)
+        told = KnownAnswers(lambda r, i: truth(kind, r, i), BLOCK)
         chain = attach(e, name, small(kind) if e.runner.layout == "rows" else told)
         for r in all_of.values():
             copies(chain).corpus.add((), hint(kind, r))

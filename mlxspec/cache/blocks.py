@@ -26,17 +26,16 @@ class BlockPool:
     """`size` blocks of `block_size` token slots; block 0 is reserved. Not thread-safe.
 
     `free_blocks` is in eviction order. A free block that is still in the index is *idle*: it is
-    reused on a prefix match, or evicted.
+    shared again on a prefix match, or evicted.
     """
 
     def __init__(self, size: int, block_size: int, salt: bytes = b"") -> None:
         self.size = size
         self.block_size = block_size
         self.root = blake2b(salt, digest_size=16).digest()  # the key before the first block
-        self.refs = [0 for _ in range(size)]
+        self.refs: Counter[int] = Counter()
         self.free_blocks: Queue = OrderedDict.fromkeys(range(1, size))
         self.idle: Queue = OrderedDict()  # free blocks in the index
-        self.low_priority: Queue = OrderedDict()  # idle blocks to evict first
         self.highest = NULL_BLOCK  # the highest block ever allocated: memory is taken up to it
         self.save_memory = False  # evict idle blocks before going above `highest`
         self.by_key: dict[bytes, int] = {}  # full blocks
@@ -68,32 +67,45 @@ class BlockPool:
 
     def match(self, tokens: Ids) -> list[bytes]:
         """The keys of the longest cached prefix of `tokens`, in full blocks. Changes nothing."""
-        return list(takewhile(self.by_key.__contains__, self.chain(tokens)))
+        found = []
+        for key in self.chain(tokens):
+            if key not in self.by_key:
+                break
+            found.append(key)
+        return found
 
     def match_partial(self, parent: bytes, tokens: Ids) -> tuple[int, int]:
-        """The block after `parent` that shares the most leading tokens with `tokens`, and how many.
-
-        The null block and 0 where none shares any."""
+        """The block after `parent` that shares the most leading tokens with `tokens`, and how many
+        it shares; the null block and 0 where none shares any."""
         best, most = NULL_BLOCK, 0
-        for block, content in self.partials.get(parent, {}).items():
+        siblings = self.partials.get(parent, {})
+        for block, content in siblings.items():
             same = map(eq, content, tokens)
             shared = sum(takewhile(bool, same))
             if shared > most:
-                best, most = block, shared
+                best = block
+                most = shared
         return best, most
 
     def parent(self, keys: Sequence[bytes], n: int) -> bytes:
         """The key of the block before block `n` of a chain."""
         return keys[n - 1] if n else self.root
 
-    def cache(self, block: int, parent: bytes, tokens: Tokens, key: bytes = b"") -> None:
-        """Index a full block by its `key`. Without a key the block is partly filled: its first
-        slots can be copied, as they are never rewritten, whatever the owner adds behind them.
+    def cache(
+        self,
+        block: int,
+        parent: bytes,
+        tokens: Tokens,
+        key: bytes = b"",
+    ) -> None:
+        """Index a block that holds `tokens` after the block with key `parent`, by its own `key`.
 
-        The first block of a key stays, and a block keeps its key."""
-        if block == NULL_BLOCK or block in self.keys or key in self.by_key:
+        Without a key the block is partly filled: its first slots can be copied, as they are never
+        rewritten. The first block of a key stays, and a block keeps its key."""
+        known = block in self.keys or key in self.by_key
+        if known or block == NULL_BLOCK:
             return
-        self._evict(block)
+        self.evict(block)
         if key:
             self.by_key[key] = block
             self.keys[block] = key
@@ -120,10 +132,10 @@ class BlockPool:
                 self._take(block)
             self.refs[block] += 1
 
-    def free(self, blocks: Ids, low_priority: bool = False) -> None:
+    def free(self, blocks: Ids) -> None:
         """Drop a reference to each block, the last block first, so that a prefix is evicted last.
 
-        `low_priority` content is evicted before all other."""
+        A free block without content is the next to be allocated."""
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
@@ -131,46 +143,54 @@ class BlockPool:
             if self.refs[block]:
                 continue
             self.free_blocks[block] = None
-            if block not in self.parents:
+            if block in self.parents:
+                self.idle[block] = None
+            else:
                 self.free_blocks.move_to_end(block, last=False)
-                continue
-            self.idle[block] = None
-            if low_priority:
-                self.low_priority[block] = None
+
+    def evict(self, block: int) -> None:
+        """Remove a block that has references from the index."""
+        key = self.keys.pop(block, b"")
+        self.by_key.pop(key, None)
+        parent = self.parents.pop(block, b"")
+        siblings = self.partials.get(parent, {})
+        siblings.pop(block, None)
+        if not siblings:
+            self.partials.pop(parent, None)
 
     def evict_idle(self) -> int:
         """Evict all idle blocks; how many they were."""
         evicted = list(self.idle)
         for block in evicted:
             self.share([block])
-            self._evict(block)
+            self.evict(block)
             self.free([block])
         return len(evicted)
 
     def check(self, tables: Iterable[Ids] | None = None) -> None:
         """Assert every invariant; `tables`, if given, are all the block tables with references."""
-        refs = Counter(dict(enumerate(self.refs)))
-        assert self.free_blocks.keys() == {b for b in range(1, self.size) if not refs[b]}
+        unused = {block for block in range(1, self.size) if not self.refs[block]}
+        assert self.free_blocks.keys() == unused
         if tables is not None:
             held = Counter(block for table in tables for block in table)
             del held[NULL_BLOCK]
-            assert held == refs, "tables and references differ"
-        assert self.low_priority.keys() <= self.idle.keys()
-        assert list(self.idle) == [b for b in self.free_blocks if b in self.parents]
+            assert held == self.refs, "tables and references differ"
+        idle = [block for block in self.free_blocks if block in self.parents]
+        assert list(self.idle) == idle
         assert self.keys == {block: key for key, block in self.by_key.items()}
         assert self.keys.keys() <= self.parents.keys()
         for parent, siblings in self.partials.items():
             assert 0 < len(siblings) <= MAX_PARTIALS
-            assert {self.parents[block] for block in siblings} == {parent}
+            parents = {self.parents[block] for block in siblings}
+            assert parents == {parent}
 
     def _allocate_one(self) -> int:
-        """Take a free block without content, else a low-priority one, else the longest idle one."""
+        """Take a free block without content, else the longest idle one."""
         block = _first(self.free_blocks)
-        grows = block > self.highest
-        if block in self.idle or (grows and self.save_memory and self.idle):
-            block = _first(self.low_priority or self.idle)
+        if self.save_memory and self.idle and block > self.highest:
+            block = _first(self.idle)
         self._take(block)
-        self._evict(block)
+        self.evict(block)
         self.refs[block] = 1
         self.highest = max(self.highest, block)
         return block
@@ -179,17 +199,6 @@ class BlockPool:
         """Remove a block from the free ones."""
         del self.free_blocks[block]
         self.idle.pop(block, None)
-        self.low_priority.pop(block, None)
-
-    def _evict(self, block: int) -> None:
-        """Remove a block from the index."""
-        key = self.keys.pop(block, b"")
-        self.by_key.pop(key, None)
-        parent = self.parents.pop(block, b"")
-        siblings = self.partials.get(parent, {})
-        siblings.pop(block, None)
-        if not siblings:
-            self.partials.pop(parent, None)
 
 
 def _first(blocks: Iterable[int]) -> int:

@@ -1,14 +1,13 @@
 """The prompt cache on disk: runs of KV blocks and recurrent states, each a safetensors file.
 
-Rule: it may cost a recomputation, never an answer: what is read was checked against its digest, and
-a damaged file is a miss. Callers never wait: one thread writes, another reads. The directory's
-lock is held for each write, as models and processes share the directory and its limit.
+Rule: what is read was checked against its digest; a damaged file is a miss, so that it costs a
+recomputation, never a wrong answer. Callers never wait: one thread writes, another reads. The
+directory's lock is held for each write, as models and processes share the directory and its limit.
 """
 
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -32,29 +31,29 @@ FORMAT = "2"
 MAX_QUEUED = 128 << 20  # bytes that wait to be written
 MAX_HEADER = 1 << 20  # bytes of a file's header
 TOUCH_BYTES = 1 << 14  # what a touch counts for in the queue
-STEP_NS = 1000  # between two times of use
-
-FOLDER = re.compile(r"[0-9a-f]{8,64}")  # a fingerprint
-FILE = re.compile(r"[0-9a-f]{32}\.safetensors(\.\d+)?")  # with a number: only partly written
 
 WEIGHTS = {".safetensors", ".npz", ".gguf", ".py"}  # what mlx-lm computes with, beside config.json
 SAMPLES, SAMPLE_BYTES = 16, 1 << 14  # of a weight file, spread evenly
 
 
 def fingerprint(model_dir: Path, about: Mapping[str, str]) -> str:
-    """32 hex digits for a model and `about`: layout, bits, versions, whatever else its KV depends
-    on. Of weights the name, size, mtime and samples count. Raises OSError."""
+    """32 hex digits for a model and `about`: layout, bits, versions and all else that its KV
+    depends on. Of weights the name, size, mtime and samples count. Raises OSError."""
     digest = blake2b(digest_size=16)
-    digest.update(json.dumps([FORMAT, sorted(about.items())]).encode())
+    facts = json.dumps([FORMAT, sorted(about.items())])
+    digest.update(facts.encode())
     digest.update((model_dir / "config.json").read_bytes())
     for path in sorted(model_dir.iterdir()):
-        if path.suffix in WEIGHTS:
-            with path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode())
-                for i in range(SAMPLES):
-                    file.seek(i * max(0, found.st_size - SAMPLE_BYTES) // (SAMPLES - 1))
-                    digest.update(file.read(SAMPLE_BYTES))
+        if path.suffix not in WEIGHTS:
+            continue
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            about_file = f"{path.name} {found.st_size} {found.st_mtime_ns}"
+            digest.update(about_file.encode())
+            last = max(0, found.st_size - SAMPLE_BYTES)
+            for i in range(SAMPLES):
+                file.seek(i * last // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -72,7 +71,8 @@ class Run:
 
 
 class Label(BaseModel):
-    """A file's metadata: what it holds. `digest` covers the arrays and all other fields."""
+    """A file's metadata. `keys` are those of its run, in hex; `digest` covers the arrays and all
+    other fields."""
 
     fingerprint: str
     model: str
@@ -90,7 +90,8 @@ class _Header(BaseModel):
 def read_label(file: BinaryIO) -> Label:
     """The label at the start of a file, not verified. Raises ValueError where there is none."""
     size = int.from_bytes(file.read(8), "little")
-    return _Header.model_validate_json(file.read(min(size, MAX_HEADER))).label
+    header = file.read(min(size, MAX_HEADER))
+    return _Header.model_validate_json(header).label
 
 
 def encode(run: Run, fingerprint: str, model: str) -> bytes:
@@ -113,23 +114,23 @@ def decode(data: bytes, fingerprint: str) -> Run | None:
 
 
 def _digest(label: Label, arrays: Mapping[str, np.ndarray]) -> str:
-    digest = sha256(f"{label.fingerprint} {label.keys} {label.model}".encode())
+    about_run = f"{label.fingerprint} {label.keys} {label.model}"
+    digest = sha256(about_run.encode())
     for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        about_array = f"{name} {array.dtype} {array.shape}"
+        digest.update(about_array.encode())
         digest.update(array.data)
     return digest.hexdigest()
 
 
 def stored_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Every file of the cache under `root`, also partly written ones. Raises OSError."""
+    """Every file of the cache under `root`; one whose name goes on after .safetensors is only
+    partly written. Raises OSError."""
     folders = root.iterdir() if root.exists() else ()
     for folder in folders:
-        if not FOLDER.fullmatch(folder.name):
-            continue
-        for path in folder.iterdir():
-            if FILE.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # evicted meanwhile
-                    yield path, path.lstat()
+        for path in folder.glob("*.safetensors*"):
+            with suppress(FileNotFoundError):  # evicted meanwhile
+                yield path, path.lstat()
 
 
 # ---- the directory
@@ -162,7 +163,6 @@ class DiskCache:
         self._done = 0  # of these, counted by the writer's
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
         self._keys: dict[Path, tuple[bytes, ...]] = {}
-        self._last_used = 0
         self._warned = False
         self._stats = DiskStats()
         self._writer = ThreadPoolExecutor(1, "disk writer")
@@ -183,8 +183,8 @@ class DiskCache:
 
     def files(self, keys: Iterable[bytes]) -> list[Path]:
         """The files that hold these keys, each once, in the order of the keys."""
-        found = {self._paths[key]: None for key in keys if key in self._paths}
-        return list(found)
+        found = [self._paths[key] for key in keys if key in self._paths]
+        return list(dict.fromkeys(found))
 
     def save(self, run: Run) -> bool:
         """Queue a run to be written; False if too much is queued."""
@@ -223,15 +223,14 @@ class DiskCache:
         return self.root / self.fingerprint / f"{keys[-1].hex()}.safetensors"
 
     def _scan(self) -> None:
-        for path, status in stored_files(self.root):
-            self._stats.bytes += status.st_size
-            self._last_used = max(self._last_used, status.st_mtime_ns)
-            if path.parent.name == self.fingerprint and path.suffix == ".safetensors":
-                try:
-                    with path.open("rb") as file:
-                        self._add(path, read_label(file).run_keys())
-                except ValueError:
-                    self._discard(path)
+        folder = self.root / self.fingerprint
+        for path in folder.glob("*.safetensors"):
+            try:
+                with path.open("rb") as file:
+                    label = read_label(file)
+                self._add(path, label.run_keys())
+            except ValueError:
+                self._discard(path)
 
     def _add(self, path: Path, keys: tuple[bytes, ...]) -> None:
         self._keys[path] = keys
@@ -288,10 +287,10 @@ class DiskCache:
             self._stats.bytes += len(data)
 
     def _touch(self, *paths: Path) -> None:
-        for path in paths:  # later than all before, even if the clock was set back
-            self._last_used = max(time.time_ns(), self._last_used + STEP_NS)
+        for path in paths:
+            now = time.time_ns()  # exact, unlike the times that the kernel sets
             with suppress(FileNotFoundError):
-                os.utime(path, ns=(self._last_used, self._last_used))
+                os.utime(path, ns=(now, now))
 
     def _make_room(self, size: int) -> None:
         """Evict until `size` more bytes fit; delete what a killed process left half written."""

@@ -2,7 +2,7 @@
 and the states of recurrent layers, all indexed by one hash chain.
 
 Rule: a sequence's tables grow together. A prefix is reused up to a position where every pool can
-continue; blocks that left the window are freed and replaced by the null block.
+continue; a block that left the window is freed, and the null block takes its place in the table.
 """
 
 import math
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxspec.cache.blocks import BlockPool, Tokens
-from mlxspec.cache.states import Name, StateCache
+from mlxspec.cache.states import StateCache, StateKey
 from mlxspec.types import NULL_BLOCK, Seq
 
-WINDOW_STRIDE = 256  # blocks after which a passed window is kept for a while, so that hits happen
+WINDOW_STRIDE = 256  # blocks between two places of a long prompt where its window stays cached
 MIN_PROMPT = 4  # blocks of a prompt for which a state before its last token is worth a step
+FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
 
-Keys = Sequence[bytes]
+Hashes = Sequence[bytes]  # the chain of a prefix, one per full block
 Copies = list[tuple[int, int, int]]  # (pool, source block, target block); pool 0 is full attention
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The layers that see the last `tokens` tokens only, and the pool of their blocks."""
+    """A group of layers that see the last `tokens` tokens only, and the pool of their blocks."""
 
     tokens: int
     pool: BlockPool
@@ -48,38 +49,35 @@ class Window:
         oldest = max(0, position - self.tokens + 1)
         return oldest // self.pool.block_size
 
-    def seen(self, keys: Keys) -> Keys:
+    def seen(self, hashes: Hashes) -> Hashes:
         """The last blocks of a chain: those that the next row sees."""
-        end = len(keys) * self.pool.block_size
-        return keys[self.first(end) :]
+        end = len(hashes) * self.pool.block_size
+        return hashes[self.first(end) :]
 
-    def holds(self, keys: Keys) -> bool:
+    def holds(self, hashes: Hashes) -> bool:
         """Whether the next row after a chain finds its window in the pool."""
-        last_first = reversed(self.seen(keys))
-        return all(key in self.pool.by_key for key in last_first)
+        return all(key in self.pool.by_key for key in self.seen(hashes))
 
-    def table(self, keys: Keys) -> list[int]:
+    def table(self, hashes: Hashes) -> list[int]:
         """The cached blocks of a chain; those that the next row cannot see are null."""
-        blocks = [self.pool.by_key[key] for key in self.seen(keys)]
-        passed = [NULL_BLOCK for _ in keys[len(blocks) :]]
+        blocks = [self.pool.by_key[key] for key in self.seen(hashes)]
+        passed = [NULL_BLOCK for _ in hashes[len(blocks) :]]
         return passed + blocks
 
 
-FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixMatch:
     """The cached prefix of a prompt, `length` tokens long.
 
-    `tables` are the blocks to share, by pool; `sources` the blocks whose first slots are copied
-    after them; `state` that of the recurrent layers. `known` tokens are cached in the
-    full-attention pool, though another pool may not be able to continue there."""
+    `hashes` are those of its full blocks; `tables` the blocks to share, by pool; `sources` the
+    blocks whose first slots are copied after them; `state` that of the recurrent layers. `known`
+    tokens are cached in the full-attention pool, though another pool may be unable to continue
+    there."""
 
     length: int = 0
-    keys: Keys = ()
-    tables: tuple[list[int], ...] = ()
-    sources: tuple[int, ...] = ()
+    hashes: Hashes = ()
+    tables: Sequence[list[int]] = ()
+    sources: Sequence[int] = ()
     state: Any = None
     known: int = 0
 
@@ -87,7 +85,7 @@ class PrefixMatch:
 class KVCacheManager:
     """`pool` is that of full attention; `states` is there if the model has recurrent layers.
 
-    `layers` and `pools` are all of them: full attention first, then the windows."""
+    `groups` and `pools` are all of them: full attention first, then the windows."""
 
     def __init__(
         self,
@@ -99,8 +97,8 @@ class KVCacheManager:
         self.block_size = pool.block_size
         self.windows = windows
         self.states = states
-        self.layers = [Window(FULL_ATTENTION, pool), *windows]
-        self.pools = [window.pool for window in self.layers]
+        self.groups = [Window(FULL_ATTENTION, pool), *windows]
+        self.pools = [group.pool for group in self.groups]
 
     @property
     def num_free(self) -> int:
@@ -110,79 +108,81 @@ class KVCacheManager:
     # ---- the prefix cache
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest reusable prefix of `tokens`, their last token excepted. Changes nothing, but
-        marks the state that it finds as used."""
+        """The longest reusable prefix of `tokens`, their last token excepted. The pools do not
+        change; the state that is found is now the most recently used."""
+        size = self.block_size
         prompt = tuple(tokens[:-1])
         cached = self.pool.match(prompt)
-        known = len(cached) * self.block_size
-        for n, tail in self._candidates(cached, prompt):
-            keys = cached[:n]
-            if not all(window.holds(keys) for window in self.windows):
-                continue
-            parent = self.pool.parent(keys, n)
-            found = [pool.match_partial(parent, tail) for pool in self.pools]
-            copied = min(length for _, length in found)
-            state = None
-            if self.states is not None:
-                if copied < len(tail):
+        known = len(cached) * size
+        for n in range(len(cached), -1, -1):
+            parent = self.pool.parent(cached, n)
+            rest = prompt[n * size : (n + 1) * size]
+            for tail in self._tails(parent, rest):
+                hashes = cached[:n]
+                if not all(window.holds(hashes) for window in self.windows):
                     continue
-                state = self.states.use((parent, tail))
-            sources = tuple(block for block, _ in found) if copied else ()
-            tables = tuple(window.table(keys) for window in self.layers)
-            length = n * self.block_size + copied
-            return PrefixMatch(length, keys, tables, sources, state, known)
+                found = [pool.match_partial(parent, tail) for pool in self.pools]
+                copied = min(length for _, length in found)
+                match = PrefixMatch(n * size + copied, hashes, known=known)
+                if self.states is not None:
+                    if copied < len(tail):
+                        continue
+                    match.state = self.states.use((parent, tail))
+                match.tables = [group.table(hashes) for group in self.groups]
+                if copied:
+                    match.sources = [block for block, _ in found]
+                return match
         return PrefixMatch(known=known)
 
-    def _candidates(self, keys: Keys, prompt: Tokens) -> Iterator[tuple[int, Tokens]]:
-        """Where a prefix may end, the longest first: the number of cached blocks, and the tokens
-        behind them to look for. With recurrent layers these are the places that have a state."""
-        size = self.block_size
+    def _tails(self, parent: bytes, rest: Tokens) -> list[Tokens]:
+        """The tokens to look for in a block after `parent`, the longest first: `rest`, or with
+        recurrent layers the beginnings of it after which there is a state."""
         if self.states is None:
-            for n in range(len(keys), -1, -1):
-                yield n, prompt[n * size : (n + 1) * size]
-            return
-        blocks = {key: n for n, key in enumerate([self.pool.root, *keys])}
-        found = []
-        for parent, tail in self.states:
-            if parent in blocks:
-                n = blocks[parent]
-                end = n * size + len(tail)
-                if prompt[n * size : end] == tail:
-                    found.append((end, n, tail))
-        for _, n, tail in sorted(found, reverse=True):
-            yield n, tail
+            return [rest]
+        tails = []
+        for key, tail in self.states:
+            if key == parent and rest[: len(tail)] == tail:
+                tails.append(tail)
+        return sorted(tails, key=len, reverse=True)
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
-        """Index the full blocks of the sequence's first `upto` tokens, extending `seq.keys`."""
-        n = len(seq.keys)
-        new = seq.tokens[n * self.block_size : upto]
-        parent = self.pool.parent(seq.keys, n)
-        for key in self.pool.chain(new, parent):
-            n = len(seq.keys)
-            start = n * self.block_size
-            content = tuple(seq.tokens[start : start + self.block_size])
-            for pool, table in zip(self.pools, seq.tables, strict=True):
+        """Index the full blocks of the sequence's first `upto` tokens and extend
+        `seq.block_hashes`."""
+        n = len(seq.block_hashes)
+        start = n * self.block_size
+        parent = self.pool.parent(seq.block_hashes, n)
+        for key in self.pool.chain(seq.tokens[start:upto], parent):
+            end = start + self.block_size
+            content = tuple(seq.tokens[start:end])
+            for pool, table in self._tables(seq):
                 pool.cache(table[n], parent, content, key)
-            seq.keys.append(key)
+            seq.block_hashes.append(key)
             parent = key
+            start = end
+            n += 1
 
     def cache_partial(self, seq: Seq, upto: int) -> None:
         """Offer the partly filled block that ends at `upto` as a copy source."""
-        parent, tail = self._name(seq, upto)
+        parent, tail = self._state_key(seq, upto)
         if tail:
-            for pool, table in zip(self.pools, seq.tables, strict=True):
+            for pool, table in self._tables(seq):
                 pool.cache(table[upto // self.block_size], parent, tail)
 
-    def cache_state(self, seq: Seq, upto: int, state: Any) -> None:
+    def cache_state(
+        self,
+        seq: Seq,
+        upto: int,
+        state: Any,
+    ) -> None:
         """Keep the recurrent state after the sequence's first `upto` tokens, which are cached."""
         assert self.states is not None
-        self.states.put(self._name(seq, upto), state)
+        self.states.put(self._state_key(seq, upto), state)
 
-    def _name(self, seq: Seq, upto: int) -> Name:
-        """The key of the last full block before `upto`, and the tokens after it."""
+    def _state_key(self, seq: Seq, upto: int) -> StateKey:
+        """The hash of the last full block before `upto`, and the tokens after it."""
         n = upto // self.block_size
         tail = seq.tokens[n * self.block_size : upto]
-        return self.pool.parent(seq.keys, n), tuple(tail)
+        return self.pool.parent(seq.block_hashes, n), tuple(tail)
 
     def evict_cached(self) -> int:
         """Evict all that no sequence uses; how many blocks that were."""
@@ -192,11 +192,15 @@ class KVCacheManager:
 
     # ---- the blocks of a sequence
 
+    def _tables(self, seq: Seq) -> Iterator[tuple[BlockPool, list[int]]]:
+        """Each pool with the sequence's table in it."""
+        return zip(self.pools, seq.tables, strict=True)
+
     def allocate_prefix(self, seq: Seq, match: PrefixMatch) -> Copies:
         """Give a sequence without blocks its cached prefix. Returns the blocks to copy."""
         if match.tables:
             seq.table, *seq.windows = match.tables
-        for pool, table in zip(self.pools, seq.tables, strict=True):
+        for pool, table in self._tables(seq):
             pool.share(table)
         if match.sources and not self.num_free:  # no block to copy to
             self.free(seq)
@@ -206,15 +210,16 @@ class KVCacheManager:
             table = seq.tables[i]
             table += self.pools[i].allocate(1) or ()
             copies.append((i, source, table[-1]))
-        seq.keys = list(match.keys)
+        seq.block_hashes = list(match.hashes)
         seq.state = match.state
         seq.computed = match.length
-        seq.marks = []
+        seq.branch_points = []
         if match.known > match.length:
-            seq.marks.append(match.known // self.block_size)
+            seq.branch_points.append(match.known // self.block_size)
         left = seq.prompt_len - match.length
         if self.states is None or left > MIN_PROMPT * self.block_size:
-            seq.marks.append((seq.prompt_len - 1) // self.block_size)
+            last = (seq.prompt_len - 1) // self.block_size
+            seq.branch_points.append(last)
         return copies
 
     def blocks_needed(self, seq: Seq, upto: int) -> int:
@@ -226,52 +231,66 @@ class KVCacheManager:
         """Append `n` blocks to each table, or nothing at all."""
         if n > self.num_free:
             return False
-        for pool, table in zip(self.pools, seq.tables, strict=True):
+        for pool, table in self._tables(seq):
             table += pool.allocate(n) or ()
         return True
 
     def free_passed(self, seq: Seq, position: int) -> None:
-        """Free the window blocks that rows from `position` on cannot see. Blocks that a later hit
-        may need are evicted like any other, the rest first."""
+        """Free the window blocks that rows from the start of the block of `position` on cannot see.
+        Those that a branch point sees stay cached; the content of the others is evicted."""
+        start = position - position % self.block_size
         for window, table in zip(self.windows, seq.windows, strict=True):
-            for i in reversed(range(window.first(position))):
-                if table[i] == NULL_BLOCK:
+            for i in reversed(range(window.first(start))):
+                block = table[i]
+                if block == NULL_BLOCK:
                     break
-                low_priority = True
-                for mark in _marks(seq, i, WINDOW_STRIDE):
-                    if window.first(mark * self.block_size) <= i < mark:
-                        low_priority = False
-                window.pool.free([table[i]], low_priority)
+                if not self._branch_sees(seq, window, i):
+                    window.pool.evict(block)
+                window.pool.free([block])
                 table[i] = NULL_BLOCK
+
+    def _branch_sees(
+        self,
+        seq: Seq,
+        window: Window,
+        i: int,
+    ) -> bool:
+        """Whether a prompt that branches off at a branch point `n` may need window block `i`; a
+        part of block `n` itself may be copied."""
+        for n in _branch_points(seq, i, WINDOW_STRIDE):
+            if window.first(n * self.block_size) <= i <= n:
+                return True
+        return False
 
     def limit_rows(self, seq: Seq, rows: int) -> int:
         """At most `rows` next rows, fewer if a recurrent state is to be kept in between."""
         if self.states is None:
             return rows
         block = seq.computed // self.block_size
-        for mark in _marks(seq, block, self.states.stride):
-            if mark > block:
-                rows = min(rows, mark * self.block_size - seq.computed)
+        for n in _branch_points(seq, block, self.states.stride):
+            if n > block:
+                rows = min(rows, n * self.block_size - seq.computed)
         return rows
 
     def keeps_state(self, seq: Seq, upto: int) -> bool:
-        """Whether to keep the state after `upto` tokens: at the prompt's end, where prompts part,
-        and every `stride` blocks."""
+        """Whether to keep the state after `upto` tokens: at the prompt's end, at branch points and
+        every `stride` blocks."""
         if self.states is None:
             return False
         if upto == seq.prompt_len:
             return True
         n, rest = divmod(upto, self.block_size)
-        at_mark = n in seq.marks or n % self.states.stride == 0
-        return at_mark and not rest
+        if rest:
+            return False
+        return n in seq.branch_points or n % self.states.stride == 0
 
     def free(self, seq: Seq) -> None:
         """Take all blocks and the state from the sequence."""
-        for pool, table in zip(self.pools, seq.tables, strict=True):
+        for pool, table in self._tables(seq):
             pool.free(table)
         seq.table = []
         seq.windows = [[] for _ in self.windows]
-        seq.keys = []
+        seq.block_hashes = []
         seq.state = seq.batch = None
         seq.computed = seq.cached = 0
 
@@ -283,11 +302,13 @@ class KVCacheManager:
             lengths = set(map(len, seq.tables))
             assert len(lengths) == 1, "tables of different lengths"
             assert NULL_BLOCK not in seq.table, "a null block under full attention"
-        if self.states is not None:
-            self.states.check()
 
 
-def _marks(seq: Seq, block: int, stride: int) -> list[int]:
-    """The blocks where a later prompt may branch off: known ones, and the next of every `stride`
-    after `block`."""
-    return [*seq.marks, (block // stride + 1) * stride]
+def _branch_points(
+    seq: Seq,
+    block: int,
+    stride: int,
+) -> list[int]:
+    """Where a later prompt may branch off, in blocks: the sequence's own, and the next multiple of
+    `stride` after `block`."""
+    return [*seq.branch_points, (block // stride + 1) * stride]

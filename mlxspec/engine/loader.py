@@ -235,7 +235,7 @@ def _measure_steps(engine: Engine, cache: WarmupCache, table: list[int]) -> Cost
     kernels = kernels_in_use()
     known = cache.costs if cache.kernels == kernels else None
     with progress("Measuring steps") as report:
-        costs = calibrate(engine.runner, engine.vocab, table, known, report)
+        costs = calibrate(engine.runner, table, known, report)
     cache.costs = costs
     cache.kernels = kernels
     return costs

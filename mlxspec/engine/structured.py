@@ -26,7 +26,7 @@ def mask(plan: Sequence[Entry]) -> Failures:
         try:
             e.masks = e.seq.matcher.masks(tokens)
             allowed = tokens[: len(e.masks) - 1]
-            e.draft = Draft(allowed, draft.source, draft.keys)
+            e.draft = Draft(allowed, draft.source, draft.rate_keys)
         except Exception as error:
             failed.append((e.seq, error))
     return failed

@@ -116,7 +116,7 @@ def install(model: nn.Module) -> None:
 def _supported(layer: Any) -> bool:
     if layer.mode != "affine" or layer.bits not in (4, 8):
         return False
-    return layer.scales.size >= SMALLEST and layer.scales.dtype == layer.biases.dtype
+    return bool(layer.scales.size >= SMALLEST and layer.scales.dtype == layer.biases.dtype)
 
 
 def _weights(layer: Any) -> Weights:

@@ -17,9 +17,9 @@ Proposals = Mapping[Seq, Proposal]
 class Drafter(Protocol):
     """One way to draft: copies, a small model, a trained head. Engine thread only.
 
-    `name` is the source of its drafts, `taps` are the target's hidden states that it reads: they
-    come with each step, [T, D] for every row. A `lazy` drafter goes on from tokens in flight, so
-    that the step which samples them need not be read first.
+    `name` is the source of its drafts, `taps` are the target's hidden states that it reads: each
+    step has them, [T, D], a vector for every row. A `lazy` drafter continues from tokens in flight,
+    so that the step which samples them need not be read first.
     """
 
     name: str
@@ -30,14 +30,23 @@ class Drafter(Protocol):
         """The sequence starts; its prompt is in `seq.tokens`."""
 
     def options(self, seq: Seq) -> list[Proposal]:
-        """What it could draft now, with the keys of its acceptance rates and its costs."""
+        """What it could draft now, with what its acceptance rates depend on and its costs."""
 
-    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
+    def draft(
+        self,
+        plan: Plan,
+        previous: Step | None,
+        chosen: Proposals,
+    ) -> None:
         """Fill the draft of each entry whose sequence is in `chosen`, with at most `entry.depth`
         tokens. `plan` is the whole next step, `previous` the step in flight. Never waits for the
         device."""
 
-    def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
+    def observe(
+        self,
+        step: Step,
+        accepted: Sequence[Accepted],
+    ) -> None:
         """A step was committed."""
 
     def learn_seconds(self, seconds: float, depth: int) -> None:

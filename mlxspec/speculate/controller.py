@@ -6,7 +6,7 @@ temperature or a large batch need no rule of their own: they lower a rate or rai
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,10 @@ MEMORY = 100  # observations that an acceptance rate remembers
 FORGETTING = 0.995  # of an observation's weight, each round
 PRIOR = 4.0  # observations that a starting estimate is worth
 PROBE_SHARE = 0.01  # of the time, at most, for probing whether a parked drafter would pay now
-PROBE_INTERVALS = (8, 128)  # rounds, shortest and longest
 INNOVATION = 0.25  # one observed time moves a cost by this part at most
 CORRECTION = 0.1  # weight of one observed time
 
-Key = Hashable
+Key = tuple[str, int]  # (source, position); of a copy (source, matching tokens)
 Curve = Sequence[float]  # seconds by rows, or rates by depth
 Floats = npt.NDArray[np.float64]
 
@@ -32,17 +31,18 @@ Floats = npt.NDArray[np.float64]
 class Proposal:
     """What one drafter could draft for one sequence.
 
-    `keys` say by token what its acceptance rate depends on, `rates` are these rates, each given
-    that the tokens before it were accepted. `seconds` is the cost of one more token, `fixed` that
-    of drafting at all (copies: 0; a chain of passes: per token; a block in one pass: fixed).
-    `tokens` are there if they are known already; `drafter` is set by the Proposer.
+    `rate_keys` say by token what its acceptance rate depends on, `rates` are these rates, each
+    given that the tokens before it were accepted. `seconds` is the cost of one more token, `fixed`
+    that of drafting at all: copies have neither, a chain of passes has the first, a block that is
+    drafted in one pass the second. `tokens` are there if they are known already; `drafter` is set
+    by the Proposer.
     """
 
     source: str
     rates: Curve = ()
     seconds: float = 0.0
     fixed: float = 0.0
-    keys: Sequence[Key] = ()
+    rate_keys: Sequence[Key] = ()
     tokens: Sequence[int] = ()
     drafter: Any = None
 
@@ -50,10 +50,12 @@ class Proposal:
 @dataclass(slots=True)
 class AcceptanceRate:
     """How often a drafted token is accepted, by key. `prior(key)` is where an estimate starts, and
-    where it returns to while its key is not tried: a position that looked bad is tried again."""
+    where it returns to while its key is not tried: a position that looked bad is tried again.
+    `idle` counts the rounds since the last draft; it is infinite if that was right."""
 
     prior: Callable[[Key], float]
     round: int = 0
+    idle: float = 0.0
     _seen: dict[Key, tuple[float, float, int]] = field(default_factory=dict)  # hits, tries, round
 
     def of(self, key: Key) -> float:
@@ -79,36 +81,32 @@ class Costs:
     """Seconds of a step by its rows and its context, as measured, corrected by what steps took.
 
     `measured[i][j]` is a step of `rows[j]` rows with `contexts[i]` tokens of context over all its
-    sequences; between these it is interpolated, beyond them the last slope goes on. `sampling` is
-    the time of drawing a row's token beyond a greedy one, by Sampling.kind. `factors` correct it
-    all, by mode: "exact" steps waited for the tokens before them, "overlap" steps did not.
+    sequences; between these it is interpolated, beyond them the last slope goes on. `factors`
+    correct it, by mode: "exact" steps waited for the tokens before them, "overlap" steps did not.
     """
 
     contexts: tuple[int, int]
     rows: Sequence[int]
     measured: tuple[Curve, Curve]
-    sampling: Mapping[str, float] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=dict)
 
-    def curve(self, rows: int, context: float, mode: str, draw: float = 0.0) -> Floats:
-        """[rows]: seconds of a step with 1, 2, ... rows; `draw` are those of sampling a row."""
-        each = np.arange(1.0, rows + 1)
-        low, high = (self._by_rows(measured, each) for measured in self.measured)
+    def curve(self, rows: int, context: float, mode: str) -> Floats:
+        """[rows]: seconds of a step with 1, 2, ... rows."""
+        low, high = (self._by_rows(measured, rows) for measured in self.measured)
         short, long = self.contexts
         position = max(0, context - short) / max(1, long - short)
         forward = low + position * (high - low)
         seconds: Floats = np.maximum(forward, 1e-9)
-        seconds += draw * each
         return seconds * self.factors.get(mode, 1.0)
 
-    def step(self, rows: int, context: float, mode: str, draw: float = 0.0) -> float:
+    def step(
+        self,
+        rows: int,
+        context: float,
+        mode: str,
+    ) -> float:
         """Seconds of a step with `rows` rows."""
-        return float(self.curve(rows, context, mode, draw)[-1])
-
-    def draw(self, kinds: Sequence[str]) -> float:
-        """Seconds of sampling a row, on average over sequences of these kinds."""
-        total = sum(self.sampling.get(kind, 0.0) for kind in kinds)
-        return total / max(1, len(kinds))
+        return float(self.curve(rows, context, mode)[-1])
 
     def learn(
         self,
@@ -116,33 +114,27 @@ class Costs:
         context: float,
         mode: str,
         seconds: float,
-        draw: float = 0.0,
     ) -> None:
         """A step of `rows` rows took `seconds`."""
-        expected = self.step(rows, context, mode, draw)
-        self.factors.setdefault(mode, 1.0)
-        self.factors[mode] *= corrected(seconds / expected)
+        expected = self.step(rows, context, mode)
+        factor = self.factors.get(mode, 1.0)
+        self.factors[mode] = factor * corrected(seconds / expected)
 
-    def _by_rows(self, measured: Curve, rows: Floats) -> Floats:
+    def _by_rows(self, measured: Curve, rows: int) -> Floats:
+        each = np.arange(1.0, rows + 1)
         *_, before, last = self.rows
         rise = max(0.0, measured[-1] - measured[-2])  # more rows are never cheaper
-        beyond = np.maximum(0.0, rows - last)
-        inside = np.interp(rows, self.rows, measured)
-        return inside + beyond * rise / (last - before)
+        slope = rise / (last - before)
+        beyond = np.maximum(0.0, each - last)
+        inside = np.interp(each, self.rows, measured)
+        seconds: Floats = inside + beyond * slope
+        return seconds
 
 
 def corrected(ratio: float) -> float:
     """The factor for an estimate whose truth was once `ratio` times as large."""
     change = max(-INNOVATION, min(INNOVATION, ratio - 1))
     return 1 + CORRECTION * change
-
-
-@dataclass(slots=True)
-class SequenceStats:
-    """Acceptance rates of one sequence, initialised from the global ones, and its idle rounds."""
-
-    rate: AcceptanceRate
-    idle: float = 0.0  # rounds without a draft; infinite: the last one was right
 
 
 class Controller:
@@ -153,51 +145,62 @@ class Controller:
         self.costs = costs
         self.rate = AcceptanceRate(prior)
 
-    def begin(self) -> SequenceStats:
-        return SequenceStats(AcceptanceRate(self.rate.of))
+    def begin(self) -> AcceptanceRate:
+        """The rates of a sequence, which start from those of all."""
+        return AcceptanceRate(self.rate.of)
 
     def decide(
         self,
-        stats: Sequence[SequenceStats],
+        stats: Sequence[AcceptanceRate],
         options: Sequence[Sequence[Proposal]],
         context: float,
         mode: str,
-        draw: float = 0.0,
     ) -> list[tuple[int, Proposal | None]]:
         """For each sequence how many tokens to draft, and by which of its options. `context` counts
-        the tokens of all sequences, `mode` is how a step with drafts runs, `draw` the seconds of
-        sampling a row."""
-        if not any(options):
-            return [(0, None) for _ in stats]
+        the tokens of all sequences, `mode` is how a step with drafts runs."""
         base = len(stats)
-        curve = self.costs.curve(base + MAX_ROWS, context, mode, draw).tolist()
-        plain = self.costs.step(base, context, "overlap", draw)
+        curve = self.costs.curve(base + MAX_ROWS, context, mode).tolist()
+        plain = self.costs.step(base, context, "overlap")
         picked = [_best(some, curve, base) for some in options]
         depths = share(picked, curve, plain)
         if not any(depths):
             for i, option in enumerate(picked):
-                every = probe_every(option, curve, plain, base) if option else 0
+                if option is None:
+                    continue
+                every = probe_every(option, curve, plain, base)
                 if every and stats[i].idle >= every * base:
                     depths[i] = 1
                     break
         return list(zip(depths, picked, strict=True))
 
-    def judge(self, stats: SequenceStats, keys: Sequence[Key], accepted: int) -> None:
-        """`keys` are those of the drafted tokens, none for a plain round; the first `accepted` were
-        accepted, the next was rejected, those behind it were not reached."""
+    def learn(
+        self,
+        stats: AcceptanceRate,
+        keys: Sequence[Key],
+        accepted: int,
+    ) -> None:
+        """`keys` are the rate keys of the drafted tokens, none for a plain round; the first
+        `accepted` were accepted, the next was rejected, those after it were not reached."""
         stats.idle += 1
         if keys:
             stats.idle = math.inf if accepted else 0.0
-        for rate in (self.rate, stats.rate):
+        for rate in (self.rate, stats):
             rate.round += 1
             for i, key in enumerate(keys[: accepted + 1]):
                 rate.learn(key, i < accepted)
 
 
-def tokens_per_second(option: Proposal, rates: Curve, curve: Curve, base: int) -> float:
+def tokens_per_second(
+    option: Proposal,
+    rates: Curve,
+    curve: Curve,
+    base: int,
+) -> float:
     """The most expected tokens per second of a step in which one of `base` sequences drafts by
     `option`, at these acceptance rates."""
-    best, tokens, reached = 0.0, float(base), 1.0
+    best = 0.0
+    tokens = float(base)
+    reached = 1.0
     for depth, rate in enumerate(rates, 1):
         reached *= rate
         tokens += reached
@@ -241,15 +244,18 @@ def share(options: Sequence[Proposal | None], curve: Curve, plain: float) -> lis
     for passes in sorted({needed for *_, needed in positions}):
         drafting = fixed + seconds * passes if passes else 0.0
         depths = [0 for _ in options]
-        tokens, rows = float(base), base
+        tokens = float(base)
+        rows = base
         for reached, i, needed in positions:
-            if needed <= passes and rows < len(curve):
-                depths[i] += 1
-                tokens += reached
-                speed = tokens / (curve[rows] + drafting)
-                rows += 1
-                if speed > best_speed:
-                    best, best_speed = depths.copy(), speed
+            if needed > passes or rows == len(curve):
+                continue
+            depths[i] += 1
+            tokens += reached
+            speed = tokens / (curve[rows] + drafting)
+            rows += 1
+            if speed > best_speed:
+                best = depths.copy()
+                best_speed = speed
     return best
 
 
@@ -261,5 +267,4 @@ def probe_every(option: Proposal, curve: Curve, plain: float, base: int) -> int:
         return 0
     extra = curve[base] + option.fixed + option.seconds - plain
     every = math.ceil(extra / plain / PROBE_SHARE)
-    shortest, longest = PROBE_INTERVALS
-    return max(shortest, min(longest, every))
+    return max(1, every)

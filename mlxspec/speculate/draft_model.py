@@ -5,7 +5,7 @@ both. It draws with the target's noise, and never waits for the device: what a s
 bring is taken lazily from it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class SmallModel:
 def fit_small(
     path: Path, model: Module, config: dict[str, Any], target: LayoutChoice
 ) -> SmallModel:
-    """The loaded model of `path`, ready to draft. Raises UnsupportedModel where one of the two
-    models cannot."""
+    """The loaded model of `path` with its layout. Raises UnsupportedModel where it cannot draft, or
+    where `target` cannot roll drafts back."""
     if not target.can_draft:
         raise UnsupportedModel(
             f"--draft: rejected drafts cannot be rolled back in the {target.layout} layout of this"
@@ -66,7 +66,7 @@ def fit_small(
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """How far the model has read a sequence: the KV of the first `read` positions is there."""
+    """How far the model has read a sequence: the KV of the first `read` positions is written."""
 
     sampling: Sampling
     read: int = 0
@@ -115,7 +115,7 @@ class DraftModel:
         if most < 1 or not self._ready(seq):
             return []
         keys = [(self.name, i + 1) for i in range(most)]
-        return [Proposal(self.name, seconds=self.seconds, keys=keys)]
+        return [Proposal(self.name, seconds=self.seconds, rate_keys=keys)]
 
     def _ready(self, seq: Seq) -> bool:
         """Whether it can draft in the next step: it has read all but the last few tokens."""
@@ -138,7 +138,8 @@ class DraftModel:
         drafts come first, so that each pass has the first entries of the one before it."""
         drafting = [e for e in plan if e.seq in chosen]
         drafting.sort(key=lambda e: -e.depth)
-        reading = list(self._catch_up(e for e in plan if e not in drafting))
+        others = [e for e in plan if e not in drafting]
+        reading = list(self._catch_up(others))
         entries = [self._unread(e) for e in drafting] + reading
         if not entries:
             return
@@ -160,9 +161,15 @@ class DraftModel:
             passes.append(self._sample(logits, entries, shift))
         for n, e in enumerate(drafting):
             tokens = [sampled[n : n + 1] for sampled in passes[: e.depth]]
-            e.draft = Draft(mx.concatenate(tokens), self.name, chosen[e.seq].keys)
+            keys = chosen[e.seq].rate_keys
+            e.draft = Draft(mx.concatenate(tokens), self.name, keys)
 
-    def _forward(self, plan: Plan, ids: mx.array, shift: Shift) -> mx.array:
+    def _forward(
+        self,
+        plan: Plan,
+        ids: mx.array,
+        shift: Shift,
+    ) -> mx.array:
         ids = mx.minimum(ids, self.own_vocab - 1)
         return self.runner.forward_rows(plan, ids, shift)
 
@@ -170,41 +177,59 @@ class DraftModel:
         """The rows to read before the first token is drafted. With a draft in flight, its last
         token was not read if all of it is accepted: the row before the last known one is then read
         once more."""
-        start = e.start - 1 if e.inflight_drafts else self._live[e.seq].read
-        return replace(e, start=start, count=e.start + e.count - start)
+        start = self._live[e.seq].read
+        if e.inflight_drafts:
+            start = e.start - 1
+        end = e.start + e.count
+        return replace(e, start=start, count=end - start)
 
-    def _catch_up(self, plan: Iterable[Entry]) -> Iterator[Entry]:
+    def _catch_up(self, plan: Plan) -> Iterator[Entry]:
         """Prompts as the target reads them, and sequences that lag far behind; read tokens only."""
         left = CATCH_UP
         for e in plan:
             read = self._follower(e.seq).read
             prompt = e.count if e.count > 1 else 0
-            known = min(len(e.seq.tokens) - 1, e.start + prompt, self.context)
-            lag = known - read
+            known = min(len(e.seq.tokens) - 1, e.start + prompt)
+            lag = min(known, self.context) - read
             count = min(lag, left + prompt)
             if count > 0 and (prompt or lag >= MAX_LAG):
                 left = max(0, left - count)
                 yield Entry(e.seq, read, count, False)
 
-    def _inputs(self, entries: Plan, previous: Step | None, shift: Shift) -> mx.array:
+    def _inputs(
+        self,
+        entries: Plan,
+        previous: Step | None,
+        shift: Shift,
+    ) -> mx.array:
         """Input tokens int32 [T]; those in flight are taken lazily from `previous`."""
         ids = build_inputs(entries, previous, shift)
-        overlapped = [n for n, e in enumerate(entries) if e.inflight_drafts]
-        if overlapped and previous is not None and shift is not None:
-            starts = starts_of(entries)
-            holes = [starts[e] + e.count - 2 for e in entries if e.inflight_drafts]
-            first = [previous.first_row[entries[n].seq] for n in overlapped]
-            inputs = [previous.rows[row].first_input for row in first]
-            rows = mx.array(inputs) + shift[mx.array(overlapped)]
-            ids[mx.array(holes)] = previous.ids[rows]
+        if previous is None or shift is None:
+            return ids
+        starts = starts_of(entries)
+        unread, inputs, owners = [], [], []
+        for n, e in enumerate(entries):
+            if e.inflight_drafts:
+                unread.append(starts[e] + e.count - 2)
+                first = previous.rows[previous.first_row[e.seq]]
+                inputs.append(first.first_input)
+                owners.append(n)
+        rows = mx.array(inputs) + shift[mx.array(owners)]
+        ids[mx.array(unread)] = previous.ids[rows]
         return ids
 
-    def _sample(self, logits: mx.array, entries: Plan, shift: Shift) -> mx.array:
+    def _sample(
+        self,
+        logits: mx.array,
+        entries: Plan,
+        shift: Shift,
+    ) -> mx.array:
         """The next token of each entry, int32 [entries], drawn as the target would."""
         logits = logits[:, : self.vocab]
         lacking = self.vocab - logits.shape[-1]
         if lacking:
-            logits = mx.pad(logits, [(0, 0), (0, lacking)], constant_values=-mx.inf)
+            width = [(0, 0), (0, lacking)]
+            logits = mx.pad(logits, width, constant_values=-mx.inf)
         rows = [SampledRow(e, self._live[e.seq].sampling, e.end) for e in entries]
         none = mx.zeros((0,), mx.int32)
         return sample(logits, rows, none, shift).tokens
@@ -218,9 +243,10 @@ class DraftModel:
                 continue
             live = self._follower(e.seq)
             if e.draft.source == self.name:
-                live.read = e.start + min(len(e.draft), len(new.tokens))
+                right = min(len(e.draft), len(new.tokens))
+                live.read = e.start + right
             full = live.read // self.runner.view.block_size
-            blocks = zip(e.seq.table[:full], e.seq.keys, strict=False)
+            blocks = zip(e.seq.table[:full], e.seq.block_hashes, strict=False)
             self._filled.update(blocks)
 
     def _follower(self, seq: Seq) -> Follower:
@@ -229,7 +255,7 @@ class DraftModel:
         live = self._live[seq]
         if live.table is not seq.table:
             live.table, live.read = seq.table, 0
-            for block, key in zip(seq.table, seq.keys, strict=False):
+            for block, key in zip(seq.table, seq.block_hashes, strict=False):
                 if self._filled.get(block) != key:
                     break
                 live.read += self.runner.view.block_size

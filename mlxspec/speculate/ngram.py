@@ -1,11 +1,10 @@
 """Drafts by copying: what followed the last time that the text went as it goes now, in this
 sequence (prompt lookup, Saxena 2023) or in past answers (SuffixDecoding, arXiv 2411.04975).
 
-Rule: adding a token and finding the longest earlier match take constant time; one dict per n-gram
-size is all the memory. A copy needs tokens that the host has read.
+Rule: to add a token and to find the longest earlier match take constant time. A copy needs tokens
+that the host has read.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -19,42 +18,20 @@ from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq, Tap
 LONG, SHORT = 6, 2  # n-gram sizes; a match of SHORT tokens is the shortest
 MAX_CANDIDATES = 12  # latest occurrences of an n-gram that are compared
 MAX_MATCH = 64  # tokens that a comparison goes back
-MAX_MISSES = 4  # rounds without an accepted token after which resuming behind a miss ends
+NOWHERE = 1 << 62  # a position after every text
+MAX_MISSES = 4  # rounds without an accepted token after which a copy is given up
 SEPARATOR = -1  # between texts; equal to no token
 
 CORPUS_TOKENS = 1 << 17  # of past outputs; about 30 MB with their index
-MATCH_LENGTHS = 3  # that are compared in the corpus, longest first
-SHORTEST_OUTPUT = 8  # tokens; a shorter one is not kept
 CONTEXT = 8  # tokens of a prompt's end that are kept with the output that followed
 INDEXED_PER_STEP = 4096  # tokens: a few milliseconds
 
-# Acceptance rates to start from, by bucket of the matching tokens and by agreement.
+# Acceptance rates to start from, by bucket of the matching tokens.
 FIRST_RATE = (0.5, 0.3, 0.35, 0.6, 0.8, 0.9, 0.96)
-AGREEMENT = (0.3, 0.7, 1.0)
-MOST = (0.5, 0.9)  # shares above which most, or nearly all, of the occurrences agree
 GRAMMAR = "grammar"  # the source of tokens that a grammar forces
+FORCED = (GRAMMAR, 6)  # the key of their acceptance rate, with the highest one to start from
 
-Tokens = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Tokens that followed a match of `match` tokens, and for each the share of the compared
-    occurrences that went on with it."""
-
-    source: str
-    tokens: Tokens
-    match: int
-    shares: tuple[float, ...]
-
-    @property
-    def score(self) -> float:
-        """Expected accepted tokens, if the shares were probabilities (SuffixDecoding)."""
-        total, reached = 0.0, 1.0
-        for share in self.shares:
-            reached *= share
-            total += reached
-        return total
+Matches = list[tuple[int, int]]  # (matching tokens, position of the last of them), longest first
 
 
 @dataclass(slots=True)
@@ -82,9 +59,9 @@ class Index:
                 self._last[key] = end
         return stop - first
 
-    def find(self, context: Sequence[int]) -> list[tuple[int, int]]:
-        """(length, end) of earlier texts that end as `context` does, longest first, then latest;
-        `end` is the last matching position. At least SHORT tokens match."""
+    def find(self, context: Sequence[int]) -> Matches:
+        """Earlier texts that end as `context` does and go on, the longest first, then the latest.
+        At least SHORT tokens match."""
         for size, before in self._before.items():
             found = []
             key = hash((size, *context[-size:]))
@@ -101,45 +78,54 @@ class Index:
                 return sorted(found, reverse=True)
         return []
 
-    def _common(self, context: Sequence[int], end: int) -> int:
+    def _common(
+        self,
+        context: Sequence[int],
+        end: int,
+    ) -> int:
         """How many tokens up to `end` equal the last ones of `context`."""
         start = max(0, end + 1 - MAX_MATCH)
         text = self.tokens[start : end + 1]
         same = map(eq, reversed(text), reversed(context))
         return sum(takewhile(bool, same))
 
-    def follow(self, source: str, match: int, ends: list[int], most: int) -> Copy:
-        """What most of the occurrences at `ends` go on with, token by token; each token keeps those
-        that agree. A copy that reaches the end of the text goes on with itself."""
-        size = len(self.tokens)
+    def copy(
+        self,
+        source: str,
+        match: int,
+        end: int,
+        most: int,
+    ) -> Proposal:
+        """What followed the `match` matching tokens whose last is at `end`. A copy that reaches the
+        end of the text continues with itself.
+
+        A token's acceptance rate depends on the source and on the tokens that match if those before
+        it are right."""
         tokens: list[int] = []
-        shares: list[float] = []
-        while len(tokens) < most:
-            following = {}
-            for end in ends:
-                at = end + 1 + len(tokens)
-                following[end] = self.tokens[at] if at < size else tokens[at - size]
-            known = [token for token in following.values() if token != SEPARATOR]
-            if not known:
+        keys = []
+        text = self.tokens[end + 1 : end + 1 + most]
+        for i in range(most):
+            token = text[i % len(text)]
+            if token == SEPARATOR:
                 break
-            token = max(known, key=known.count)
             tokens.append(token)
-            shares.append(known.count(token) / len(ends))
-            ends = [end for end in ends if following[end] == token]
-        return Copy(source, tuple(tokens), match, tuple(shares))
+            matching = bucket(match + i)
+            keys.append((source, matching))
+        return Proposal(source, rate_keys=keys, tokens=tuple(tokens))
 
 
 @dataclass(slots=True)
 class Lookup:
     """The text of one sequence: what its client predicted, its prompt, its output.
 
-    Where nothing matches, a copy goes on behind the token that was rejected: an edit often replaces
-    a word and leaves what follows. It is given up after MAX_MISSES rounds that kept nothing.
+    Where nothing matches, the last copy goes on after the token that was rejected: an edit often
+    replaces a word and leaves what follows. It is given up after MAX_MISSES rounds in which none of
+    its tokens was accepted.
     """
 
     prediction: Sequence[int] = ()
     _index: Index = field(default_factory=Index)
-    _cursor: int = -1
+    _cursor: int = NOWHERE  # position in the index of the copy's next token
     _offset: int = 0  # of the sequence's tokens in the index
     _misses: int = 0
 
@@ -156,26 +142,26 @@ class Lookup:
         self._index.tokens += tokens[known:]
         return self._index.index(most)
 
-    def propose(self, most: int) -> Copy | None:
-        """What followed the longest earlier match, or the copy that is under way."""
+    def propose(self, most: int) -> Proposal | None:
+        """What followed the longest earlier match, or the rest of the last copy."""
         tokens = self._index.tokens
-        context = tokens[max(self._offset, len(tokens) - MAX_MATCH) :]
-        found = self._index.find(context)
+        start = max(self._offset, len(tokens) - MAX_MATCH)
+        found = self._index.find(tokens[start:])
         if found:
-            match = found[0][0]
-            ends = [end for length, end in found if length == match]
-            self._cursor = ends[0] + 1
-            return self._index.follow("lookup", match, ends, most)
-        resumes = self._misses < MAX_MISSES and 0 <= self._cursor < len(tokens)
-        if resumes and tokens[self._cursor] != SEPARATOR:
-            return self._index.follow("resume", 0, [self._cursor - 1], most)
-        return None
+            self._cursor = found[0][1] + 1
+            return self._index.copy("lookup", *found[0], most)
+        if self._misses >= MAX_MISSES or self._cursor >= len(tokens):
+            return None
+        if tokens[self._cursor] == SEPARATOR:
+            return None
+        return self._index.copy("resume", 0, self._cursor - 1, most)
 
     def advance(self, accepted: int) -> None:
         """A round accepted that many tokens and sampled one more."""
-        self._misses = 0 if accepted else self._misses + 1
-        if self._cursor >= 0:
-            self._cursor += accepted + 1
+        self._cursor += accepted + 1
+        self._misses += 1
+        if accepted:
+            self._misses = 0
 
 
 @dataclass(slots=True)
@@ -185,10 +171,12 @@ class Corpus:
     capacity: int = CORPUS_TOKENS
     _index: Index = field(default_factory=Index)
 
-    def add(self, context: Sequence[int], output: Sequence[int]) -> None:
+    def add(
+        self,
+        context: Sequence[int],
+        output: Sequence[int],
+    ) -> None:
         """Keep an output, with the end of its prompt as the `context` that it followed."""
-        if len(output) < SHORTEST_OUTPUT:
-            return
         half = self.capacity // 2
         new = [*context, *output, SEPARATOR]
         if len(new) > half:
@@ -204,16 +192,12 @@ class Corpus:
         """Index up to `most` further tokens. Returns how many were."""
         return self._index.index(most)
 
-    def propose(self, context: Sequence[int], most: int) -> Copy | None:
-        """The continuation with the best score over the longest matches: a shorter match has more
-        occurrences."""
+    def propose(self, context: Sequence[int], most: int) -> Proposal | None:
+        """What followed the longest earlier match."""
         found = self._index.find(context)
-        lengths = sorted({length for length, _ in found})
-        copies = []
-        for match in reversed(lengths[-MATCH_LENGTHS:]):
-            ends = [end for length, end in found if length >= match]
-            copies.append(self._index.follow("suffix", match, ends, most))
-        return max(copies, key=lambda copy: copy.score, default=None)
+        if not found:
+            return None
+        return self._index.copy("suffix", *found[0], most)
 
 
 @dataclass(slots=True)
@@ -243,11 +227,17 @@ class NgramDrafter:
     def options(self, seq: Seq) -> list[Proposal]:
         return self._proposals.get(seq, [])
 
-    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
+    def draft(
+        self,
+        plan: Plan,
+        previous: Step | None,
+        chosen: Proposals,
+    ) -> None:
         for e in plan:
-            if proposal := chosen.get(e.seq):
+            proposal = chosen.get(e.seq)
+            if proposal:
                 tokens = proposal.tokens[: e.depth]
-                e.draft = Draft(tokens, proposal.source, proposal.keys)
+                e.draft = Draft(tokens, proposal.source, proposal.rate_keys)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         left = INDEXED_PER_STEP
@@ -271,31 +261,19 @@ class NgramDrafter:
             return []
         context = seq.tokens[-MAX_MATCH:]
         copies = [lookup.propose(most), self.corpus.propose(context, most)]
-        forced: Tokens = ()
+        forced: tuple[int, ...] = ()
         if seq.matcher is not None:
             forced = tuple(seq.matcher.forced(most))
-        found = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
+        found = []
+        for copy in copies:
+            if copy and copy.tokens[: len(forced)] == forced:
+                found.append(copy)
         if forced and not found:
-            sure = tuple(1.0 for _ in forced)
-            found = [Copy(GRAMMAR, forced, MAX_MATCH, sure)]
-        return list(map(_proposal, found))
+            keys = [FORCED for _ in forced]
+            found.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))
+        return found
 
 
 def bucket(match: int) -> int:
     """0, 1, 2-3, 4-7, 8-15, 16-31, 32 and more matching tokens."""
     return min(match, 63).bit_length()
-
-
-def _proposal(copy: Copy) -> Proposal:
-    """What a token's acceptance rate depends on: the source, the tokens that match if those before
-    it are right, and how many of the occurrences agree."""
-    keys = []
-    for i, share in enumerate(copy.shares):
-        agreement = bisect_left(MOST, share)
-        keys.append((copy.source, bucket(copy.match + i), agreement))
-    return Proposal(copy.source, keys=keys, tokens=copy.tokens)
-
-
-def first_rate(matching: int, agreement: int) -> float:
-    """The acceptance rate of a copied token before anything is known."""
-    return FIRST_RATE[matching] * AGREEMENT[agreement]

@@ -1,26 +1,25 @@
-"""Chooses, for every sequence of a step, which drafter drafts and how much: whatever promises the
-most tokens per second.
+"""Chooses, for every sequence of a step, which drafter drafts and how many tokens: what brings the
+most expected tokens per second.
 
-Rule: acceptance rates and costs are measured, never assumed for long; where drafting does not pay
-it is parked, and probed now and then.
+Rule: acceptance rates and costs are measured while serving. Where drafting does not pay it is
+parked, and probed now and then.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter
-from mlxspec.speculate.controller import Controller, Costs, Key, Proposal, SequenceStats
-from mlxspec.speculate.ngram import GRAMMAR, first_rate
+from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Key, Proposal
+from mlxspec.speculate.ngram import FIRST_RATE, GRAMMAR
 from mlxspec.types import Accepted, Draft, Plan, Seq
 
 log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
-Decided = dict[Seq, tuple[int, Proposal]]
 
-FIRST_RATE = 0.6  # of the first token of a model or head, before anything is known
+FIRST_TOKEN = 0.6  # the rate to start from of the first token of a model or head
 
 
 class Proposer:
@@ -37,7 +36,7 @@ class Proposer:
         self.drafters = drafters
         self.overlap = overlap
         self.control = Controller(costs, self._prior)
-        self._stats: dict[Seq, SequenceStats] = {}
+        self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
         self._by_name = {drafter.name: drafter for drafter in drafters}  # also those that failed
 
@@ -55,7 +54,12 @@ class Proposer:
         for drafter in self.drafters:
             self._ask(drafter, drafter.clear)
 
-    def _ask(self, drafter: Drafter, method: Callable[..., T], *args: object) -> T | None:
+    def _ask(
+        self,
+        drafter: Drafter,
+        method: Callable[..., T],
+        *args: object,
+    ) -> T | None:
         """Call a drafter. It only makes things faster: if it fails, decoding goes on without it."""
         try:
             return method(*args)
@@ -72,25 +76,31 @@ class Proposer:
         for seq in seqs:
             if seq.inflight_drafts and not self._continues(seq):
                 return True
-        decided = self._decide(seqs, in_flight=True)
-        return any(not proposal.drafter.lazy for _, proposal in decided.values())
+        for _, _, proposal in self._decide(seqs, in_flight=True):
+            if not proposal.drafter.lazy:
+                return True
+        return False
 
     def depths(self, seqs: Sequence[Seq]) -> Mapping[Seq, int]:
-        decided = self._decide(seqs, in_flight=False)
-        self._chosen = {seq: proposal for seq, (_, proposal) in decided.items()}
-        return {seq: depth for seq, (depth, _) in decided.items()}
+        self._chosen = {}
+        depths = {}
+        for seq, depth, proposal in self._decide(seqs, in_flight=False):
+            depths[seq] = depth
+            self._chosen[seq] = proposal
+        return depths
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
+        drafting = [e for e in plan if e.depth and e.seq in self._chosen]
         for drafter in self.drafters:
             chosen = {}
-            for e in plan:
-                proposal = self._chosen.get(e.seq)
-                if e.depth and proposal and proposal.drafter is drafter:
+            for e in drafting:
+                proposal = self._chosen[e.seq]
+                if proposal.drafter is drafter:
                     chosen[e.seq] = proposal
             self._ask(drafter, drafter.draft, plan, previous, chosen)
             if drafter in self.drafters:
                 continue
-            for e in plan:  # it may have failed half way
+            for e in drafting:  # it may have failed half way
                 if e.seq in chosen:
                     e.draft = Draft()
 
@@ -103,62 +113,69 @@ class Proposer:
         counted = seq.request.sampling.penalized
         return self._overlaps() and not counted and seq.matcher is None
 
-    def _decide(self, seqs: Sequence[Seq], in_flight: bool) -> Decided:
-        """How many tokens to draft for each sequence, if any. Drafters that are not lazy are asked
-        only for sequences that have tokens `in_flight`, as if these were read, or only for others.
-        """
+    def _decide(
+        self,
+        seqs: Sequence[Seq],
+        in_flight: bool,
+    ) -> Iterator[tuple[Seq, int, Proposal]]:
+        """The sequences for which something should be drafted, and how many tokens of what.
+        Drafters that are not lazy are asked only for sequences that have tokens `in_flight`, as if
+        these were read, or only for others."""
         seqs = [seq for seq in seqs if seq in self._stats]
         stats = [self._stats[seq] for seq in seqs]
         options = [self._options(seq, in_flight) for seq in seqs]
-        if in_flight and all(proposal.drafter.lazy for some in options for proposal in some):
-            return {}  # nothing would be waited for
+        lazy = [proposal.drafter.lazy for some in options for proposal in some]
+        if not lazy or (in_flight and all(lazy)):
+            return  # nothing to draft, or nothing to wait for
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if self._overlaps() else "exact"
-        draw = self.costs.draw([seq.request.sampling.kind for seq in seqs])
-        decided = self.control.decide(stats, options, context, mode, draw)
-        chosen = {}
+        decided = self.control.decide(stats, options, context, mode)
         for seq, (depth, proposal) in zip(seqs, decided, strict=True):
             if depth and proposal:
-                chosen[seq] = depth, proposal
-        return chosen
+                yield seq, depth, proposal
 
     def _options(self, seq: Seq, in_flight: bool) -> list[Proposal]:
-        """What could be drafted for a sequence, with its present acceptance rates. Tokens that a
-        grammar forces leave no other choice."""
-        rate = self._stats[seq].rate
+        """What could be drafted for a sequence, with its present acceptance rates. Where a grammar
+        forces the next tokens and no copy has them, only these."""
+        rate = self._stats[seq]
         options = []
         for drafter in self.drafters:
             if not drafter.lazy and bool(seq.flight) != in_flight:
                 continue
-            for proposal in self._ask(drafter, drafter.options, seq) or []:
-                rates = {key: rate.of(key) for key in set(proposal.keys)}
-                proposal.rates = [rates[key] for key in proposal.keys]
+            proposals = self._ask(drafter, drafter.options, seq) or []
+            for proposal in proposals:
+                rates = {key: rate.of(key) for key in set(proposal.rate_keys)}
+                proposal.rates = [rates[key] for key in proposal.rate_keys]
                 proposal.drafter = drafter
                 options.append(proposal)
         forced = [proposal for proposal in options if proposal.source == GRAMMAR]
         return forced or options
 
     def _prior(self, key: Key) -> float:
-        """The acceptance rate of a key that was never tried: (source, position) starts from the
-        position before it, a copy's (source, matching tokens, agreement) from a table."""
-        assert isinstance(key, tuple)
-        if len(key) == 3:
-            return first_rate(key[1], key[2])
-        source, position = key
-        if position == 1:
-            return FIRST_RATE
-        return self.control.rate.of((source, position - 1))
+        """The acceptance rate of a key that was never tried. A copy's (source, bucket of matching
+        tokens) starts from a table, (source, position) from the position before it."""
+        source, n = key
+        if source not in self._by_name:
+            return FIRST_RATE[n]
+        if n == 1:
+            return FIRST_TOKEN
+        return self.control.rate.of((source, n - 1))
 
     # ---- after a step ------------------------------------------------------------------------
 
-    def observe(self, step: Step, accepted: Sequence[Accepted], seconds: float) -> None:
+    def observe(
+        self,
+        step: Step,
+        accepted: Sequence[Accepted],
+        seconds: float,
+    ) -> None:
         if seconds > 0:
             self._learn_costs(step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):
             stats = self._stats.get(e.seq)
             if stats and new.tokens and e.seq.finish is None:
-                keys = e.draft.keys[: len(e.draft)]
-                self.control.judge(stats, keys, new.drafts)
+                keys = e.draft.rate_keys[: len(e.draft)]
+                self.control.learn(stats, keys, new.drafts)
         for drafter in self.drafters:
             self._ask(drafter, drafter.observe, step, accepted)
 
@@ -171,11 +188,11 @@ class Proposer:
         rows = sum(e.rows for e in plan)
         context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "exact"
-        draw = self.costs.draw([e.seq.request.sampling.kind for e in plan])
-        drafts = [e.draft for e in plan if len(e.draft) and e.draft.source in self._by_name]
-        if not drafts:
-            self.costs.learn(rows, context, mode, seconds, draw)
-            return
-        own = seconds - self.costs.step(rows, context, mode, draw)
-        deepest = max(drafts, key=len)
-        self._by_name[deepest.source].learn_seconds(own, len(deepest))
+        drafts = [e.draft for e in plan if e.draft.source in self._by_name]
+        deepest = max(drafts, key=len, default=Draft())
+        if len(deepest):
+            own = seconds - self.costs.step(rows, context, mode)
+            drafter = self._by_name[deepest.source]
+            drafter.learn_seconds(own, len(deepest))
+        else:
+            self.costs.learn(rows, context, mode, seconds)

@@ -278,22 +278,6 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(opened: Opener)
     assert known(disk, range(7)) == [0, 1, 4, 5, 6]
 
 
-def test_a_clock_that_is_set_back_makes_nothing_old(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = saved(opened(5 * 2000), *(run(i, size=1500) for i in range(4)))
-    monkeypatch.setattr(disk_module.time, "time_ns", lambda: 1_000_000)
-    saved(disk, run(4, size=1500), run(5, size=1500), run(6, size=1500))
-    assert known(disk, range(7)) == [2, 3, 4, 5, 6]
-
-
-def test_a_file_of_the_future_counts_as_used_now(opened: Opener, root: Path) -> None:
-    assert saved(opened(), run(0, size=1500)).close(WAIT)
-    os.utime(path_of(root, 0), (4e9, 4e9))
-    disk = saved(opened(5 * 2000), *(run(i, size=1500) for i in range(1, 6)))
-    assert known(disk, range(6)) == [1, 2, 3, 4, 5]
-
-
 def test_the_head_of_a_chain_outlives_its_tail(opened: Opener) -> None:
     disk = saved(opened(), *(run(i) for i in range(6)))
     disk.touch(keys(0, 1, 2))

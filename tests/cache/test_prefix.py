@@ -41,12 +41,28 @@ def test_blocks_outside_the_window_are_freed() -> None:
     seq = read(g, list(range(50)))
     assert len(seq.table) == 13 and NULL_BLOCK not in seq.table
     (table,) = seq.windows
-    assert (
-        table[:10] == [NULL_BLOCK] * 10 and NULL_BLOCK not in table[10:]
-    )  # the row at 50 sees 41 to 50
-    assert g.windows[0].pool.used == 3
+    # the row at 48, where the last block begins, sees 39 to 48
+    assert table[:9] == [NULL_BLOCK] * 9 and NULL_BLOCK not in table[9:]
+    assert g.windows[0].pool.used == 4
     g.free(seq)
     assert [pool.used for pool in g.pools] == [0, 0]
+
+
+def test_an_answer_can_be_continued_at_its_end() -> None:
+    """Wherever in a block it ends: the window before the last full block is kept."""
+    for length in range(40, 48):
+        g = groups(64, (10, 64))
+        seq = read(g, [1, 2, 3])
+        seq.tokens += range(3, length)
+        while seq.computed < length:
+            assert g.allocate(seq, g.blocks_needed(seq, seq.computed + 1))
+            seq.computed += 1
+            g.cache_blocks(seq, seq.computed)
+            g.free_passed(seq, seq.computed)
+        g.cache_partial(seq, length)
+        turn = [*seq.tokens, 7]
+        g.free(seq)
+        assert g.match(turn).length == length
 
 
 @pytest.mark.parametrize(
@@ -76,20 +92,19 @@ def test_a_match_needs_the_window_before_it() -> None:
     assert hit.length == 48 and hit.tables[0].count(NULL_BLOCK) == 0
     assert hit.tables[1][:9] == [NULL_BLOCK] * 9 and NULL_BLOCK not in hit.tables[1][9:]
     (w,) = g.windows
-    lost = hit.tables[1][10]
-    w.pool.low_priority.clear()  # any block may go; the one in the middle of the last window does
+    lost = hit.tables[1][11]  # the prompt's end does not need it
     w.pool.idle.move_to_end(lost, last=False)
     w.pool.free_blocks.move_to_end(lost, last=False)
     for block in [b for b in w.pool.free_blocks if b not in w.pool.parents]:
         w.pool.free_blocks.move_to_end(block)
     assert w.pool.allocate(1) == [lost]
     shorter = g.match([*prompt, 99])
-    assert shorter.known == 48 and shorter.length == 40  # the last place whose window is whole
+    assert shorter.known == 48 and shorter.length == 44  # the last place whose window is whole
     w.pool.free([lost])
 
 
 def test_the_window_is_kept_where_prompts_branch() -> None:
-    """What has passed goes first; but what lies in sight of a mark stays as long as anything."""
+    """What has passed is evicted; but what a branch point sees stays as long as anything."""
     g = groups(200, (8, 10))
     shared = list(range(40))
     g.free(read(g, [*shared, *range(100, 140)]))
@@ -102,7 +117,7 @@ def test_the_window_is_kept_where_prompts_branch() -> None:
     assert third.length == 40
 
 
-def test_a_periodic_mark_is_kept_of_a_long_prompt() -> None:
+def test_a_periodic_branch_point_is_kept_of_a_long_prompt() -> None:
     g = groups(2000, (8, 40))
     g.free(read(g, [i % 251 for i in range(WINDOW_STRIDE * SIZE + 400)]))
     assert (

@@ -7,7 +7,7 @@ import pytest
 
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
-from mlxspec.speculate.calibrate import calibrate, one_row, sampling
+from mlxspec.speculate.calibrate import calibrate, one_row
 from mlxspec.speculate.controller import GRID
 from tests import tiny
 
@@ -25,29 +25,21 @@ def table(blocks: int = 12) -> list[int]:
 
 def test_all_rows_at_two_contexts(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    costs = calibrate(runner, 97, table())
+    costs = calibrate(runner, table())
     assert costs is not None
     assert tuple(costs.rows) == GRID and costs.contexts == (64, 12 * SIZE - 33)
     assert all(0 < low <= high < 5 for low, high in zip(*costs.measured, strict=True))
     assert "with 32 rows" in caplog.text
-    kinds = {"greedy", "drawn", "narrow", "sorted"}
-    assert set(costs.sampling) == kinds | {f"{kind}+penalized" for kind in kinds}
-    assert costs.sampling["greedy"] == 0 <= min(costs.sampling.values())
-
-
-def test_a_sorted_vocabulary_costs_more_than_a_greedy_row() -> None:
-    found = sampling(50_000)
-    assert found["sorted"] > found["drawn"] > 0 and found["sorted"] > found["narrow"]
 
 
 def test_what_is_known_is_not_measured_again(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = calibrate(runner, 97, table())
+    first = calibrate(runner, table())
     monkeypatch.setattr(module, "_time", None)  # measuring again would fail
-    assert first is not None and calibrate(runner, 97, table(), first) is first
+    assert first is not None and calibrate(runner, table(), first) is first
     with pytest.raises(TypeError):
-        calibrate(runner, 97, table(11), first)
+        calibrate(runner, table(11), first)
 
 
 def test_a_slow_model_is_measured_once_at_each_point(
@@ -60,14 +52,14 @@ def test_a_slow_model_is_measured_once_at_each_point(
     monkeypatch.setattr(
         module, "_time", lambda r, t, context, rows: asked.append((context, rows)) or rows / 8
     )
-    costs = calibrate(runner, 97, table())
+    costs = calibrate(runner, table())
     assert asked[0] == (64, 1) and sorted(asked[1:]) == [(c, r) for c in (64, 159) for r in GRID]
     assert costs is not None and list(costs.rows) == list(GRID)
     assert costs.measured == ([r / 8 for r in GRID],) * 2
 
 
 def test_a_pool_that_is_too_small(runner: Runner) -> None:
-    assert calibrate(runner, 97, table(2)) is None
+    assert calibrate(runner, table(2)) is None
 
 
 def test_recurrent_layers_roll_half_of_each_draft_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +68,7 @@ def test_recurrent_layers_roll_half_of_each_draft_back(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         runner, "rollback", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n)
     )
-    costs = calibrate(runner, 97, table())
+    costs = calibrate(runner, table())
     assert costs is not None and {(1, 1), (2, 1), (8, 4), (32, 16)} <= set(asked)
 
 

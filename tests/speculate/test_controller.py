@@ -65,19 +65,6 @@ def test_costs_follow_what_steps_take_each_way_apart(truth: float, rows: int, co
     assert costs.curve(rows, context, "overlap")[-1] == pytest.approx(before)
 
 
-def test_a_row_costs_what_sampling_it_costs() -> None:
-    costs = table(curve(0.1, 0.0))
-    costs.sampling = {"sorted": 0.5}
-    assert costs.draw(["sorted", "greedy"]) == 0.25
-    assert costs.curve(3, 64, "exact", 0.5).tolist() == pytest.approx([1.5, 2.1, 2.7])
-    ctl = Controller(costs, lambda key: 0.6)
-    copy = [[Proposal("lookup", [0.6] * 8)]]
-    (cheap, _), (dear, _) = (
-        ctl.decide([ctl.begin()], copy, 64, "exact", draw)[0] for draw in (0.0, 2.0)
-    )
-    assert cheap > 0 == dear
-
-
 def test_one_slow_step_moves_a_cost_a_little() -> None:
     costs = table(curve(0.1, 0.01))
     costs.learn(1, 64, "exact", 1000.0)
@@ -209,15 +196,13 @@ class Run:
         keys = [("model", i) for i in range(1, DEPTH + 1)]
         made = []
         for r in range(n):
-            options = [
-                [Proposal("model", [p.rate.of(k) for k in keys], self.draft)] for p in pilots
-            ]
+            options = [[Proposal("model", [p.of(k) for k in keys], self.draft)] for p in pilots]
             depths = [depth for depth, _ in ctl.decide(pilots, options, 64, "exact")]
             tokens = 0.0
             for i, (pilot, depth) in enumerate(zip(pilots, depths, strict=True)):
                 p = self.at(i, r)
                 kept = next((d for d in range(depth) if rng.random() >= p), depth)
-                ctl.judge(pilot, keys[:depth], kept)
+                ctl.learn(pilot, keys[:depth], kept)
                 tokens += sum(p**d for d in range(depth + 1))
             rows = self.sequences + sum(depths)
             how = "exact" if any(depths) else "overlap"

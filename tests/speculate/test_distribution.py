@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from mlxspec.speculate.controller import Controller, Costs, Proposal, SequenceStats
+from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Proposal
 from mlxspec.types import Request
 from tests import tiny
 from tests.drafters import attach, copies, like
@@ -75,7 +75,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be drafted is, so that few seeds tell much."""
 
     def decide(
-        self: Controller, pilots: list[SequenceStats], options: list[list[Proposal]], *_: Any
+        self: Controller, pilots: list[AcceptanceRate], options: list[list[Proposal]], *_: Any
     ) -> list[Any]:
         return [(len(some[0].rates), some[0]) if some else (0, None) for some in options]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.speculate.ngram import (
+    FIRST_RATE,
     LONG,
     MAX_CANDIDATES,
     MAX_MATCH,
@@ -16,6 +17,7 @@ from mlxspec.speculate.ngram import (
     SHORT,
     Index,
     Lookup,
+    bucket,
 )
 
 texts = st.integers(1, 4).flatmap(lambda k: st.lists(st.integers(0, k - 1), max_size=220))
@@ -128,12 +130,12 @@ def test_a_prediction_is_drafted_from_its_start() -> None:
     prediction = tuple(range(100, 130))
     lookup = fed([1, 2, 3], prediction)
     made = lookup.propose(5)
-    assert made and made.tokens == prediction[:5] and made.source == "resume" and made.match == 0
-    assert len(made.shares) == 5
+    assert made and made.tokens == prediction[:5] and made.source == "resume"
+    assert made.rate_keys == [("resume", bucket(i)) for i in range(5)]
     lookup.feed([1, 2, 3, *prediction[:6]], 100)
     lookup.advance(5)
     made = lookup.propose(5)
-    assert made and made.tokens == prediction[6:11] and made.source == "lookup" and made.match == 6
+    assert made and made.tokens == prediction[6:11] and made.rate_keys[0] == ("lookup", bucket(6))
     assert tokens_of(lookup, 99) == prediction[6:], "it ends where the prediction does"
 
 
@@ -188,15 +190,15 @@ def test_periodic_text_goes_on(period: int) -> None:
     text = [i % period for i in range(period * 12)]
     made = fed(text).propose(10)
     want = [(len(text) + i) % period for i in range(10)]
-    assert made and made.match == min(MAX_MATCH, len(text) - period)
+    match = min(MAX_MATCH, len(text) - period)
+    assert made and made.rate_keys[0] == ("lookup", bucket(match))
     assert made.tokens == tuple(want[: len(made.tokens)]) and len(made.tokens) >= min(10, period)
 
 
-def test_what_most_occurrences_go_on_with() -> None:
-    lookup = fed([1, 2, 7, 0, 1, 2, 8, 3, 1, 2, 7, 4, 1, 2])
+def test_the_latest_of_equal_matches_is_copied() -> None:
+    lookup = fed([1, 2, 7, 0, 1, 2, 7, 3, 1, 2, 8, 4, 1, 2])
     made = lookup.propose(2)
-    assert made and made.match == 2 and made.tokens[0] == 7
-    assert made.shares == (2 / 3, 1 / 2) and made.score == pytest.approx(2 / 3 + 1 / 3)
+    assert made and made.tokens == (8, 4)
 
 
 @settings(max_examples=200)
@@ -208,9 +210,9 @@ def test_bounds(prompt: list[int], prediction: list[int], most: int, data: st.Da
         made = lookup.propose(most)
         kept = 0
         if made:
-            assert 1 <= len(made.tokens) == len(made.shares) <= most
-            assert SEPARATOR not in made.tokens and 0 <= made.match <= MAX_MATCH
-            assert all(0 < s <= 1 for s in made.shares) and 0 < made.score <= len(made.tokens)
+            assert 1 <= len(made.tokens) == len(made.rate_keys) <= most
+            assert SEPARATOR not in made.tokens
+            assert all(0 <= matching < len(FIRST_RATE) for _, matching in made.rate_keys)
             kept = data.draw(st.integers(0, len(made.tokens)))
             out += made.tokens[:kept]
         out.append(data.draw(st.integers(0, 3)))
@@ -231,4 +233,4 @@ def test_a_match_at_an_end_does_not_hide_one_that_goes_on() -> None:
     lookup = Lookup((9, 6, 1, 2))
     lookup.feed([6, 1, 2, 3, 4, 9, 6, 1, 2], 1 << 20)
     made = lookup.propose(4)
-    assert made and (made.match, made.tokens) == (3, (3, 4, 9, 6))
+    assert made and made.rate_keys[0] == ("lookup", bucket(3)) and made.tokens == (3, 4, 9, 6)

@@ -1,5 +1,4 @@
-"""Past outputs: the more frequent continuation wins, the text stays bounded, the oldest is
-forgotten."""
+"""Past outputs: the longest match wins, the text stays bounded, the oldest is evicted."""
 
 from itertools import count
 
@@ -7,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.speculate.ngram import SEPARATOR, SHORTEST_OUTPUT, Corpus
+from mlxspec.speculate.ngram import SEPARATOR, Corpus, bucket
 
 
 def corpus(*outputs: list[int], context: tuple[int, ...] = (), capacity: int = 1000) -> Corpus:
@@ -18,45 +17,26 @@ def corpus(*outputs: list[int], context: tuple[int, ...] = (), capacity: int = 1
     return made
 
 
-FILLERS = count(1000, SHORTEST_OUTPUT)
+FILLER = 8  # tokens
+FILLERS = count(1000, FILLER)
 
 
 def padded(*tokens: int) -> list[int]:
-    """An output that is long enough, its filler met nowhere else."""
+    """An output that begins with tokens of no other."""
     start = next(FILLERS)
-    return [*range(start, start + SHORTEST_OUTPUT), *tokens]
+    return [*range(start, start + FILLER), *tokens]
 
 
-def test_the_more_frequent_continuation_wins_token_by_token() -> None:
-    some = [padded(1, 2, 3, 4, 5), padded(1, 2, 3, 4, 6), padded(1, 2, 9, 9), padded(1, 2, 3, 4, 6)]
-    made = corpus(*some).propose([1, 2], 3)
-    assert made and made.source == "suffix" and made.match == 2
-    assert made.tokens == (3, 4, 6) and made.shares == (3 / 4, 1.0, 2 / 3)
-    assert made.score == pytest.approx(3 / 4 + 3 / 4 + 1 / 2)
-
-
-def test_a_shorter_match_with_more_witnesses_may_win_and_a_longer_one_too() -> None:
-    """The longest match has one witness, whose text ends soon; a shorter one promises more
-    tokens."""
-    some = [padded(1, 2, 3), *[padded(8, 2, 3, 4, 5, 6, 7) for _ in range(3)]]
-    ends_soon = corpus(padded(1, 2, 3, 50), *some[1:]).propose([1, 2, 3], 4)
-    assert ends_soon and (ends_soon.match, ends_soon.tokens) == (2, (4, 5, 6, 7))
-    assert ends_soon.shares == (3 / 4, 1.0, 1.0, 1.0)
-    longer = corpus(padded(1, 2, 3, 50, 51, 52, 53), *some[1:]).propose([1, 2, 3], 4)
-    assert longer and (longer.match, longer.tokens) == (3, (50, 51, 52, 53))
+def test_the_longest_match_wins_then_the_latest() -> None:
+    some = [padded(1, 2, 3, 4, 5), padded(1, 2, 3, 4, 6), padded(9, 2, 3, 7, 7)]
+    made = corpus(*some).propose([1, 2, 3], 2)
+    assert made and made.source == "suffix" and made.tokens == (4, 6)
+    assert made.rate_keys == [("suffix", bucket(3)), ("suffix", bucket(4))]
 
 
 def test_an_output_is_found_behind_the_end_of_its_prompt() -> None:
     made = corpus(list(range(40, 60)), context=(7, 8)).propose([5, 7, 8], 4)
     assert made and made.tokens == (40, 41, 42, 43)
-
-
-def test_short_outputs_are_not_kept() -> None:
-    kept = corpus(list(range(SHORTEST_OUTPUT)))
-    assert kept.propose([1, 2], 1) and not corpus(list(range(SHORTEST_OUTPUT - 1))).propose(
-        [1, 2], 1
-    )
-    assert corpus(list(range(SHORTEST_OUTPUT - 1)))._index.tokens == []
 
 
 def test_nothing_reaches_from_one_output_into_the_next() -> None:
@@ -90,7 +70,7 @@ def test_bounds(capacity: int, outputs: list[list[int]], data: st.DataObject) ->
         made = kept.propose(data.draw(st.lists(st.integers(0, 5), max_size=6)), 7)
         if made:
             assert 1 <= len(made.tokens) <= 7 and SEPARATOR not in made.tokens
-            assert all(0 < s <= 1 for s in made.shares)
+            assert len(made.rate_keys) == len(made.tokens)
 
 
 @pytest.mark.parametrize("context", range(4))

@@ -36,6 +36,7 @@ class BlockPool:
         self.refs: Counter[int] = Counter()
         self.free_blocks: Queue = OrderedDict.fromkeys(range(1, size))
         self.idle: Queue = OrderedDict()  # free blocks in the index
+        self.low_priority: Queue = OrderedDict()  # idle blocks to evict first
         self.highest = NULL_BLOCK  # the highest block ever allocated: memory is taken up to it
         self.save_memory = False  # evict idle blocks before going above `highest`
         self.by_key: dict[bytes, int] = {}  # full blocks
@@ -105,7 +106,7 @@ class BlockPool:
         known = block in self.keys or key in self.by_key
         if known or block == NULL_BLOCK:
             return
-        self.evict(block)
+        self._evict(block)
         if key:
             self.by_key[key] = block
             self.keys[block] = key
@@ -132,10 +133,11 @@ class BlockPool:
                 self._take(block)
             self.refs[block] += 1
 
-    def free(self, blocks: Ids) -> None:
+    def free(self, blocks: Ids, low_priority: bool = False) -> None:
         """Drop a reference to each block, the last block first, so that a prefix is evicted last.
 
-        A free block without content is the next to be allocated."""
+        A free block without content is the next to be allocated; `low_priority` content is evicted
+        before all other."""
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
@@ -143,12 +145,14 @@ class BlockPool:
             if self.refs[block]:
                 continue
             self.free_blocks[block] = None
-            if block in self.parents:
-                self.idle[block] = None
-            else:
+            if block not in self.parents:
                 self.free_blocks.move_to_end(block, last=False)
+                continue
+            self.idle[block] = None
+            if low_priority:
+                self.low_priority[block] = None
 
-    def evict(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         """Remove a block that has references from the index."""
         key = self.keys.pop(block, b"")
         self.by_key.pop(key, None)
@@ -163,7 +167,7 @@ class BlockPool:
         evicted = list(self.idle)
         for block in evicted:
             self.share([block])
-            self.evict(block)
+            self._evict(block)
             self.free([block])
         return len(evicted)
 
@@ -177,6 +181,7 @@ class BlockPool:
             assert held == self.refs, "tables and references differ"
         idle = [block for block in self.free_blocks if block in self.parents]
         assert list(self.idle) == idle
+        assert self.low_priority.keys() <= self.idle.keys()
         assert self.keys == {block: key for key, block in self.by_key.items()}
         assert self.keys.keys() <= self.parents.keys()
         for parent, siblings in self.partials.items():
@@ -185,12 +190,13 @@ class BlockPool:
             assert parents == {parent}
 
     def _allocate_one(self) -> int:
-        """Take a free block without content, else the longest idle one."""
+        """Take a free block without content, else a low-priority one, else the longest idle one."""
         block = _first(self.free_blocks)
-        if self.save_memory and self.idle and block > self.highest:
-            block = _first(self.idle)
+        grows = self.save_memory and block > self.highest
+        if self.idle and (grows or block in self.idle):
+            block = _first(self.low_priority or self.idle)
         self._take(block)
-        self.evict(block)
+        self._evict(block)
         self.refs[block] = 1
         self.highest = max(self.highest, block)
         return block
@@ -199,6 +205,7 @@ class BlockPool:
         """Remove a block from the free ones."""
         del self.free_blocks[block]
         self.idle.pop(block, None)
+        self.low_priority.pop(block, None)
 
 
 def _first(blocks: Iterable[int]) -> int:

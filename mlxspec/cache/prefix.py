@@ -114,10 +114,17 @@ class KVCacheManager:
         prompt = tuple(tokens[:-1])
         cached = self.pool.match(prompt)
         known = len(cached) * size
+        tails: dict[bytes, list[Tokens]] = {}  # of the states, by the block before them
+        for key, tail in self.states or ():
+            tails.setdefault(key, []).append(tail)
         for n in range(len(cached), -1, -1):
             parent = self.pool.parent(cached, n)
             rest = prompt[n * size : (n + 1) * size]
-            for tail in self._tails(parent, rest):
+            ends = [rest]
+            if self.states is not None:
+                ends = [tail for tail in tails.get(parent, ()) if rest[: len(tail)] == tail]
+                ends.sort(key=len, reverse=True)
+            for tail in ends:
                 hashes = cached[:n]
                 if not all(window.holds(hashes) for window in self.windows):
                     continue
@@ -133,17 +140,6 @@ class KVCacheManager:
                     match.sources = [block for block, _ in found]
                 return match
         return PrefixMatch(known=known)
-
-    def _tails(self, parent: bytes, rest: Tokens) -> list[Tokens]:
-        """The tokens to look for in a block after `parent`, the longest first: `rest`, or with
-        recurrent layers the beginnings of it after which there is a state."""
-        if self.states is None:
-            return [rest]
-        tails = []
-        for key, tail in self.states:
-            if key == parent and rest[: len(tail)] == tail:
-                tails.append(tail)
-        return sorted(tails, key=len, reverse=True)
 
     def cache_blocks(self, seq: Seq, upto: int) -> None:
         """Index the full blocks of the sequence's first `upto` tokens and extend
@@ -237,16 +233,15 @@ class KVCacheManager:
 
     def free_passed(self, seq: Seq, position: int) -> None:
         """Free the window blocks that rows from the start of the block of `position` on cannot see.
-        Those that a branch point sees stay cached; the content of the others is evicted."""
+        Those that no branch point sees are evicted first."""
         start = position - position % self.block_size
         for window, table in zip(self.windows, seq.windows, strict=True):
             for i in reversed(range(window.first(start))):
                 block = table[i]
                 if block == NULL_BLOCK:
                     break
-                if not self._branch_sees(seq, window, i):
-                    window.pool.evict(block)
-                window.pool.free([block])
+                unlikely = not self._branch_sees(seq, window, i)
+                window.pool.free([block], low_priority=unlikely)
                 table[i] = NULL_BLOCK
 
     def _branch_sees(

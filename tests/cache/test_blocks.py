@@ -169,12 +169,10 @@ class Machine(RuleBasedStateMachine):
         self.live.append(table)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), evicted=st.booleans())
-    def leave(self, data: st.DataObject, evicted: bool) -> None:
+    @rule(data=st.data(), low_priority=st.booleans())
+    def leave(self, data: st.DataObject, low_priority: bool) -> None:
         table = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        if evicted:
-            self.pool.evict(table[-1])
-        self.pool.free(table)
+        self.pool.free(table, low_priority)
 
     @rule(save_memory=st.booleans())
     def memory_changes(self, save_memory: bool) -> None:

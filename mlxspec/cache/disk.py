@@ -1,4 +1,4 @@
-"""The prompt cache on disk: runs of KV blocks and recurrent states, each a safetensors file.
+"""The prefix cache on disk: runs of KV blocks and recurrent states, each a safetensors file.
 
 Rule: what is read was checked against its digest; a damaged file is a miss, so that it costs a
 recomputation, never a wrong answer. Callers never wait: one thread writes, another reads. The
@@ -251,7 +251,7 @@ class DiskCache:
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            log.warning("prompt cache in %s: %s", self.root, error)
+            log.warning("prefix cache in %s: %s", self.root, error)
         self._warned = True
 
     # ---- the writer's thread

@@ -60,7 +60,7 @@ class KVOffloader:
             restored = self._restore_next()
             return self._save_next() or restored
         except Exception:
-            log.exception("the prompt cache on disk failed; it is not used until the next start")
+            log.exception("the prefix cache on disk failed; it is not used until the next start")
             self.broken = True
             self._saves.clear()
             self._restores.clear()

@@ -1,4 +1,4 @@
-"""The cards of embedded models: the files of models/, whose README explains the fields."""
+"""The cards of built-in models: the files of models/, whose README explains the fields."""
 
 import tomllib
 from typing import Any, Literal
@@ -25,7 +25,7 @@ class WheelFile(BaseModel):
 
 
 class Card(BaseModel):
-    """One embedded model: a file of models/, whose README explains the fields."""
+    """One built-in model: a file of models/, whose README explains the fields."""
 
     model_config = STRICT
 
@@ -37,7 +37,7 @@ class Card(BaseModel):
 
 
 def cards() -> dict[str, Card]:
-    """The embedded models by name. Raises UnsupportedModel."""
+    """The built-in models by name. Raises UnsupportedModel."""
     found = {}
     for file in sorted(data_dir("models").glob("*.toml")):
         try:

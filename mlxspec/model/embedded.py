@@ -1,4 +1,4 @@
-"""The embedded default model: a GGUF file in a pinned wheel, converted to an mlx-lm directory.
+"""The built-in default model: a GGUF file in a pinned wheel, converted to an mlx-lm directory.
 
 Rule: no code of the wheel runs, and the file is used only if its sha256 is the pinned one. A model
 directory appears complete or not at all.

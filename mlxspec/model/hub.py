@@ -1,4 +1,4 @@
-"""From a model's name to its directory: an embedded model, a directory, or a Hugging Face id.
+"""From a model's name to its directory: a built-in model, a directory, or a Hugging Face id.
 
 Rule: a directory is checked for completeness before anything is loaded from it. Nothing here
 imports mlx before a model has to be converted.
@@ -48,12 +48,12 @@ def cache_of(config: Config) -> Path:
 
 
 def prompts_of(config: Config) -> Path:
-    """The directory of the prompt cache."""
+    """The directory of the prefix cache."""
     return cache_of(config) / "prompts"
 
 
 def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
-    """The model called `name`, downloaded if it is missing; "" is the embedded default.
+    """The model called `name`, downloaded if it is missing; "" is the built-in default.
 
     Raises UnsupportedModel with the reason and the fix.
     """

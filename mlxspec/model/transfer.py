@@ -1,4 +1,4 @@
-"""Copies KV blocks and recurrent states to host arrays and back, for the prompt cache on disk.
+"""Copies KV blocks and recurrent states to host arrays and back, for the prefix cache on disk.
 
 Rule: the same bits come back. An array's name holds its index and dtype, so that arrays of another
 model or version are refused.

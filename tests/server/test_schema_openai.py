@@ -217,6 +217,7 @@ TELLING: dict[str, Any] = {
     "parallel_tool_calls": False,  # beside tools, for an answer of two calls
     "response_format": {"type": "json_object"},
     "grammar": 'start: "x"',
+    "echo": True,
 }
 TEMPLATE = {"reasoning_effort", "chat_template_kwargs"}  # used by some templates, not by this one
 

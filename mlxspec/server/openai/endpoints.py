@@ -14,6 +14,7 @@ from mlxspec.server.chat_request import (
     engine_request,
     template_options,
 )
+from mlxspec.server.errors import invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.openai.writer import CompletionWriter
@@ -35,6 +36,8 @@ async def chat(http: HttpRequest) -> ASGIApp:
 async def completions(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
     body, ignored, model = await receive(http, Completion)
+    if body.echo and body.logprobs is not None:
+        raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     writer = CompletionWriter(model, body, False, f"cmpl-{secrets.token_hex(12)}")
     return await run_on_text_thread(
         http, _completion_generation, model, body, writer, ignored, arrived
@@ -60,4 +63,7 @@ def _completion_generation(
         for _ in range(body.n):
             reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, True)
             choices.append(Choice(len(choices), reader))
+            if body.echo:
+                text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+                writer.echoes.append(text)
     return Generation(model, requests, choices, writer, body.stream, ignored, arrived)

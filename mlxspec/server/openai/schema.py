@@ -82,7 +82,6 @@ UNSUPPORTED: Json = {
     "use_beam_search": False,
     "best_of": 1,
     "modalities": ["text"],
-    "echo": False,
     "include_stop_str_in_output": False,
 }
 
@@ -222,6 +221,7 @@ class Completion(Common):
     prompt: (
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | str
     )
+    echo: bool = False  # an answer begins with its prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @property

@@ -29,13 +29,16 @@ class CompletionWriter:
     chat: bool  # not a text completion
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
+    echoes: list[str] = field(default_factory=list)  # the prompts that the choices begin with
 
     def opening(self, usage: Usage) -> bytes:
-        """The role of each choice of a chat."""
+        """The role of each choice of a chat, the prompts that choices begin with."""
         data = b""
         if self.chat:
             for i in range(self.request.n):
                 data += self._chunk(i, {"role": "assistant", "content": ""})
+        for i, text in enumerate(self.echoes):
+            data += self._chunk(i, text)
         return data
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
@@ -73,7 +76,8 @@ class CompletionWriter:
             if self.chat:
                 made["message"] = {**message(choice), "refusal": None}
             else:
-                made["text"] = "".join(piece.text for piece in choice.pieces)
+                prompt = self.echoes[choice.index] if self.echoes else ""
+                made["text"] = prompt + "".join(piece.text for piece in choice.pieces)
             made["logprobs"] = self._logprobs(choice.pieces)
             made["finish_reason"] = _finish_reason(choice)
             written.append(made)

@@ -51,7 +51,8 @@ class Grammars:
             if not name or tool["function"]["name"] == name:
                 functions.append(tool["function"])
         if not functions:
-            raise rejected(where, f"names no tool {name or ''}; send it in tools")
+            wanted = name or "a call"
+            raise rejected(where, f"asks for {wanted}, which is not in tools; send it there")
         return call_rules(self.tokenizer, functions, single, where)
 
     def rules(self, parts: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from rich.progress import Progress, TaskID
 
 from bench import probes, tiny, venvs
 from bench.cells import WORKLOADS, Setting
-from bench.http import Early, RejectedRequest, ask, plain
+from bench.http import Early, Refused, ask, plain
 from bench.process import usage
 from bench.rows import ABOUT, Rows, write
 from bench.servers import Ended, Running, Server, environment, start
@@ -28,7 +28,7 @@ IDLE = 3  # seconds over which idle servers are watched
 SETTLED = 0.2  # CPU seconds in a second: less is idle
 PAUSE = 1.0  # seconds between two looks
 SETTLE_LIMIT = 180  # seconds; some go on with an answer that nobody waits for
-BROKEN = (RejectedRequest, httpx.HTTPError, KeyError, ValueError, ZeroDivisionError)
+BROKEN = (Refused, httpx.HTTPError, KeyError, ValueError, ZeroDivisionError)
 
 
 @dataclass(slots=True)

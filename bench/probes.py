@@ -83,7 +83,7 @@ def cells(truth: Truth, each: int) -> Iterator[Cell]:
 
 
 async def matches(server: Running, cell: Cell) -> int:
-    """How many of the cell's probes are answered right. Raises RejectedRequest and TimeoutError;
+    """How many of the cell's probes are answered right. Raises Refused and TimeoutError;
     Early where it could not be asked."""
     async with asyncio.timeout(LIMIT):
         for probe in cell.probes:

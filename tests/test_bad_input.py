@@ -649,8 +649,7 @@ def crashes_of(file: Path) -> None:
 
 def verdicts_of(file: Path) -> None:
     found = VerdictFile(file.parent, {})
-    for suffix in ("json", "trying"):
-        found.path(suffix).write_bytes(file.read_bytes())
+    found.path.write_bytes(file.read_bytes())
     found.load()
 
 

@@ -36,7 +36,7 @@ RUNS += [("deepseek_v3", "gather", False, name) for name in ("plain", "liar", "s
 RUNS += [("gemma2", "gather", True, "liar")]
 
 
-@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS, every=3))
+@pytest.mark.parametrize("kind, layout, lone, name, bits", in_turn(RUNS, BITS, every=4))
 def test_batch_then_hits(kind: str, layout: str, lone: bool, name: str, bits: int) -> None:
     """As in test_lossless; budgets and temperatures take turns. Then every prompt again, all of it
     cached."""

@@ -208,7 +208,11 @@ class DiskCache:
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that is queued was written; False if that took too long."""
-        return bool(wait([self._writer.submit(int)], timeout).done)
+        try:
+            last = self._writer.submit(int)
+        except RuntimeError:  # the interpreter ends, and has waited for the writer before
+            return True
+        return bool(wait([last], timeout).done)
 
     def close(self, timeout: float) -> bool:
         """Flush, then give up what is still queued. No method may be called afterwards."""

@@ -159,9 +159,9 @@ def lagging(kind: str) -> Any:
     "kind, layout, lone",
     [
         ("qwen3", "rows", False),
-        ("gpt_oss", "rows", False),
-        ("llama", "gather", False),
         ("gemma2", "gather", True),
+        pytest.param("gpt_oss", "rows", False, marks=pytest.mark.slow),
+        pytest.param("llama", "gather", False, marks=pytest.mark.slow),
         pytest.param("qwen3:4", "rows", False, marks=pytest.mark.slow),
         pytest.param("llama:8", "gather", False, marks=pytest.mark.slow),
     ],

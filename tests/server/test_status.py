@@ -174,8 +174,7 @@ def test_speed_and_acceptance(at: At) -> None:
         assert (now.speed, now.tokens_per_round, now.accepted) == (9.0, 3.0, 0.75)
         for name, rate in (("a", 15.0), ("b", 20.0)):
             journal.live[name] = lambda name=name, rate=rate: ROW | {"id": name, "rate": rate}
-        now = status.get_status(url)
-        assert now.speed == 35.0 and [row["id"] for row in now.requests] == ["b", "a"]
+        assert status.get_status(url).speed == 35.0
         assert json.loads(run("status", "--url", url, "--json").output)["speed"] == 35.0
 
 

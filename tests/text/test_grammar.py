@@ -396,7 +396,7 @@ def test_calls_of_a_model_that_writes_xml(coder: Grammars) -> None:
 def test_calls_that_cannot_be_asked_for(agent: Grammars) -> None:
     some = [{"type": "function", "function": {"name": "f"}}]
     for tools_, name in ((some, "g"), ([], None)):
-        with pytest.raises(RejectedRequest, match="send it in tools"):
+        with pytest.raises(RejectedRequest, match="not in tools"):
             agent.calls(tools_, name, True, "tool_choice")
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
     with pytest.raises(RejectedRequest, match=r'tool_choice cannot be honoured: .*"not"'):

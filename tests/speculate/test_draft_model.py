@@ -115,7 +115,7 @@ KINDS = [(kind, "rows") for kind in ("llama", "qwen3", "gemma3_text", "gpt_oss")
 KINDS += [("llama", "gather"), ("llama", "rect")]
 
 
-@pytest.mark.parametrize("kind, layout, temperature", in_turn(KINDS, [0.0, 0.8]))
+@pytest.mark.parametrize("kind, layout, temperature", in_turn(KINDS, [0.0, 0.8], every=3))
 def test_cold_prompts_and_hits(kind: str, layout: str, temperature: float) -> None:
     """A whole hit, a partial one, a block's end, and neighbours that join."""
     twins = Twins(kind, layout=layout)
@@ -214,8 +214,7 @@ def test_a_prompt_is_read_once_and_a_repeated_one_not_again() -> None:
     assert twins.rows - before <= BLOCK + 20 + 2
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature, noise", in_turn([0.0, 0.8], [0.0, 0.3]))
 def test_no_position_is_read_twice_but_one_row_per_blind_round(
     temperature: float, noise: float
 ) -> None:
@@ -273,8 +272,9 @@ def test_what_lags_is_caught_up_within_a_bound() -> None:
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("width", [tiny.VOCAB - 64, tiny.VOCAB + 64])
+@pytest.mark.parametrize(
+    "width, temperature", in_turn([tiny.VOCAB - 64, tiny.VOCAB + 64], [0.0, 0.8])
+)
 def test_logits_of_another_width(
     width: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

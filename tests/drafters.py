@@ -44,14 +44,19 @@ class KnownAnswers:
     def __init__(self, answers: Callable[[Request, int], list[int]], block_size: int) -> None:
         self.answers, self.view = answers, SimpleNamespace(block_size=block_size)
 
-    def forward_rows(self, plan: list[Entry], ids: mx.array, offsets: Any) -> mx.array:
-        assert offsets is None and ids.size == sum(e.rows for e in plan)
+    def forward_rows(self, plan: list[Entry], ids: mx.array, shift: mx.array | None) -> mx.array:
+        assert ids.size == sum(e.rows for e in plan)
         next_ = []
-        for e in plan:
+        for n, e in enumerate(plan):
             if e.samples:
-                answer, at = self.answers(e.seq.request, e.seq.index), e.end - e.seq.prompt_len
-                next_.append((answer[at] if at < len(answer) else 0) + (at % 7 == 5))
-        return 1e4 * (mx.arange(tiny.VOCAB) == mx.array(next_, mx.int32)[:, None] % tiny.VOCAB)
+                answer = self.answers(e.seq.request, e.seq.index)
+                told = [(t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(answer)]
+                told += [0 for _ in range(64)]  # it may draft beyond the answer's end
+                at = mx.array(e.end - e.seq.prompt_len)
+                next_.append(mx.array(told)[at if shift is None else at + shift[n]])
+        if not next_:
+            return mx.zeros((0, tiny.VOCAB))
+        return 1e4 * (mx.arange(tiny.VOCAB) == mx.stack(next_)[:, None])
 
 
 def costs(row: float = 1e-6) -> Costs:
@@ -86,7 +91,7 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
     if kind not in ("lookup", "chain"):
         copying.lookup = Silent  # type: ignore[assignment]
     drafters: list[Any] = [copying, model] if model else [copying]
-    e.proposer = Proposer(costs(row), drafters, overlap=e.runner.layout == "rows")
+    e.proposer = Proposer(costs(row), drafters, overlap=e.runner.layout != "solo")
     return e.proposer
 
 

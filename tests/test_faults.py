@@ -73,7 +73,7 @@ POINTS: list[tuple[Any, str]] = [
     (runner, "sample"),
     (Scheduler, "submitted"),
     (Step, "read"),
-    (Runner, "rollback"),
+    (Runner, "sample"),
     (Scheduler, "commit"),
     (structured, "advance"),
     (KVOffloader, "poll"),

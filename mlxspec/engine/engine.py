@@ -145,17 +145,17 @@ class Engine:
         results = step.read()
         self.trace("read", step.number)
         self._learn_time(step)
-        accepted, rows = [], []
+        accepted = []
         for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
             new = cut_at_stop(e, tokens, logprobs)
             accepted.append(new)
-            rows.append(e.count + new.drafts)
+            if len(new.tokens) < len(tokens):
+                self.runner.cut_state(step, e, e.count + new.drafts)
             if e.samples and not e.seq.finish:
                 self.counters["rounds"] += 1
                 self.spec_metrics.record(e.draft, new.drafts)
             prompt = e.seq.prompt_len - e.start
             self.counters["prompt_tokens"] += max(0, min(e.count, prompt))
-        self.runner.rollback(step.plan, rows)
         failures = structured.advance(zip(step.plan, accepted, strict=True))
         outputs = self.scheduler.commit(step.plan, accepted)
         self.counters["generated_tokens"] += sum(len(o.tokens) for o in outputs)

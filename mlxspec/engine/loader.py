@@ -222,7 +222,7 @@ def _add_drafters(engine: Engine, cache: WarmupCache, small: SmallModel | None) 
             vocab = small.fit.vocab
             drafters.append(DraftModel(draft, engine.vocab, seconds, vocab, small.context))
         engine.runner.tap([tap for drafter in drafters for tap in drafter.taps])
-        engine.proposer = Proposer(costs, drafters, overlap=engine.runner.layout == "rows")
+        engine.proposer = Proposer(costs, drafters, overlap=engine.runner.layout != "solo")
     else:
         log.warning("no speculation: the KV pool is too small to measure what a draft costs")
     pool.free(table)

@@ -307,8 +307,7 @@ class Scheduler:
             self.kv.cache_partial(seq, upto)
         keeps_state = seq.finish or self.kv.keeps_state(seq, upto)
         if self.kv.states is not None and keeps_state:
-            state = entry.state if seq.flight else seq.state
-            self.kv.cache_state(seq, upto, state)
+            self.kv.cache_state(seq, upto, entry.state)
         if self.offloader and (prompt_done or seq.finish):
             self.offloader.save(seq)
 

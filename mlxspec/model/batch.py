@@ -4,6 +4,7 @@ Rule: the host builds plain lists, which is faster for few rows than numpy; only
 step in flight is lazy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -14,8 +15,9 @@ import numpy as np
 from mlxspec.kernels import Group
 from mlxspec.kernels.reference import block_array
 from mlxspec.model.pages import View, slot_index
+from mlxspec.model.recurrent import Recording
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.types import Entry, Logprob, Plan, Seq, Tap
+from mlxspec.types import NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
@@ -41,6 +43,7 @@ class Step:
     taps: dict[Tap, mx.array]
     first_row: dict[Seq, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
+    recordings: Sequence[Recording] = ()  # of recurrent layers, where there are drafts
     marker: Any = None  # an array that is computed last
     number: int = 0
     began: float = 0.0
@@ -120,29 +123,39 @@ def build_inputs(
 def bucket(
     entry: Entry,
     block_size: int,
+    length: int = 0,
 ) -> tuple[int, int]:
-    """Entries of equal rows and similar context share one gather; padding at most doubles it."""
-    return entry.rows, (-(-entry.end // block_size) - 1).bit_length()
+    """Entries of equal rows and similar context share one gather; padding at most doubles it.
+    `length`: rows of each with padding, 0: its own."""
+    rows = length or entry.rows
+    return rows, (-(-(entry.start + rows) // block_size) - 1).bit_length()
 
 
 def fill_view(
     view: View,
     plan: Plan,
     shift: Shift,
+    length: int = 0,
+    one_group: bool = False,
 ) -> None:
-    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group. With
-    drafts in flight, positions and slots are lazy."""
+    """Fill the view with positions, slots and groups. Neighbours of one bucket are a group, or all
+    are `one_group`. With drafts in flight, positions and slots are lazy.
+
+    Each entry has `length` rows, 0: its own. Rows after its own are padding: what they write is
+    overwritten before it is read, or lies in the null block.
+    """
     size = view.block_size
     positions: list[int] = []
     owners: list[int] = []  # the number of each row's entry
     for n, e in enumerate(plan):
-        positions += range(e.start, e.end)
-        owners += [n] * e.rows
+        rows = range(e.start, e.start + (length or e.rows))
+        positions += rows
+        owners += [n for _ in rows]
     view.positions = mx.array(positions, mx.int32)
     if shift is not None:
         view.positions = view.positions + shift[mx.array(owners)]
     for i, window in enumerate(view.num_blocks):
-        tables = [e.seq.tables[i] for e in plan]
+        tables = [_table(e, i, length, size) for e in plan]
         if shift is None:
             slots = []
             for n, position in zip(owners, positions, strict=True):
@@ -153,25 +166,42 @@ def fill_view(
             width = max(map(len, tables))
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
-    view.groups = _groups(view, plan, shift)
+    view.groups = _groups(view, plan, shift, length, one_group)
+
+
+def _table(
+    e: Entry,
+    group: int,
+    length: int,
+    size: int,
+) -> list[int]:
+    """An entry's block table, with null blocks for its padding."""
+    table = e.seq.tables[group]
+    end = e.start + e.inflight_drafts + length
+    if end <= len(table) * size:
+        return table
+    return table + [NULL_BLOCK for _ in range(len(table), -(-end // size))]
 
 
 def _groups(
     view: View,
     plan: Plan,
     shift: Shift,
+    length: int,
+    one_group: bool,
 ) -> list[Group]:
     size = view.block_size
     groups = []
     row = first = 0
-    for (rows, _), members in groupby(plan, key=lambda e: bucket(e, size)):
+    for _, members in groupby(plan, key=lambda e: 0 if one_group else bucket(e, size, length)):
         entries = list(members)
+        rows = length or entries[0].rows
         last = first + len(entries)
         end = row + rows * len(entries)
         starts = [e.start for e in entries]
         tables = {}
         for i, window in enumerate(view.num_blocks):
-            tables[window] = [e.seq.tables[i] for e in entries]
+            tables[window] = [_table(e, i, length, size) for e in entries]
         group = Group(
             row,
             end,
@@ -197,11 +227,32 @@ def starts_of(plan: Plan) -> dict[Entry, int]:
     return starts
 
 
-def sampled_rows(plan: Plan) -> mx.array:
-    """int32 [R]: the indices of the sampled rows among all rows."""
+def sampled_rows(plan: Plan, length: int = 0) -> mx.array:
+    """int32 [R]: the indices of the sampled rows among all rows, `length` for each entry, 0: its
+    own."""
     rows: list[int] = []
-    end = 0
+    first = 0
     for e in plan:
-        end += e.rows
-        rows += range(end - e.sampled, end)
+        rows += range(first + e.rows - e.sampled, first + e.rows)
+        first += length or e.rows
+    return mx.array(rows, mx.int32)
+
+
+def padded_rows(plan: Plan, length: int) -> mx.array:
+    """int32 [B * length]: for each row of a padded batch its index among the plan's rows; padding
+    repeats the entry's last row."""
+    rows: list[int] = []
+    first = 0
+    for e in plan:
+        last = first + e.rows - 1
+        rows += [min(first + i, last) for i in range(length)]
+        first += e.rows
+    return mx.array(rows, mx.int32)
+
+
+def own_rows(plan: Plan, length: int) -> mx.array:
+    """int32 [T]: where the plan's rows lie among those of a padded batch."""
+    rows: list[int] = []
+    for n, e in enumerate(plan):
+        rows += range(n * length, n * length + e.rows)
     return mx.array(rows, mx.int32)

@@ -266,7 +266,9 @@ def probe_logits(runner: Runner) -> list[mx.array]:
         counts = dict(zip(plan, accepted, strict=False))
         done = runner.forward(plan, None)
         mx.eval(done.logits)
-        runner.rollback(plan, [e.count + counts[e] for e in plan])
+        if any(accepted):
+            kept = [counts[row.entry] for row in done.rows if row.ordinal == 1]
+            runner.states.keep_accepted(mx.array(kept), list(done.first_row))
         for e, n in counts.items():
             if e.samples:
                 row = done.first_row[e.seq]

@@ -1,8 +1,9 @@
-"""State of recurrent layers (SSM, gated delta rule, short convolutions) and its rollback.
+"""State of recurrent layers (SSM, gated delta rule, short convolutions), with drafts in it.
 
 Rule: a sequence's state is a flat tuple of arrays [1, ...] that is never written into; None before
-its first row. A forward with drafts records what each recurrence read; once some drafts are
-rejected, the recurrences run again over the accepted rows alone, without the model's weights.
+its first row. A forward with drafts records what each recurrence read; once the drafts are
+verified, the recurrences run again over the rows that stand, without the model's weights. How many
+stand is an array: no step is waited for.
 """
 
 import inspect
@@ -21,25 +22,17 @@ from mlx_lm.models.cache import ArraysCache
 from mlxspec.types import Entry, Plan, Seq, UnsupportedModel
 
 StateArrays = tuple[mx.array, ...]
-# (sequences of a batch, number of rows) -> their state [n, ...] after these rows.
-Replay = Callable[[slice, int], mx.array]
+# int32 [B], the rows that stand of each sequence, at least 1 -> the batch's state [B, ...] after.
+Replay = Callable[[mx.array], mx.array]
 
 MAX_SLICED_ROWS = 16  # of an entry; after longer ones its state is copied, not a slice
 NOT_RECORDED = "a recurrent layer's state update cannot be recorded"
-# mlx-lm's functions that return (output, new state): the axis of their rows, the arguments that
-# have that axis, and the argument that is the old state.
-RECURRENCES: dict[str, tuple[int, tuple[str, ...], str]] = {
-    "gated_delta_update": (
-        1,
-        ("q", "k", "v", "a", "b"),
-        "state",
-    ),
-    "ssm_update": (
-        1,
-        ("hidden_states", "B", "C", "dt"),
-        "state",
-    ),
-    "recurrent_gla": (2, ("q", "k", "v"), "h"),
+# mlx-lm's functions that return (output, new state): the axis of their rows, and the arguments that
+# have that axis.
+RECURRENCES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "gated_delta_update": (1, ("q", "k", "v", "a", "b")),
+    "ssm_update": (1, ("hidden_states", "B", "C", "dt")),
+    "recurrent_gla": (2, ("q", "k", "v")),
 }
 
 
@@ -64,14 +57,12 @@ class StateRecorder:
             self.replays.append(replay)
         self.recurrences.clear()
 
-    def state_after(
-        self,
-        i: int,
-        rows: int,
-    ) -> StateArrays:
-        """The state of sequence `i` of the batch after its first `rows` rows."""
-        return tuple(replay(slice(i, i + 1), rows) for replay in self.replays)
+    def states_after(self, rows: mx.array) -> list[mx.array]:
+        """The batch's states [B, ...] after the first `rows` int32 [B] rows of each sequence."""
+        return [replay(rows) for replay in self.replays]
 
+
+Recording = tuple[Plan, StateRecorder]  # the entries of a forward
 
 # The recorder of the forward that is being built. mlx-lm's layers call module-level functions, so
 # there is no argument through which they could be handed one.
@@ -88,37 +79,38 @@ class RecordedConv1d(nn.Conv1d):
         return super().__call__(x)  # type: ignore[no-untyped-call]
 
 
-def _window_after(
-    x: mx.array,
-    keep: int,
-    batch: slice,
-    rows: int,
-) -> mx.array:
-    """A convolution's state: the last `keep` of [state ++ rows]."""
-    return x[batch, rows : rows + keep]
+def _window_after(x: mx.array, keep: int, rows: mx.array) -> mx.array:
+    """A convolution's state: the last `keep` of [state ++ rows], x [B, keep + L, channels]."""
+    places = rows[:, None] + mx.arange(keep)
+    return mx.take_along_axis(x, places[..., None], axis=1)
 
 
 def _recorded(
     update: Any,
     axis: int,
     inputs: Sequence[str],
-    state: str,
 ) -> Any:
     """`update`, which also records how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
 
-    def state_after(
-        given: dict[str, Any],
-        batch: slice,
-        rows: int,
-    ) -> Any:
-        given = dict(given)
-        for name in inputs:
-            given[name] = mx.split(given[name][batch], [rows], axis)[0]
-        if given.get(state) is not None:
-            given[state] = given[state][batch]
-        _, new = update(**given)
-        return new
+    def masked(given: dict[str, Any], rows: mx.array) -> Any:
+        """By its own mask, which leaves the state of the masked rows as it is."""
+        length = given[inputs[0]].shape[axis]
+        given = given | {"mask": mx.arange(length) < rows[:, None]}
+        if "lengths" in signature.parameters:
+            given["lengths"] = rows
+        return update(**given)[1]
+
+    def chosen(given: dict[str, Any], rows: mx.array) -> Any:
+        """For an update without a mask: the state after every row, of which one is chosen."""
+        length = given[inputs[0]].shape[axis]
+        states = []
+        for n in range(1, length + 1):
+            some = {name: mx.split(given[name], [n], axis)[0] for name in inputs}
+            states.append(update(**given | some)[1])
+        return mx.stack(states)[rows - 1, mx.arange(len(rows))]
+
+    state_after = masked if "mask" in signature.parameters else chosen
 
     @wraps(update)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -154,10 +146,11 @@ class RecurrentStates:
     rollback_supported: bool = True
     forms: Sequence[tuple[tuple[int, ...], mx.Dtype]] = ()  # of a sequence's state, once known
     _last: list[Seq] = field(default_factory=list)  # sequences of the step before
-    _recorded: dict[Entry, tuple[StateRecorder, int]] = field(default_factory=dict)
+    _recorded: list[Recording] = field(default_factory=list)  # of the last step's forwards
 
     def begin_step(self, plan: Plan) -> None:
         """Copy the states of sequences that left the batch: a slice pins the batch's array."""
+        self._recorded = []
         if not self.layers:
             return
         now = [e.seq for e in plan]
@@ -192,21 +185,15 @@ class RecurrentStates:
         recorder = _recorder.get()
         if recorder:
             recorder.finish(arrays)
-        parts = [tuple(arrays)]
-        if len(entries) > 1:
-            parts = [tuple(a[i : i + 1] for a in arrays) for i in range(len(entries))]
-        # The next forward of the same sequences takes the arrays as they are.
-        batch: Any = arrays, parts
-        if entries[0].rows > MAX_SLICED_ROWS:  # a slice would pin all that the pass read
-            parts = [own(part) for part in parts]
-            batch = None
-            arrays = [array for part in parts for array in part]
-        for i, e in enumerate(entries):
-            if recorder and len(e.draft):
-                self._recorded[e] = recorder, i
-            e.seq.state = parts[i]
-            e.seq.batch = batch
-        return arrays
+            self._recorded.append((entries, recorder))
+        if recorder or entries[0].rows <= MAX_SLICED_ROWS:
+            _assign(entries, arrays)
+            return arrays
+        parts = [own(part) for part in _slices(arrays, len(entries))]
+        for e, part in zip(entries, parts, strict=True):  # a slice would pin all that the pass read
+            e.seq.state = part
+            e.seq.batch = None
+        return [array for part in parts for array in part]
 
     def release(self) -> None:
         """Stop recording and drop the layers' arrays: the forward is built, or failed."""
@@ -214,18 +201,47 @@ class RecurrentStates:
         for layer in self.layers:
             layer.cache = [None for _ in layer.cache]
 
-    def rollback(
-        self,
-        plan: Plan,
-        kept_rows: Sequence[int],
-    ) -> None:
-        """A step was read: bring each sequence's state to the one after its first kept rows."""
-        for e, rows in zip(plan, kept_rows, strict=True):
-            recorder, i = self._recorded.pop(e, (None, 0))
-            if recorder and rows < e.rows and e.seq.state is not None:
-                # Submitted now, so that the recorded inputs are free when the step is done.
-                e.seq.state = own(recorder.state_after(i, rows))
-                e.seq.batch = None
+    def keep_accepted(self, accepted: mx.array, samplers: Sequence[Seq]) -> list[Recording]:
+        """Bring the states that a forward with drafts left to those after the accepted ones,
+        lazily. `accepted` int32 [R]: how many were, for each of `samplers`. Returns what `cut`
+        needs."""
+        numbers = {seq: n for n, seq in enumerate(samplers)}
+        accepted = mx.pad(accepted, (0, 1))  # with 0 for an entry that does not sample
+        recordings, self._recorded = self._recorded, []
+        for entries, recorder in recordings:
+            places = mx.array([numbers.get(e.seq, -1) for e in entries])
+            known = mx.array([e.count for e in entries])
+            _assign(entries, recorder.states_after(known + accepted[places]))
+        return recordings
+
+    @staticmethod
+    def cut(recordings: Iterable[Recording], entry: Entry, rows: int) -> None:
+        """Bring the state of an entry that ended at a stop to that after its first `rows` rows."""
+        for entries, recorder in recordings:
+            if entry in entries:
+                every = mx.full((len(entries),), rows, mx.int32)
+                parts = _slices(recorder.states_after(every), len(entries))
+                state = own(parts[list(entries).index(entry)])
+                if entry.seq.state is entry.state:  # no later step has gone on from it
+                    entry.seq.state = state
+                    entry.seq.batch = None
+                entry.state = state
+
+
+def _slices(arrays: Sequence[mx.array], count: int) -> list[StateArrays]:
+    """The states of the sequences of a batch."""
+    return [tuple(array[i : i + 1] for array in arrays) for i in range(count)]
+
+
+def _assign(entries: Plan, arrays: Sequence[mx.array]) -> None:
+    """Give the entries' sequences their parts of the batch's states; the next forward of the same
+    sequences takes the arrays as they are."""
+    parts = [tuple(arrays)]
+    if len(entries) > 1:
+        parts = _slices(arrays, len(entries))
+    for e, part in zip(entries, parts, strict=True):
+        e.seq.state = part
+        e.seq.batch = arrays, parts
 
 
 def own(state: StateArrays) -> StateArrays:

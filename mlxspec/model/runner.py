@@ -1,9 +1,10 @@
 """Runs a plan through an unmodified mlx-lm model: fill the view, forward, sample, submit.
 
 Rule: one code path per layout, chosen once at the first start. `rows` puts every token in its own
-batch row, so prefill chunks, decodes and drafts are one forward; `rect` runs entries of equal rows
-as [B, L], for layers that need the time axis; `gather` likewise, with K/V handed back dense;
-`solo` keeps mlx-lm's own caches.
+batch row, so prefill chunks, decodes and drafts are one forward; `rect` runs [B, L], for layers
+that need the time axis: all that decodes is one forward, padded to the longest draft, and chunks
+of prompts of equal rows are others; `gather` likewise, with K/V handed back dense; `solo` keeps
+mlx-lm's own caches.
 """
 
 import time
@@ -24,6 +25,8 @@ from mlxspec.model.batch import (
     bucket,
     build_inputs,
     fill_view,
+    own_rows,
+    padded_rows,
     sampled_rows,
 )
 from mlxspec.model.pages import DensePages, Pages, View, window_of
@@ -197,7 +200,7 @@ class Runner:
         """The plan's forward, its entries sorted so that like ones are neighbours: lazy in the rows
         layout, else each of its passes is submitted at once. `previous` is the step in flight,
         which holds pending tokens."""
-        plan = sorted(plan, key=self._form)
+        plan = sorted(plan, key=lambda e: (self._form(e), bucket(e, self.view.block_size)))
         shift = row_shift = None
         if previous is not None and any(e.inflight_drafts for e in plan):
             shift = previous.shift_of(plan)
@@ -211,7 +214,10 @@ class Runner:
         """Lazy samples of a forward's sampled rows; None where no entry samples."""
         if not step.rows:
             return None
-        return sample(step.logits, step.rows, step.ids, step.shift)
+        sampled = sample(step.logits, step.rows, step.ids, step.shift)
+        if sampled.accepted is not None:
+            step.recordings = self.states.keep_accepted(sampled.accepted, list(step.first_row))
+        return sampled
 
     def submit(
         self,
@@ -244,13 +250,15 @@ class Runner:
         step.submit_seconds = time.perf_counter() - began
         return step
 
-    def rollback(
+    def cut_state(
         self,
-        plan: Plan,
-        kept_rows: Sequence[int],
+        step: Step,
+        entry: Entry,
+        rows: int,
     ) -> None:
-        """Drop rejected drafts from recurrent states: see RecurrentStates.rollback."""
-        self.states.rollback(plan, kept_rows)
+        """Bring the recurrent state of an entry that a stop has cut to that after its first `rows`
+        rows."""
+        self.states.cut(step.recordings, entry, rows)
 
     def forward_rows(
         self,
@@ -265,8 +273,14 @@ class Runner:
         return logits
 
     def _form(self, e: Entry) -> tuple[Any, ...]:
-        """What entries must have in common to share a forward [B, L]."""
-        return bucket(e, self.view.block_size), e.seq.state is None
+        """What entries must have in common to share a forward; those that decode come first."""
+        if self.layout == "rows":
+            return ()
+        chunk = (0, 0)
+        if e.count > 1:
+            chunk = bucket(e, self.view.block_size)
+        fresh = bool(self.states.layers) and e.seq.state is None
+        return fresh, chunk
 
     def _forward(
         self,
@@ -275,22 +289,21 @@ class Runner:
         shift: Shift,
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
-        batches = [list(plan)]
+        batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
         if self.lone:
             batches = [[e] for e in plan]
-        elif self.layout != "rows":
-            batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
         self.states.begin_step(plan)
         logits = []
         taps: dict[Tap, list[mx.array]] = {tap: [] for tap in self.view.taps}
-        row = 0
+        first = row = 0
         for batch in batches:
+            last = first + len(batch)
             end = row + sum(e.rows for e in batch)
-            logits.append(self._forward_batch(batch, ids[row:end], shift))
+            part = None if shift is None else shift[first:last]
+            logits.append(self._forward_batch(batch, ids[row:end], part))
             for tap, parts in taps.items():
-                hidden = self.view.tapped.pop(tap)
-                parts.append(hidden.flatten(0, 1))
-            row = end
+                parts.append(self.view.tapped.pop(tap))
+            first, row = last, end
         return mx.concatenate(logits), {tap: mx.concatenate(taps[tap]) for tap in taps}
 
     def _forward_batch(
@@ -299,23 +312,28 @@ class Runner:
         ids: mx.array,
         shift: Shift,
     ) -> mx.array:
-        """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others."""
+        """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others; its
+        taps [T, D] are in the view."""
         view = self.view
         caches = self.caches
+        length = 0  # rows of each entry, where they are the same
+        if self.layout != "rows":
+            length = max(e.rows for e in batch)
+        padded = len(batch) * length > len(ids)
+        if padded:
+            ids = ids[padded_rows(batch, length)]
         if self.layout == "solo":
             seq = batch[0].seq
             caches = seq.state = seq.state or make_prompt_cache(self.model)
         else:
             self.grow()
-            fill_view(view, batch, shift)
-        length = 1
-        if self.layout != "rows":
-            length = batch[0].rows
-            view.positions = mx.array([e.start for e in batch])
-        view.sampled = sampled = sampled_rows(batch)
+            fill_view(view, batch, shift, length, self.layout == "gather")
+            if length:  # mlx-lm's layers ask for the first position of each sequence
+                view.positions = view.positions[::length]
+        view.sampled = sampled = sampled_rows(batch, length)
         try:
             self.states.load(batch)
-            logits: mx.array = self.model(ids.reshape(-1, length), cache=caches)
+            logits: mx.array = self.model(ids.reshape(-1, length or 1), cache=caches)
             states = self.states.store(batch)
         finally:
             self.states.release()
@@ -323,6 +341,9 @@ class Runner:
         logits = logits.flatten(0, 1)
         if not self.trunk:
             logits = logits[sampled]
+        for tap, hidden in view.tapped.items():
+            rows = hidden.flatten(0, 1)
+            view.tapped[tap] = rows[own_rows(batch, length)] if padded else rows
         if self.layout != "rows":
             # The next forward writes the pools that this one reads; in one graph MLX would copy
             # them. Naming them holds them until all is done, so only where the logits do not need

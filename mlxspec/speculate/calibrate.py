@@ -105,8 +105,6 @@ def _time(
     sampled = runner.sample(runner.forward([entry], None))
     assert sampled is not None
     mx.eval(sampled.tokens, sampled.accepted)
-    accepted = (rows - 1) // 2
-    runner.rollback([entry], [1 + accepted])
     if runner.states.layers:
         mx.eval(seq.state)
     return time.perf_counter() - began

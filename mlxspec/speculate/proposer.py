@@ -24,7 +24,7 @@ FIRST_TOKEN = 0.6  # the rate to start from of the first token of a model or hea
 
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; `overlap`:
-    the target can start a step while drafts are in flight (the rows layout)."""
+    the target can start a step while drafts are in flight (all layouts but solo)."""
 
     def __init__(
         self,

@@ -105,11 +105,9 @@ def test_rollback_of_drafts(kind: str, rollback: bool, sharing: bool, drafts: bo
 
 
 def test_a_rollback_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recurrent.StateRecorder.state_after
+    right = recurrent.StateRecorder.states_after
     monkeypatch.setattr(
-        recurrent.StateRecorder,
-        "state_after",
-        lambda self, i, rows: right(self, i, rows + 1),
+        recurrent.StateRecorder, "states_after", lambda self, rows: right(self, rows + 1)
     )
     found = find_layout(tiny.model("qwen3_next"))
     assert not found.rollback and not found.can_draft

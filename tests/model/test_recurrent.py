@@ -158,8 +158,11 @@ def held(runner: Runner, work: list[list[Entry]]) -> int:
     """Bytes that are held after these steps and were not before, the pools aside."""
     plan: list[Entry]
     for plan in work:
-        mx.eval(runner.forward(plan, None).logits)
-        runner.rollback(plan, [1 + len(e.draft) // 2 if len(e.draft) else e.rows for e in plan])
+        done = runner.forward(plan, None)
+        mx.eval(done.logits)
+        kept = [len(row.entry.draft) // 2 for row in done.rows if row.ordinal == 1]
+        if any(kept):
+            runner.states.keep_accepted(mx.array(kept), list(done.first_row))
         for e in plan:
             mx.eval(e.seq.state)
             e.seq.computed = e.end

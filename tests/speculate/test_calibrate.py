@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import calibrate as module
 from mlxspec.speculate.calibrate import calibrate, one_row
@@ -62,14 +63,18 @@ def test_a_pool_that_is_too_small(runner: Runner) -> None:
     assert calibrate(runner, table(2)) is None
 
 
-def test_recurrent_layers_roll_half_of_each_draft_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_recurrent_layers_chooses_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(tiny.model("qwen3_next"), "rect", SIZE, 16)
-    back, asked = runner.rollback, []
-    monkeypatch.setattr(
-        runner, "rollback", lambda plan, n: asked.append((plan[0].rows, *n)) or back(plan, n)
-    )
+    keep, asked = RecurrentStates.keep_accepted, []
+
+    def kept(self: Any, accepted: Any, samplers: Any) -> Any:
+        found = keep(self, accepted, samplers)
+        asked.extend(plan[0].rows for plan, _ in found)
+        return found
+
+    monkeypatch.setattr(RecurrentStates, "keep_accepted", kept)
     costs = calibrate(runner, table())
-    assert costs is not None and {(1, 1), (2, 1), (8, 4), (32, 16)} <= set(asked)
+    assert costs is not None and {2, 8, 32} <= set(asked)
 
 
 def test_one_row(runner: Runner) -> None:

@@ -125,10 +125,13 @@ class Mock:
             for at in range(max(0, e.start - window + 1), e.end):
                 assert table[at // SIZE] != 0
                 assert self.slots[group, slot[at]] == tuple(tokens[: at + 1])
-        if self.states:
+        end = e.start + e.count
+        sampled = [nth(tokens[: end + i], e.seq.index) for i in range(e.sampled)]
+        if self.states:  # as the engine: that after the accepted drafts
             assert (e.seq.state or ()) == tuple(tokens[: e.start])
-            e.seq.state = tuple(tokens[: e.end])
-        return [nth(tokens[: e.start + e.count + i], e.seq.index) for i in range(e.sampled)]
+            kept = len(accept(e.draft.tokens, sampled)) - 1 if sampled else 0
+            e.seq.state = tuple(tokens[: end + kept])
+        return sampled
 
     def commit(self, plan: list[Entry], sampled: list[list[int]]) -> None:
         accepted = [
@@ -137,8 +140,11 @@ class Mock:
         ]
         news = [cut_at_stop(e, new, []) for e, new in zip(plan, accepted, strict=True)]
         for e, new in zip(plan, news, strict=True):
-            if e.draft.tokens and e.seq.state:  # as the engine: the state of the kept rows
-                e.seq.state = e.seq.state[: e.start + e.count + new.drafts]
+            if e.draft.tokens and e.state:  # as the engine, where a stop cuts drafts
+                state = e.state[: e.start + e.count + new.drafts]
+                if e.seq.state is e.state:
+                    e.seq.state = state
+                e.state = state
         self.out += self.s.commit(plan, news)
 
     def settle(self) -> None:

@@ -19,6 +19,7 @@ MEMORY = 100  # observations that an acceptance rate remembers
 FORGETTING = 0.995  # of an observation's weight, each round
 PRIOR = 4.0  # observations that a starting estimate is worth
 PROBE_SHARE = 0.01  # of the time, at most, for probing whether a parked drafter would pay now
+PROBE_INTERVALS = (8, 128)  # rounds, shortest and longest: a wrong cost is found in time
 INNOVATION = 0.25  # one observed time moves a cost by this part at most
 CORRECTION = 0.1  # weight of one observed time
 
@@ -267,4 +268,5 @@ def probe_every(option: Proposal, curve: Curve, plain: float, base: int) -> int:
         return 0
     extra = curve[base] + option.fixed + option.seconds - plain
     every = math.ceil(extra / plain / PROBE_SHARE)
-    return max(1, every)
+    shortest, longest = PROBE_INTERVALS
+    return max(shortest, min(longest, every))

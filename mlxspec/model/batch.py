@@ -4,7 +4,7 @@ Rule: the host builds plain lists, which is faster for few rows than numpy; only
 step in flight is lazy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -154,8 +154,12 @@ def fill_view(
     view.positions = mx.array(positions, mx.int32)
     if shift is not None:
         view.positions = view.positions + shift[mx.array(owners)]
+    all_tables: dict[int | None, list[list[int]]] = {}
     for i, window in enumerate(view.num_blocks):
-        tables = [_table(e, i, length, size) for e in plan]
+        tables = [e.seq.tables[i] for e in plan]
+        if length:
+            tables = [_padded_table(e, i, length, size) for e in plan]
+        all_tables[window] = tables
         if shift is None:
             slots = []
             for n, position in zip(owners, positions, strict=True):
@@ -166,10 +170,10 @@ def fill_view(
             width = max(map(len, tables))
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
-    view.groups = _groups(view, plan, shift, length, one_group)
+    view.groups = _groups(plan, all_tables, size, shift, length, one_group)
 
 
-def _table(
+def _padded_table(
     e: Entry,
     group: int,
     length: int,
@@ -184,13 +188,13 @@ def _table(
 
 
 def _groups(
-    view: View,
     plan: Plan,
+    all_tables: Mapping[int | None, list[list[int]]],
+    size: int,
     shift: Shift,
     length: int,
     one_group: bool,
 ) -> list[Group]:
-    size = view.block_size
     groups = []
     row = first = 0
     for _, members in groupby(plan, key=lambda e: 0 if one_group else bucket(e, size, length)):
@@ -199,9 +203,7 @@ def _groups(
         last = first + len(entries)
         end = row + rows * len(entries)
         starts = [e.start for e in entries]
-        tables = {}
-        for i, window in enumerate(view.num_blocks):
-            tables[window] = [_table(e, i, length, size) for e in entries]
+        tables = {window: tables[first:last] for window, tables in all_tables.items()}
         group = Group(
             row,
             end,

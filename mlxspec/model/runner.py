@@ -200,7 +200,7 @@ class Runner:
         """The plan's forward, its entries sorted so that like ones are neighbours: lazy in the rows
         layout, else each of its passes is submitted at once. `previous` is the step in flight,
         which holds pending tokens."""
-        plan = sorted(plan, key=lambda e: (self._form(e), bucket(e, self.view.block_size)))
+        plan = sorted(plan, key=self._order)
         shift = row_shift = None
         if previous is not None and any(e.inflight_drafts for e in plan):
             shift = previous.shift_of(plan)
@@ -274,13 +274,18 @@ class Runner:
 
     def _form(self, e: Entry) -> tuple[Any, ...]:
         """What entries must have in common to share a forward; those that decode come first."""
-        if self.layout == "rows":
-            return ()
         chunk = (0, 0)
         if e.count > 1:
             chunk = bucket(e, self.view.block_size)
         fresh = bool(self.states.layers) and e.seq.state is None
         return fresh, chunk
+
+    def _order(self, e: Entry) -> tuple[Any, ...]:
+        """Entries of one forward are neighbours, and in it those of one attention group."""
+        group = bucket(e, self.view.block_size)
+        if self.layout == "rows":
+            return group
+        return self._form(e), group
 
     def _forward(
         self,
@@ -289,9 +294,11 @@ class Runner:
         shift: Shift,
     ) -> tuple[mx.array, dict[Tap, mx.array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
-        batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
+        batches = [list(plan)]
         if self.lone:
             batches = [[e] for e in plan]
+        elif self.layout != "rows":
+            batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
         self.states.begin_step(plan)
         logits = []
         taps: dict[Tap, list[mx.array]] = {tap: [] for tap in self.view.taps}

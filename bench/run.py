@@ -44,7 +44,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     several = {"type": lambda text: text.split(","), "metavar": "NAME,..."}
     parser.add_argument(
-        "--model", default="", help="as for mlxspec serve; default: the embedded model"
+        "--model", default="", help="as for mlxspec serve; default: the built-in model"
     )
     parser.add_argument(
         "--servers", default=list(DEFAULT), help=f"default: {','.join(DEFAULT)}", **several

@@ -107,7 +107,7 @@ def _installation(config: Config) -> Iterator[Check]:
     if folder.is_dir() and os.access(folder, os.W_OK):
         yield Check("cache", str(cache_of(config)))
     else:
-        yield Check("cache", f"{folder} is not writable; give another --cache-dir", broken=True)
+        yield Check("cache", f"{folder} is not writable; set cache_dir to another", broken=True)
 
 
 def _models(config: Config) -> Iterator[Check]:

@@ -81,7 +81,7 @@ def serve(
             logging.getLogger("mlxspec").setLevel(config.log_level.upper())
             if len(crashed) == SAFE_CRASHES:
                 config = replace(config, speculate="off", kernels="off")
-                note = f"safe mode, without speculation: {SAFE_CRASHES} crashes in 10 minutes"
+                note = f"safe mode: {SAFE_CRASHES} crashes in 10 minutes; no drafts, no kernels"
                 log.warning("%s; `mlxspec service restart` ends it", note)
             from mlxspec.server.process import serve_model  # fails in a broken installation
 

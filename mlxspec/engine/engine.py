@@ -149,7 +149,7 @@ class Engine:
         for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
             new = cut_at_stop(e, tokens, logprobs)
             accepted.append(new)
-            if len(new.tokens) < len(tokens):
+            if len(new.tokens) < len(tokens) and not e.seq.finish:
                 self.runner.cut_state(step, e, e.count + new.drafts)
             if e.samples and not e.seq.finish:
                 self.counters["rounds"] += 1

@@ -46,10 +46,11 @@ from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import ModelInfo, Request, UnsupportedModel
+from mlxspec.types import MAX_DEPTH, ModelInfo, Request, UnsupportedModel
 
 log = logging.getLogger("mlxspec")
 
+MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
 
 
@@ -222,7 +223,9 @@ def _add_drafters(engine: Engine, cache: WarmupCache, small: SmallModel | None) 
             vocab = small.fit.vocab
             drafters.append(DraftModel(draft, engine.vocab, seconds, vocab, small.context))
         engine.runner.tap([tap for drafter in drafters for tap in drafter.taps])
-        engine.proposer = Proposer(costs, drafters, overlap=engine.runner.layout != "solo")
+        layout = engine.runner.layout
+        depth = MAX_DEPTH if layout == "rows" else MAX_PADDED_DEPTH
+        engine.proposer = Proposer(costs, drafters, layout != "solo", depth)
     else:
         log.warning("no speculation: the KV pool is too small to measure what a draft costs")
     pool.free(table)

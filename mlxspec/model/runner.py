@@ -36,6 +36,7 @@ from mlxspec.model.trunk import install_taps, install_trunk
 from mlxspec.types import Entry, Plan, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
+MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
 
 Layout = Literal["rows", "rect", "gather", "solo"]
 
@@ -88,6 +89,7 @@ class Runner:
         pools = {None: blocks} | dict(windows or {})
         self.view = View(block_size, pools, dict(pools))
         self._kv_bits = kv_bits
+        self._split = False
         self._highest: Callable[[], Sequence[int]] | None = None
         self.caches: list[Any] = []
         if layout != "solo":
@@ -200,6 +202,7 @@ class Runner:
         """The plan's forward, its entries sorted so that like ones are neighbours: lazy in the rows
         layout, else each of its passes is submitted at once. `previous` is the step in flight,
         which holds pending tokens."""
+        self._split = self._needs_split(plan)
         plan = sorted(plan, key=self._order)
         shift = row_shift = None
         if previous is not None and any(e.inflight_drafts for e in plan):
@@ -277,6 +280,8 @@ class Runner:
         chunk = (0, 0)
         if e.count > 1:
             chunk = bucket(e, self.view.block_size)
+        elif self._split:
+            chunk = (0, bucket(e, self.view.block_size)[1])
         fresh = bool(self.states.layers) and e.seq.state is None
         return fresh, chunk
 
@@ -285,7 +290,13 @@ class Runner:
         group = bucket(e, self.view.block_size)
         if self.layout == "rows":
             return group
-        return self._form(e), group
+        return self._form(e), group[1]
+
+    def _needs_split(self, plan: Plan) -> bool:
+        """Whether the K/V of all that decodes, padded to the longest context, would be too much to
+        gather: then only similar contexts share a forward."""
+        ends = [e.end for e in plan if e.count == 1]
+        return self.layout == "gather" and len(ends) * max(ends, default=0) > MAX_PADDED_SLOTS
 
     def _forward(
         self,

@@ -13,7 +13,7 @@ from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Key, Proposal
 from mlxspec.speculate.ngram import FIRST_RATE, GRAMMAR
-from mlxspec.types import Accepted, Draft, Plan, Seq
+from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq
 
 log = logging.getLogger("mlxspec")
 
@@ -24,17 +24,20 @@ FIRST_TOKEN = 0.6  # the rate to start from of the first token of a model or hea
 
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; `overlap`:
-    the target can start a step while drafts are in flight (all layouts but solo)."""
+    the target can start a step while drafts are in flight (all layouts but solo). `max_depth`
+    limits a draft: in most layouts the other sequences' rows are padded to it."""
 
     def __init__(
         self,
         costs: Costs,
         drafters: list[Drafter],
         overlap: bool = True,
+        max_depth: int = MAX_DEPTH,
     ) -> None:
         self.costs = costs
         self.drafters = drafters
         self.overlap = overlap
+        self.max_depth = max_depth
         self.control = Controller(costs, self._prior)
         self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
@@ -85,7 +88,7 @@ class Proposer:
         self._chosen = {}
         depths = {}
         for seq, depth, proposal in self._decide(seqs, in_flight=False):
-            depths[seq] = depth
+            depths[seq] = min(depth, self.max_depth)
             self._chosen[seq] = proposal
         return depths
 

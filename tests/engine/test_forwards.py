@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mlxspec.engine.engine import Engine
+from mlxspec.model.batch import bucket
 from mlxspec.types import Entry, Request
 from tests import tiny
 from tests.drafters import KnownAnswers, attach
@@ -125,3 +126,24 @@ def test_what_a_draft_in_flight_accepts_is_the_state_of_the_next_step() -> None:
     outputs = tiny.run(e)
     assert tiny.tokens(outputs, "turn") == tiny.Plain(tiny.model("qwen3_5"))(turn.prompt, 8)
     assert outputs[-1].cached == len(r.prompt) + end
+
+
+def test_one_long_context_does_not_pad_the_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the gather layout, where K/V are copied: then similar contexts share a forward."""
+    told = answers("deepseek_v3")
+    monkeypatch.setattr("mlxspec.model.runner.MAX_PADDED_SLOTS", 400)
+    e = tiny.engine(tiny.model("deepseek_v3"), layout="gather", blocks=128, budget=600)
+    e.proposer = NoisyOracle(told)
+    plans, calls = counted(e)
+    for r in requests():
+        e.add(r)
+    outputs = tiny.run(e)
+    assert all(tiny.tokens(outputs, r.id) == told[r.prompt, 0] for r in requests())
+    split = 0
+    for plan, n in zip(plans, calls, strict=True):
+        if all(e.count == 1 for e in plan):
+            padded = len(plan) * max(e.end for e in plan)
+            contexts = {bucket(e, 8)[1] for e in plan}
+            assert n == (len(contexts) if padded > 400 else 1)
+            split += n > 1
+    assert split > 3

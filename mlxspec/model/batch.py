@@ -48,7 +48,6 @@ class Step:
     number: int = 0
     began: float = 0.0
     overlaps: bool = False
-    submit_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         rows = enumerate(self.rows)
@@ -158,7 +157,9 @@ def fill_view(
     for i, window in enumerate(view.num_blocks):
         tables = [e.seq.tables[i] for e in plan]
         if length:
-            tables = [_padded_table(e, i, length, size) for e in plan]
+            tables = [
+                _padded_table(e, table, length, size) for e, table in zip(plan, tables, strict=True)
+            ]
         all_tables[window] = tables
         if shift is None:
             slots = []
@@ -175,12 +176,11 @@ def fill_view(
 
 def _padded_table(
     e: Entry,
-    group: int,
+    table: list[int],
     length: int,
     size: int,
 ) -> list[int]:
     """An entry's block table, with null blocks for its padding."""
-    table = e.seq.tables[group]
     end = e.start + e.inflight_drafts + length
     if end <= len(table) * size:
         return table

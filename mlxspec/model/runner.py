@@ -7,13 +7,11 @@ of prompts of equal rows are others; `gather` likewise, with K/V handed back den
 mlx-lm's own caches.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
@@ -156,13 +154,6 @@ class Runner:
                 mx.clear_cache()
             view.allocated[window] = blocks  # last: if memory runs out on the way, it is retried
 
-    def addresses(self) -> tuple[int, ...]:
-        """The addresses of the pools, all work on them done."""
-        pools = pools_of(self.pages())
-        mx.eval(pools)
-        hosts = [np.array(pool.view(mx.uint8), copy=False) for pool in pools]
-        return tuple(host.ctypes.data for host in hosts)
-
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
         """Lazy K and V of these blocks: [heads, len(blocks) * block_size, D] for each of the
         group's layers."""
@@ -248,9 +239,7 @@ class Runner:
             step.marker = markers[-1]
         step.sampled = sampled
         step.logits = None
-        began = time.perf_counter()
         mx.async_eval(step.marker, *results)
-        step.submit_seconds = time.perf_counter() - began
         return step
 
     def cut_state(

@@ -32,10 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Ignored in what a shell runs in the background, and then in all that a test starts and
-    # interrupts.
+    # Ignored in what a shell runs in the background or under nohup, and then in all that a test
+    # starts and interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from tests.metalsim.settings import config as simulator
 
     simulator.order = config.getoption("metal_order")

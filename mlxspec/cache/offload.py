@@ -25,6 +25,7 @@ MAX_WAIT_S = 5.0  # for one file; then the prompt is computed
 MAX_CHAINS = 64  # that wait to be saved; the oldest is dropped first
 MAX_BACKLOG = 64 << 20  # bytes queued for the disk, beyond which nothing more is exported
 POLL_S = 0.01
+BUSY_POLLS = 16  # of which one saves: an answer waits for the copy to the host
 STATE = -1  # in place of a pool's number: the recurrent states
 
 Location = tuple[int, int]  # pool or STATE, index in a chain of blocks
@@ -43,6 +44,7 @@ class KVOffloader:
     cache: KVCacheManager
     transfer: Any
     broken: bool = False
+    _polls: int = 0
     _saves: deque[Job] = field(default_factory=lambda: deque(maxlen=MAX_CHAINS))
     # By waiting sequence that was looked up; None: nothing (more) comes from the disk.
     _restores: dict[Seq, Job | None] = field(default_factory=dict)
@@ -51,13 +53,16 @@ class KVOffloader:
     def saving(self) -> bool:
         return bool(self._saves)
 
-    def poll(self) -> bool:
-        """Enter a run that was read into the pools, and hand another to the writer; False where
-        nothing of that can be done now."""
+    def poll(self, busy: bool = False) -> bool:
+        """Enter a run that was read into the pools, and hand another to the writer, seldom if the
+        engine is `busy`; False where nothing of that can be done now."""
         if self.broken:
             return False
+        self._polls += 1
         try:
             restored = self._restore_next()
+            if busy and self._polls % BUSY_POLLS:
+                return restored
             return self._save_next() or restored
         except Exception:
             log.exception("the prefix cache on disk failed; it is not used until the next start")

@@ -203,7 +203,7 @@ class Engine:
     def housekeep(self) -> None:
         """Move blocks to and from the disk, and give memory back while it is short. After each
         step, and when idle."""
-        self._disk_busy = bool(self.offloader and self.offloader.poll())
+        self._disk_busy = bool(self.offloader and self.offloader.poll(self.busy))
         if not self.monitor:
             return
         kv = self.scheduler.kv

@@ -119,7 +119,12 @@ class Config:
         choices=("auto", "off"),
     )
     draft: str = option(
-        "", "Draft model for the (first) model; empty: the one that mlxspec knows for it, if any."
+        "",
+        "Small model or head that drafts for the (first) model; empty: what belongs to it; off:"
+        " none.",
+    )
+    draft_depth: int = option(
+        0, "Tokens that the small model or head drafts each time; 0: as many as pay.", 32
     )
     max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)
     keepalive_s: float = option(

@@ -4,6 +4,7 @@ Rule: server and bench resolve and load models the same way. Import it after BLA
 """
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -15,16 +16,20 @@ from pathlib import Path
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
+from mlxspec.engine.drafting import NONE
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.model import meter
-from mlxspec.model.cards import cards
+from mlxspec.model.cards import cards, head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, resolve
 from mlxspec.model.layout import context_of
+from mlxspec.speculate.heads.files import find_head, is_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel, blame
+
+log = logging.getLogger("mlxspec")
 
 LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -77,7 +82,7 @@ class ResolvedModel:
 
 
 def models_of(config: Config) -> list[str]:
-    """Names of all models, each followed by its draft model."""
+    """Names of all models, each followed by what drafts for it, as far as the cards know it."""
     known, found = cards(), []
     draft = config.draft  # of the first model
     for each in (config.model, *config.others):
@@ -85,10 +90,16 @@ def models_of(config: Config) -> list[str]:
         found.append(name)
         if name in known:
             draft = draft or known[name].draft
-        if draft and config.speculate == "on":
+        draft = draft or head_of(name)
+        if draft != NONE and draft and config.speculate == "on":
             found.append(draft)
-        draft = ""
+        draft = _of_others(config)
     return found
+
+
+def _of_others(config: Config) -> str:
+    """The setting `draft` of all models but the first."""
+    return NONE if config.draft == NONE else ""
 
 
 def on_disk(model: str, config: Config) -> Path | None:
@@ -102,13 +113,28 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
     cache, draft = cache_of(config), None
     name, model = _split_name(config.model)
     found = resolve(model, cache, METAL)
-    small = config.draft or found.draft
-    if small and config.speculate == "on":
-        draft = resolve(small, cache, METAL)
+    asked = config.draft or found.draft
+    if config.speculate == "on" and asked != NONE:
+        if asked:
+            draft = resolve(asked, cache, METAL, draft=True)
+        elif sidecar := head_of(found.name):
+            draft = _fetch_head(found, sidecar, cache)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
-    if draft:
+    if draft and not is_head(draft.path):
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
+
+
+def _fetch_head(model: Resolved, sidecar: str, cache: Path) -> Resolved | None:
+    """The head that a card names for a model, unless the model's files hold one. It can be done
+    without: where it cannot be fetched, the log says so."""
+    try:
+        if find_head(model.path):
+            return None
+        return resolve(sidecar, cache, METAL, draft=True)
+    except UnsupportedModel as error:
+        log.warning("decoding without the head %s: %s", sidecar, error)
+        return None
 
 
 def resolve_models(config: Config) -> list[ResolvedModel]:
@@ -118,7 +144,9 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
     first = resolve_model(config, share)
     models = {first.name: first}
     for other in config.others:
-        model = resolve_model(replace(config, model=other, name="", draft=""), share)
+        model = resolve_model(
+            replace(config, model=other, name="", draft=_of_others(config)), share
+        )
         if model.name in models:
             raise ConfigError(
                 f"others: two models are named {model.name!r}; give one as NAME={model.path}"

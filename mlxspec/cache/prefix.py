@@ -97,6 +97,7 @@ class KVCacheManager:
         self.block_size = pool.block_size
         self.windows = windows
         self.states = states
+        self.rereads = False  # a hit leaves one token more to compute: a head needs its row
         self.groups = [Window(FULL_ATTENTION, pool), *windows]
         self.pools = [group.pool for group in self.groups]
 
@@ -110,6 +111,12 @@ class KVCacheManager:
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest reusable prefix of `tokens`, their last token excepted. The pools do not
         change; the state that is found is now the most recently used."""
+        found = self._match(tokens)
+        if self.rereads and found.length:
+            found = self._match(tokens[: found.length])
+        return found
+
+    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
         size = self.block_size
         prompt = tuple(tokens[:-1])
         cached = self.pool.match(prompt)

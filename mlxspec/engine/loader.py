@@ -5,7 +5,6 @@ Rule: what is derived here is reported once, in ModelInfo, and never decided aga
 
 import logging
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from mlxspec.cache.states import StateCache
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.budget import PrefillBudget
+from mlxspec.engine.drafting import Drafting, add_drafters, load_drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
-from mlxspec.engine.warmup import WarmupCache, cache_file, kernels_in_use, versions
+from mlxspec.engine.warmup import WarmupCache, cache_file, versions
 from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, verify
 from mlxspec.model import meter, recurrent
@@ -37,20 +37,12 @@ from mlxspec.model.layout import (
     weights,
 )
 from mlxspec.model.quantized import kernel_cases
-from mlxspec.model.runner import Runner
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
-from mlxspec.speculate import Drafter
-from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
-from mlxspec.speculate.controller import Costs
-from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
-from mlxspec.speculate.ngram import NgramDrafter
-from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import MAX_DEPTH, ModelInfo, Request, UnsupportedModel
+from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 log = logging.getLogger("mlxspec")
 
-MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
 
 
@@ -62,38 +54,38 @@ def load_engine(
     share: float = 1.0,
     reserved: int = 0,
 ) -> tuple[Engine, ModelInfo]:
-    """Load the model at `path`, and maybe a draft model; this thread owns MLX from now on. `share`
-    is the model's part of the memory for caches, `reserved` the bytes that other models may still
-    take. Raises UnsupportedModel.
+    """Load the model at `path` and what drafts for it, a small model or a head at `draft` or the
+    head in its own files; this thread owns MLX from now on. `share` is the model's part of the
+    memory for caches, `reserved` the bytes that other models may still take. Raises
+    UnsupportedModel.
     """
     began = time.perf_counter()
-    loaded = [load(each) for each in (path, draft) if each]  # their weights stay on disk
-    models = [model for model, _ in loaded]
-    context = min(context_of(loaded[0][1]), config.context or 1 << 31)
+    model, files = load(path)  # the weights stay on disk
+    drafting = load_drafting(model, path, draft, config)
+    models = [model, *drafting.modules]
+    context = min(context_of(files), config.context or 1 << 31)
     size = sum(map(weights, models))  # a Runner hides some of them
-    cases = _cases(models, config)  # likewise
+    cases = _cases(model, drafting, config)  # likewise
     free = _free_bytes(config) - reserved
     plan_for = partial(make_plan, config, context, size, free=free, share=share)
     plan_for([(0, (), 0)])  # the weights alone: with some models, geometry() reads weights
-    plan_for([geometry(models[0], config.kv_bits), *map(geometry, models[1:])])
-    for model in models:
-        load_weights(model)
+    plan_for(drafting.caches_beside(geometry(model, config.kv_bits)))
+    load_weights(model)
+    drafting.load_weights()
     file = cache_file(path, config)
-    cache = WarmupCache.load(file) or _find_layout(path, models[0], config)
+    cache = WarmupCache.load(file) or _find_layout(path, model, config)
     layout = cache.layout
-    caches, small = [layout.cache_bytes], None
-    if draft:
-        small = fit_small(draft, *loaded[1], layout)
-        caches.append(small.fit.cache_bytes)
+    drafting.fit(layout)
     with progress("Trying kernels") as report:  # before the pools take memory
         verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
-    plan = plan_for(caches)  # with what the layouts really keep
+    plan = plan_for(drafting.caches_beside(layout.cache_bytes))  # with what the layouts really keep
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
-    identity = fingerprint(path, versions() | {"kept": kept})  # of a KV block, beside its tokens
-    engine = _build(models[0], layout, plan, context, identity, config)
+    facts = versions() | {"kept": kept} | drafting.facts
+    identity = fingerprint(path, facts)  # of a KV block, beside its tokens
+    engine = _build(model, layout, plan, context, identity, config)
     _warm_up(engine, config)
     if config.speculate == "on":
-        _add_drafters(engine, cache, small)
+        add_drafters(engine, cache, drafting, config)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
         disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
@@ -140,13 +132,11 @@ def _info(
     )
 
 
-def _cases(models: Sequence[Module], config: Config) -> list[Case]:
-    """The kernels to verify. The K/V of a draft model are not quantized."""
-    found = []
-    if config.kernels == "auto":
-        for model, bits in zip(models, (config.kv_bits, 0), strict=False):
-            found += kernel_cases(model, config.block_size, bits)
-    return found
+def _cases(model: Module, drafting: Drafting, config: Config) -> list[Case]:
+    """The kernels to verify. The K/V of what drafts are not quantized."""
+    if config.kernels != "auto":
+        return []
+    return kernel_cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
 
 
 def _free_bytes(config: Config) -> int:
@@ -202,43 +192,3 @@ def _warm_up(engine: Engine, config: Config) -> None:
     engine.reset()
     gap = config.decode_gap_ms / 1000
     engine.scheduler.prefill_budget = PrefillBudget(gap, config.prefill_budget)
-
-
-def _add_drafters(engine: Engine, cache: WarmupCache, small: SmallModel | None) -> None:
-    """Measure what steps cost, and give the idle engine its drafters."""
-    pool = engine.scheduler.pool
-    if not engine.scheduler.can_draft:
-        log.warning("no speculation: this model cannot roll back a rejected draft")
-        return
-    highest = pool.highest
-    blocks = min(len(pool.free_blocks), -(-MEASURED // pool.block_size))
-    table = pool.allocate(blocks) or []
-    costs = _measure_steps(engine, cache, table)
-    if costs:
-        drafters: list[Drafter] = [NgramDrafter()]
-        if small:
-            draft = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
-            draft.grow_on_demand(lambda: [pool.highest])
-            seconds = one_row(draft, table)
-            vocab = small.fit.vocab
-            drafters.append(DraftModel(draft, engine.vocab, seconds, vocab, small.context))
-        engine.runner.tap([tap for drafter in drafters for tap in drafter.taps])
-        layout = engine.runner.layout
-        depth = MAX_DEPTH if layout == "rows" else MAX_PADDED_DEPTH
-        engine.proposer = Proposer(costs, drafters, layout != "solo", depth)
-    else:
-        log.warning("no speculation: the KV pool is too small to measure what a draft costs")
-    pool.free(table)
-    pool.highest = highest  # the measurement left nothing worth keeping
-
-
-def _measure_steps(engine: Engine, cache: WarmupCache, table: list[int]) -> Costs | None:
-    """The cost of a step, from the cache if it was measured with the kernels in use; None if the
-    blocks in `table` are too few."""
-    kernels = kernels_in_use()
-    known = cache.costs if cache.kernels == kernels else None
-    with progress("Measuring steps") as report:
-        costs = calibrate(engine.runner, table, known, report)
-    cache.costs = costs
-    cache.kernels = kernels
-    return costs

@@ -214,7 +214,7 @@ def paged_attention(
         KERNELS.recorded += paged_attention_cases(shape)
 
     def choose(group: Group) -> str:
-        if not shape or group.length > ROWS:
+        if not shape or group.length > ROWS or group.first:
             return ""
         return variant or _proven(shape, group.length)
 

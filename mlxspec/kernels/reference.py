@@ -28,8 +28,8 @@ class Group:
 
     `starts` [B]: positions of their first rows. `tables`: their block ids by window; None: layers
     that see everything. A table covers at least `start + max_shift + length` slots. Row i of
-    sequence b sees up to position starts[b] + i. Where the host does not know yet how many drafted
-    tokens were accepted, `shift` int32 [B], at most `max_shift`, is added to the starts.
+    sequence b sees positions `first` to starts[b] + i. Where the host does not know yet how many
+    drafted tokens were accepted, `shift` int32 [B], at most `max_shift`, is added to the starts.
     """
 
     lo: int
@@ -40,6 +40,7 @@ class Group:
     block_size: int
     shift: mx.array | None = None
     max_shift: int = 0
+    first: int = 0
     _selections: dict[int | None, Selection] = field(default_factory=dict)
 
     def visible(self, window: int | None) -> list[tuple[int, list[int]]]:
@@ -48,7 +49,7 @@ class Group:
         tables = self.tables.get(window) or self.tables[None]
         found = []
         for start, table in zip(self.starts, tables, strict=True):
-            low = max(0, start - window + 1) if window else 0
+            low = max(self.first, start - window + 1) if window else self.first
             end = start + self.max_shift + self.length
             found.append((low, table[low // size : ceil(end / size)]))
         return found
@@ -105,6 +106,8 @@ class Group:
         mask = slots <= positions
         if window:
             mask &= slots > positions - window
+        if self.first:
+            mask &= slots >= self.first
         return mask[:, None]
 
 

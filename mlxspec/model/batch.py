@@ -172,6 +172,8 @@ def fill_view(
             blocks = block_array(tables, width)[mx.array(owners), view.positions // size]
             view.slots[window] = blocks * size + view.positions % size
     view.groups = _groups(plan, all_tables, size, shift, length, one_group)
+    for group in view.groups:
+        group.first = view.first
 
 
 def _padded_table(

@@ -1,7 +1,8 @@
 """The cards of built-in models: the files of models/, whose README explains the fields."""
 
 import tomllib
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -9,6 +10,7 @@ from mlxspec.config import data_dir
 from mlxspec.types import UnsupportedModel, line_of
 
 Mode = Literal["fp32", "4bit"]
+C = TypeVar("C", bound=BaseModel)
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -36,14 +38,58 @@ class Card(BaseModel):
     files: dict[str, dict[str, Any]]
 
 
+class Head(BaseModel):
+    """A trained head that was published for a model. `verified`: somebody ran it here."""
+
+    model_config = STRICT
+
+    id: str
+    kind: Literal["mtp", "dflash", "dspark", "eagle3", "assistant", "medusa"]
+    verified: bool = False
+
+
+class HeadCard(BaseModel):
+    """The heads of a target: a file of models/heads. `targets` are hub ids of the same model."""
+
+    model_config = STRICT
+
+    targets: list[str]
+    heads: list[Head]
+
+
+def head_of(model: str) -> str:
+    """The hub id of the sidecar to use with a model where its own files hold no head; "" where no
+    card has one. Raises UnsupportedModel."""
+    for card in _head_cards():
+        if model in card.targets:
+            return next((head.id for head in card.heads if head.kind == "mtp"), "")
+    return ""
+
+
+def target_of(head: str) -> str:
+    """A model for which a head was published; "" where no card has it. Raises UnsupportedModel."""
+    for card in _head_cards():
+        if any(known.id.endswith(head) for known in card.heads):
+            return card.targets[0]
+    return ""
+
+
+def _head_cards() -> list[HeadCard]:
+    files = sorted(data_dir("models").glob("heads/*.toml"))
+    return [_read(file, HeadCard) for file in files]
+
+
+def _read(file: Path, kind: type[C]) -> C:
+    """A card. Raises UnsupportedModel."""
+    try:
+        return kind.model_validate(tomllib.loads(file.read_text("utf-8")))
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"{file}: {line_of(error)}; models/README.md explains the fields"
+        ) from error
+
+
 def cards() -> dict[str, Card]:
     """The built-in models by name. Raises UnsupportedModel."""
-    found = {}
-    for file in sorted(data_dir("models").glob("*.toml")):
-        try:
-            found[file.stem] = Card.model_validate(tomllib.loads(file.read_text("utf-8")))
-        except ValueError as error:
-            raise UnsupportedModel(
-                f"{file}: {line_of(error)}; models/README.md explains the fields"
-            ) from error
-    return found
+    files = sorted(data_dir("models").glob("*.toml"))
+    return {file.stem: _read(file, Card) for file in files}

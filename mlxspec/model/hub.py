@@ -4,6 +4,7 @@ Rule: a directory is checked for completeness before anything is loaded from it.
 imports mlx before a model has to be converted.
 """
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -12,11 +13,21 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from mlxspec.config import Config
-from mlxspec.model.cards import Mode, cards
+from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import UnsupportedModel, line_of
 
 DEFAULT = "smollm2-135m-instruct"
-HUB_FILES = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
+HUB_FILES = (
+    "*.json",
+    "model*.safetensors",
+    "mtp*.safetensors",
+    "mtp/*.safetensors",
+    "*.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -52,8 +63,9 @@ def prompts_of(config: Config) -> Path:
     return cache_of(config) / "prompts"
 
 
-def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
-    """The model called `name`, downloaded if it is missing; "" is the built-in default.
+def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Resolved:
+    """The model called `name`, downloaded if it is missing; "" is the built-in default. `draft`: it
+    may be a head, which has no tokenizer.
 
     Raises UnsupportedModel with the reason and the fix.
     """
@@ -67,13 +79,13 @@ def resolve(name: str, cache_dir: Path, metal: bool) -> Resolved:
     file = os.path.expanduser(name)  # os.path accepts any text, Path raises for some
     if os.path.isdir(file):
         path = Path(file).resolve()
-        return Resolved(_checked(path), path.name)
+        return _found(path, path.name, draft)
     if os.path.isfile(file):
         raise UnsupportedModel(
             f"{name} is a file; give the directory that holds it, in mlx-lm's format"
         )
     if _is_hub_id(name):
-        return Resolved(_checked(_download(name)), name)
+        return _found(_download(name), name, draft)
     raise UnsupportedModel(
         f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME,"
         f" nor the built-in model ({', '.join(known)})"
@@ -109,13 +121,21 @@ def _is_hub_id(name: str) -> bool:
     return bool(owner.strip("~.") and repository) and "/" not in repository
 
 
-def _checked(path: Path) -> Path:
-    """`path`, if it is a complete model directory. Raises UnsupportedModel if not."""
+def _found(path: Path, name: str, draft: bool) -> Resolved:
+    """A model's directory, or with `draft` a head's. Raises UnsupportedModel."""
+    if not draft:
+        _refuse_head(path, name)
+    return Resolved(_checked(path, draft), name)
+
+
+def _checked(path: Path, draft: bool = False) -> Path:
+    """`path`, if it is a complete model directory, or also, with `draft`, a head's. Raises
+    UnsupportedModel if not."""
     files = {file.name for file in path.iterdir() if file.is_file()}
     missing = sorted(({"config.json"} | _shards(path)) - files)
-    if not any(path.glob("model*.safetensors")):
+    if not any(path.glob("*.safetensors" if draft else "model*.safetensors")):
         missing.append("model*.safetensors")
-    if files.isdisjoint(TOKENIZERS):
+    if files.isdisjoint(TOKENIZERS) and not draft:
         missing.append("tokenizer.json or tokenizer.model")
     if missing:
         names = ", ".join(name[:99] for name in missing[:5])
@@ -124,6 +144,21 @@ def _checked(path: Path) -> Path:
             " download, or make one of another format with `mlx_lm.convert`"
         )
     return path
+
+
+def _refuse_head(path: Path, name: str) -> None:
+    """Raises UnsupportedModel for the directory of a head, which is not a model."""
+    try:
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        kind = str(config.get("model_type", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # whoever loads it says what is wrong
+    if kind.endswith("_mtp"):
+        target = target_of(name) or f"a model of type {kind.removesuffix('_mtp')}"
+        raise UnsupportedModel(
+            f"{name} is an MTP head, which drafts for a model and cannot answer alone: serve"
+            f" {target} and give this as --draft"
+        )
 
 
 def _shards(path: Path) -> set[str]:

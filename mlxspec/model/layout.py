@@ -134,13 +134,13 @@ def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
     try:
         caches = make_prompt_cache(model)
         model(mx.array([PROMPTS[0]]), cache=caches)
-        return _measure(caches, kv_bits)
+        return measure_caches(caches, kv_bits)
     except Exception as failure:  # the model's own code; `find_layout` reports it if it persists
         log.info("the size of the model's caches is unknown before it is loaded: %s", failure)
         return CacheBytes(0, (), 0)
 
 
-def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
+def measure_caches(caches: Iterable[Any], kv_bits: int = 0) -> CacheBytes:
     """What mlx-lm's caches take that hold one sequence, if K/V are quantized to `kv_bits`."""
     token = state = 0
     windows = Counter[int]()
@@ -228,7 +228,7 @@ def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBy
     if runner.layout == "solo":
         held = _bytes_of([cache.state for cache in caches])
         return CacheBytes(-(-held // KV_STEP), (), 0)
-    return _measure(caches, kv_bits)
+    return measure_caches(caches, kv_bits)
 
 
 def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:

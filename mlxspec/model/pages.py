@@ -25,7 +25,7 @@ class View:
     window for those with a pool of their own; `allocated` is how many of these blocks have memory.
     `positions` [batch rows]; `slots` where K/V of each row go, [T] or a slice; `groups` partition
     the rows; `sampled` indexes the rows that reach lm_head (None: all); `taps` are hidden states
-    that the forward hands out, into `tapped`.
+    that the forward hands out, into `tapped`. Slots before `first` are never seen.
     """
 
     block_size: int
@@ -37,6 +37,7 @@ class View:
     sampled: Any = None
     taps: Sequence[Tap] = ()
     tapped: dict[Tap, mx.array] = field(default_factory=dict)
+    first: int = 0
 
     def slots_of(self, blocks: Sequence[int]) -> mx.array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""

@@ -113,6 +113,12 @@ def install(model: nn.Module) -> None:
                 layer.case = matmul.small_qmm_case(*_shape(layer))
 
 
+def linear_cases(model: nn.Module) -> list[Case]:
+    """The cases of an installed model's linear layers, each once."""
+    layers = [layer for layer in model.modules() if isinstance(layer, KernelLinear)]
+    return list({layer.case.name: layer.case for layer in layers}.values())
+
+
 def _supported(layer: Any) -> bool:
     if layer.mode != "affine" or layer.bits not in (4, 8):
         return False

@@ -8,7 +8,7 @@ stand is an array: no step is waited for.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -19,7 +19,7 @@ from mlx import nn
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
-from mlxspec.types import Entry, Plan, Seq, UnsupportedModel
+from mlxspec.types import Entry, Plan, Seq, Tap, UnsupportedModel
 
 StateArrays = tuple[mx.array, ...]
 # int32 [B], the rows that stand of each sequence, at least 1 -> the batch's state [B, ...] after.
@@ -85,6 +85,11 @@ def _window_after(x: mx.array, keep: int, rows: mx.array) -> mx.array:
     return mx.take_along_axis(x, places[..., None], axis=1)
 
 
+def _hidden_after(hidden: mx.array, rows: mx.array) -> mx.array:
+    """The hidden state of the last of so many rows, [B, 1, D] of [B, L, D]."""
+    return mx.take_along_axis(hidden, rows[:, None, None] - 1, axis=1)
+
+
 def _recorded(
     update: Any,
     axis: int,
@@ -140,11 +145,14 @@ def install(model: Module) -> None:
 
 @dataclass(slots=True)
 class RecurrentStates:
-    """The recurrent layers of a model. `rollback_supported`: forwards with drafts are recorded."""
+    """The recurrent layers of a model. `rollback_supported`: forwards with drafts are recorded.
+    `tap`: the hidden state of a sequence's last row, [1, 1, D], is the last array of its state: a
+    head that continues from a snapshot needs it."""
 
     layers: list[ArraysCache]
     rollback_supported: bool = True
     forms: Sequence[tuple[tuple[int, ...], mx.Dtype]] = ()  # of a sequence's state, once known
+    tap: Tap | None = None
     _last: list[Seq] = field(default_factory=list)  # sequences of the step before
     _recorded: list[Recording] = field(default_factory=list)  # of the last step's forwards
 
@@ -176,16 +184,22 @@ class RecurrentStates:
         if self.rollback_supported and any(len(e.draft) for e in entries):
             _recorder.set(StateRecorder())
 
-    def store(self, entries: Plan) -> Sequence[mx.array]:
-        """Cut the layers' new states into the sequences' states; returns the arrays [B, ...]."""
+    def store(self, entries: Plan, tapped: Mapping[Tap, mx.array]) -> Sequence[mx.array]:
+        """Cut the layers' new states into the sequences' states; returns the arrays [B, ...].
+        `tapped` are the forward's hidden states [B, L, D]."""
         arrays: list[Any] = [array for layer in self.layers for array in layer.cache]
         if not arrays:
             return ()
-        self.forms = [((1, *a.shape[1:]), a.dtype) for a in arrays]
         recorder = _recorder.get()
         if recorder:
             recorder.finish(arrays)
             self._recorded.append((entries, recorder))
+        if self.tap is not None:
+            hidden = tapped[self.tap]
+            arrays.append(hidden[:, -1:])
+            if recorder:
+                recorder.replays.append(partial(_hidden_after, hidden))
+        self.forms = [((1, *a.shape[1:]), a.dtype) for a in arrays]
         if recorder or entries[0].rows <= MAX_SLICED_ROWS:
             _assign(entries, arrays)
             return arrays

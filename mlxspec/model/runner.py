@@ -102,6 +102,12 @@ class Runner:
         if layers:
             recurrent.install(model)
         self.trunk = install_trunk(model, self.view) if trunk else None
+        self._adopted: list[Pages] = []
+
+    def adopt(self, layers: Sequence[Pages]) -> None:
+        """Let the blocks of full attention hold K and V of these layers, a head's, as well: they
+        are grown, copied and saved with the model's own."""
+        self._adopted = list(layers)
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Hand out these hidden states of every row from now on. Raises UnsupportedModel."""
@@ -130,7 +136,10 @@ class Runner:
     def pages_of(self, group: int) -> list[Pages]:
         """Those whose K and V lie in pool number `group`."""
         window = list(self.view.num_blocks)[group]
-        return [pages for pages in self.pages() if pages.window_key == window]
+        found = [pages for pages in self.pages() if pages.window_key == window]
+        if group == 0:
+            found += [pages for pages in self._adopted if pages.keys is not None]
+        return found
 
     def grow_on_demand(self, highest: Callable[[], Sequence[int]]) -> None:
         """Take memory only up to the `highest` block that was allocated, of each pool."""
@@ -341,7 +350,7 @@ class Runner:
         try:
             self.states.load(batch)
             logits: mx.array = self.model(ids.reshape(-1, length or 1), cache=caches)
-            states = self.states.store(batch)
+            states = self.states.store(batch, view.tapped)
         finally:
             self.states.release()
             view.sampled = None

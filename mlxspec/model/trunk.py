@@ -14,6 +14,46 @@ from mlxspec.types import FINAL_NORM, Tap, UnsupportedModel
 TRUNK_NAMES = ("model", "backbone", "transformer")  # mlx-lm's, of the module with the layers
 
 
+def find_trunk(model: Module) -> tuple[Any, str] | None:
+    """The part of a model that holds its trunk, beside its lm_head, and the trunk's name there."""
+    for owner in (model, getattr(model, "language_model", None)):
+        if not isinstance(owner, Module):
+            continue
+        for name in TRUNK_NAMES:
+            inner = _trunk_in(owner, name)
+            if isinstance(inner, Module) and _has_layers(inner):
+                return owner, name
+    return None
+
+
+def _trunk_in(owner: Module, name: str) -> Any:
+    """Not by getattr, which finds properties too: they cannot be set."""
+    return _unwrapped(owner.get(name) or vars(owner).get(name))
+
+
+def trunk_of(model: Module) -> Any:
+    """A model's trunk: embeddings, layers and the final norm. Raises UnsupportedModel."""
+    found = find_trunk(model)
+    if found is None:
+        raise UnsupportedModel("a head cannot be used: mlx-lm has this model's layers elsewhere")
+    return _trunk_in(*found)
+
+
+def decoder_layers(model: Module) -> list[Module]:
+    """A model's decoder layers."""
+    return [_unwrapped(layer) for layer in trunk_of(model).layers if layer is not None]
+
+
+def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
+    """A model's functions from tokens to embeddings and from hidden states to logits. Raises
+    UnsupportedModel."""
+    embed = trunk_of(model).get("embed_tokens")
+    found = find_trunk(model)
+    if found is None or embed is None:
+        raise UnsupportedModel("a head cannot be used: the model has no embed_tokens")
+    return embed, found[0].get("lm_head") or embed.as_linear
+
+
 class TappedLayer:
     """Stands in for a decoder layer, or for the trunk: puts its output [B, L, D] into the view
     where `tap` is asked for. All else is looked up on the inner module."""
@@ -46,17 +86,13 @@ class TappedLayer:
 def install_trunk(model: Module, view: View) -> Module | None:
     """Make the model's trunk a TappedLayer with this view, and return the trunk. None where there
     is none."""
-    for owner in (model, getattr(model, "language_model", None)):
-        if not isinstance(owner, Module):
-            continue
-        for name in TRUNK_NAMES:
-            # Not by getattr, which finds properties too: they cannot be set.
-            inner = _unwrapped(owner.get(name) or vars(owner).get(name))
-            if isinstance(inner, Module) and _has_layers(inner):
-                setattr(owner, name, TappedLayer(inner, FINAL_NORM, view))
-                install_taps(inner, view, ())
-                return inner
-    return None
+    found = find_trunk(model)
+    if found is None:
+        return None
+    inner: Module = _trunk_in(*found)
+    setattr(*found, TappedLayer(inner, FINAL_NORM, view))
+    install_taps(inner, view, ())
+    return inner
 
 
 def _unwrapped(module: Any) -> Any:

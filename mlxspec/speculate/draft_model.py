@@ -16,12 +16,18 @@ from mlx.nn.layers.base import Module
 from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout
 from mlxspec.model.runner import Runner
-from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate import Proposals
+from mlxspec.speculate.chain import (
+    MAX_DEPTH,
+    MAX_LAG,
+    deepest_first,
+    draw,
+    fill_drafts,
+    plain_sampling,
+)
 from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import (
     Accepted,
-    Draft,
     Entry,
     Plan,
     Sampling,
@@ -31,8 +37,6 @@ from mlxspec.types import (
     UserError,
 )
 
-MAX_DEPTH = 8  # tokens that it drafts at most: each takes a pass
-MAX_LAG = 32  # tokens that it may fall behind a sequence for which it does not draft
 CATCH_UP = 256  # rows that it reads in one step, besides a prompt's own
 
 Shift = mx.array | None  # int32 [entries]; see Step.shift_of
@@ -91,15 +95,7 @@ class DraftModel:
     _filled: dict[int, bytes] = field(default_factory=dict)  # block -> key of what was read into it
 
     def begin(self, seq: Seq) -> None:
-        # Penalties need counts of tokens that the host has not read; the target applies them.
-        plain = replace(
-            seq.request.sampling,
-            logprobs=None,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-        )
-        self._live[seq] = Follower(plain)
+        self._live[seq] = Follower(plain_sampling(seq))
 
     def end(self, seq: Seq) -> None:
         del self._live[seq]
@@ -136,8 +132,7 @@ class DraftModel:
     ) -> None:
         """Read what is new, then fill the drafts, one pass for each further token. The deepest
         drafts come first, so that each pass has the first entries of the one before it."""
-        drafting = [e for e in plan if e.seq in chosen]
-        drafting.sort(key=lambda e: -e.depth)
+        drafting = deepest_first(plan, chosen)
         others = [e for e in plan if e not in drafting]
         reading = list(self._catch_up(others))
         entries = [self._unread(e) for e in drafting] + reading
@@ -150,19 +145,17 @@ class DraftModel:
         logits = self._forward(entries, ids, shift)
         for e in reading:
             self._live[e.seq].read = e.end
-        passes: list[mx.array] = []  # the tokens of each, int32 [sequences that want so many]
-        while n := sum(e.depth > len(passes) for e in drafting):
+
+        def next_tokens(n: int, last: mx.array | None) -> mx.array:
+            nonlocal entries, logits, shift
             entries = entries[:n]
-            if shift is not None:
-                shift = shift[:n]
-            if passes:
+            shift = None if shift is None else shift[:n]
+            if last is not None:
                 entries = [replace(e, start=e.end, count=1, samples=True) for e in entries]
-                logits = self._forward(entries, passes[-1][:n], shift)
-            passes.append(self._sample(logits, entries, shift))
-        for n, e in enumerate(drafting):
-            tokens = [sampled[n : n + 1] for sampled in passes[: e.depth]]
-            keys = chosen[e.seq].rate_keys
-            e.draft = Draft(mx.concatenate(tokens), self.name, keys)
+                logits = self._forward(entries, last, shift)
+            return self._sample(logits, entries, shift)
+
+        fill_drafts(drafting, chosen, self.name, next_tokens)
 
     def _forward(
         self,
@@ -230,9 +223,8 @@ class DraftModel:
         if lacking:
             width = [(0, 0), (0, lacking)]
             logits = mx.pad(logits, width, constant_values=-mx.inf)
-        rows = [SampledRow(e, self._live[e.seq].sampling, e.end) for e in entries]
-        none = mx.zeros((0,), mx.int32)
-        return sample(logits, rows, none, shift).tokens
+        samplings = {e.seq: self._live[e.seq].sampling for e in entries}
+        return draw(logits, entries, samplings, shift)
 
     # ---- what its blocks hold ----------------------------------------------------------------
 

@@ -25,7 +25,8 @@ FIRST_TOKEN = 0.6  # the rate to start from of the first token of a model or hea
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; `overlap`:
     the target can start a step while drafts are in flight (all layouts but solo). `max_depth`
-    limits a draft: in most layouts the other sequences' rows are padded to it."""
+    limits a draft: in most layouts the other sequences' rows are padded to it. `depth`: models and
+    heads always draft so many tokens, and nothing else drafts; 0: what pays."""
 
     def __init__(
         self,
@@ -33,11 +34,13 @@ class Proposer:
         drafters: list[Drafter],
         overlap: bool = True,
         max_depth: int = MAX_DEPTH,
+        depth: int = 0,
     ) -> None:
         self.costs = costs
         self.drafters = drafters
         self.overlap = overlap
         self.max_depth = max_depth
+        self.depth = depth
         self.control = Controller(costs, self._prior)
         self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
@@ -130,6 +133,12 @@ class Proposer:
         lazy = [proposal.drafter.lazy for some in options for proposal in some]
         if not lazy or (in_flight and all(lazy)):
             return  # nothing to draft, or nothing to wait for
+        if self.depth:
+            for seq, some in zip(seqs, options, strict=True):
+                models = [proposal for proposal in some if proposal.drafter.lazy]
+                if models:
+                    yield seq, min(self.depth, len(models[0].rates)), models[0]
+            return
         context = sum(seq.known for seq in seqs)
         mode = "overlap" if self._overlaps() else "exact"
         decided = self.control.decide(stats, options, context, mode)

@@ -1,0 +1,162 @@
+"""What drafts for a model beside copies: a small model, a trained head, or neither.
+
+Rule: a small model that cannot draft is the user's mistake and is refused; a head that does not fit
+is left out, and the log says why.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from mlxspec.cache.disk import fingerprint
+from mlxspec.config import Config
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.warmup import WarmupCache, kernels_in_use
+from mlxspec.kernels.trial import Case
+from mlxspec.model.layout import CacheBytes, LayoutChoice, geometry, load, load_weights
+from mlxspec.model.quantized import kernel_cases, linear_cases
+from mlxspec.model.runner import Runner
+from mlxspec.progress import progress
+from mlxspec.speculate import Drafter
+from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
+from mlxspec.speculate.controller import Costs
+from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
+from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
+from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.files import is_head
+from mlxspec.speculate.ngram import NgramDrafter
+from mlxspec.speculate.proposer import Proposer
+from mlxspec.types import MAX_DEPTH
+
+log = logging.getLogger("mlxspec")
+
+NONE = "off"  # --draft off: neither small model nor head
+MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A small model or a head, from the files at `path`; both None: copies only."""
+
+    path: Path
+    small: Module | None = None
+    head: HeadModel | None = None
+    files: dict[str, Any] | None = None  # the small model's config.json
+    fitted: SmallModel | None = None
+
+    @property
+    def modules(self) -> list[Module]:
+        return [module for module in (self.small, self.head and self.head.module) if module]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the content of the model's blocks depends on: a head's K/V lie in them."""
+        return {"head": fingerprint(self.path, {})} if self.head else {}
+
+    def cases(self, config: Config) -> list[Case]:
+        """The kernels to verify for it."""
+        if self.head:
+            return linear_cases(self.head.module)
+        return kernel_cases(self.small, config.block_size) if self.small else []
+
+    def caches_beside(self, own: CacheBytes) -> list[CacheBytes]:
+        """What the model's caches take, `own`, and after it what is kept for drafting."""
+        if self.head:
+            kept = cache_bytes(self.head)
+            state = own.state and own.state + kept.state
+            return [own._replace(state=state), kept._replace(state=0)]
+        if self.fitted:
+            return [own, self.fitted.fit.cache_bytes]
+        return [own, geometry(self.small)] if self.small else [own]
+
+    def load_weights(self) -> None:
+        """Read the weights; a damaged head is left out. Raises UnsupportedModel."""
+        if self.small:
+            load_weights(self.small)
+        if self.head and not read_weights(self.head):
+            self.head = None
+
+    def fit(self, target: LayoutChoice) -> None:
+        """Find the small model's layout, or whether the target can use a head. Raises
+        UnsupportedModel."""
+        if self.small:
+            self.fitted = fit_small(self.path, self.small, self.files or {}, target)
+        if self.head and not (target.can_draft and target.trunk):
+            log.warning("decoding without a head: this model cannot use one here")
+            self.head = None
+
+
+def load_drafting(model: Module, path: Path, draft: Path | None, config: Config) -> Drafting:
+    """What `draft` holds, or the head in the model's own files; the weights stay on disk. Raises
+    UnsupportedModel."""
+    if config.speculate != "on" or config.draft == NONE:
+        return Drafting(path)
+    if draft and not is_head(draft):
+        small, files = load(draft)
+        return Drafting(draft, small, files=files)
+    path = draft or path
+    return Drafting(path, head=load_head(path, model))
+
+
+def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config: Config) -> None:
+    """Measure what steps cost, and give the idle engine its drafters."""
+    pool = engine.scheduler.pool
+    if not engine.scheduler.can_draft:
+        log.warning("no speculation: this model cannot roll back a rejected draft")
+        return
+    highest = pool.highest
+    blocks = min(len(pool.free_blocks), -(-MEASURED // pool.block_size))
+    table = pool.allocate(blocks) or []
+    costs = _measure_steps(engine, cache, table)
+    if costs:
+        drafters: list[Drafter] = [NgramDrafter()]
+        if drafting.fitted:
+            drafters.append(_draft_model(engine, drafting.fitted, table))
+        if drafting.head and (head := _attach(engine, drafting.head, table)):
+            drafters.append(head)
+        layout = engine.runner.layout
+        depth = MAX_DEPTH if layout == "rows" else MAX_PADDED_DEPTH
+        engine.proposer = Proposer(costs, drafters, layout != "solo", depth, config.draft_depth)
+    else:
+        log.warning("no speculation: the KV pool is too small to measure what a draft costs")
+    pool.free(table)
+    pool.highest = highest  # the measurement left nothing worth keeping
+
+
+def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftModel:
+    pool = engine.scheduler.pool
+    runner = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
+    runner.grow_on_demand(lambda: [pool.highest])
+    seconds = one_row(runner, table)
+    return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)
+
+
+def _attach(engine: Engine, head: HeadModel, table: list[int]) -> ChainedHead | None:
+    """The head, measured; None where its code fails."""
+    chained = ChainedHead(head, engine.runner)
+    try:
+        chained.measure(table)
+    except Exception:  # mlx-lm's modules with the head's weights
+        log.exception("decoding without a head: it cannot run")
+        chained.detach()
+        return None
+    kv = engine.scheduler.kv
+    kv.rereads = kv.states is None
+    ms = 1e3 * chained.seconds
+    log.info("an %s head drafts, %.1f ms a token", head.name.upper(), ms)
+    return chained
+
+
+def _measure_steps(engine: Engine, cache: WarmupCache, table: list[int]) -> Costs | None:
+    """The cost of a step, from the cache if it was measured with the kernels in use; None if the
+    blocks in `table` are too few."""
+    kernels = kernels_in_use()
+    known = cache.costs if cache.kernels == kernels else None
+    with progress("Measuring steps") as report:
+        costs = calibrate(engine.runner, table, known, report)
+    cache.costs = costs
+    cache.kernels = kernels
+    return costs

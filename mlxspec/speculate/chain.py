@@ -1,0 +1,68 @@
+"""What drafters have in common that chain passes: one for each token, drawn as the target draws.
+
+Rule: a pass is submitted before the next is built, and nothing is waited for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlxspec.model.sampler import SampledRow, sample
+from mlxspec.speculate import Proposals
+from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
+
+MAX_DEPTH = 8  # tokens that are drafted at most: each takes a pass
+MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
+
+# (sequences that want one more token, their last drafted tokens int32 [n]; None: first pass) ->
+# their next tokens, int32 [n]
+NextTokens = Callable[[int, mx.array | None], mx.array]
+
+
+def plain_sampling(seq: Seq) -> Sampling:
+    """A sequence's sampling without penalties: these need counts of tokens that the host has not
+    read. The target applies them."""
+    return replace(
+        seq.request.sampling,
+        logprobs=None,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+    )
+
+
+def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
+    """The entries to draft for, so that each pass has the first entries of the one before it."""
+    drafting = [e for e in plan if e.seq in chosen]
+    drafting.sort(key=lambda e: -e.depth)
+    return drafting
+
+
+def fill_drafts(
+    drafting: Sequence[Entry],
+    chosen: Proposals,
+    source: str,
+    next_tokens: NextTokens,
+) -> None:
+    """Fill the drafts of entries, the deepest first, one pass for each further token."""
+    passes: list[mx.array] = []
+    while n := sum(e.depth > len(passes) for e in drafting):
+        last = passes[-1][:n] if passes else None
+        passes.append(next_tokens(n, last))
+    for i, e in enumerate(drafting):
+        tokens = [sampled[i : i + 1] for sampled in passes[: e.depth]]
+        e.draft = Draft(mx.concatenate(tokens), source, chosen[e.seq].rate_keys)
+
+
+def draw(
+    logits: mx.array,
+    entries: Plan,
+    samplings: Mapping[Seq, Sampling],
+    shift: mx.array | None,
+) -> mx.array:
+    """The next token of each entry, int32 [entries], drawn from logits [entries, vocab] with the
+    target's noise of that position."""
+    rows = [SampledRow(e, samplings[e.seq], e.end) for e in entries]
+    none = mx.zeros((0,), mx.int32)
+    return sample(logits, rows, none, shift).tokens

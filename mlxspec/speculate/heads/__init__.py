@@ -1,0 +1,65 @@
+"""Trained heads: small drafters that read the target's hidden states, as they are published.
+
+Rule: a head can only make answers faster. One that is damaged or belongs to another model is left
+out with a line that says why, and the model runs without it.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxspec.model import quantized
+from mlxspec.model.layout import CacheBytes, load_weights, measure_caches
+from mlxspec.speculate.heads.chained import HeadModel
+from mlxspec.speculate.heads.files import find_head, promised
+from mlxspec.speculate.heads.mtp import load_mtp
+from mlxspec.types import UnsupportedModel
+
+log = logging.getLogger("mlxspec")
+
+
+def load_head(path: Path, target: nn.Module) -> HeadModel | None:
+    """The head in a directory, for a loaded target; its weights stay on disk. None where there is
+    none, or none that fits: the log says why."""
+    try:
+        files = find_head(path)
+        if files is None:
+            if promised(path):
+                log.warning(
+                    "config.json in %s promises an MTP head, but no file has its tensors; give one"
+                    " with --draft",
+                    path,
+                )
+            return None
+        head = load_mtp(files, target)
+    except UnsupportedModel as error:
+        log.warning("decoding without a head: %s", error)
+        return None
+    quantized.install(head.module)
+    return head
+
+
+def read_weights(head: HeadModel) -> bool:
+    """Read a head's weights into memory; False where they are damaged: the log says so."""
+    try:
+        load_weights(head.module)
+        leaves: Any = tree_flatten(head.module.parameters())
+        for name, array in leaves:
+            if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all():
+                raise UnsupportedModel(f"{name} is not finite: download the head again")
+    except UnsupportedModel as error:
+        log.warning("decoding without a head: %s", error)
+        return False
+    return True
+
+
+def cache_bytes(head: HeadModel) -> CacheBytes:
+    """What a head caches: K/V of each token, and a hidden state with each recurrent state."""
+    hidden = head.embed(mx.array([0, 0]))
+    caches = head.make_caches()
+    head.module(hidden, hidden, caches)
+    return measure_caches(caches)._replace(state=hidden[0].nbytes)

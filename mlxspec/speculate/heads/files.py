@@ -1,0 +1,79 @@
+"""Finds a trained head in a directory by the tensors that are there, in any packaging: a directory
+of its own (sidecar), in a model's shards, in a file beside them.
+
+Rule: what config.json promises proves nothing; only tensors do. They stay on disk until a head is
+built from them.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxspec.types import UnsupportedModel, line_of
+
+BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
+MTP_MARK = "pre_fc_norm_hidden.weight"  # a tensor that only Qwen's MTP heads have
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """The tensors of a head by their names in its module, lazy; `kind` is the loader's."""
+
+    kind: str
+    path: Path
+    tensors: dict[str, mx.array]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a directory; {} where there is none that can be read."""
+    try:
+        return dict(json.loads((path / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def find_head(path: Path) -> HeadFiles | None:
+    """The head in a directory, None if there is none. Raises UnsupportedModel for a damaged
+    file."""
+    found: dict[str, mx.array] = {}
+    for file in _weight_files(path):
+        try:
+            found |= dict(mx.load(str(file)))  # type: ignore[arg-type]
+        except (RuntimeError, ValueError) as error:
+            raise UnsupportedModel(
+                f"{file} cannot be read: {line_of(error)}; download it again"
+            ) from error
+    own = {name.partition("mtp.")[2]: array for name, array in found.items() if "mtp." in name}
+    tensors = own or found  # in a sidecar, names have no prefix
+    if MTP_MARK not in tensors:
+        return None
+    return HeadFiles("mtp", path, tensors)
+
+
+def is_head(path: Path) -> bool:
+    """Whether a directory holds a head and no model. Raises UnsupportedModel for a damaged file."""
+    return find_head(path) is not None and not promised(path)
+
+
+def promised(path: Path) -> int:
+    """How many MTP layers a model's config.json promises; 0 for a head's own directory."""
+    config = read_config(path)
+    if str(config.get("model_type", "")).endswith("_mtp"):
+        return 0
+    inner = config.get("text_config")
+    config = config | (inner if isinstance(inner, dict) else {})
+    layers = config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0
+    return layers if isinstance(layers, int) else 0
+
+
+def _weight_files(path: Path) -> Iterator[Path]:
+    names = [file.name for file in sorted(path.glob("*.safetensors"))]
+    extra = read_config(path).get("mlx_lm_extra_tensors")
+    named = extra.get("mtp_file") if isinstance(extra, dict) else None
+    for name in dict.fromkeys([*names, *BESIDE, named]):
+        if isinstance(name, str) and (path / name).is_file():
+            yield path / name

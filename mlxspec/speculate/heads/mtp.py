@@ -1,0 +1,136 @@
+"""The multi-token-prediction head of Qwen3.5 and its successors: one layer of the target's own kind
+over fc(norm(embedding of the token), norm(hidden state before it)).
+
+The modules are mlx-lm's; names and steps are those of the published checkpoints. Mixture-of-experts
+heads come with experts fused, numbered or stacked.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
+from mlxspec.speculate.heads.chained import HeadModel
+from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.types import FINAL_NORM, UnsupportedModel
+
+# Norms are zero-centred (w - 1 is stored) iff the larger mean of the norms of queries and keys is
+# below the first and the smallest mean of the others is below the second (MTPLX's rule).
+CENTRED_QK, CENTRED = 1.25, 0.5
+QK_NORMS = ("q_norm.weight", "k_norm.weight")
+MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+_proj)\.(weight|scales|biases)")
+
+
+class MTP(nn.Module):
+    """`layers` are decoder layers with full attention."""
+
+    def __init__(self, layers: list[nn.Module], size: int, eps: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.pre_fc_norm_embedding = nn.RMSNorm(size, eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(size, eps)
+        self.layers = layers
+        self.norm = nn.RMSNorm(size, eps)
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, caches: Any) -> mx.array:
+        """[T, D] of embedded [T, D] and hidden [T, D], each row a batch of its own."""
+        parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        x = self.fc(mx.concatenate(parts, axis=-1))[:, None]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, None, cache)
+        normed: mx.array = self.norm(x)[:, 0]
+        return normed
+
+
+def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
+    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    owner: Any = getattr(target, "language_model", target)
+    args = owner.args
+    attending = [
+        layer for layer in decoder_layers(target) if not getattr(layer, "is_linear", False)
+    ]
+    make: Callable[..., nn.Module] = type(attending[0])
+    tensors = _one_form(files.tensors)
+    count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
+    module = MTP([make(args, place) for _ in range(count)], args.hidden_size, args.rms_norm_eps)
+    _check_shape(files, tensors, args.hidden_size)
+    _quantize(module, tensors)
+    try:
+        module.load_weights(list(tensors.items()))
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"the head in {files.path} does not fit the model: {str(error).splitlines()[0]}"
+        ) from error
+    module.eval()
+    embed, lm_head = embedding_and_lm_head(target)
+    return HeadModel("mtp", module, embed, lm_head, FINAL_NORM)
+
+
+def _check_shape(files: HeadFiles, tensors: dict[str, mx.array], size: int) -> None:
+    for name, array in tensors.items():
+        if array.ndim == 1 and not name.endswith(QK_NORMS) and array.shape[0] != size:
+            raise UnsupportedModel(
+                f"the head in {files.path} is for another model: {name} has {array.shape[0]}"
+                f" values, the model's hidden size is {size}"
+            )
+
+
+def _one_form(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Norms as they are used, and experts stacked as mlx-lm has them."""
+    return _final_norms(_stacked_experts(tensors))
+
+
+def _final_norms(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    norms = {name: array for name, array in tensors.items() if name.endswith("norm.weight")}
+    norms |= {name: array for name, array in tensors.items() if "norm_" in name}
+    means = {name: float(array.astype(mx.float32).mean()) for name, array in norms.items()}
+    qk = [mean for name, mean in means.items() if name.endswith(QK_NORMS)]
+    others = [mean for name, mean in means.items() if not name.endswith((*QK_NORMS, "norm.weight"))]
+    layer = [mean for name, mean in means.items() if "layernorm" in name]
+    if max(qk, default=0.0) < CENTRED_QK and min([*others, *layer], default=1.0) < CENTRED:
+        return tensors | {name: array + 1 for name, array in norms.items()}
+    return tensors
+
+
+def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Experts under `switch_mlp`, whether they came fused (gate and up in one tensor) or one by
+    one."""
+    made = dict(tensors)
+    for name in tensors:
+        if name.endswith(".experts.gate_up_proj"):
+            base = name.removesuffix("experts.gate_up_proj") + "switch_mlp."
+            gate, up = mx.split(made.pop(name), 2, axis=-2)
+            made |= {base + "gate_proj.weight": gate, base + "up_proj.weight": up}
+            down = name.replace("gate_up_proj", "down_proj")
+            made[base + "down_proj.weight"] = made.pop(down)
+    numbered: dict[str, dict[int, mx.array]] = {}
+    for name in tensors:
+        if found := EXPERT.fullmatch(name):
+            base, number, projection, kind = found.groups()
+            key = f"{base}.switch_mlp.{projection}.{kind}"
+            numbered.setdefault(key, {})[int(number)] = made.pop(name)
+    for key, experts in numbered.items():
+        made[key] = mx.stack([experts[i] for i in sorted(experts)])
+    return made
+
+
+def _quantize(module: nn.Module, tensors: dict[str, mx.array]) -> None:
+    """Quantize the layers that the files hold quantized, each with its own bits and group size,
+    which the shapes of its tensors tell."""
+
+    def how(path: str, layer: nn.Module) -> Any:
+        scales = tensors.get(f"{path}.scales")
+        if scales is None or not hasattr(layer, "to_quantized"):
+            return False
+        width = layer.weight.shape[-1]
+        group = width // scales.shape[-1]
+        bits = tensors[f"{path}.weight"].shape[-1] * 32 // width
+        mode = "affine" if f"{path}.biases" in tensors else MODES[group, bits]
+        return {"group_size": group, "bits": bits, "mode": mode}
+
+    nn.quantize(module, class_predicate=how)

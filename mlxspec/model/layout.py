@@ -7,7 +7,7 @@ ragged batches, prompts cut anywhere, drafts of which a part is accepted; but no
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.kernels import Packing
@@ -134,13 +134,21 @@ def geometry(model: Module, kv_bits: int = 0) -> CacheBytes:
     try:
         caches = make_prompt_cache(model)
         model(mx.array([PROMPTS[0]]), cache=caches)
-        return measure_caches(caches, kv_bits)
+        return _measure(caches, kv_bits)
     except Exception as failure:  # the model's own code; `find_layout` reports it if it persists
         log.info("the size of the model's caches is unknown before it is loaded: %s", failure)
         return CacheBytes(0, (), 0)
 
 
-def measure_caches(caches: Iterable[Any], kv_bits: int = 0) -> CacheBytes:
+def bytes_of_layers(layers: int, run: Callable[[list[Any]], Any]) -> CacheBytes:
+    """What so many layers with full attention cache, of which `run` builds a forward pass on the
+    caches that it is given."""
+    caches = [KVCache() for _ in range(layers)]  # type: ignore[no-untyped-call]
+    run(caches)
+    return _measure(caches, 0)
+
+
+def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
     """What mlx-lm's caches take that hold one sequence, if K/V are quantized to `kv_bits`."""
     token = state = 0
     windows = Counter[int]()
@@ -228,7 +236,7 @@ def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBy
     if runner.layout == "solo":
         held = _bytes_of([cache.state for cache in caches])
         return CacheBytes(-(-held // KV_STEP), (), 0)
-    return measure_caches(caches, kv_bits)
+    return _measure(caches, kv_bits)
 
 
 def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:

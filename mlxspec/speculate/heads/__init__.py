@@ -5,6 +5,7 @@ out with a line that says why, and the model runs without it.
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxspec.model import quantized
-from mlxspec.model.layout import CacheBytes, load_weights, measure_caches
+from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
 from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import find_head, promised
 from mlxspec.speculate.heads.mtp import load_mtp
@@ -60,6 +61,5 @@ def read_weights(head: HeadModel) -> bool:
 def cache_bytes(head: HeadModel) -> CacheBytes:
     """What a head caches: K/V of each token, and a hidden state with each recurrent state."""
     hidden = head.embed(mx.array([0, 0]))
-    caches = head.make_caches()
-    head.module(hidden, hidden, caches)
-    return measure_caches(caches)._replace(state=hidden[0].nbytes)
+    run = partial(head.module, hidden, hidden)
+    return bytes_of_layers(len(head.module.layers), run)._replace(state=hidden[0].nbytes)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from mlxspec.model import attention
 from mlxspec.model.batch import Step, fill_view, sampled_rows, starts_of
@@ -44,10 +43,6 @@ class HeadModel:
     embed: Callable[[mx.array], mx.array]
     lm_head: Callable[[mx.array], mx.array]
     tap: Tap
-
-    def make_caches(self) -> list[KVCache]:
-        """mlx-lm's, one for each layer."""
-        return [KVCache() for _ in self.module.layers]  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)

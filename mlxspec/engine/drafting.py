@@ -5,7 +5,7 @@ is left out, and the log says why.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
 from mlxspec.speculate.heads.files import is_head
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import MAX_DEPTH
+from mlxspec.types import FINAL_NORM, MAX_DEPTH, Request, Sampling, Tap
 
 log = logging.getLogger("mlxspec")
 
 NONE = "off"  # --draft off: neither small model nor head
 MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
+TRIED_ANSWERS, TRIED_TOKENS = 4, 26  # to choose what a head reads
+CLEARLY = 1.15  # times as many accepted drafts: less may be chance
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
         drafters: list[Drafter] = [NgramDrafter()]
         if drafting.fitted:
             drafters.append(_draft_model(engine, drafting.fitted, table))
-        if drafting.head and (head := _attach(engine, drafting.head, table)):
+        if head := _attach(engine, drafting, table, costs, cache):
             drafters.append(head)
         layout = engine.runner.layout
         depth = MAX_DEPTH if layout == "rows" else MAX_PADDED_DEPTH
@@ -134,20 +136,56 @@ def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftMo
     return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)
 
 
-def _attach(engine: Engine, head: HeadModel, table: list[int]) -> ChainedHead | None:
-    """The head, measured; None where its code fails."""
-    chained = ChainedHead(head, engine.runner)
-    try:
-        chained.measure(table)
-    except Exception:  # mlx-lm's modules with the head's weights
-        log.exception("decoding without a head: it cannot run")
-        chained.detach()
+def _attach(
+    engine: Engine, drafting: Drafting, table: list[int], costs: Costs, cache: WarmupCache
+) -> ChainedHead | None:
+    """The head, tried and measured; None where there is none, or its code fails."""
+    if not drafting.head:
         return None
+    head = ChainedHead(drafting.head, engine.runner)
     kv = engine.scheduler.kv
     kv.rereads = kv.states is None
-    ms = 1e3 * chained.seconds
-    log.info("an %s head drafts, %.1f ms a token", head.name.upper(), ms)
-    return chained
+    try:
+        head.measure(table)
+        key = drafting.facts["head"]
+        if key not in cache.taps and engine.scheduler.limit > TRIED_TOKENS:
+            cache.taps = {key: _choose_tap(engine, head, costs)}
+        head.use(cache.taps.get(key, drafting.head.tap))
+    except Exception:  # mlx-lm's modules with the head's weights
+        log.exception("decoding without a head: it cannot run")
+        head.detach()
+        kv.rereads = False
+        return None
+    where = "before" if head.taps[0] != FINAL_NORM else "after"
+    ms = 1e3 * head.seconds
+    log.info(
+        "%s drafts from hidden states %s the final norm, %.1f ms a token", drafting.path, where, ms
+    )
+    return head
+
+
+def _choose_tap(engine: Engine, head: ChainedHead, costs: Costs) -> Tap:
+    """The hidden state with which more drafts are accepted, where that is clear, else the head's
+    default: after the final norm or before it. Checkpoints do not say which theirs was trained
+    with."""
+    usual = head.taps[0]
+    accepted: dict[Tap, int] = {}
+    with progress("Trying the head") as report:
+        for done, tap in enumerate((FINAL_NORM, engine.runner.last_layer)):
+            report(done, 2)
+            head.use(tap)
+            once = replace(costs, factors={})  # what steps take now says nothing
+            engine.proposer = Proposer(once, [head], engine.runner.layout != "solo", depth=1)
+            for n in range(TRIED_ANSWERS):
+                sampling = Sampling(temperature=1.0, seed=n)
+                engine.add(Request(f"try-{n}", (n + 1, n + 2), TRIED_TOKENS - 2, sampling))
+            while engine.busy:
+                engine.step()
+            accepted[tap] = engine.spec_metrics.accepted.total()
+            engine.reset()
+    best = max(accepted, key=lambda tap: accepted[tap])
+    log.debug("accepted drafts by hidden state: %s", accepted)
+    return best if accepted[best] > CLEARLY * accepted[usual] + 1 else usual
 
 
 def _measure_steps(engine: Engine, cache: WarmupCache, table: list[int]) -> Costs | None:

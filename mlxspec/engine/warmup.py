@@ -18,16 +18,19 @@ from mlxspec.kernels.verify import KERNELS, machine
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.speculate.controller import Costs
+from mlxspec.types import Tap
 
 log = logging.getLogger("mlxspec")
 
 
 class WarmupCache(BaseModel):
-    """The measurements of one model; `costs` were measured with `kernels` in use."""
+    """The measurements of one model; `costs` were measured with `kernels` in use, `taps` are the
+    hidden states that heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None
     kernels: str = ""
+    taps: dict[str, Tap] = {}
 
     @classmethod
     def load(cls, file: Path) -> "WarmupCache | None":

@@ -116,6 +116,12 @@ class Runner:
         elif taps:
             raise UnsupportedModel("this model's hidden states cannot be read")
 
+    @property
+    def last_layer(self) -> Tap:
+        """The tap before the final norm."""
+        layers = self.trunk.get("layers", []) if self.trunk else []
+        return len(layers) - 1
+
     def _cache(self, cache: Any) -> Any:
         """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""
         if type(cache) is CacheList:

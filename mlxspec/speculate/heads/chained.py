@@ -68,7 +68,7 @@ class ChainedHead:
 
     def __init__(self, head: HeadModel, runner: Runner) -> None:
         self.name = head.name
-        self.taps: tuple[Tap, ...] = (head.tap,)
+        self.taps: tuple[Tap, ...] = ()
         self.head = head
         self.runner = runner
         self.seconds, self.fixed = 1e-6, 0.0  # until they are measured
@@ -78,8 +78,7 @@ class ChainedHead:
         self.pages = [Pages(self.view, None) for _ in head.module.layers]
         attention.install(head.module)
         runner.adopt(self.pages)
-        runner.tap(self.taps)
-        runner.states.tap = head.tap
+        self.use(head.tap)
         self._live: dict[Seq, Follower] = {}
 
     def begin(self, seq: Seq) -> None:
@@ -87,6 +86,12 @@ class ChainedHead:
 
     def end(self, seq: Seq) -> None:
         del self._live[seq]
+
+    def use(self, tap: Tap) -> None:
+        """Read this hidden state of the target from now on."""
+        self.taps = (tap,)
+        self.runner.tap(self.taps)
+        self.runner.states.tap = tap
 
     def detach(self) -> None:
         """Leave the runner as if the head had never been there."""

@@ -90,7 +90,8 @@ def models_of(config: Config) -> list[str]:
         found.append(name)
         if name in known:
             draft = draft or known[name].draft
-        draft = draft or head_of(name)
+        if "/" in name:
+            draft = draft or head_of(name)
         if draft != NONE and draft and config.speculate == "on":
             found.append(draft)
         draft = _of_others(config)
@@ -117,7 +118,7 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
     if config.speculate == "on" and asked != NONE:
         if asked:
             draft = resolve(asked, cache, METAL, draft=True)
-        elif sidecar := head_of(found.name):
+        elif "/" in found.name and (sidecar := head_of(found.name)):
             draft = _fetch_head(found, sidecar, cache)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
     if draft and not is_head(draft.path):

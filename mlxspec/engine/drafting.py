@@ -119,9 +119,11 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
             drafters.append(_draft_model(engine, drafting.fitted, table))
         if head := _attach(engine, drafting, table, costs, cache):
             drafters.append(head)
-        layout = engine.runner.layout
-        depth = MAX_DEPTH if layout == "rows" else MAX_PADDED_DEPTH
-        engine.proposer = Proposer(costs, drafters, layout != "solo", depth, config.draft_depth)
+        padded = engine.runner.layout != "rows"
+        most = MAX_PADDED_DEPTH if padded else MAX_DEPTH
+        engine.proposer = Proposer(
+            costs, drafters, max_depth=most, depth=config.draft_depth, padded=padded
+        )
     else:
         log.warning("no speculation: the KV pool is too small to measure what a draft costs")
     pool.free(table)
@@ -175,7 +177,7 @@ def _choose_tap(engine: Engine, head: ChainedHead, costs: Costs) -> Tap:
             report(done, 2)
             head.use(tap)
             once = replace(costs, factors={})  # what steps take now says nothing
-            engine.proposer = Proposer(once, [head], engine.runner.layout != "solo", depth=1)
+            engine.proposer = Proposer(once, [head], depth=1)
             for n in range(TRIED_ANSWERS):
                 sampling = Sampling(temperature=1.0, seed=n)
                 engine.add(Request(f"try-{n}", (n + 1, n + 2), TRIED_TOKENS - 2, sampling))

@@ -58,10 +58,10 @@ class HeadCard(BaseModel):
 
 
 def head_of(model: str) -> str:
-    """The hub id of the sidecar to use with a model where its own files hold no head; "" where no
-    card has one. Raises UnsupportedModel."""
+    """The hub id of the sidecar to use with a model, by its hub id or the name of a copy, where its
+    own files hold no head; "" where no card has one. Raises UnsupportedModel."""
     for card in _head_cards():
-        if model in card.targets:
+        if any(model in (target, target.partition("/")[2]) for target in card.targets):
             return next((head.id for head in card.heads if head.kind == "mtp"), "")
     return ""
 

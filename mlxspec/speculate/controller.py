@@ -140,11 +140,17 @@ def corrected(ratio: float) -> float:
 
 class Controller:
     """Decides from measured `costs` and learned rates; `prior(key)` is the rate of a key that was
-    never tried."""
+    never tried. `padded`: in a step, all sequences have as many rows as the longest draft."""
 
-    def __init__(self, costs: Costs, prior: Callable[[Key], float]) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        prior: Callable[[Key], float],
+        padded: bool = False,
+    ) -> None:
         self.costs = costs
         self.rate = AcceptanceRate(prior)
+        self.padded = padded
 
     def begin(self) -> AcceptanceRate:
         """The rates of a sequence, which start from those of all."""
@@ -162,8 +168,12 @@ class Controller:
         base = len(stats)
         curve = self.costs.curve(base + MAX_ROWS, context, mode).tolist()
         plain = self.costs.step(base, context, "overlap")
+        divide = share
+        if self.padded:  # each further token of the longest draft is a row of every sequence
+            curve = curve[: base - 1] + curve[base - 1 :: base]
+            divide = share_padded
         picked = [_best(some, curve, base) for some in options]
-        depths = share(picked, curve, plain)
+        depths = divide(picked, curve, plain)
         if not any(depths):
             for i, option in enumerate(picked):
                 if option is None:
@@ -202,10 +212,10 @@ def tokens_per_second(
     best = 0.0
     tokens = float(base)
     reached = 1.0
-    for depth, rate in enumerate(rates, 1):
+    for depth, (rate, step) in enumerate(zip(rates, curve[base:], strict=False), 1):
         reached *= rate
         tokens += reached
-        seconds = curve[base + depth - 1] + option.fixed + option.seconds * depth
+        seconds = step + option.fixed + option.seconds * depth
         best = max(best, tokens / seconds)
     return best
 
@@ -257,6 +267,35 @@ def share(options: Sequence[Proposal | None], curve: Curve, plain: float) -> lis
             if speed > best_speed:
                 best = depths.copy()
                 best_speed = speed
+    return best
+
+
+def share_padded(
+    options: Sequence[Proposal | None],
+    curve: Curve,
+    plain: float,
+) -> list[int]:
+    """As `share`, where shorter drafts are padded to the longest, so they may as well be as long.
+    `curve[base - 1 + n]` are the seconds of a step whose longest draft has n tokens."""
+    base = len(options)
+    best = [0 for _ in options]
+    best_speed = base / plain
+    depths = best.copy()
+    reached = [1.0 for _ in options]
+    tokens = float(base)
+    for step in curve[base:]:
+        drafting = 0.0
+        for i, option in enumerate(options):
+            if option is None:
+                continue
+            if depths[i] < len(option.rates):
+                reached[i] *= option.rates[depths[i]]
+                depths[i] += 1
+                tokens += reached[i]
+            drafting = max(drafting, option.fixed + option.seconds * depths[i])
+        speed = tokens / (step + drafting)
+        if speed > best_speed:
+            best, best_speed = depths.copy(), speed
     return best
 
 

@@ -25,8 +25,8 @@ FIRST_TOKEN = 0.6  # the rate to start from of the first token of a model or hea
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; `overlap`:
     the target can start a step while drafts are in flight (all layouts but solo). `max_depth`
-    limits a draft: in most layouts the other sequences' rows are padded to it. `depth`: models and
-    heads always draft so many tokens, and nothing else drafts; 0: what pays."""
+    limits a draft; `padded`: the other sequences' rows are padded to the longest. `depth`: models
+    and heads always draft so many tokens, and nothing else drafts; 0: what pays."""
 
     def __init__(
         self,
@@ -35,13 +35,14 @@ class Proposer:
         overlap: bool = True,
         max_depth: int = MAX_DEPTH,
         depth: int = 0,
+        padded: bool = False,
     ) -> None:
         self.costs = costs
         self.drafters = drafters
         self.overlap = overlap
         self.max_depth = max_depth
         self.depth = depth
-        self.control = Controller(costs, self._prior)
+        self.control = Controller(costs, self._prior, padded)
         self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
         self._by_name = {drafter.name: drafter for drafter in drafters}  # also those that failed
@@ -198,6 +199,8 @@ class Proposer:
         if any(e.count > 1 for e in plan):
             return
         rows = sum(e.rows for e in plan)
+        if self.control.padded:
+            rows = len(plan) * max(e.rows for e in plan)
         context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "exact"
         drafts = [e.draft for e in plan if e.draft.source in self._by_name]

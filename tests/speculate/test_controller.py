@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from mlxspec.speculate.controller import (
     Proposal,
     probe_every,
     share,
+    share_padded,
 )  # fmt: skip
 from tests.rows import in_turn
 
@@ -133,6 +134,33 @@ def test_sharing_equals_the_best_of_all_allocations(
     assert all(0 <= d <= (len(o.rates) if o else 0) for d, o in zip(depths, options, strict=True))
     got = rate(options, depths, seconds) if any(depths) else len(options) / plain
     assert got == pytest.approx(brute(options, seconds, plain), rel=1e-9)
+
+
+@settings(max_examples=200)
+@given(st.data(), convex, st.floats(0, 1), st.floats(0.8, 1.3))
+def test_padded_drafts_are_the_best_of_all_allocations(
+    data, seconds, each: float, plain: float
+) -> None:
+    """Where each further token of the longest draft is a row of every sequence; one kind of drafts
+    and sequences that have none."""
+    one = st.builds(Proposal, st.just("m"), st.lists(chance, min_size=1, max_size=4))
+    options = data.draw(st.lists(st.one_of(st.none(), one), min_size=1, max_size=3))
+    for option in filter(None, options):
+        option.seconds = each
+    base = len(options)
+
+    def speed(depths: Sequence[int]) -> float:
+        if not any(depths):
+            return base / plain
+        tokens = float(base)
+        for option, depth in zip(options, depths, strict=True):
+            tokens += sum(np.cumprod(option.rates[:depth])) if option else 0.0
+        return tokens / (seconds[base - 1 + max(depths)] + each * max(depths))
+
+    depths = share_padded(options, list(seconds), plain)
+    every = [range(1 + (len(option.rates) if option else 0)) for option in options]
+    best = max(speed(depths) for depths in itertools.product(*every))
+    assert speed(depths) == pytest.approx(best, rel=1e-9)
 
 
 def test_the_better_sequence_gets_more_rows() -> None:

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxspec.model import quantized
+from mlxspec.model.cards import head_of
 from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
 from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import find_head, promised
@@ -31,9 +32,10 @@ def load_head(path: Path, target: nn.Module) -> HeadModel | None:
         if files is None:
             if promised(path):
                 log.warning(
-                    "config.json in %s promises an MTP head, but no file has its tensors; give one"
-                    " with --draft",
+                    "config.json in %s promises an MTP head, but no file has its tensors; give it"
+                    " with --draft %s",
                     path,
+                    head_of(path.name) or "HEAD",
                 )
             return None
         head = load_mtp(files, target)

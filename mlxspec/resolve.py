@@ -105,7 +105,8 @@ def _of_others(config: Config) -> str:
 
 def on_disk(model: str, config: Config) -> Path | None:
     """A model's directory if nothing has to be downloaded. Raises UnsupportedModel."""
-    return find_local(model, cache_of(config), METAL)
+    served = [_split_name(each)[1] for each in (config.model, *config.others)]
+    return find_local(model, cache_of(config), METAL, draft=model not in served)
 
 
 def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:

@@ -92,8 +92,9 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
     )
 
 
-def find_local(name: str, cache_dir: Path, metal: bool) -> Path | None:
-    """The directory of a model that `resolve` would not download, else None.
+def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Path | None:
+    """The directory of a model, or with `draft` a head, that `resolve` would not download, else
+    None.
 
     Raises UnsupportedModel.
     """
@@ -102,7 +103,7 @@ def find_local(name: str, cache_dir: Path, metal: bool) -> Path | None:
         path = cache_dir / "models" / f"{name}-{_mode(metal)}"
         return path if path.is_dir() else None
     if os.path.exists(os.path.expanduser(name)) or not _is_hub_id(name):
-        return resolve(name, cache_dir, metal).path
+        return resolve(name, cache_dir, metal, draft).path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -19,9 +19,12 @@ from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
 from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import find_head, promised
 from mlxspec.speculate.heads.mtp import load_mtp
+from mlxspec.speculate.heads.nextn import load_nextn
 from mlxspec.types import UnsupportedModel
 
 log = logging.getLogger("mlxspec")
+
+LOADERS = {"mtp": load_mtp, "nextn": load_nextn}
 
 
 def load_head(path: Path, target: nn.Module) -> HeadModel | None:
@@ -38,7 +41,7 @@ def load_head(path: Path, target: nn.Module) -> HeadModel | None:
                     head_of(path.name) or "HEAD",
                 )
             return None
-        head = load_mtp(files, target)
+        head = LOADERS[files.kind](files, target)
     except UnsupportedModel as error:
         log.warning("decoding without a head: %s", error)
         return None
@@ -62,6 +65,6 @@ def read_weights(head: HeadModel) -> bool:
 
 def cache_bytes(head: HeadModel) -> CacheBytes:
     """What a head caches: K/V of each token, and a hidden state with each recurrent state."""
-    hidden = head.embed(mx.array([0, 0]))
+    hidden = head.embed(mx.array([[0, 0]]))
     run = partial(head.module, hidden, hidden)
-    return bytes_of_layers(len(head.module.layers), run)._replace(state=hidden[0].nbytes)
+    return bytes_of_layers(len(head.module.layers), run)._replace(state=hidden[0, 0].nbytes)

@@ -9,13 +9,14 @@ samples are run at once: those after the last accepted one are written again bef
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxspec.model import attention
-from mlxspec.model.batch import Step, fill_view, sampled_rows, starts_of
-from mlxspec.model.pages import Pages, View
+from mlxspec.model.batch import Step, bucket, fill_view, sampled_rows, starts_of
+from mlxspec.model.pages import DensePages, Pages, View
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.chain import (
@@ -34,9 +35,9 @@ TIMED_DEPTHS = 1, 3
 
 @dataclass(slots=True)
 class HeadModel:
-    """A loaded head. `module(embedded [T, D], hidden [T, D], caches)` is [T, D]: it stands for the
-    target's next hidden state. `embed` and `lm_head` are those that it drafts with, as a rule the
-    target's own."""
+    """A loaded head. `module(embedded [B, L, D], hidden [B, L, D], caches)` is [B, L, D]: it stands
+    for the target's next hidden state. `embed` and `lm_head` are those that it drafts with, as a
+    rule the target's own."""
 
     name: str
     module: nn.Module
@@ -75,7 +76,9 @@ class ChainedHead:
         target = runner.view
         blocks: dict[int | None, int] = {None: target.num_blocks[None]}
         self.view = View(target.block_size, blocks, target.allocated, first=1)
-        self.pages = [Pages(self.view, None) for _ in head.module.layers]
+        self.dense = runner.layout == "gather"  # where layers like its own need dense K/V
+        make = DensePages if self.dense else Pages
+        self.pages = [make(self.view, None) for _ in head.module.layers]
         attention.install(head.module)
         runner.adopt(self.pages)
         self.use(head.tap)
@@ -185,12 +188,38 @@ class ChainedHead:
         hidden: mx.array,
         shift: mx.array | None,
     ) -> mx.array:
-        """The head's output [R, D] in the sampled rows, submitted at once, so that the next pass
-        may write its pages in place."""
+        """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours of
+        equal rows and similar contexts."""
         self.runner.grow()
-        fill_view(self.view, entries, shift)
-        out: mx.array = self.head.module(self.head.embed(tokens), hidden, self.pages)
-        out = out[sampled_rows(entries)]
+        if not self.dense:
+            return self._forward_batch(entries, tokens, hidden, shift)
+        size = self.view.block_size
+        out = []
+        first = row = 0
+        for _, members in groupby(entries, key=lambda e: bucket(e, size)):
+            batch = list(members)
+            last = first + len(batch)
+            end = row + sum(e.rows for e in batch)
+            part = None if shift is None else shift[first:last]
+            out.append(self._forward_batch(batch, tokens[row:end], hidden[row:end], part))
+            first, row = last, end
+        return mx.concatenate(out)
+
+    def _forward_batch(
+        self,
+        batch: Plan,
+        tokens: mx.array,
+        hidden: mx.array,
+        shift: mx.array | None,
+    ) -> mx.array:
+        """Submitted at once, so that the next pass may write its pages in place."""
+        fill_view(self.view, batch, shift, one_group=self.dense)
+        length = batch[0].rows if self.dense else 1
+        self.view.positions = self.view.positions[::length]
+        shape = -1, length, hidden.shape[-1]
+        embedded = self.head.embed(tokens).reshape(shape)
+        out: mx.array = self.head.module(embedded, hidden.reshape(shape), self.pages)
+        out = out.flatten(0, 1)[sampled_rows(batch)]
         mx.async_eval(out)
         return out
 

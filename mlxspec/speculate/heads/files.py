@@ -17,6 +17,7 @@ from mlxspec.types import UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
 MTP_MARK = "pre_fc_norm_hidden.weight"  # a tensor that only Qwen's MTP heads have
+NEXTN_MARK = "eh_proj.weight"  # and those of DeepSeek and GLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,15 @@ def find_head(path: Path) -> HeadFiles | None:
             ) from error
     own = {name.partition("mtp.")[2]: array for name, array in found.items() if "mtp." in name}
     tensors = own or found  # in a sidecar, names have no prefix
-    if MTP_MARK not in tensors:
+    if MTP_MARK in tensors:
+        return HeadFiles("mtp", path, tensors)
+    marked = [name.removesuffix(NEXTN_MARK) for name in found if name.endswith(NEXTN_MARK)]
+    if not marked:
         return None
-    return HeadFiles("mtp", path, tensors)
+    prefix = min(marked, key=lambda name: (len(name), name))  # the first of several layers
+    layer = prefix if "layers." in prefix else ""  # a sidecar is nothing else
+    tensors = {n.removeprefix(prefix): array for n, array in found.items() if n.startswith(layer)}
+    return HeadFiles("nextn", path, tensors)
 
 
 def is_head(path: Path) -> bool:

@@ -11,17 +11,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
 
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
 from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.weights import fill
 from mlxspec.types import FINAL_NORM, UnsupportedModel
 
 # Norms are zero-centred (w - 1 is stored) iff the larger mean of the norms of queries and keys is
 # below the first and the smallest mean of the others is below the second (MTPLX's rule).
 CENTRED_QK, CENTRED = 1.25, 0.5
 QK_NORMS = ("q_norm.weight", "k_norm.weight")
-MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+_proj)\.(weight|scales|biases)")
 
 
@@ -37,12 +38,13 @@ class MTP(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, caches: Any) -> mx.array:
-        """[T, D] of embedded [T, D] and hidden [T, D], each row a batch of its own."""
+        """[B, L, D] of embedded and hidden [B, L, D]."""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
-        x = self.fc(mx.concatenate(parts, axis=-1))[:, None]
+        x = self.fc(mx.concatenate(parts, axis=-1))
+        mask = create_attention_mask(x, caches[0], return_array=True)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, None, cache)
-        normed: mx.array = self.norm(x)[:, 0]
+            x = layer(x, mask, cache)
+        normed: mx.array = self.norm(x)
         return normed
 
 
@@ -59,14 +61,7 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
     module = MTP([make(args, place) for _ in range(count)], args.hidden_size, args.rms_norm_eps)
     _check_shape(files, tensors, args.hidden_size)
-    _quantize(module, tensors)
-    try:
-        module.load_weights(list(tensors.items()))
-    except ValueError as error:
-        raise UnsupportedModel(
-            f"the head in {files.path} does not fit the model: {str(error).splitlines()[0]}"
-        ) from error
-    module.eval()
+    fill(module, tensors, files)
     embed, lm_head = embedding_and_lm_head(target)
     return HeadModel("mtp", module, embed, lm_head, FINAL_NORM)
 
@@ -117,20 +112,3 @@ def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     for key, experts in numbered.items():
         made[key] = mx.stack([experts[i] for i in sorted(experts)])
     return made
-
-
-def _quantize(module: nn.Module, tensors: dict[str, mx.array]) -> None:
-    """Quantize the layers that the files hold quantized, each with its own bits and group size,
-    which the shapes of its tensors tell."""
-
-    def how(path: str, layer: nn.Module) -> Any:
-        scales = tensors.get(f"{path}.scales")
-        if scales is None or not hasattr(layer, "to_quantized"):
-            return False
-        width = layer.weight.shape[-1]
-        group = width // scales.shape[-1]
-        bits = tensors[f"{path}.weight"].shape[-1] * 32 // width
-        mode = "affine" if f"{path}.biases" in tensors else MODES[group, bits]
-        return {"group_size": group, "bits": bits, "mode": mode}
-
-    nn.quantize(module, class_predicate=how)

@@ -188,40 +188,27 @@ class ChainedHead:
         hidden: mx.array,
         shift: mx.array | None,
     ) -> mx.array:
-        """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours of
-        equal rows and similar contexts."""
+        """The head's output [R, D] in the sampled rows, each pass submitted at once, so that the
+        next may write its pages in place. Dense K/V are gathered for neighbours that are alike."""
         self.runner.grow()
-        if not self.dense:
-            return self._forward_batch(entries, tokens, hidden, shift)
-        size = self.view.block_size
+        view = self.view
         out = []
         first = row = 0
-        for _, members in groupby(entries, key=lambda e: bucket(e, size)):
+        for _, members in groupby(entries, lambda e: self.dense and bucket(e, view.block_size)):
             batch = list(members)
             last = first + len(batch)
             end = row + sum(e.rows for e in batch)
             part = None if shift is None else shift[first:last]
-            out.append(self._forward_batch(batch, tokens[row:end], hidden[row:end], part))
+            fill_view(view, batch, part, one_group=self.dense)
+            length = batch[0].rows if self.dense else 1
+            view.positions = view.positions[::length]
+            shape = -1, length, hidden.shape[-1]
+            x = self.head.embed(tokens[row:end]).reshape(shape)
+            x = self.head.module(x, hidden[row:end].reshape(shape), self.pages).flatten(0, 1)
+            out.append(x[sampled_rows(batch)])
+            mx.async_eval(out[-1])
             first, row = last, end
         return mx.concatenate(out)
-
-    def _forward_batch(
-        self,
-        batch: Plan,
-        tokens: mx.array,
-        hidden: mx.array,
-        shift: mx.array | None,
-    ) -> mx.array:
-        """Submitted at once, so that the next pass may write its pages in place."""
-        fill_view(self.view, batch, shift, one_group=self.dense)
-        length = batch[0].rows if self.dense else 1
-        self.view.positions = self.view.positions[::length]
-        shape = -1, length, hidden.shape[-1]
-        embedded = self.head.embed(tokens).reshape(shape)
-        out: mx.array = self.head.module(embedded, hidden.reshape(shape), self.pages)
-        out = out.flatten(0, 1)[sampled_rows(batch)]
-        mx.async_eval(out)
-        return out
 
     # ---- after a step ------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import find_head, promised
 from mlxspec.speculate.heads.mtp import load_mtp
 from mlxspec.speculate.heads.nextn import load_nextn
-from mlxspec.types import UnsupportedModel
+from mlxspec.types import UnsupportedModel, line_of
 
 log = logging.getLogger("mlxspec")
 
@@ -44,6 +44,9 @@ def load_head(path: Path, target: nn.Module) -> HeadModel | None:
         head = LOADERS[files.kind](files, target)
     except UnsupportedModel as error:
         log.warning("decoding without a head: %s", error)
+        return None
+    except Exception as error:  # mlx-lm's own code, with the tensors of another model
+        log.warning("decoding without the head in %s: it does not fit: %s", path, line_of(error))
         return None
     quantized.install(head.module)
     return head

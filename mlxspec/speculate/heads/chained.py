@@ -200,9 +200,8 @@ class ChainedHead:
             end = row + sum(e.rows for e in batch)
             part = None if shift is None else shift[first:last]
             fill_view(view, batch, part, one_group=self.dense)
-            length = batch[0].rows if self.dense else 1
-            view.positions = view.positions[::length]
-            shape = -1, length, hidden.shape[-1]
+            shape = -1, batch[0].rows if self.dense else 1, hidden.shape[-1]
+            view.positions = view.positions[:: shape[1]]
             x = self.head.embed(tokens[row:end]).reshape(shape)
             x = self.head.module(x, hidden[row:end].reshape(shape), self.pages).flatten(0, 1)
             out.append(x[sampled_rows(batch)])

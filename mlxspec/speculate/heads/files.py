@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlxspec.types import UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
-MTP_MARK = "pre_fc_norm_hidden.weight"  # a tensor that only Qwen's MTP heads have
-NEXTN_MARK = "eh_proj.weight"  # and those of DeepSeek and GLM
+# Of each kind of head a tensor that no other has.
+MARKS = {"mtp": "pre_fc_norm_hidden.weight", "nextn": "eh_proj.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,13 @@ def find_head(path: Path) -> HeadFiles | None:
             raise UnsupportedModel(
                 f"{file} cannot be read: {line_of(error)}; download it again"
             ) from error
-    own = {name.partition("mtp.")[2]: array for name, array in found.items() if "mtp." in name}
-    tensors = own or found  # in a sidecar, names have no prefix
-    if MTP_MARK in tensors:
-        return HeadFiles("mtp", path, tensors)
-    marked = [name.removesuffix(NEXTN_MARK) for name in found if name.endswith(NEXTN_MARK)]
-    if not marked:
-        return None
-    prefix = min(marked, key=lambda name: (len(name), name))  # the first of several layers
-    layer = prefix if "layers." in prefix else ""  # a sidecar is nothing else
-    tensors = {n.removeprefix(prefix): array for n, array in found.items() if n.startswith(layer)}
-    return HeadFiles("nextn", path, tensors)
+    for kind, mark in MARKS.items():
+        if prefixes := [name.removesuffix(mark) for name in found if name.endswith(mark)]:
+            prefix = min(prefixes)  # the first of several layers
+            within = "" if prefix == "model." else prefix  # a sidecar's lm_head lies outside
+            own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}
+            return HeadFiles(kind, path, own)
+    return None
 
 
 def is_head(path: Path) -> bool:

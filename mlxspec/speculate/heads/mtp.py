@@ -6,7 +6,6 @@ heads come with experts fused, numbered or stacked.
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -16,13 +15,13 @@ from mlx_lm.models.base import create_attention_mask
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
 from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.speculate.heads.weights import fill
 from mlxspec.types import FINAL_NORM, UnsupportedModel
 
 # Norms are zero-centred (w - 1 is stored) iff the larger mean of the norms of queries and keys is
 # below the first and the smallest mean of the others is below the second (MTPLX's rule).
 CENTRED_QK, CENTRED = 1.25, 0.5
 QK_NORMS = ("q_norm.weight", "k_norm.weight")
+MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+_proj)\.(weight|scales|biases)")
 
 
@@ -55,14 +54,32 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     attending = [
         layer for layer in decoder_layers(target) if not getattr(layer, "is_linear", False)
     ]
-    make: Callable[..., nn.Module] = type(attending[0])
-    tensors = _one_form(files.tensors)
+    make: Any = type(attending[0])
+    tensors = _final_norms(_stacked_experts(files.tensors))
     count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
     place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
-    module = MTP([make(args, place) for _ in range(count)], args.hidden_size, args.rms_norm_eps)
     _check_shape(files, tensors, args.hidden_size)
-    fill(module, tensors, files)
+    return build(tensors, [make(args, place) for _ in range(count)], args, target)
+
+
+def build(
+    tensors: dict[str, mx.array],
+    layers: list[nn.Module],
+    args: Any,
+    target: nn.Module,
+) -> HeadModel:
+    """The head of these decoder layers with `tensors` as its weights, which may be an embedding and
+    lm_head of its own."""
+    module = MTP(layers, args.hidden_size, args.rms_norm_eps)
+    if "embed_tokens.weight" in tensors:
+        module.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+    if "lm_head.weight" in tensors:
+        module.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+    _quantize(module, tensors)
+    module.load_weights(list(tensors.items()))
+    module.eval()
     embed, lm_head = embedding_and_lm_head(target)
+    embed, lm_head = module.get("embed_tokens", embed), module.get("lm_head", lm_head)
     return HeadModel("mtp", module, embed, lm_head, FINAL_NORM)
 
 
@@ -75,12 +92,8 @@ def _check_shape(files: HeadFiles, tensors: dict[str, mx.array], size: int) -> N
             )
 
 
-def _one_form(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Norms as they are used, and experts stacked as mlx-lm has them."""
-    return _final_norms(_stacked_experts(tensors))
-
-
 def _final_norms(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Norms as they are used."""
     norms = {name: array for name, array in tensors.items() if name.endswith("norm.weight")}
     norms |= {name: array for name, array in tensors.items() if "norm_" in name}
     means = {name: float(array.astype(mx.float32).mean()) for name, array in norms.items()}
@@ -112,3 +125,20 @@ def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     for key, experts in numbered.items():
         made[key] = mx.stack([experts[i] for i in sorted(experts)])
     return made
+
+
+def _quantize(module: nn.Module, tensors: dict[str, mx.array]) -> None:
+    """Quantize the layers that the files hold quantized, each with its own bits and group size,
+    which the shapes of its tensors tell."""
+
+    def how(path: str, layer: nn.Module) -> Any:
+        scales = tensors.get(f"{path}.scales")
+        if scales is None or not hasattr(layer, "to_quantized"):
+            return False
+        width = layer.weight.shape[-1]
+        group = width // scales.shape[-1]
+        bits = tensors[f"{path}.weight"].shape[-1] * 32 // width
+        mode = "affine" if f"{path}.biases" in tensors else MODES[group, bits]
+        return {"group_size": group, "bits": bits, "mode": mode}
+
+    nn.quantize(module, class_predicate=how)

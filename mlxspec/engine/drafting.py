@@ -150,7 +150,7 @@ def _attach(
     try:
         head.measure(table)
         key = drafting.facts["head"]
-        if key not in cache.taps and engine.scheduler.limit > TRIED_TOKENS:
+        if key not in cache.taps and len(engine.scheduler.pool.free_blocks) > TRIED_TOKENS:
             cache.taps = {key: _choose_tap(engine, head, costs)}
         head.use(cache.taps.get(key, drafting.head.tap))
     except Exception:  # mlx-lm's modules with the head's weights

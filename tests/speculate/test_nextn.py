@@ -15,7 +15,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
-from mlxspec.model.layout import load
+from mlxspec.config import Config
+from mlxspec.engine.drafting import add_drafters, load_drafting
+from mlxspec.engine.warmup import WarmupCache, kernels_in_use
+from mlxspec.model.layout import find_layout, load
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.chained import ChainedHead
 from mlxspec.speculate.heads.files import find_head, is_head
@@ -217,6 +220,18 @@ def test_drafts_are_those_of_a_dense_computation(kind: str, tmp_path: Path) -> N
             assert errors.min() < 1e-4 * np.abs(np.array(row)).max()
     assert max(map(len, (d for _, d in drafted))) == DEPTH
     assert 0 < sum(accepted) < sum(len(d) for _, d in drafted)
+
+
+def test_a_pool_that_measuring_fills_has_no_room_to_try_a_head(tmp_path: Path) -> None:
+    reference = Reference("glm4_moe")
+    reference.write(tmp_path)
+    e = tiny.engine(reference.target, blocks=64)
+    cache = WarmupCache(layout=find_layout(reference.target), costs=costs())
+    cache.kernels = kernels_in_use()
+    drafting = load_drafting(reference.target, tmp_path, None, Config())
+    add_drafters(e, cache, drafting, Config())
+    assert isinstance(e.proposer, Proposer)
+    assert [d.name for d in e.proposer.drafters] == ["copy", "mtp"]
 
 
 def sidecar(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

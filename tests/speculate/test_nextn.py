@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, caplog: pytest.LogCapture
     reference.write(tmp_path)
     for other, reason in {
         "deepseek_v3": "does not fit",
-        "deepseek_v32": "CacheList",
+        "deepseek_v32": "more than keys",
         "qwen3": "does not fit",
     }.items():
         caplog.clear()

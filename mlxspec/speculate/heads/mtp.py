@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask
 
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
 from mlxspec.speculate.heads.chained import HeadModel
@@ -36,15 +35,14 @@ class MTP(nn.Module):
         self.layers = layers
         self.norm = nn.RMSNorm(size, eps)
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, caches: Any) -> mx.array:
+    def __call__(self, embedded: mx.array, hidden: mx.array, caches: Any) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(mx.concatenate(parts, axis=-1))
-        mask = create_attention_mask(x, caches[0], return_array=True)
+        mask = caches[0].make_mask(x.shape[1], return_array=True, window_size=None)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, mask, cache)
-        normed: mx.array = self.norm(x)
-        return normed
+        return self.norm(x)
 
 
 def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
@@ -79,8 +77,8 @@ def build(
     module.load_weights(list(tensors.items()))
     module.eval()
     embed, lm_head = embedding_and_lm_head(target)
-    embed, lm_head = module.get("embed_tokens", embed), module.get("lm_head", lm_head)
-    return HeadModel("mtp", module, embed, lm_head, FINAL_NORM)
+    embed = module.get("embed_tokens", embed)
+    return HeadModel("mtp", module, embed, module.get("lm_head", lm_head), FINAL_NORM)
 
 
 def _check_shape(files: HeadFiles, tensors: dict[str, mx.array], size: int) -> None:

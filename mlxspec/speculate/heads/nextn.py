@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.chained import HeadModel
@@ -35,9 +34,10 @@ def load_nextn(files: HeadFiles, target: Module) -> HeadModel:
     owner: Any = getattr(target, "language_model", target)
     layers = decoder_layers(target)
     make: Any = type(layers[-1])
-    kept = type(make_prompt_cache(target)[-1])
-    if kept is not KVCache:
-        raise UnsupportedModel(f"the head in {files.path} would have to keep a {kept.__name__}")
+    if hasattr(owner, "make_cache"):  # an index, a window or a state
+        raise UnsupportedModel(
+            f"the head in {files.path} cannot be used: such layers keep more than keys and values"
+        )
     layer = make(owner.args, len(layers))
     return build(_sanitized(files.tensors, owner), [layer], owner.args, target)
 

@@ -64,7 +64,7 @@ def engine(m: object, found: LayoutChoice) -> Engine:
         sharing=found.sharing,
         can_draft=found.can_draft,
     )
-    return Engine(found.runner(m, BLOCK, 64, windows), scheduler)
+    return Engine(found.runner(m, BLOCK, 64, windows=windows), scheduler)
 
 
 def test_the_page_and_the_list_agree() -> None:

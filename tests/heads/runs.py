@@ -1,0 +1,182 @@
+"""Runs the trained pair through the engine, and through a plain simulation without one."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import load_model
+
+from mlxspec.engine.engine import Engine
+from mlxspec.model.layout import load
+from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.proposer import Proposer
+from mlxspec.types import Accepted, Request, Sampling
+from tests import tiny
+from tests.drafters import costs
+from tests.heads.packagings import DATA, SIDECAR, TARGET, read_json
+
+BLOCK = 8
+
+Tokens = list[int]
+
+
+@functools.cache
+def reference() -> Any:
+    """mlx-vlm's results with the trained pair."""
+    return read_json(DATA / "reference.json")
+
+
+@dataclass(slots=True)
+class Round:
+    """A step that decoded: the position of the newest token before it, a lower bound where drafts
+    were in flight; its draft, and how many tokens of that were kept."""
+
+    start: int
+    draft: Tokens
+    kept: int
+    overlaps: bool
+
+
+@dataclass
+class Run:
+    """What the engine did with the prompts, one after the other. A prompt whose last token is a
+    step of its own has a round more than mlx-vlm's: that token is followed by a draft."""
+
+    prompts: list[Tokens]
+    answers: list[Tokens] = field(default_factory=list)
+    rounds: list[list[Round]] = field(default_factory=list)
+
+    def tokens_per_round(self, depth: int) -> float:
+        """Over rounds of full depth that follow a token of the answer."""
+        kept = [
+            r.kept
+            for prompt, rounds in zip(self.prompts, self.rounds, strict=True)
+            for r in rounds
+            if len(r.draft) == depth and r.start >= len(prompt)
+        ]
+        return 1 + sum(kept) / len(kept)
+
+
+class Recorded(Proposer):
+    """Remembers the rounds of the sequence that runs alone."""
+
+    rounds: list[Round]
+
+    def observe(self, step: Any, accepted: Sequence[Accepted], seconds: float) -> None:
+        for e, new in zip(step.plan, accepted, strict=True):
+            if new.tokens and e.count == 1:
+                draft = [int(t) for t in e.draft.tokens]
+                self.rounds.append(Round(e.start, draft, new.drafts, step.overlaps))
+        super().observe(step, accepted, seconds)
+
+
+def head_of(path: Path, target: Any) -> HeadModel:
+    """The head in a directory, with its weights."""
+    head = load_head(path, target)
+    assert head is not None and read_weights(head)
+    return head
+
+
+def engine(
+    path: Path = TARGET, head: Path | None = None, layout: Any = "rect", **kw: Any
+) -> tuple[Engine, ChainedHead]:
+    """An engine over the model at `path`, and the head there or at `head`, for its proposer."""
+    model, _ = load(path)
+    loaded = head_of(head or path, model)
+    made = tiny.engine(model, layout=layout, block=BLOCK, blocks=256, budget=256, **kw)
+    return made, ChainedHead(loaded, made.runner)
+
+
+def run(
+    e: Engine,
+    head: ChainedHead,
+    depth: int,
+    prompts: Sequence[Tokens],
+    sampling: Sampling | None = None,
+    n: int = 64,
+) -> Run:
+    """Answers of `n` tokens to the prompts, each alone, with drafts of `depth` tokens."""
+    made = Run(list(prompts))
+    e.proposer = proposer = Recorded(costs(), [head], depth=depth)
+    for i, prompt in enumerate(prompts):
+        proposer.rounds = []
+        e.add(Request(f"r{i}", tuple(prompt), n, sampling or Sampling(temperature=0.0)))
+        made.answers.append(tiny.tokens(tiny.run(e), f"r{i}"))
+        made.rounds.append(proposer.rounds)
+    assert proposer.drafters == [head], "the head failed"
+    return made
+
+
+# ---- without an engine
+# --------------------------------------------------------------------------------
+
+
+class DenseHead:
+    """A loaded head over mlx-lm's own caches, with a causal mask."""
+
+    def __init__(self, head: HeadModel) -> None:
+        self.head = head
+        self.caches: Any = [KVCache() for _ in head.module.layers]
+
+    def __call__(self, tokens: Tokens, hidden: mx.array) -> mx.array:
+        """The outputs [T, D] for these tokens and the hidden states before them."""
+        module: Any = self.head.module
+        embedded = module.pre_fc_norm_embedding(self.head.embed(mx.array(tokens)))
+        x = module.fc(mx.concatenate([embedded, module.pre_fc_norm_hidden(hidden)], -1))[None]
+        mask = create_attention_mask(x, self.caches[0])
+        for layer, cache in zip(module.layers, self.caches, strict=True):
+            x = layer(x, mask, cache)
+        return module.norm(x)[0]
+
+    def next_token(self, out: mx.array) -> int:
+        return int(self.head.lm_head(out[-1:]).argmax())
+
+    def trim(self, rows: int) -> None:
+        for cache in self.caches:
+            cache.trim(rows)
+
+
+@functools.cache
+def plain_target() -> Any:
+    """The target as mlx-lm loads it, which no engine has changed."""
+    return load_model(TARGET)[0]
+
+
+@functools.cache
+def plain_head(path: Path = SIDECAR) -> HeadModel:
+    return head_of(path, plain_target())
+
+
+def simulate(
+    head: HeadModel, known: Tokens, at: int, depths: Iterable[int], keep: bool
+) -> list[Tokens]:
+    """The greedy drafts of a round of each depth, of which the first follows the token at position
+    `at`; a round keeps what `known`, prompt and answer, has. `keep`, as in mlx-vlm: rows of kept
+    drafts stay as they were drafted; else all are run again with the target's hidden states."""
+    hidden = plain_target().language_model.model(mx.array([known]))[0]
+    dense = DenseHead(head)
+    out = dense(known[1 : at + 1], hidden[:at])
+    drafts = []
+    for depth in depths:
+        draft = []
+        for i in range(depth):
+            if i:
+                out = dense(draft[-1:], out[-1:])
+            draft.append(dense.next_token(out))
+        drafts.append(draft)
+        kept = 0
+        while kept < min(depth, len(known) - at - 2) and draft[kept] == known[at + 1 + kept]:
+            kept += 1
+        chained = max(0, depth - 1)
+        stay = min(kept, chained) if keep else 0
+        dense.trim(chained - stay)
+        end = at + kept + 1
+        out = dense(known[at + 1 + stay : end + 1], hidden[at + stay : end])
+        at = end
+    return drafts

@@ -12,7 +12,9 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from mlxspec.engine.engine import Engine
+from mlxspec.kernels.reference import gumbel
 from mlxspec.model.layout import load
+from mlxspec.model.sampler import seed32
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
 from mlxspec.speculate.proposer import Proposer
@@ -22,6 +24,8 @@ from tests.drafters import costs
 from tests.heads.packagings import DATA, SIDECAR, TARGET, read_json
 
 BLOCK = 8
+LATE = 3  # steps
+GREEDY = Sampling(temperature=0.0)
 
 Tokens = list[int]
 
@@ -45,8 +49,8 @@ class Round:
 
 @dataclass
 class Run:
-    """What the engine did with the prompts, one after the other. A prompt whose last token is a
-    step of its own has a round more than mlx-vlm's: that token is followed by a draft."""
+    """What the engine did with the prompts. A prompt whose last token is a step of its own has a
+    round more than mlx-vlm's: that token is followed by a draft."""
 
     prompts: list[Tokens]
     answers: list[Tokens] = field(default_factory=list)
@@ -64,15 +68,16 @@ class Run:
 
 
 class Recorded(Proposer):
-    """Remembers the rounds of the sequence that runs alone."""
+    """Remembers the rounds of each request."""
 
-    rounds: list[Round]
+    rounds: dict[str, list[Round]]
 
     def observe(self, step: Any, accepted: Sequence[Accepted], seconds: float) -> None:
         for e, new in zip(step.plan, accepted, strict=True):
             if new.tokens and e.count == 1:
                 draft = [int(t) for t in e.draft.tokens]
-                self.rounds.append(Round(e.start, draft, new.drafts, step.overlaps))
+                made = Round(e.start, draft, new.drafts, step.overlaps)
+                self.rounds[e.seq.request.id].append(made)
         super().observe(step, accepted, seconds)
 
 
@@ -98,17 +103,21 @@ def run(
     head: ChainedHead,
     depth: int,
     prompts: Sequence[Tokens],
-    sampling: Sampling | None = None,
-    n: int = 64,
+    sampling: Sampling = GREEDY,
+    together: bool = False,
 ) -> Run:
-    """Answers of `n` tokens to the prompts, each alone, with drafts of `depth` tokens."""
+    """Answers to the prompts, with drafts of `depth` tokens: each alone, or `together`, each a few
+    steps after the one before it."""
     made = Run(list(prompts))
     e.proposer = proposer = Recorded(costs(), [head], depth=depth)
-    for i, prompt in enumerate(prompts):
-        proposer.rounds = []
-        e.add(Request(f"r{i}", tuple(prompt), n, sampling or Sampling(temperature=0.0)))
-        made.answers.append(tiny.tokens(tiny.run(e), f"r{i}"))
-        made.rounds.append(proposer.rounds)
+    proposer.rounds = {str(i): [] for i in range(len(prompts))}
+    out = []
+    for name, prompt in zip(proposer.rounds, prompts, strict=True):
+        e.add(Request(name, tuple(prompt), reference()["max_tokens"], sampling))
+        out += [each for _ in range(LATE) for each in e.step()] if together else tiny.run(e)
+    out += tiny.run(e)
+    made.answers = [tiny.tokens(out, name) for name in proposer.rounds]
+    made.rounds = list(proposer.rounds.values())
     assert proposer.drafters == [head], "the head failed"
     return made
 
@@ -134,8 +143,14 @@ class DenseHead:
             x = layer(x, mask, cache)
         return module.norm(x)[0]
 
-    def next_token(self, out: mx.array) -> int:
-        return int(self.head.lm_head(out[-1:]).argmax())
+    def next_token(self, out: mx.array, sampling: Sampling, position: int) -> int:
+        """The token for this position, with the noise that the target draws it with."""
+        logits = self.head.lm_head(out[-1:])
+        if sampling.temperature:
+            key = mx.array([seed32(sampling.seed, 0)], mx.uint32)
+            noise = gumbel(key, mx.array([position], mx.uint32), logits.shape[-1])
+            logits = logits / sampling.temperature + noise
+        return int(logits.argmax())
 
     def trim(self, rows: int) -> None:
         for cache in self.caches:
@@ -154,9 +169,14 @@ def plain_head(path: Path = SIDECAR) -> HeadModel:
 
 
 def simulate(
-    head: HeadModel, known: Tokens, at: int, depths: Iterable[int], keep: bool
+    head: HeadModel,
+    known: Tokens,
+    at: int,
+    depths: Iterable[int],
+    keep: bool,
+    sampling: Sampling = GREEDY,
 ) -> list[Tokens]:
-    """The greedy drafts of a round of each depth, of which the first follows the token at position
+    """The drafts of a round of each depth, of which the first follows the token at position
     `at`; a round keeps what `known`, prompt and answer, has. `keep`, as in mlx-vlm: rows of kept
     drafts stay as they were drafted; else all are run again with the target's hidden states."""
     hidden = plain_target().language_model.model(mx.array([known]))[0]
@@ -164,11 +184,13 @@ def simulate(
     out = dense(known[1 : at + 1], hidden[:at])
     drafts = []
     for depth in depths:
+        if at + 1 == len(known):
+            break  # fewer rounds than the engine's
         draft = []
         for i in range(depth):
             if i:
                 out = dense(draft[-1:], out[-1:])
-            draft.append(dense.next_token(out))
+            draft.append(dense.next_token(out, sampling, at + 1 + i))
         drafts.append(draft)
         kept = 0
         while kept < min(depth, len(known) - at - 2) and draft[kept] == known[at + 1 + kept]:

@@ -306,8 +306,9 @@ class _Inputs:
             return False
         row = self._first[e]
         self._hidden.append(self._taps[row : row + e.rows])
-        first = self._previous.first_row[seq]
-        self._places += [-1 - (first + i) for i in range(e.sampled)]
+        if e.samples:  # else its tokens are known
+            first = self._previous.first_row[seq]
+            self._places += [-1 - (first + i) for i in range(e.sampled)]
         return True
 
     def tokens(self) -> mx.array:

@@ -1,0 +1,246 @@
+"""Trained heads: every packaging gives the same one, and it drafts what mlx-vlm's own loop and a
+plain simulation draft with it."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxspec.engine.engine import Engine
+from mlxspec.model.layout import load
+from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.mtp import MTP
+from mlxspec.speculate.proposer import Proposer
+from mlxspec.types import Sampling
+from tests import tiny
+from tests.drafters import costs
+from tests.heads import packagings, runs
+from tests.heads.packagings import FORMS, FOUR_BITS, MXFP4, SIDECAR, WHOLE, WRITERS
+from tests.rows import rotated
+
+Params = Mapping[str, mx.array]
+
+
+def parameters(head: HeadModel) -> Params:
+    found: Any = tree_flatten(head.module.parameters())
+    return dict(found)
+
+
+def assert_equal(got: Params, want: Params, rounding: float = 0.0) -> None:
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert mx.allclose(got[name], array, rtol=rounding, atol=0.0), name
+
+
+# ---- packagings
+# -----------------------------------------------------------------------------------------
+
+
+def expected(packaging: str) -> Params:
+    """The module's parameters, from the tensors that were trained."""
+    trained = packagings.head_tensors()
+    how = {
+        "sidecar-4bit": lambda _: FOUR_BITS,
+        "sidecar-mxfp4": lambda _: MXFP4,
+        "embedded-mixed": packagings.mixed_bits,
+    }
+    return packagings.quantized(trained, how[packaging]) if packaging in how else trained
+
+
+@pytest.mark.parametrize("packaging", WRITERS)
+def test_every_packaging_gives_the_same_head(packaging: str, tmp_path: Path) -> None:
+    path = packagings.write(packaging, tmp_path / packaging)
+    target = load(path)[0] if packaging in WHOLE else runs.plain_target()
+    head = runs.head_of(path, target)
+    # A norm less one and one again may differ in its last bit.
+    rounding = 1e-6 if packaging in ("raw", "sidecar-poisoned") else 0.0
+    assert_equal(parameters(head), expected(packaging), rounding)
+    assert head.name == "mtp" and len(head.module.layers) == 1
+
+
+def test_each_layer_has_its_own_bits(tmp_path: Path) -> None:
+    head: Any = runs.head_of(packagings.write("embedded-mixed", tmp_path), runs.plain_target())
+    mlp = head.module.layers[0].mlp
+    assert (mlp.up_proj.bits, mlp.down_proj.bits, mlp.down_proj.group_size) == (4, 8, 32)
+    assert head.module.fc.weight.dtype == mx.float32
+
+
+# ---- drafts
+# ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def engine() -> tuple[Engine, ChainedHead]:
+    return runs.engine(head=SIDECAR)
+
+
+@functools.cache
+def ours(depth: int) -> runs.Run:
+    """The engine's greedy answers to all prompts, each alone. Only the first run is cold."""
+    return runs.run(*engine(), depth, runs.reference()["prompts"])
+
+
+@pytest.mark.parametrize("depth", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
+def test_the_loaded_head_drafts_what_mlx_vlm_drafts(depth: int) -> None:
+    """By a simulation that keeps the K/V of accepted drafts as they were drafted, as mlx-vlm
+    does."""
+    reference = runs.reference()
+    drafts = reference["by_depth"]["sidecar"][str(depth)]["drafts_of_first"]
+    for i, want in enumerate(drafts):
+        prompt, answer = reference["prompts"][i], reference["greedy"][i]
+        got = runs.simulate(
+            runs.plain_head(), prompt + answer, len(prompt), map(len, want), keep=True
+        )
+        assert got == want
+
+
+def assert_simulated(run: runs.Run, sampling: Sampling = runs.GREEDY) -> None:
+    """The drafts are those of a simulation that reads all rows with the target's hidden states."""
+    for prompt, answer, rounds in zip(run.prompts, run.answers, run.rounds, strict=True):
+        got = [each.draft for each in rounds]
+        at, depths = rounds[0].start, map(len, got)
+        assert got == runs.simulate(
+            runs.plain_head(), prompt + answer, at, depths, keep=False, sampling=sampling
+        )
+
+
+@pytest.mark.parametrize("depth", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
+def test_the_engine_drafts_what_a_simulation_drafts(depth: int) -> None:
+    """Before it knows how many of the last drafts were kept."""
+    run = ours(depth)
+    assert run.answers == runs.reference()["greedy"]
+    assert_simulated(run)
+    overlaps = [each.overlaps for rounds in run.rounds for each in rounds]
+    assert sum(overlaps) > 0.9 * len(overlaps)
+
+
+def test_drafts_are_drawn_with_the_targets_noise() -> None:
+    """At a temperature too the engine drafts what a simulation drafts."""
+    prompts, sampling = runs.reference()["prompts"][:3], Sampling(temperature=0.8, seed=1)
+    assert_simulated(runs.run(*engine(), 4, prompts, sampling), sampling)
+
+
+def test_neighbours_change_no_draft() -> None:
+    """Nor where a prompt's last token is a step of its own, with what stands before it in
+    flight."""
+    reference = runs.reference()
+    single = [i for i, prompt in enumerate(reference["prompts"]) if len(prompt) % runs.BLOCK == 1]
+    some = [0, *single[:2], 4]
+    prompts = [reference["prompts"][i] for i in some]
+    e, head = runs.engine(head=SIDECAR)
+    run = runs.run(e, head, 3, prompts, together=True)
+    assert run.answers == [reference["greedy"][i] for i in some]
+    assert run.rounds[1][0].start == len(prompts[1]) - 1
+    assert_simulated(run)
+
+
+# ---- acceptance
+# -----------------------------------------------------------------------------------------
+
+
+def tokens_per_round(packaging: str, depth: int) -> float:
+    """mlx-vlm's, which reads the others as the sidecar."""
+    found = runs.reference()["by_depth"]
+    of = packaging if packaging in found else "sidecar"
+    return float(found[of][str(depth)]["tokens_per_round"])
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_as_much_is_accepted_as_by_mlx_vlm(depth: int) -> None:
+    assert ours(depth).tokens_per_round(depth) >= 0.97 * tokens_per_round("sidecar", depth)
+
+
+OTHERS = [name for name in WRITERS if name not in ("sidecar", "sidecar-mxfp4", "embedded-mixed")]
+
+
+@pytest.mark.parametrize("packaging, depth", rotated(OTHERS[:1], [2, 4]))
+def test_as_much_is_accepted_with_any_packaging(packaging: str, depth: int, tmp_path: Path) -> None:
+    path = packagings.write(packaging, tmp_path)
+    made = runs.engine(path) if packaging in WHOLE else runs.engine(head=path)
+    run = runs.run(*made, depth, runs.reference()["prompts"])
+    assert run.answers == runs.reference()["greedy"]
+    assert run.tokens_per_round(depth) >= 0.97 * tokens_per_round(packaging, depth)
+
+
+def norms_without_one(head: Any) -> None:
+    params = parameters(head)
+    norms = [(name, array - 1) for name, array in params.items() if name.endswith("norm.weight")]
+    head.module.load_weights(norms, strict=False)
+
+
+def hidden_first(head: Any) -> None:
+    weight = head.module.fc.weight
+    head.module.fc.weight = mx.roll(weight, weight.shape[0], 1)
+
+
+@pytest.mark.parametrize("mistake", [norms_without_one, hidden_first])
+def test_mistakes_show(mistake: Any) -> None:
+    """A wrong head changes no token, and is accepted so rarely that the tests above would fail."""
+    e, head = runs.engine(head=SIDECAR)
+    mistake(head.head)
+    run = runs.run(e, head, 4, runs.reference()["prompts"][:3])
+    assert run.answers == runs.reference()["greedy"][:3]
+    assert run.tokens_per_round(4) < 0.6 * tokens_per_round("sidecar", 4)
+
+
+# ---- experts
+# --------------------------------------------------------------------------------------------
+
+GROUPS = dict(group_size=32, bits=4, mode="affine")  # the tiny experts are narrow
+
+
+def random_head(target: Any) -> Params:
+    """Random tensors of a head with experts for a tiny target."""
+    args = target.language_model.args
+    mx.random.seed(5)
+    layer = type(target.language_model.model.layers[-1])
+    module = MTP([layer(args, args.full_attention_interval - 1)], args.hidden_size, 1e-6)
+    found: Any = tree_flatten(module.parameters())
+    return {name: array * (2.0 if array.ndim > 1 else 1.0) for name, array in found}
+
+
+@functools.cache
+def experts() -> tuple[Any, Params, tiny.Plain]:
+    plain = tiny.model("qwen3_5_moe")
+    return plain, random_head(plain), tiny.Plain(plain)
+
+
+def write_experts(out: Path, form: str, tensors: Params) -> Path:
+    """In the names of Qwen's own checkpoints where their experts are."""
+    made = FORMS[form](dict(tensors))
+    if form == "fused":
+        made = {f"mtp.{k}": v for k, v in packagings.zero_centred(made).items()}
+    return packagings.write_sidecar(out, made, packagings.sidecar_config({}))
+
+
+@pytest.mark.parametrize(
+    "form, bits", [*((form, 0) for form in FORMS), ("stacked", 4), ("numbered", 4)]
+)
+def test_experts_in_any_form_give_the_same_head(form: str, bits: int, tmp_path: Path) -> None:
+    target, tensors, _ = experts()
+    if bits:
+        tensors = packagings.quantized(dict(tensors), lambda _: GROUPS)
+    head = runs.head_of(write_experts(tmp_path, form, tensors), target)
+    assert_equal(parameters(head), tensors)
+    assert any("switch_mlp" in name for name in tensors)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_experts_draft(temperature: float, tmp_path: Path) -> None:
+    _, tensors, plain = experts()
+    model = tiny.model("qwen3_5_moe")
+    e = tiny.engine(model, layout="rect", block=8, blocks=64)
+    head = ChainedHead(runs.head_of(write_experts(tmp_path, "fused", tensors), model), e.runner)
+    e.proposer = Proposer(costs(), [head], depth=3)
+    prompts = {f"r{i}": [(7 * i + 3 * j) % tiny.VOCAB for j in range(5 + 6 * i)] for i in range(3)}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        e.add(tiny.request(name, prompt, 24, temperature=temperature, seed=i))
+    out = tiny.run(e)
+    for i, (name, prompt) in enumerate(prompts.items()):
+        assert tiny.tokens(out, name) == plain(prompt, 24, temperature, i)
+    assert all(o.drafted > 24 for o in out if o.finish)
+    assert e.proposer.drafters == [head]

@@ -1,6 +1,7 @@
 """Runs the trained pair through the engine, and through a plain simulation without one."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class Run:
 class Recorded(Proposer):
     """Remembers the rounds of each request."""
 
-    rounds: dict[str, list[Round]]
+    rounds: defaultdict[str, list[Round]]
 
     def observe(self, step: Any, accepted: Sequence[Accepted], seconds: float) -> None:
         for e, new in zip(step.plan, accepted, strict=True):
@@ -98,6 +99,13 @@ def engine(
     return made, ChainedHead(loaded, made.runner)
 
 
+def proposer_of(head: ChainedHead, depth: int) -> Recorded:
+    """Always drafts so many tokens."""
+    made = Recorded(costs(), [head], depth=depth)
+    made.rounds = defaultdict(list)
+    return made
+
+
 def run(
     e: Engine,
     head: ChainedHead,
@@ -109,15 +117,15 @@ def run(
     """Answers to the prompts, with drafts of `depth` tokens: each alone, or `together`, each a few
     steps after the one before it."""
     made = Run(list(prompts))
-    e.proposer = proposer = Recorded(costs(), [head], depth=depth)
-    proposer.rounds = {str(i): [] for i in range(len(prompts))}
+    e.proposer = proposer = proposer_of(head, depth)
+    names = [str(i) for i in range(len(prompts))]
     out = []
-    for name, prompt in zip(proposer.rounds, prompts, strict=True):
+    for name, prompt in zip(names, prompts, strict=True):
         e.add(Request(name, tuple(prompt), reference()["max_tokens"], sampling))
         out += [each for _ in range(LATE) for each in e.step()] if together else tiny.run(e)
     out += tiny.run(e)
-    made.answers = [tiny.tokens(out, name) for name in proposer.rounds]
-    made.rounds = list(proposer.rounds.values())
+    made.answers = [tiny.tokens(out, name) for name in names]
+    made.rounds = [proposer.rounds[name] for name in names]
     assert proposer.drafters == [head], "the head failed"
     return made
 

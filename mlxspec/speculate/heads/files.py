@@ -58,19 +58,27 @@ def find_head(path: Path) -> HeadFiles | None:
 
 
 def is_head(path: Path) -> bool:
-    """Whether a directory holds a head and no model. Raises UnsupportedModel for a damaged file."""
-    return find_head(path) is not None and not promised(path)
+    """Whether a directory holds a head and no model. Where a file is damaged, config.json tells:
+    whoever loads it says what is wrong."""
+    try:
+        return find_head(path) is not None and not promised(path)
+    except UnsupportedModel:
+        return _is_sidecar(read_config(path))
 
 
 def promised(path: Path) -> int:
     """How many MTP layers a model's config.json promises; 0 for a head's own directory."""
     config = read_config(path)
-    if str(config.get("model_type", "")).endswith("_mtp"):
+    if _is_sidecar(config):
         return 0
     inner = config.get("text_config")
     config = config | (inner if isinstance(inner, dict) else {})
     layers = config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0
     return layers if isinstance(layers, int) else 0
+
+
+def _is_sidecar(config: dict[str, Any]) -> bool:
+    return str(config.get("model_type", "")).endswith("_mtp")
 
 
 def _weight_files(path: Path) -> Iterator[Path]:

@@ -54,10 +54,10 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     ]
     make: Any = type(attending[0])
     tensors = _final_norms(_stacked_experts(files.tensors))
-    count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
     _check_shape(files, tensors, args.hidden_size)
-    return build(tensors, [make(args, place) for _ in range(count)], args, target)
+    return build(tensors, [make(args, place) for _ in range(count or 1)], args, target)
 
 
 def build(
@@ -121,6 +121,8 @@ def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             key = f"{base}.switch_mlp.{projection}.{kind}"
             numbered.setdefault(key, {})[int(number)] = made.pop(name)
     for key, experts in numbered.items():
+        if experts.keys() != set(range(len(experts))):
+            raise UnsupportedModel(f"of the head's experts some are missing: {key}")
         made[key] = mx.stack([experts[i] for i in sorted(experts)])
     return made
 

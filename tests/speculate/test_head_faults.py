@@ -1,0 +1,207 @@
+"""A head that is damaged or belongs to another model costs a line in the log, never a request."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxspec.config import Config
+from mlxspec.engine.drafting import load_drafting
+from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.types import Request, Sampling
+from tests import tiny
+from tests.heads import packagings, runs
+from tests.heads.packagings import FOUR_BITS, SIDECAR, TARGET, Tensors
+from tests.rows import in_turn
+
+MLP = "layers.0.mlp"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def sidecar(out: Path, tensors: Tensors) -> Path:
+    config = packagings.read_json(SIDECAR / "config.json")
+    return packagings.write_sidecar(out, tensors, config)
+
+
+# ---- files
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [0, 10, 100_000, -8])
+def test_a_truncated_file(left: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = packagings.write("sidecar", tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:left])
+    assert load_head(tmp_path, runs.plain_target()) is None
+    assert len(lines(caplog)) == 1 and str(file) in lines(caplog)[0]
+    assert "download it again" in lines(caplog)[0]
+
+
+def test_a_truncated_head_is_still_no_small_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server that was told to draft with it starts without a head."""
+    file = packagings.write("sidecar", tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    drafting = load_drafting(runs.plain_target(), TARGET, tmp_path, Config())
+    assert not drafting.modules and len(lines(caplog)) == 1
+
+
+def test_a_promise_without_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_head(TARGET, runs.plain_target()) is None
+    assert len(lines(caplog)) == 1
+    assert str(TARGET) in lines(caplog)[0] and "--draft" in lines(caplog)[0]
+
+
+def test_neither_head_nor_promise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_head(tmp_path, runs.plain_target()) is None
+    packagings.write_json(tmp_path / "config.json", [1, 2])
+    assert load_head(tmp_path, runs.plain_target()) is None
+    packagings.save(tmp_path / "model.safetensors", {"norm.weight": mx.ones((4,))})
+    assert load_head(tmp_path, runs.plain_target()) is None
+    assert not lines(caplog)
+
+
+@pytest.mark.parametrize("name", [f"{MLP}.up_proj.weight", "norm.weight", "fc.scales"])
+def test_values_that_are_not_finite(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = packagings.head_tensors()
+    if name not in tensors:
+        tensors = packagings.quantized(tensors, lambda _: FOUR_BITS)
+    at = mx.arange(tensors[name].size).reshape(tensors[name].shape) == 3
+    head = load_head(
+        sidecar(tmp_path, tensors | {name: mx.where(at, mx.nan, tensors[name])}),
+        runs.plain_target(),
+    )
+    assert head is not None and not read_weights(head)
+    assert len(lines(caplog)) == 1 and name in lines(caplog)[0]
+
+
+# ---- tensors
+# --------------------------------------------------------------------------------------------
+
+
+def without(*endings: str) -> Callable[[Tensors], Tensors]:
+    return lambda t: {name: array for name, array in t.items() if not name.endswith(endings)}
+
+
+def adding(**tensors: Sequence[int]) -> Callable[[Tensors], Tensors]:
+    return lambda t: t | {name: mx.ones(shape) for name, shape in tensors.items()}
+
+
+def narrow(t: Tensors) -> Tensors:
+    """Of a model half as wide."""
+    return {name: array[..., : array.shape[-1] // 2] for name, array in t.items()}
+
+
+def four_bits(t: Tensors) -> Tensors:
+    return packagings.quantized(t, lambda _: FOUR_BITS)
+
+
+def mark_alone(t: Tensors) -> Tensors:
+    return {name: array for name, array in t.items() if name == "pre_fc_norm_hidden.weight"}
+
+
+UNFIT: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "no fc": (without("fc.weight"), "fc.weight"),
+    "no norm of keys": (without("k_norm.weight"), "layers.0.self_attn.k_norm.weight"),
+    "no layer": (lambda t: {k: v for k, v in t.items() if "layers" not in k}, f"{MLP}.up_proj"),
+    "one tensor": (mark_alone, "fc.weight"),
+    "one too many": (adding(extra=(3,)), "extra"),
+    "a matrix too many": (adding(**{"extra.weight": (3, 3)}), "extra.weight"),
+    "another layer": (adding(**{"layers.7.fc.weight": (3, 3)}), "layers.7.fc.weight"),
+    "a strange layer": (adding(**{"layers.x.weight": (3, 3)}), "layers.x.weight"),
+    "half the hidden size": (narrow, "hidden size is 64"),
+    "half a matrix": (adding(**{"fc.weight": (64, 64)}), "fc.weight"),
+    "a number": (adding(**{"norm.weight": ()}), "norm.weight"),
+    "no scales": (lambda t: without("scales")(four_bits(t)), "fc.biases"),
+    "no biases": (lambda t: without("biases")(four_bits(t)), "(64, 4)"),
+    "scales alone": (lambda t: without("up_proj.weight")(four_bits(t)), f"{MLP}.up_proj.weight"),
+    "odd experts": (adding(**{f"{MLP}.experts.gate_up_proj": (4, 3, 64)}), "(4,3,64)"),
+    "no down_proj": (adding(**{f"{MLP}.experts.gate_up_proj": (4, 64, 64)}), "down_proj"),
+}
+
+
+@pytest.mark.parametrize("change, said", UNFIT.values(), ids=UNFIT)
+def test_tensors_that_do_not_fit(
+    change: Callable[[Tensors], Tensors],
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = sidecar(tmp_path, change(packagings.head_tensors()))
+    assert load_head(path, runs.plain_target()) is None
+    assert len(lines(caplog)) == 1 and "\n" not in lines(caplog)[0]
+    assert "decoding without" in lines(caplog)[0] and said in lines(caplog)[0]
+
+
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_numbered_experts_with_a_gap(
+    gone: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where there are as many as the model has: each would answer for another."""
+    from tests.speculate.test_heads import experts
+
+    target, tensors, _ = experts()
+    tensors = packagings.numbered(dict(tensors))
+    names = [name for name in tensors if f".experts.{gone}." in name]
+    moved = {name.replace(f".{gone}.", ".9."): tensors.pop(name) for name in names}
+    for some in (tensors, tensors | moved):
+        caplog.clear()
+        assert load_head(sidecar(tmp_path, some), target) is None
+        assert len(lines(caplog)) == 1 and "decoding without" in lines(caplog)[0]
+
+
+def test_a_head_of_another_architecture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the same hidden size, but with experts; and where the model cannot have one."""
+    assert load_head(SIDECAR, tiny.model("qwen3_5_moe")) is None
+    assert load_head(SIDECAR, tiny.model("mamba2")) is None
+    assert len(lines(caplog)) == 2
+
+
+# ---- a head that fails
+# ----------------------------------------------------------------------------------
+
+
+def failing(f: Any, calls: int) -> Any:
+    """Fails from this call on."""
+    made = []
+
+    def call(*args: Any) -> Any:
+        made.append(0)
+        if len(made) >= calls:
+            raise RuntimeError("broken")
+        return f(*args)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "part, calls, temperature", in_turn(["lm_head", "embed"], [1, 2, 9, 30], [0.0, 0.8])
+)
+def test_a_head_that_fails_is_dropped(
+    part: str, calls: int, temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it reads a prompt, in the first pass of a draft or in a later one: all requests end
+    with plain tokens, those in flight and those that come."""
+    model = runs.plain_target()
+    prompts = runs.reference()["prompts"][:3]
+    plain = tiny.Plain(model)
+    e, head = runs.engine(head=SIDECAR)
+    setattr(head.head, part, failing(getattr(head.head, part), calls))
+    e.proposer = proposer = runs.proposer_of(head, 4)
+    out = []
+    for i, prompt in enumerate(prompts):
+        e.add(Request(str(i), tuple(prompt), 24, Sampling(temperature=temperature, seed=i)))
+        out += e.step() if i else tiny.run(e)
+    out += tiny.run(e)
+    for i, prompt in enumerate(prompts):
+        assert tiny.tokens(out, str(i)) == plain(prompt, 24, temperature, i)
+    assert proposer.drafters == []
+    assert caplog.text.count("drafting by mtp failed") == 1

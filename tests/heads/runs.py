@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
@@ -18,11 +19,12 @@ from mlxspec.model.layout import load
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Accepted, Request, Sampling
 from tests import tiny
 from tests.drafters import costs
-from tests.heads.packagings import DATA, SIDECAR, TARGET, read_json
+from tests.heads.packagings import DATA, SIDECAR, TARGET, Tensors, read_json
 
 BLOCK = 8
 LATE = 3  # steps
@@ -127,6 +129,23 @@ def run(
     made.answers = [tiny.tokens(out, name) for name in names]
     made.rounds = [proposer.rounds[name] for name in names]
     assert proposer.drafters == [head], "the head failed"
+    return made
+
+
+def random_tensors(target: Any) -> Tensors:
+    """Tensors of a random head for this target, the same every time."""
+    owner = getattr(target, "language_model", target)
+    layer = type(owner.model.layers[-1])
+    place = owner.args.full_attention_interval - 1
+    module = MTP([layer(owner.args, place)], owner.args.hidden_size, owner.args.rms_norm_eps)
+    mx.random.seed(3)
+    made: Tensors = {}
+    found: Any = tree_flatten(module.parameters())
+    for name, array in found:
+        if array.ndim == 1:
+            made[name] = 1 + 0.3 * mx.random.normal(array.shape)
+        else:
+            made[name] = mx.random.normal(array.shape) * 1.5 / array.shape[-1] ** 0.5
     return made
 
 

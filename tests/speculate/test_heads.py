@@ -13,14 +13,10 @@ from mlx.utils import tree_flatten
 from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
 from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
-from mlxspec.speculate.heads.mtp import MTP
-from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Sampling
 from tests import tiny
-from tests.drafters import costs
 from tests.heads import packagings, runs
 from tests.heads.packagings import FORMS, FOUR_BITS, MXFP4, SIDECAR, WHOLE, WRITERS
-from tests.rows import rotated
 
 Params = Mapping[str, mx.array]
 
@@ -120,7 +116,7 @@ def test_the_engine_drafts_what_a_simulation_drafts(depth: int) -> None:
 
 def test_drafts_are_drawn_with_the_targets_noise() -> None:
     """At a temperature too the engine drafts what a simulation drafts."""
-    prompts, sampling = runs.reference()["prompts"][:3], Sampling(temperature=0.8, seed=1)
+    prompts, sampling = runs.reference()["prompts"][:2], Sampling(temperature=0.8, seed=1)
     assert_simulated(runs.run(*engine(), 4, prompts, sampling), sampling)
 
 
@@ -154,10 +150,13 @@ def test_as_much_is_accepted_as_by_mlx_vlm(depth: int) -> None:
     assert ours(depth).tokens_per_round(depth) >= 0.97 * tokens_per_round("sidecar", depth)
 
 
-OTHERS = [name for name in WRITERS if name not in ("sidecar", "sidecar-mxfp4", "embedded-mixed")]
+SLOW = ("sidecar-poisoned", "embedded", "beside", "raw")  # the same head as the sidecar
 
 
-@pytest.mark.parametrize("packaging, depth", rotated(OTHERS[:1], [2, 4]))
+@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize(
+    "packaging", ["sidecar-4bit", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_as_much_is_accepted_with_any_packaging(packaging: str, depth: int, tmp_path: Path) -> None:
     path = packagings.write(packaging, tmp_path)
     made = runs.engine(path) if packaging in WHOLE else runs.engine(head=path)
@@ -182,8 +181,8 @@ def test_mistakes_show(mistake: Any) -> None:
     """A wrong head changes no token, and is accepted so rarely that the tests above would fail."""
     e, head = runs.engine(head=SIDECAR)
     mistake(head.head)
-    run = runs.run(e, head, 4, runs.reference()["prompts"][:3])
-    assert run.answers == runs.reference()["greedy"][:3]
+    run = runs.run(e, head, 4, runs.reference()["prompts"][:2])
+    assert run.answers == runs.reference()["greedy"][:2]
     assert run.tokens_per_round(4) < 0.6 * tokens_per_round("sidecar", 4)
 
 
@@ -193,20 +192,11 @@ def test_mistakes_show(mistake: Any) -> None:
 GROUPS = dict(group_size=32, bits=4, mode="affine")  # the tiny experts are narrow
 
 
-def random_head(target: Any) -> Params:
-    """Random tensors of a head with experts for a tiny target."""
-    args = target.language_model.args
-    mx.random.seed(5)
-    layer = type(target.language_model.model.layers[-1])
-    module = MTP([layer(args, args.full_attention_interval - 1)], args.hidden_size, 1e-6)
-    found: Any = tree_flatten(module.parameters())
-    return {name: array * (2.0 if array.ndim > 1 else 1.0) for name, array in found}
-
-
 @functools.cache
-def experts() -> tuple[Any, Params, tiny.Plain]:
-    plain = tiny.model("qwen3_5_moe")
-    return plain, random_head(plain), tiny.Plain(plain)
+def experts(kind: str) -> tuple[Any, Params, tiny.Plain]:
+    """A random target, a random head for it, and plain decoding."""
+    target = tiny.model(kind)
+    return target, runs.random_tensors(target), tiny.Plain(tiny.model(kind))
 
 
 def write_experts(out: Path, form: str, tensors: Params) -> Path:
@@ -217,30 +207,32 @@ def write_experts(out: Path, form: str, tensors: Params) -> Path:
     return packagings.write_sidecar(out, made, packagings.sidecar_config({}))
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_next"])
 @pytest.mark.parametrize(
     "form, bits", [*((form, 0) for form in FORMS), ("stacked", 4), ("numbered", 4)]
 )
-def test_experts_in_any_form_give_the_same_head(form: str, bits: int, tmp_path: Path) -> None:
-    target, tensors, _ = experts()
+def test_experts_in_any_form_give_the_same_head(
+    kind: str, form: str, bits: int, tmp_path: Path
+) -> None:
+    target, tensors, _ = experts(kind)
     if bits:
         tensors = packagings.quantized(dict(tensors), lambda _: GROUPS)
     head = runs.head_of(write_experts(tmp_path, form, tensors), target)
-    assert_equal(parameters(head), tensors)
+    assert_equal(parameters(head), tensors, rounding=1e-6 if form == "fused" else 0.0)
     assert any("switch_mlp" in name for name in tensors)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_experts_draft(temperature: float, tmp_path: Path) -> None:
-    _, tensors, plain = experts()
-    model = tiny.model("qwen3_5_moe")
+@pytest.mark.parametrize("kind, temperature", [("qwen3_5_moe", 0.0), ("qwen3_next", 0.8)])
+def test_experts_draft(kind: str, temperature: float, tmp_path: Path) -> None:
+    model, tensors, plain = experts(kind)
     e = tiny.engine(model, layout="rect", block=8, blocks=64)
     head = ChainedHead(runs.head_of(write_experts(tmp_path, "fused", tensors), model), e.runner)
-    e.proposer = Proposer(costs(), [head], depth=3)
-    prompts = {f"r{i}": [(7 * i + 3 * j) % tiny.VOCAB for j in range(5 + 6 * i)] for i in range(3)}
-    for i, (name, prompt) in enumerate(prompts.items()):
-        e.add(tiny.request(name, prompt, 24, temperature=temperature, seed=i))
+    e.proposer = proposer = runs.proposer_of(head, 3)
+    prompts = [[(7 * i + 3 * j) % tiny.VOCAB for j in range(5 + 6 * i)] for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        e.add(tiny.request(str(i), prompt, 24, temperature=temperature, seed=i))
     out = tiny.run(e)
-    for i, (name, prompt) in enumerate(prompts.items()):
-        assert tiny.tokens(out, name) == plain(prompt, 24, temperature, i)
-    assert all(o.drafted > 24 for o in out if o.finish)
-    assert e.proposer.drafters == [head]
+    for i, prompt in enumerate(prompts):
+        assert tiny.tokens(out, str(i)) == plain(prompt, 24, temperature, i)
+        assert sum(len(each.draft) for each in proposer.rounds[str(i)]) > 24
+    assert proposer.drafters == [head]

@@ -9,16 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from mlxspec.model import attention
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages, View
 from mlxspec.speculate.heads.chained import HeadModel
-from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.types import Entry, Request, Seq
 from tests.heads import oracle, packagings, runs
-from tests.heads.packagings import FOUR_BITS, TARGET, Tensors
+from tests.heads.packagings import FOUR_BITS, TARGET
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its imports
 
@@ -58,21 +56,6 @@ def make_target(config: dict[str, Any]) -> Any:
     return arch.Model(arch.ModelArgs(model_type=kind, text_config=config))
 
 
-def random_tensors(target: Any) -> Tensors:
-    args = target.language_model.args
-    layer = type(target.language_model.model.layers[-1])
-    module = MTP([layer(args, args.full_attention_interval - 1)], args.hidden_size, 1e-6)
-    mx.random.seed(3)
-    made: Tensors = {}
-    found: Any = tree_flatten(module.parameters())
-    for name, array in found:
-        if array.ndim == 1:
-            made[name] = 1 + 0.3 * mx.random.normal(array.shape)
-        else:
-            made[name] = mx.random.normal(array.shape) * 1.5 / array.shape[-1] ** 0.5
-    return made
-
-
 def our_logits(head: HeadModel, tokens: mx.array, hidden: mx.array) -> mx.array:
     """Over pages: the rows at once, then chained ones, each with the output of the one before."""
     blocks: dict[int | None, int] = {None: 16}
@@ -107,7 +90,7 @@ def their_logits(path: Path, target: Any, tokens: mx.array, hidden: mx.array) ->
 def test_logits_are_those_of_mlx_vlm(experts: bool, bits: int, tmp_path: Path) -> None:
     config = text_config(experts)
     target = make_target(config)
-    tensors = random_tensors(target)
+    tensors = runs.random_tensors(target)
     more: dict[str, Any] = {}
     if bits:
         tensors = packagings.quantized(tensors, lambda _: FOUR_BITS)

@@ -1,6 +1,7 @@
 """A head that is damaged or belongs to another model costs a line in the log, never a request."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ def test_a_truncated_file(left: int, tmp_path: Path, caplog: pytest.LogCaptureFi
     assert load_head(tmp_path, runs.plain_target()) is None
     assert len(lines(caplog)) == 1 and str(file) in lines(caplog)[0]
     assert "download it again" in lines(caplog)[0]
+
+
+def test_a_file_that_shrinks_before_it_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = load_head(packagings.write("sidecar", tmp_path), runs.plain_target())
+    os.truncate(tmp_path / "model.safetensors", 100_000)
+    assert head is not None and not read_weights(head)
+    assert len(lines(caplog)) == 1 and "without a head" in lines(caplog)[0]
 
 
 def test_a_truncated_head_is_still_no_small_model(

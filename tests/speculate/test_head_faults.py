@@ -11,6 +11,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.engine.drafting import load_drafting
+from mlxspec.engine.loader import load_engine
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.types import Request, Sampling
 from tests import tiny
@@ -91,6 +92,20 @@ def test_values_that_are_not_finite(
     )
     assert head is not None and not read_weights(head)
     assert len(lines(caplog)) == 1 and name in lines(caplog)[0]
+
+
+def test_the_model_starts_without_a_damaged_head(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = packagings.head_tensors()
+    path = sidecar(tmp_path / "head", tensors | {"fc.weight": tensors["fc.weight"] * mx.inf})
+    config = Config(cache_dir=str(tmp_path), kv_blocks=64, context=256)
+    e, _ = load_engine(TARGET, "tiny", config, path)
+    assert len(lines(caplog)) == 1 and "fc.weight is not finite" in lines(caplog)[0]
+    e.add(Request("r", tuple(runs.reference()["prompts"][0]), 16, runs.GREEDY))
+    out = tiny.run(e)
+    assert tiny.tokens(out, "r") == runs.reference()["greedy"][0][:16]
+    assert not dict(out[-1].accepted).get("mtp")
 
 
 # ---- tensors

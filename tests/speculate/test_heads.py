@@ -80,18 +80,20 @@ def ours(depth: int) -> runs.Run:
     return runs.run(*engine(), depth, runs.reference()["prompts"])
 
 
-@pytest.mark.parametrize("depth", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
-def test_the_loaded_head_drafts_what_mlx_vlm_drafts(depth: int) -> None:
+@pytest.mark.parametrize("depth", [2, 4, 7])
+@pytest.mark.parametrize("packaging", ["sidecar", "sidecar-4bit"])
+def test_the_loaded_head_drafts_what_mlx_vlm_drafts(
+    packaging: str, depth: int, tmp_path: Path
+) -> None:
     """By a simulation that keeps the K/V of accepted drafts as they were drafted, as mlx-vlm
     does."""
     reference = runs.reference()
-    drafts = reference["by_depth"]["sidecar"][str(depth)]["drafts_of_first"]
+    head = runs.head_of(packagings.write(packaging, tmp_path), runs.plain_target())
+    drafts = reference["by_depth"][packaging][str(depth)]["drafts_of_first"]
     for i, want in enumerate(drafts):
         prompt, answer = reference["prompts"][i], reference["greedy"][i]
-        got = runs.simulate(
-            runs.plain_head(), prompt + answer, len(prompt), map(len, want), keep=True
-        )
-        assert got == want
+        depths = [len(draft) for draft in want]
+        assert want == runs.simulate(head, prompt + answer, len(prompt), depths, keep=True)
 
 
 def assert_simulated(run: runs.Run, sampling: Sampling = runs.GREEDY) -> None:

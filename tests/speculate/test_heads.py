@@ -3,6 +3,7 @@ plain simulation draft with it."""
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
+from mlxspec.speculate.heads import chained
 from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
 from mlxspec.types import Sampling
 from tests import tiny
@@ -186,6 +188,19 @@ def test_mistakes_show(mistake: Any) -> None:
     run = runs.run(e, head, 4, runs.reference()["prompts"][:2])
     assert run.answers == runs.reference()["greedy"][:2]
     assert run.tokens_per_round(4) < 0.6 * tokens_per_round("sidecar", 4)
+
+
+def test_the_targets_noise_pays_where_the_target_is_unsure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More is accepted than of greedy drafts, of the same tokens."""
+    prompts, sampling = runs.reference()["prompts"][:2], Sampling(temperature=1.5, seed=0)
+    coupled = runs.run(*engine(), 4, prompts, sampling)
+    own = chained.plain_sampling
+    monkeypatch.setattr(chained, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
+    greedy = runs.run(*engine(), 4, prompts, sampling)
+    assert coupled.answers == greedy.answers
+    assert coupled.tokens_per_round(4) > 1.2 * greedy.tokens_per_round(4)
 
 
 # ---- experts

@@ -185,8 +185,8 @@ def test_mistakes_show(mistake: Any) -> None:
     """A wrong head changes no token, and is accepted so rarely that the tests above would fail."""
     e, head = runs.engine(head=SIDECAR)
     mistake(head.head)
-    run = runs.run(e, head, 4, runs.reference()["prompts"][:2])
-    assert run.answers == runs.reference()["greedy"][:2]
+    run = runs.run(e, head, 4, runs.reference()["prompts"][:1])
+    assert run.answers == runs.reference()["greedy"][:1]
     assert run.tokens_per_round(4) < 0.6 * tokens_per_round("sidecar", 4)
 
 

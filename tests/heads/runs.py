@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
@@ -154,7 +153,7 @@ def random_tensors(target: Any) -> Tensors:
 
 
 class DenseHead:
-    """A loaded head over mlx-lm's own caches, with a causal mask."""
+    """A loaded head over mlx-lm's own caches."""
 
     def __init__(self, head: HeadModel) -> None:
         self.head = head
@@ -162,13 +161,8 @@ class DenseHead:
 
     def __call__(self, tokens: Tokens, hidden: mx.array) -> mx.array:
         """The outputs [T, D] for these tokens and the hidden states before them."""
-        module: Any = self.head.module
-        embedded = module.pre_fc_norm_embedding(self.head.embed(mx.array(tokens)))
-        x = module.fc(mx.concatenate([embedded, module.pre_fc_norm_hidden(hidden)], -1))[None]
-        mask = create_attention_mask(x, self.caches[0])
-        for layer, cache in zip(module.layers, self.caches, strict=True):
-            x = layer(x, mask, cache)
-        return module.norm(x)[0]
+        embedded = self.head.embed(mx.array([tokens]))
+        return self.head.module(embedded, hidden[None], self.caches)[0]
 
     def next_token(self, out: mx.array, sampling: Sampling, position: int) -> int:
         """The token for this position, with the noise that the target draws it with."""

@@ -66,7 +66,8 @@ def our_logits(head: HeadModel, tokens: mx.array, hidden: mx.array) -> mx.array:
     outputs, start = [], 1
     for rows in (PROMPT, *(1 for _ in range(CHAINED))):
         fill_view(view, [Entry(seq, start, rows, True)], None)
-        hidden = head.module(head.embed(tokens[start - 1 : start - 1 + rows]), hidden, pages)
+        embedded = head.embed(tokens[start - 1 : start - 1 + rows])
+        hidden = head.module(embedded[:, None], hidden[:, None], pages)[:, 0]
         outputs.append(hidden)
         hidden, start = hidden[-1:], start + rows
     return head.lm_head(mx.concatenate(outputs))

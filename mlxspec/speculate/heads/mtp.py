@@ -92,13 +92,11 @@ def _check_shape(files: HeadFiles, tensors: dict[str, mx.array], size: int) -> N
 
 def _final_norms(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     """Norms as they are used."""
-    norms = {name: array for name, array in tensors.items() if name.endswith("norm.weight")}
-    norms |= {name: array for name, array in tensors.items() if "norm_" in name}
+    norms = {name: array for name, array in tensors.items() if "norm" in name}
     means = {name: float(array.astype(mx.float32).mean()) for name, array in norms.items()}
     qk = [mean for name, mean in means.items() if name.endswith(QK_NORMS)]
-    others = [mean for name, mean in means.items() if not name.endswith((*QK_NORMS, "norm.weight"))]
-    layer = [mean for name, mean in means.items() if "layernorm" in name]
-    if max(qk, default=0.0) < CENTRED_QK and min([*others, *layer], default=1.0) < CENTRED:
+    others = [mean for name, mean in means.items() if "layernorm" in name or "fc_norm" in name]
+    if max(qk, default=0.0) < CENTRED_QK and min(others, default=1.0) < CENTRED:
         return tensors | {name: array + 1 for name, array in norms.items()}
     return tensors
 
@@ -121,8 +119,8 @@ def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             key = f"{base}.switch_mlp.{projection}.{kind}"
             numbered.setdefault(key, {})[int(number)] = made.pop(name)
     for key, experts in numbered.items():
-        if experts.keys() != set(range(len(experts))):
-            raise UnsupportedModel(f"of the head's experts some are missing: {key}")
+        if max(experts) >= len(experts):
+            raise UnsupportedModel(f"not all of the head's experts are there: {key}")
         made[key] = mx.stack([experts[i] for i in sorted(experts)])
     return made
 

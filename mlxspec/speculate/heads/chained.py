@@ -54,12 +54,8 @@ class Follower:
     sampling: Sampling
     read: int = 1
     hidden: list[mx.array] = field(default_factory=list)
-    table: list[int] | None = None
+    table: list[int] | None = None  # None: it has no blocks, or they may be another's
     step: Step | None = None  # in flight; its rows were read when the next step was drafted
-
-    @property
-    def unread(self) -> int:
-        return sum(len(rows) for rows in self.hidden)
 
 
 class ChainedHead:
@@ -120,6 +116,9 @@ class ChainedHead:
         previous: Step | None,
         chosen: Proposals,
     ) -> None:
+        for seq, live in self._live.items():
+            if live.table is not seq.table:  # its blocks may be another's now
+                live.table, live.hidden = None, []
         for e in plan:
             self._place(e)
         drafting = deepest_first(plan, chosen)
@@ -145,7 +144,7 @@ class ChainedHead:
     def _place(self, e: Entry) -> None:
         """A sequence that has new blocks starts after what the prefix cache had of it."""
         live = self._live[e.seq]
-        if live.table is e.seq.table:
+        if live.table is not None:
             return
         live.table, live.step = e.seq.table, None
         live.read, live.hidden = e.start + 1, []
@@ -212,40 +211,44 @@ class ChainedHead:
     # ---- after a step ------------------------------------------------------------------------
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
-        """Keep the hidden states of the rows that stand. Prompts are read now, what ends too, as
-        its blocks may be saved or shared; other rows once there are MAX_LAG."""
+        """Keep the hidden states of the rows that stand. What others may share or the disk may save
+        is read now: prompts, full blocks, what ends; other rows once there are MAX_LAG."""
         hidden = step.taps[self.taps[0]]
         first = starts_of(step.plan)
+        size = self.view.block_size
         due = []
         for e, new in zip(step.plan, accepted, strict=True):
             live = self._live.get(e.seq)
-            ends = new.finish is not None and e.seq.finish == new.finish  # with this step
-            if live is None or not (ends or live.table is e.seq.table):
+            ends = new.finish is not None and e.seq.finish == new.finish
+            if live is None or live.table is None or not (ends or live.table is e.seq.table):
                 continue
             rows = e.count + new.drafts
+            end = e.start + rows
             if live.step is step:
                 live.step, live.hidden = None, []
-                live.read = e.start + rows + 1
+                live.read = end + 1
             else:
                 live.hidden.append(hidden[first[e] : first[e] + rows])
-            lag = live.unread - 1
-            if lag > 0 and (ends or e.count > 1 or lag >= MAX_LAG):
-                due.append((e.seq, live, lag))
+            lag = end - live.read
+            shared = ends or e.start < e.seq.prompt_len or live.read // size < end // size
+            if lag > 0 and (shared or e.count > 1 or lag >= MAX_LAG):
+                owner = Seq(e.seq.request, tokens=e.seq.tokens, table=live.table)
+                due.append((Entry(owner, live.read, lag, False), live))
+            if ends:
+                live.table = None  # its blocks may be another's from the next plan on
         if due:
             self._catch_up(due)
 
-    def _catch_up(self, due: Sequence[tuple[Seq, Follower, int]]) -> None:
-        """Read so many rows of each sequence."""
+    def _catch_up(self, due: Sequence[tuple[Entry, Follower]]) -> None:
+        """Read these rows of each sequence."""
         inputs = _Inputs(None, self.taps[0])
-        entries = []
-        for seq, live, lag in due:
-            owner = Seq(seq.request, tokens=seq.tokens, table=live.table or [])
-            entries.append(Entry(owner, live.read, lag, False))
+        for e, live in due:
             rows = mx.concatenate(live.hidden)
-            inputs.add(seq.tokens[live.read : live.read + lag], [rows[:lag]])
-            live.read += lag
-            live.hidden = [rows[lag:]]
-        self._forward(entries, inputs.tokens(), inputs.hidden(), None)
+            inputs.add(e.seq.tokens[e.start : e.end], [rows[: e.count]])
+            live.read = e.end
+            live.hidden = [rows[e.count :] + 0]  # a slice pins all that the step read
+            mx.async_eval(live.hidden)
+        self._forward([e for e, _ in due], inputs.tokens(), inputs.hidden(), None)
 
     # ---- costs -------------------------------------------------------------------------------
 

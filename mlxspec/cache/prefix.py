@@ -97,7 +97,8 @@ class KVCacheManager:
         self.block_size = pool.block_size
         self.windows = windows
         self.states = states
-        self.rereads = False  # a hit leaves one token more to compute: a head needs its row
+        # A hit leaves one token more to compute, whose blocks hold what a head keeps of it.
+        self.rereads = False
         self.groups = [Window(FULL_ATTENTION, pool), *windows]
         self.pools = [group.pool for group in self.groups]
 
@@ -111,15 +112,20 @@ class KVCacheManager:
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest reusable prefix of `tokens`, their last token excepted. The pools do not
         change; the state that is found is now the most recently used."""
-        found = self._match(tokens)
-        if self.rereads and found.length:
-            found = self._match(tokens[: found.length])
+        prompt = tuple(tokens[:-1])
+        found = self._match(prompt, len(prompt))
+        if not self.rereads:
+            return found
+        while found.hashes and not found.sources:
+            # The last token is computed again in a copy: the block itself is shared.
+            found = self._match(prompt[: found.length], len(found.hashes) - 1)
+        found.length = max(0, found.length - 1)
         return found
 
-    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
+    def _match(self, prompt: Tokens, most: int) -> PrefixMatch:
+        """The longest reusable prefix of `prompt`, of which at most so many blocks are shared."""
         size = self.block_size
-        prompt = tuple(tokens[:-1])
-        cached = self.pool.match(prompt)
+        cached = self.pool.match(prompt)[:most]
         known = len(cached) * size
         tails: dict[bytes, list[Tokens]] = {}  # of the states, by the block before them
         for key, tail in self.states or ():

@@ -153,6 +153,8 @@ def _attach(
         if key not in cache.taps and len(engine.scheduler.pool.free_blocks) > TRIED_TOKENS:
             cache.taps = {key: _choose_tap(engine, head, costs)}
         head.use(cache.taps.get(key, drafting.head.tap))
+        if kv.states is not None:
+            one_row(engine.runner, table)  # shows what a state holds before one comes from the disk
     except Exception:  # mlx-lm's modules with the head's weights
         log.exception("decoding without a head: it cannot run")
         head.detach()

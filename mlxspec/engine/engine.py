@@ -103,11 +103,11 @@ class Engine:
         depths = self.proposer.depths(self.scheduler.decoding())
         plan = self.scheduler.plan(depths)
         self._begin_new(plan)
+        self.runner.copy_blocks(self.scheduler.copies)  # before a head writes there
+        self.scheduler.copies.clear()
         self.proposer.draft(plan, previous)
         outputs += self._fail(structured.mask(plan))
         plan = [e for e in plan if not e.seq.finish]
-        self.runner.copy_blocks(self.scheduler.copies)
-        self.scheduler.copies.clear()
         if plan:
             forward = self.runner.forward(plan, previous)
             sampled = self.runner.sample(forward)

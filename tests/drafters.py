@@ -2,6 +2,7 @@
 nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +10,24 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlxspec.engine.engine import Engine
+from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
+from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
+from mlxspec.speculate import Proposals
+from mlxspec.speculate.chain import deepest_first
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
+from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import Entry, Request
+from mlxspec.types import FINAL_NORM, Entry, Plan, Request
 from tests import tiny
 
 KINDS = ["lookup", "suffix", "model", "chain"]
+HEADS = ["mtp", "told"]  # with random weights, and a KnownHead
+
+Answers = Callable[[Request, int], list[int]]
 
 
 class Silent:
@@ -37,11 +47,17 @@ class Silent:
     def propose(self, *_: Any) -> None: ...
 
 
+def partly_wrong(answer: list[int]) -> mx.array:
+    """An answer with every seventh token wrong, and more after its end: drafts may reach beyond."""
+    told = [(t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(answer)]
+    return mx.array(told + [0 for _ in range(64)])
+
+
 class KnownAnswers:
     """In the place of a small model's runner: it was told the answers, and gets every seventh token
     wrong. For targets that no model in the rows layout is like."""
 
-    def __init__(self, answers: Callable[[Request, int], list[int]], block_size: int) -> None:
+    def __init__(self, answers: Answers, block_size: int) -> None:
         self.answers, self.view = answers, SimpleNamespace(block_size=block_size)
 
     def forward_rows(self, plan: list[Entry], ids: mx.array, shift: mx.array | None) -> mx.array:
@@ -49,14 +65,61 @@ class KnownAnswers:
         next_ = []
         for n, e in enumerate(plan):
             if e.samples:
-                answer = self.answers(e.seq.request, e.seq.index)
-                told = [(t + (i % 7 == 5)) % tiny.VOCAB for i, t in enumerate(answer)]
-                told += [0 for _ in range(64)]  # it may draft beyond the answer's end
+                told = partly_wrong(self.answers(e.seq.request, e.seq.index))
                 at = mx.array(e.end - e.seq.prompt_len)
-                next_.append(mx.array(told)[at if shift is None else at + shift[n]])
+                next_.append(told[at if shift is None else at + shift[n]])
         if not next_:
             return mx.zeros((0, tiny.VOCAB))
         return 1e4 * (mx.arange(tiny.VOCAB) == mx.stack(next_)[:, None])
+
+
+def random_head(model: Any) -> HeadModel:
+    """An MTP head for a model, whose layer is of the model's own kind with full attention."""
+    args = getattr(model, "language_model", model).args
+    kind = next(type(x) for x in decoder_layers(model) if not getattr(x, "is_linear", False))
+    place = [args.full_attention_interval - 1] if hasattr(args, "full_attention_interval") else []
+    mx.random.seed(5)
+    head = MTP([kind(args, *place)], args.hidden_size, args.rms_norm_eps)
+    head.update(tree_map(lambda x: x * 2.5 if x.ndim > 1 else x, head.parameters()))
+    mx.eval(head.parameters())
+    head.eval()
+    return HeadModel("mtp", head, *embedding_and_lm_head(model), FINAL_NORM)
+
+
+class KnownHead(ChainedHead):
+    """A head that was told the answers, and gets every seventh token wrong."""
+
+    def __init__(self, head: HeadModel, runner: Runner, answers: Answers) -> None:
+        super().__init__(replace(head, lm_head=self._logits), runner)
+        self.answers = answers
+
+    def draft(self, plan: Plan, previous: Step | None, chosen: Proposals) -> None:
+        self.drafting, self.passes, self.shift = deepest_first(plan, chosen), 0, None
+        if any(e.inflight_drafts for e in self.drafting):
+            assert previous is not None
+            self.shift = previous.shift_of(self.drafting)
+        super().draft(plan, previous, chosen)
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        next_ = []
+        for n, e in enumerate(self.drafting[: len(hidden)]):
+            told = partly_wrong(self.answers(e.seq.request, e.seq.index))
+            at = mx.array(e.start + e.count + self.passes - e.seq.prompt_len)
+            next_.append(told[at if self.shift is None else at + self.shift[n]])
+        self.passes += 1
+        return 1e4 * (mx.arange(tiny.VOCAB) == mx.stack(next_)[:, None])
+
+
+def attach_head(
+    e: Engine, answers: Answers | None = None, depth: int = 0, row: float = 1e-6
+) -> ChainedHead:
+    """Give the engine a head, as the program does; with `answers` a KnownHead. `depth` tokens are
+    drafted always, 0: what pays where a row costs `row` steps."""
+    head = random_head(e.runner.model)
+    chained = KnownHead(head, e.runner, answers) if answers else ChainedHead(head, e.runner)
+    e.scheduler.kv.rereads = e.scheduler.kv.states is None
+    e.proposer = Proposer(costs(row), [chained], depth=depth)
+    return chained
 
 
 def costs(row: float = 1e-6) -> Costs:

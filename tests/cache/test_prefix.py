@@ -180,3 +180,29 @@ def test_steps_end_where_a_state_is_kept() -> None:
     g.allocate_prefix(short, g.match(short.tokens))
     assert g.limit_rows(short, MIN_PROMPT * SIZE) == MIN_PROMPT * SIZE
     assert groups().limit_rows(seq, 25) == 25
+
+
+@pytest.mark.parametrize("window", [0, 10])
+def test_a_reread_hit_computes_its_last_token_in_a_copy(window: int) -> None:
+    """Of a block that goes on with that very token, which another block with the same start does
+    not."""
+    for length in range(1, 4 * SIZE + 2):
+        g = groups(64, *([(window, 64)] if window else []))
+        prompt = list(range(length))
+        for last in (99, length - 1, 98):
+            g.free(read(g, [*prompt[:-1], last]))
+        plain = g.match([*prompt, 7])
+        g.rereads = True
+        match = g.match([*prompt, 7])
+        assert match.length == length - 1 == plain.length - 1
+        seq = sequence(g, [*prompt, 7])
+        copies = g.allocate_prefix(seq, match)
+        assert [pool for pool, _, _ in copies] == list(range(len(g.pools)))
+        for pool, source, target in copies:
+            assert (
+                target == seq.tables[pool][(length - 1) // SIZE] and g.pools[pool].refs[target] == 1
+            )
+            key = g.pools[pool].parents[source]
+            held = g.pools[pool].partials[key][source]
+            assert held[(length - 1) % SIZE] == length - 1
+        g.check([seq])

@@ -1,0 +1,92 @@
+"""Loading a model with a head: what is planned, and what its prompts on disk are worth."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxspec.config import Config
+from mlxspec.engine.engine import Engine
+from mlxspec.engine.loader import load_engine
+from mlxspec.engine.memory import STATES
+from mlxspec.speculate import heads
+from tests import tiny
+from tests.chains import Drafted, check, few, recorded
+from tests.drafters import random_head
+from tests.engine.test_heads import BLOCK, K, head_of, loud, some
+from tests.model.test_layout import save
+
+settings = partial(Config, cache_gb=0, block_size=BLOCK, kv_blocks=64)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxspec.model.hub.default_cache_dir", lambda: tmp_path / "cache")
+
+
+def both(root: Path, kind: str) -> tuple[Path, Path]:
+    """A model's directory and its head's."""
+    target, head = root / "target", root / "head"
+    target.mkdir()
+    head.mkdir()
+    save(target, kind)
+    weights = dict(tree_flatten(random_head(tiny.model(kind)).module.parameters()))
+    mx.save_safetensors(str(head / "model.safetensors"), weights)
+    (head / "config.json").write_text(json.dumps({"model_type": f"{kind}_mtp"}))
+    return target, head
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_the_memory_of_a_head_is_planned(tmp_path: Path, kind: str) -> None:
+    target, path = both(tmp_path, kind)
+    without, plain = load_engine(target, "tiny", settings())
+    e, info = load_engine(target, "tiny", settings(), path)
+    head = head_of(e).head
+    assert info.kv_blocks == plain.kv_blocks == 64
+    kept = heads.cache_bytes(head)
+    more = 64 * BLOCK * kept.token
+    states, same = e.scheduler.kv.states, without.scheduler.kv.states
+    if states is not None and same is not None:
+        assert states.capacity == same.capacity
+        more += (states.capacity + STATES * e.scheduler.max_sequences) * kept.state
+    assert info.kv_bytes == plain.kv_bytes + more
+    own = sum(x.nbytes for _, x in tree_flatten(head.module.parameters()))
+    assert info.weight_bytes == plain.weight_bytes + own
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_prompts_on_disk_are_those_of_the_same_head(tmp_path: Path, kind: str) -> None:
+    """The first prompt after a start is restored, and drafted for as if it had been read; not with
+    a head that did not read it."""
+    target, path = both(tmp_path, kind)
+    prompt = some(6 * BLOCK + 3)
+    answers = []
+
+    def serve(draft: Path | None) -> tuple[Engine, list[Drafted], int]:
+        e, _ = load_engine(target, "tiny", settings(cache_gb=1.0), draft)
+        drafted: list[Drafted] = []
+        if draft:
+            drafted = recorded(e, head_of(e))
+            loud(e)
+        e.add(few("r", prompt, 20))
+        outputs = tiny.run(e)
+        while e.active:
+            e.step()
+        e.close(5)
+        answers.append(tiny.tokens(outputs, "r"))
+        return e, drafted, outputs[-1].cached
+
+    assert serve(None)[2] == 0
+    _, cold, cached = serve(path)
+    assert cached == 0 and check(kind, cold) > 20 / (K + 1)
+    _, warm, cached = serve(path)
+    assert cached >= 5 * BLOCK and check(kind, warm) == len(cold)
+    weights = mx.load(str(path / "model.safetensors"))
+    mx.save_safetensors(
+        str(path / "model.safetensors"), weights | {"norm.weight": weights["norm.weight"] * 0.9}
+    )
+    assert serve(path)[2] == 0
+    assert len({*map(tuple, answers)}) == 1

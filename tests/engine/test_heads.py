@@ -180,8 +180,16 @@ def test_answers_that_run_can_be_continued(kind: str, layout: Any, parked: bool)
     assert check(kind, drafted) > 4 and "fork" in {d.request.id for d in drafted}
 
 
+TOLD = {("qwen3", 11), ("qwen3_5", 0), ("llama", 14)}  # some that found faults once
+
+
 @pytest.mark.parametrize(
-    "kind, layout, seed", in_turn(LAYOUTS, list(range(24)), every=len(LAYOUTS) * 6)
+    "kind, layout, seed",
+    [
+        pytest.param(kind, layout, i, marks=[] if (kind, i) in TOLD else [pytest.mark.slow])
+        for kind, layout in LAYOUTS
+        for i in range(24)
+    ],
 )
 def test_whatever_happens(kind: str, layout: Any, seed: int) -> None:
     """Requests that continue what others said, stops, choices, aborts, a pool that is too small,

@@ -42,7 +42,9 @@ def fingerprint(model_dir: Path, about: Mapping[str, str]) -> str:
     digest = blake2b(digest_size=16)
     facts = json.dumps([FORMAT, sorted(about.items())])
     digest.update(facts.encode())
-    digest.update((model_dir / "config.json").read_bytes())
+    config = model_dir / "config.json"
+    if config.exists():  # a head may come without
+        digest.update(config.read_bytes())
     for path in sorted(model_dir.iterdir()):
         if path.suffix not in WEIGHTS:
             continue

@@ -80,7 +80,7 @@ def test_drafts_of_eight_are_those_of_each_alone(
         if r not in late.values():
             e.add(r)
     tiny.run(e, lambda i: e.add(late[i]) if i in late else None, last=9)
-    assert check(kind, drafted) > 60
+    assert check(kind, drafted) > 50
     tried, kept = e.spec_metrics.drafted.total(), e.spec_metrics.accepted.total()
     assert tried / 20 < kept < tried / 2, "some are right, some wrong"
 
@@ -352,6 +352,32 @@ def test_a_head_that_is_detached_leaves_nothing(kind: str, layout: Any) -> None:
     assert tiny.tokens(ask(e, r), "r") == tiny.tokens(ask(plain, r), "r")
     assert not taps and e.runner.pages_of(0) == e.runner.pages()
     assert e.runner.states.forms == plain.runner.states.forms
+
+
+@pytest.mark.parametrize("kind, layout", SOME)
+def test_a_head_that_fails_is_left_behind(kind: str, layout: Any) -> None:
+    """Half way, in a pass of a batch: all go on, and what begins later, too."""
+    asked = [few(f"r{i}", some(5 + i, i), 20, temperature=0.8, seed=i) for i in range(4)]
+    e, drafted = start(kind, layout)
+    rows = counted(e)
+    head = head_of(e).head
+    module = head.module
+
+    def fails(*args: Any) -> mx.array:
+        assert len(rows) < 20, "broken"
+        return module(*args)
+
+    head.module = fails
+    for r in asked[:3]:
+        e.add(r)
+    outputs = tiny.run(e)
+    e.add(asked[3])
+    outputs += tiny.run(e)
+    found = {r.id: tiny.tokens(outputs, r.id) for r in asked}
+    assert drafted and not e.proposer.drafters  # type: ignore[attr-defined]
+    plain = tiny.engine(tiny.model(kind), layout=layout, block=BLOCK)
+    outputs = ask(plain, *asked)
+    assert found == {r.id: tiny.tokens(outputs, r.id) for r in asked}
 
 
 # ---- with all that a request may ask for

@@ -90,3 +90,28 @@ def test_prompts_on_disk_are_those_of_the_same_head(tmp_path: Path, kind: str) -
     )
     assert serve(path)[2] == 0
     assert len({*map(tuple, answers)}) == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mamba2", "llama"])
+def test_the_head_of_another_model_is_left_out(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, path = both(tmp_path, "qwen3_5")
+    other = tmp_path / "other"
+    other.mkdir()
+    save(other, kind)
+    e, _ = load_engine(other, "tiny", settings(), path)
+    assert "decoding without a head: " in caplog.text and "Traceback" not in caplog.text
+    e.add(tiny.request("r", [1, 2, 3], 8))
+    assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 8)
+
+
+def test_a_head_without_a_config_is_used(tmp_path: Path) -> None:
+    target, path = both(tmp_path, "qwen3_5")
+    (path / "config.json").unlink()
+    e, _ = load_engine(target, "tiny", settings(), path)
+    drafted = recorded(e, head_of(e))
+    loud(e)
+    e.add(few("r", some(20)))
+    tiny.run(e)
+    assert check("qwen3_5", drafted) > 3

@@ -46,7 +46,7 @@ def load_head(path: Path, target: nn.Module) -> HeadModel | None:
         log.warning("decoding without a head: %s", error)
         return None
     except Exception as error:  # mlx-lm's own code, with the tensors of another model
-        log.warning("decoding without the head in %s: it does not fit: %s", path, line_of(error))
+        log.warning("decoding without a head: that in %s does not fit: %s", path, line_of(error))
         return None
     quantized.install(head.module)
     return head

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlxspec.model import attention
 from mlxspec.model.batch import Step, bucket, fill_view, sampled_rows, starts_of
 from mlxspec.model.pages import DensePages, Pages, View
-from mlxspec.model.runner import Runner
+from mlxspec.model.runner import Runner, pools_of
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.chain import (
     MAX_DEPTH,
@@ -203,8 +203,11 @@ class ChainedHead:
             view.positions = view.positions[:: shape[1]]
             x = self.head.embed(tokens[row:end]).reshape(shape)
             x = self.head.module(x, hidden[row:end].reshape(shape), self.pages).flatten(0, 1)
-            out.append(x[sampled_rows(batch)])
-            mx.async_eval(out[-1])
+            x = x[sampled_rows(batch)]
+            # Only K and V where nothing is drawn. A pool that is named would be copied by the next.
+            pools = pools_of(self.pages)
+            mx.async_eval(x if len(x) else [pool.flatten()[:1] + 0 for pool in pools])
+            out.append(x)
             first, row = last, end
         return mx.concatenate(out)
 

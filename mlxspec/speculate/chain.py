@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate import Proposals
+from mlxspec.speculate.controller import Proposal
 from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
 
 MAX_DEPTH = 8  # tokens that are drafted at most: each takes a pass
@@ -30,6 +31,30 @@ def plain_sampling(seq: Seq) -> Sampling:
         presence_penalty=0.0,
         frequency_penalty=0.0,
     )
+
+
+def proposals(
+    source: str,
+    most: int,
+    seconds: float,
+    fixed: float,
+    temperature: float,
+) -> list[Proposal]:
+    """Drafts of at most so many tokens that are drawn with the target's noise, and, at a
+    temperature above 0, of the likeliest tokens, which a drafter less sure than its target guesses
+    better. Each has rates of its own; the keys of the latter have negative positions."""
+    signs = (1, -1) if temperature > 0 else (1,)
+    made = []
+    for sign in signs:
+        keys = [(source, sign * (i + 1)) for i in range(most)]
+        made.append(Proposal(source, seconds=seconds, fixed=fixed, rate_keys=keys))
+    return made
+
+
+def sampling_of(sampling: Sampling, proposal: Proposal) -> Sampling:
+    """How a proposal's tokens are drawn."""
+    likeliest = len(proposal.rate_keys) > 0 and proposal.rate_keys[0][1] < 0
+    return replace(sampling, temperature=0.0) if likeliest else sampling
 
 
 def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:

@@ -19,7 +19,9 @@ log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 
-FIRST_TOKEN = 0.6  # the rate to start from of the first token of a model or head
+# The rate to start from of the first token of a model or head, drawn or (-1) its likeliest; the
+# latter is tried unless the former does better than this.
+FIRST_TOKEN = {1: 0.6, -1: 0.75}
 
 
 class Proposer:
@@ -170,9 +172,9 @@ class Proposer:
         source, n = key
         if source not in self._by_name:
             return FIRST_RATE[n]
-        if n == 1:
-            return FIRST_TOKEN
-        return self.control.rate.of((source, n - 1))
+        if n in (1, -1):
+            return FIRST_TOKEN[n]
+        return self.control.rate.of((source, n - 1 if n > 0 else n + 1))
 
     # ---- after a step ------------------------------------------------------------------------
 

@@ -203,6 +203,25 @@ def test_the_targets_noise_pays_where_the_target_is_unsure(
     assert coupled.tokens_per_round(4) > 1.2 * greedy.tokens_per_round(4)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_measured_rates_decide_how_drafts_are_drawn(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the target's noise, or as the likeliest tokens: hardly worse than always the better."""
+    prompts, sampling = runs.reference()["prompts"][:6], Sampling(temperature=temperature, seed=0)
+
+    def rounds(depth: int) -> int:
+        return sum(map(len, runs.run(*engine(), depth, prompts, sampling).rounds))
+
+    measured, drawn = rounds(0), rounds(chained.MAX_DEPTH)
+    own = chained.plain_sampling
+    monkeypatch.setattr(chained, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
+    likeliest = rounds(chained.MAX_DEPTH)
+    print(measured, drawn, likeliest)
+    assert measured < 1.07 * min(drawn, likeliest)
+    assert max(drawn, likeliest) > 1.15 * min(drawn, likeliest), "it does not matter here"
+
+
 # ---- experts
 # --------------------------------------------------------------------------------------------
 

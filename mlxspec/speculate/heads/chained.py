@@ -26,6 +26,8 @@ from mlxspec.speculate.chain import (
     draw,
     fill_drafts,
     plain_sampling,
+    proposals,
+    sampling_of,
 )
 from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import Accepted, Draft, Entry, Plan, Request, Sampling, Seq, Tap
@@ -105,8 +107,8 @@ class ChainedHead:
         most = min(MAX_DEPTH, seq.room - 1)
         if most < 1 or seq.remaining != 1 or seq not in self._live:
             return []
-        keys = [(self.name, i + 1) for i in range(most)]
-        return [Proposal(self.name, seconds=self.seconds, fixed=self.fixed, rate_keys=keys)]
+        temperature = seq.request.sampling.temperature
+        return proposals(self.name, most, self.seconds, self.fixed, temperature)
 
     # ---- drafting ----------------------------------------------------------------------------
 
@@ -129,7 +131,9 @@ class ChainedHead:
             shift = previous.shift_of(drafting)
         hidden = self._read(drafting, previous, shift)
         entries = [replace(e, start=e.start + e.count - 1, count=1) for e in drafting]
-        samplings = {e.seq: self._live[e.seq].sampling for e in drafting}
+        samplings = {
+            e.seq: sampling_of(self._live[e.seq].sampling, chosen[e.seq]) for e in drafting
+        }
 
         def next_tokens(n: int, last: mx.array | None) -> mx.array:
             nonlocal entries, hidden

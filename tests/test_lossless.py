@@ -57,7 +57,9 @@ MORE_RUNS = [
 # Trained heads: over hybrids, and over attention alone.
 HYBRIDS = [("qwen3_5", "rect"), ("qwen3_next", "rect")]
 ATTENTION = [("qwen3", "rows"), ("llama", "gather")]
-HEAD_RUNS = [(*layout, False, name) for layout in HYBRIDS + ATTENTION for name in HEADS]
+HEAD_RUNS = in_turn(
+    [(*layout, False) for layout in HYBRIDS + ATTENTION], HEADS, [1, 7, 64], [0.0, 0.8], every=6
+)
 MORE_HEADS = in_turn([(*layout, True) for layout in HYBRIDS + ATTENTION], HEADS)
 
 
@@ -171,7 +173,7 @@ def drive(e: Engine, all_of: dict[str, Request], when: dict[str, int] | None = N
 
 @pytest.mark.parametrize(
     "kind, layout, lone, name, budget, temperature",
-    rotated(RUNS, [1, 7, 64], [0.0, 0.8]) + rotated(HEAD_RUNS, [1, 7, 64], [0.0, 0.8]),
+    rotated(RUNS, [1, 7, 64], [0.0, 0.8]) + HEAD_RUNS,
 )
 def test_batch(
     kind: str, layout: str, lone: bool, name: str, budget: int, temperature: float
@@ -216,7 +218,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + in_turn(["qwen3"], HEADS, [0.0, 0.8]),
+    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + in_turn(["qwen3"], HEADS, [0.0, 0.8], every=3),
 )
 def test_hits(kind: str, name: str, temperature: float) -> None:
     """Every prompt again, alone, when everything is cached: the same tokens, one token of
@@ -283,7 +285,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + in_turn(["qwen3"], HEADS, [0.0, 0.8]),
+    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + in_turn(["qwen3"], HEADS, [0.0, 0.8], every=3),
 )
 def test_preemption(kind: str, name: str, temperature: float) -> None:
     """A pool so small that sequences push each other out and come back."""
@@ -298,7 +300,7 @@ def test_preemption(kind: str, name: str, temperature: float) -> None:
 @pytest.mark.parametrize(
     "kind, name, steps",
     in_turn(PAGED, ["plain", "chain"], [(range(1, 12, 4),), (range(3, 12, 4),)])
-    + in_turn(["qwen3"], HEADS, [(range(1, 12, 4),), (range(3, 12, 4),)]),
+    + in_turn(["qwen3"], HEADS, [(range(1, 12, 4),), (range(3, 12, 4),)], every=3),
 )
 def test_leavers_change_nothing(kind: str, name: str, steps: range) -> None:
     """Neighbours that are cut off, at every step of their life, leave the others' tokens alone."""

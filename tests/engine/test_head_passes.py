@@ -49,14 +49,18 @@ def test_a_round_is_one_pass_for_each_drafted_token(
             patch.setattr(mx, "eval", lambda *_: pytest.fail("drafting waited for the device"))
             inner(plan, previous)
         depths = [entry.depth for entry in plan]
-        assert len(rows) - before == max(depths, default=0)
-        passes.append((depths, rows[before + 1 :]))
+        passes.append((depths, rows[before:]))
 
     e.proposer.draft = draft  # type: ignore[method-assign]
     ask(e, *(few(f"r{i}", some(5 + i, i), 20 + 3 * i) for i in range(3)))
     assert any(len(set(depths)) > 1 for depths, _ in passes), "no ragged round"
-    for depths, chained in passes:
-        assert chained == [sum(d > i for d in depths) for i in range(1, max(depths, default=1))]
+    for depths, made in passes:
+        deepest = max(depths, default=0)
+        if layout == "gather":  # only neighbours that are alike share a pass
+            assert len(made) >= deepest
+            continue
+        assert len(made) == deepest
+        assert made[1:] == [sum(d > i for d in depths) for i in range(1, deepest)]
     submitted = [step for event, step in events if event == "submit"]
     late = [
         n for n in submitted[:-1] if events.index(("submit", n + 1)) > events.index(("read", n))

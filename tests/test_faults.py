@@ -54,8 +54,8 @@ CHAT, PLAIN, MESSAGE, RESPONSE = (
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": LONG, "ignore_eos": True},
     PLAIN: {"prompt": "hello", "max_tokens": LONG, "ignore_eos": True},
-    MESSAGE: {"messages": MESSAGES, "max_tokens": LONG},
-    RESPONSE: {"input": "hello", "max_output_tokens": LONG},
+    MESSAGE: {"messages": MESSAGES, "max_tokens": LONG, "ignore_eos": True},
+    RESPONSE: {"input": "hello", "max_output_tokens": LONG, "ignore_eos": True},
 }
 # What ends the engine, wherever it is raised: where, and the method or function.
 POINTS: list[tuple[Any, str]] = [

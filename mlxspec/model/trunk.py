@@ -41,7 +41,7 @@ def trunk_of(model: Module) -> Any:
 
 def decoder_layers(model: Module) -> list[Module]:
     """A model's decoder layers."""
-    return [_unwrapped(layer) for layer in trunk_of(model).layers if layer is not None]
+    return [_unwrapped(layer) for layer in _layers_in(trunk_of(model))]
 
 
 def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
@@ -100,6 +100,15 @@ def _unwrapped(module: Any) -> Any:
     return module._inner if isinstance(module, TappedLayer) else module
 
 
+def _layers_in(trunk: Module) -> list[Any]:
+    """The list of a trunk's layers; some models have it in a module of that name."""
+    layers: Any = trunk.get("layers", [])
+    if isinstance(layers, Module):
+        layers = layers.get("layers", [])
+    found: list[Any] = layers
+    return found
+
+
 def _has_layers(module: Module) -> bool:
     return "layers" in module or any(isinstance(each, list) for each in module.values())
 
@@ -111,7 +120,7 @@ def install_taps(
 ) -> None:
     """Hand out these hidden states and no others from now on. Raises UnsupportedModel for a layer
     that the trunk does not have."""
-    layers = trunk.get("layers", [])
+    layers = _layers_in(trunk)
     layers[:] = map(_unwrapped, layers)
     for i in set(taps) - {FINAL_NORM}:
         if not 0 <= i < len(layers):

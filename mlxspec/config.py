@@ -124,7 +124,9 @@ class Config:
         " none.",
     )
     draft_depth: int = option(
-        0, "Tokens that the small model or head drafts each time; 0: as many as pay.", 32
+        0,
+        "Tokens that the small model or head drafts each time, without copies; 0: as many as pay.",
+        8,
     )
     max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)
     keepalive_s: float = option(

@@ -133,10 +133,15 @@ def _fetch_head(model: Resolved, sidecar: str, cache: Path) -> Resolved | None:
     try:
         if find_head(model.path):
             return None
-        return resolve(sidecar, cache, METAL, draft=True)
+        if not find_local(sidecar, cache, METAL, draft=True):
+            log.info("fetching %s, which drafts for this model; --draft off leaves it", sidecar)
+        found = resolve(sidecar, cache, METAL, draft=True)
+        if is_head(found.path):
+            return found
+        log.warning("decoding without %s: it holds no head that can be read", sidecar)
     except UnsupportedModel as error:
         log.warning("decoding without the head %s: %s", sidecar, error)
-        return None
+    return None
 
 
 def resolve_models(config: Config) -> list[ResolvedModel]:

@@ -20,11 +20,13 @@ from mlxspec.model.layout import CacheBytes, LayoutChoice, geometry, load, load_
 from mlxspec.model.quantized import kernel_cases, linear_cases
 from mlxspec.model.runner import Runner
 from mlxspec.progress import progress
-from mlxspec.speculate import Drafter
+from mlxspec.speculate import Drafter, NoSpeculation
 from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
+from mlxspec.speculate.heads.block import BlockModel
+from mlxspec.speculate.heads.block_head import BlockHead
 from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
 from mlxspec.speculate.heads.files import is_head
 from mlxspec.speculate.ngram import NgramDrafter
@@ -45,7 +47,7 @@ class Drafting:
 
     path: Path
     small: Module | None = None
-    head: HeadModel | None = None
+    head: HeadModel | BlockModel | None = None
     files: dict[str, Any] | None = None  # the small model's config.json
     fitted: SmallModel | None = None
 
@@ -140,30 +142,46 @@ def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftMo
 
 def _attach(
     engine: Engine, drafting: Drafting, table: list[int], costs: Costs, cache: WarmupCache
-) -> ChainedHead | None:
+) -> ChainedHead | BlockHead | None:
     """The head, tried and measured; None where there is none, or its code fails."""
     if not drafting.head:
         return None
-    head = ChainedHead(drafting.head, engine.runner)
     kv = engine.scheduler.kv
-    kv.rereads = kv.states is None
+    head: ChainedHead | BlockHead
+    if isinstance(drafting.head, BlockModel):
+        head = BlockHead(drafting.head, engine.runner)
+    else:
+        head = ChainedHead(drafting.head, engine.runner)
+        kv.rereads = kv.states is None
     try:
         head.measure(table)
-        key = drafting.facts["head"]
-        if key not in cache.taps and len(engine.scheduler.pool.free_blocks) > TRIED_TOKENS:
-            cache.taps = {key: _choose_tap(engine, head, costs)}
-        head.use(cache.taps.get(key, drafting.head.tap))
+        free = len(engine.scheduler.pool.free_blocks)
+        if isinstance(head, ChainedHead) and head.taps == (FINAL_NORM,) and free > TRIED_TOKENS:
+            key = drafting.facts["head"]
+            if key not in cache.taps:
+                cache.taps = {key: _choose_tap(engine, head, costs)}
+            head.use((cache.taps[key],))
         if kv.states is not None:
             one_row(engine.runner, table)  # shows what a state holds before one comes from the disk
     except Exception:  # mlx-lm's modules with the head's weights
         log.exception("decoding without a head: it cannot run")
+        for n in range(TRIED_ANSWERS):
+            engine.abort(f"try-{n}")
         head.detach()
         kv.rereads = False
+        engine.proposer = NoSpeculation()
+        while engine.busy:
+            engine.step()
+        engine.reset()
         return None
-    where = "before" if head.taps[0] != FINAL_NORM else "after"
-    ms = 1e3 * head.seconds
+    where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in head.taps]
     log.info(
-        "%s drafts from hidden states %s the final norm, %.1f ms a token", drafting.path, where, ms
+        "%s drafts from the hidden states after %s: %.1f ms and %.1f ms a token; head: %s",
+        head.name,
+        ", ".join(where),
+        1e3 * head.costs.fixed,
+        1e3 * head.costs.token,
+        drafting.path,
     )
     return head
 
@@ -177,14 +195,16 @@ def _choose_tap(engine: Engine, head: ChainedHead, costs: Costs) -> Tap:
     with progress("Trying the head") as report:
         for done, tap in enumerate((FINAL_NORM, engine.runner.last_layer)):
             report(done, 2)
-            head.use(tap)
+            head.use((tap,))
             once = replace(costs, factors={})  # what steps take now says nothing
-            engine.proposer = Proposer(once, [head], depth=1)
+            engine.proposer = trial = Proposer(once, [head], depth=1)
             for n in range(TRIED_ANSWERS):
                 sampling = Sampling(temperature=1.0, seed=n)
                 engine.add(Request(f"try-{n}", (n + 1, n + 2), TRIED_TOKENS - 2, sampling))
             while engine.busy:
                 engine.step()
+            if not trial.drafters:
+                raise RuntimeError("it failed in a trial")
             accepted[tap] = engine.spec_metrics.accepted.total()
             engine.reset()
     best = max(accepted, key=lambda tap: accepted[tap])

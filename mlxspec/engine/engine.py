@@ -159,9 +159,8 @@ class Engine:
         failures = structured.advance(zip(step.plan, accepted, strict=True))
         outputs = self.scheduler.commit(step.plan, accepted)
         self.counters["generated_tokens"] += sum(len(o.tokens) for o in outputs)
-        outputs += self._fail(failures)
         self.proposer.observe(step, accepted, self.step_seconds)
-        return outputs
+        return outputs + self._fail(failures)
 
     def _fail(self, failures: structured.Failures) -> list[Output]:
         """End the choices whose grammars failed."""

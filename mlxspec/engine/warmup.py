@@ -25,7 +25,7 @@ log = logging.getLogger("mlxspec")
 
 class WarmupCache(BaseModel):
     """The measurements of one model; `costs` were measured with `kernels` in use, `taps` are the
-    hidden states that heads read, by their fingerprints."""
+    hidden states that MTP heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None

@@ -61,7 +61,7 @@ def head_of(model: str) -> str:
     """The hub id of the sidecar to use with a model, by its hub id or the name of a copy, where its
     own files hold no head; "" where no card has one. Raises UnsupportedModel."""
     for card in _head_cards():
-        if any(model in (target, target.partition("/")[2]) for target in card.targets):
+        if any(_names(target, model) for target in card.targets):
             return next((head.id for head in card.heads if head.kind == "mtp"), "")
     return ""
 
@@ -69,9 +69,14 @@ def head_of(model: str) -> str:
 def target_of(head: str) -> str:
     """A model for which a head was published; "" where no card has it. Raises UnsupportedModel."""
     for card in _head_cards():
-        if any(known.id.endswith(head) for known in card.heads):
+        if any(_names(known.id, head) for known in card.heads):
             return card.targets[0]
     return ""
+
+
+def _names(known: str, name: str) -> bool:
+    """Whether a name is this hub id, or that of a copy."""
+    return name in (known, known.partition("/")[2])
 
 
 def _head_cards() -> list[HeadCard]:

@@ -133,7 +133,8 @@ def _checked(path: Path, draft: bool = False) -> Path:
     """`path`, if it is a complete model directory, or also, with `draft`, a head's. Raises
     UnsupportedModel if not."""
     files = {file.name for file in path.iterdir() if file.is_file()}
-    missing = sorted(({"config.json"} | _shards(path)) - files)
+    needed = set() if draft else {"config.json"}
+    missing = sorted((needed | _shards(path)) - files)
     if not any(path.glob("*.safetensors" if draft else "model*.safetensors")):
         missing.append("model*.safetensors")
     if files.isdisjoint(TOKENIZERS) and not draft:

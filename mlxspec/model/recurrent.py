@@ -146,13 +146,13 @@ def install(model: Module) -> None:
 @dataclass(slots=True)
 class RecurrentStates:
     """The recurrent layers of a model. `rollback_supported`: forwards with drafts are recorded.
-    `tap`: the hidden state of a sequence's last row, [1, 1, D], is the last array of its state: a
-    head that continues from a snapshot needs it."""
+    `taps`: these hidden states of a sequence's last row, [1, 1, n * D], are the last array of its
+    state: a head that continues from a snapshot needs them."""
 
     layers: list[ArraysCache]
     rollback_supported: bool = True
     forms: Sequence[tuple[tuple[int, ...], mx.Dtype]] = ()  # of a sequence's state, once known
-    tap: Tap | None = None
+    taps: Sequence[Tap] = ()
     _last: list[Seq] = field(default_factory=list)  # sequences of the step before
     _recorded: list[Recording] = field(default_factory=list)  # of the last step's forwards
 
@@ -194,8 +194,8 @@ class RecurrentStates:
         if recorder:
             recorder.finish(arrays)
             self._recorded.append((entries, recorder))
-        if self.tap is not None:
-            hidden = tapped[self.tap]
+        if self.taps:
+            hidden = mx.concatenate([tapped[tap] for tap in self.taps], axis=-1)
             arrays.append(hidden[:, -1:])
             if recorder:
                 recorder.replays.append(partial(_hidden_after, hidden))

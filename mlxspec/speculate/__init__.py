@@ -58,6 +58,9 @@ class Drafter(Protocol):
     def clear(self) -> None:
         """Drop what is remembered of sequences that ended."""
 
+    def close(self) -> None:
+        """It failed and is not asked again: let go of all that it holds."""
+
 
 class Speculator(Protocol):
     """What the engine asks: the Proposer, or nothing, which is what the bodies here do."""

@@ -4,13 +4,13 @@ Rule: a pass is submitted before the next is built, and nothing is waited for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate import Proposals
-from mlxspec.speculate.controller import Proposal
+from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
 
 MAX_DEPTH = 8  # tokens that are drafted at most: each takes a pass
@@ -33,11 +33,32 @@ def plain_sampling(seq: Seq) -> Sampling:
     )
 
 
+@dataclass(slots=True)
+class DraftCosts:
+    """Seconds of a drafted token, and of drafting at all; guesses until they are measured."""
+
+    token: float = 1e-6
+    fixed: float = 0.0
+
+    def measure(self, seconds: Callable[[int], float], longest: int = 3) -> None:
+        """`seconds(depth)`: what a draft took."""
+        seconds(longest)  # the first compiles
+        one = min(seconds(1) for _ in range(3))
+        more = min(seconds(longest) for _ in range(3))
+        self.token = max(1e-9, (more - one) / max(1, longest - 1))
+        self.fixed = max(0.0, one - self.token)
+
+    def learn(self, seconds: float, depth: int) -> None:
+        """A draft of `depth` tokens took so long."""
+        ratio = corrected(seconds / (self.fixed + depth * self.token))
+        self.token *= ratio
+        self.fixed *= ratio
+
+
 def proposals(
     source: str,
     most: int,
-    seconds: float,
-    fixed: float,
+    costs: DraftCosts,
     temperature: float,
 ) -> list[Proposal]:
     """Drafts of at most so many tokens that are drawn with the target's noise, and, at a
@@ -47,7 +68,7 @@ def proposals(
     made = []
     for sign in signs:
         keys = [(source, sign * (i + 1)) for i in range(most)]
-        made.append(Proposal(source, seconds=seconds, fixed=fixed, rate_keys=keys))
+        made.append(Proposal(source, seconds=costs.token, fixed=costs.fixed, rate_keys=keys))
     return made
 
 
@@ -58,9 +79,10 @@ def sampling_of(sampling: Sampling, proposal: Proposal) -> Sampling:
 
 
 def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
-    """The entries to draft for, so that each pass has the first entries of the one before it."""
+    """The entries to draft for, so that each pass has the first entries of the one before it, and
+    similar contexts, which share a call of attention, are neighbours."""
     drafting = [e for e in plan if e.seq in chosen]
-    drafting.sort(key=lambda e: -e.depth)
+    drafting.sort(key=lambda e: (-e.depth, e.start))
     return drafting
 
 

@@ -103,6 +103,9 @@ class DraftModel:
     def clear(self) -> None:
         """Its blocks go with the prefix cache's."""
 
+    def close(self) -> None:
+        self._live.clear()
+
     def learn_seconds(self, seconds: float, depth: int) -> None:
         self.seconds *= corrected(seconds / depth / self.seconds)
 

@@ -221,6 +221,9 @@ class NgramDrafter:
         context = seq.request.prompt[-CONTEXT:]
         self.corpus.add(context, seq.tokens[seq.prompt_len :])
 
+    def close(self) -> None:
+        self.clear()
+
     def clear(self) -> None:
         self.corpus = Corpus(self.corpus.capacity)
 

@@ -75,6 +75,7 @@ class Proposer:
         except Exception:
             log.exception("drafting by %s failed: it is off until the next start", drafter.name)
             self.drafters = [other for other in self.drafters if other is not drafter]
+            drafter.close()
             return None
 
     # ---- before a step -----------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Proposer:
         lazy = [proposal.drafter.lazy for some in options for proposal in some]
         if not lazy or (in_flight and all(lazy)):
             return  # nothing to draft, or nothing to wait for
-        if self.depth:
+        if self.depth and any(drafter.lazy for drafter in self.drafters):
             for seq, some in zip(seqs, options, strict=True):
                 models = [proposal for proposal in some if proposal.drafter.lazy]
                 if models:

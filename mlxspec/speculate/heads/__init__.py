@@ -5,6 +5,7 @@ out with a line that says why, and the model runs without it.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,25 @@ from mlx.utils import tree_flatten
 from mlxspec.model import quantized
 from mlxspec.model.cards import head_of
 from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
+from mlxspec.speculate.heads.block import BlockModel, load_block
 from mlxspec.speculate.heads.chained import HeadModel
-from mlxspec.speculate.heads.files import find_head, promised
+from mlxspec.speculate.heads.eagle import load_eagle
+from mlxspec.speculate.heads.files import HeadFiles, find_head, promised
 from mlxspec.speculate.heads.mtp import load_mtp
 from mlxspec.speculate.heads.nextn import load_nextn
 from mlxspec.types import UnsupportedModel, line_of
 
+LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel | BlockModel]] = {
+    "mtp": load_mtp,
+    "nextn": load_nextn,
+    "eagle3": load_eagle,
+    "block": load_block,
+}
+
 log = logging.getLogger("mlxspec")
 
-LOADERS = {"mtp": load_mtp, "nextn": load_nextn}
 
-
-def load_head(path: Path, target: nn.Module) -> HeadModel | None:
+def load_head(path: Path, target: nn.Module) -> HeadModel | BlockModel | None:
     """The head in a directory, for a loaded target; its weights stay on disk. None where there is
     none, or none that fits: the log says why."""
     try:
@@ -52,7 +60,7 @@ def load_head(path: Path, target: nn.Module) -> HeadModel | None:
     return head
 
 
-def read_weights(head: HeadModel) -> bool:
+def read_weights(head: HeadModel | BlockModel) -> bool:
     """Read a head's weights into memory; False where they are damaged: the log says so."""
     try:
         load_weights(head.module)
@@ -66,8 +74,10 @@ def read_weights(head: HeadModel) -> bool:
     return True
 
 
-def cache_bytes(head: HeadModel) -> CacheBytes:
+def cache_bytes(head: HeadModel | BlockModel) -> CacheBytes:
     """What a head caches: K/V of each token, and a hidden state with each recurrent state."""
+    if isinstance(head, BlockModel):
+        return bytes_of_layers(len(head.module.layers), head.module.fill)
     hidden = head.embed(mx.array([[0, 0]]))
     run = partial(head.module, hidden, hidden)
     return bytes_of_layers(len(head.module.layers), run)._replace(state=hidden[0, 0].nbytes)

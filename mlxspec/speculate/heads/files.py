@@ -6,8 +6,7 @@ built from them.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,26 @@ import mlx.core as mx
 from mlxspec.types import UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
-# Of each kind of head a tensor that no other has.
-MARKS = {"mtp": "pre_fc_norm_hidden.weight", "nextn": "eh_proj.weight"}
+# A tensor that only heads of this kind have.
+MARKS = {
+    "pre_fc_norm_hidden.weight": "mtp",
+    "eh_proj.weight": "nextn",
+    "layers.0.hidden_norm.weight": "eagle3",
+    "midlayer.hidden_norm.weight": "eagle3",
+    "hidden_norm.weight": "block",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """The tensors of a head by their names in its module, lazy; `kind` is the loader's."""
+    """The tensors of a head by their names in its module, lazy; `kind` is the loader's. `alone`:
+    there is no model beside it."""
 
     kind: str
     path: Path
     tensors: dict[str, mx.array]
+    config: dict[str, Any]
+    alone: bool
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -40,20 +48,28 @@ def read_config(path: Path) -> dict[str, Any]:
 def find_head(path: Path) -> HeadFiles | None:
     """The head in a directory, None if there is none. Raises UnsupportedModel for a damaged
     file."""
+    beside = {path / name for name in (*BESIDE, _named(path))}
     found: dict[str, mx.array] = {}
-    for file in _weight_files(path):
+    for file in sorted({*path.glob("*.safetensors"), *filter(Path.is_file, beside)}):
         try:
-            found |= dict(mx.load(str(file)))  # type: ignore[arg-type]
+            tensors = dict(mx.load(str(file)))  # type: ignore[arg-type]
         except (RuntimeError, ValueError) as error:
             raise UnsupportedModel(
                 f"{file} cannot be read: {line_of(error)}; download it again"
             ) from error
-    for kind, mark in MARKS.items():
+        if file in beside and (head := _head_in(path, tensors)):
+            return replace(head, alone=not any(path.glob("model*.safetensors")))
+        found |= tensors
+    return _head_in(path, found)
+
+
+def _head_in(path: Path, found: dict[str, mx.array]) -> HeadFiles | None:
+    for mark, kind in MARKS.items():
         if prefixes := [name.removesuffix(mark) for name in found if name.endswith(mark)]:
             prefix = min(prefixes)  # the first of several layers
             within = "" if prefix == "model." else prefix  # a sidecar's lm_head lies outside
             own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}
-            return HeadFiles(kind, path, own)
+            return HeadFiles(kind, path, own, read_config(path), len(own) == len(found))
     return None
 
 
@@ -61,7 +77,8 @@ def is_head(path: Path) -> bool:
     """Whether a directory holds a head and no model. Where a file is damaged, config.json tells:
     whoever loads it says what is wrong."""
     try:
-        return find_head(path) is not None and not promised(path)
+        head = find_head(path)
+        return head is not None and head.alone
     except UnsupportedModel:
         return _is_sidecar(read_config(path))
 
@@ -81,10 +98,8 @@ def _is_sidecar(config: dict[str, Any]) -> bool:
     return str(config.get("model_type", "")).endswith("_mtp")
 
 
-def _weight_files(path: Path) -> Iterator[Path]:
-    names = [file.name for file in sorted(path.glob("*.safetensors"))]
+def _named(path: Path) -> str:
+    """The file of its head that a model's config.json names."""
     extra = read_config(path).get("mlx_lm_extra_tensors")
     named = extra.get("mtp_file") if isinstance(extra, dict) else None
-    for name in dict.fromkeys([*names, *BESIDE, named]):
-        if isinstance(name, str) and (path / name).is_file():
-            yield path / name
+    return named if isinstance(named, str) and named else BESIDE[0]

@@ -14,13 +14,13 @@ import mlx.nn as nn
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
 from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.types import FINAL_NORM, UnsupportedModel
+from mlxspec.speculate.heads.tensors import load_tensors
+from mlxspec.types import UnsupportedModel
 
 # Norms are zero-centred (w - 1 is stored) iff the larger mean of the norms of queries and keys is
 # below the first and the smallest mean of the others is below the second (MTPLX's rule).
 CENTRED_QK, CENTRED = 1.25, 0.5
 QK_NORMS = ("q_norm.weight", "k_norm.weight")
-MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+_proj)\.(weight|scales|biases)")
 
 
@@ -57,28 +57,27 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
     count = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     place = getattr(args, "full_attention_interval", 1) - 1  # of a layer with full attention
     _check_shape(files, tensors, args.hidden_size)
-    return build(tensors, [make(args, place) for _ in range(count or 1)], args, target)
+    return build(files, tensors, [make(args, place) for _ in range(count or 1)], args, target)
 
 
 def build(
+    files: HeadFiles,
     tensors: dict[str, mx.array],
     layers: list[nn.Module],
     args: Any,
     target: nn.Module,
 ) -> HeadModel:
     """The head of these decoder layers with `tensors` as its weights, which may be an embedding and
-    lm_head of its own."""
+    lm_head of its own. Raises UnsupportedModel."""
     module = MTP(layers, args.hidden_size, args.rms_norm_eps)
     if "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
     if "lm_head.weight" in tensors:
         module.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-    _quantize(module, tensors)
-    module.load_weights(list(tensors.items()))
-    module.eval()
+    load_tensors(files, module, tensors)
     embed, lm_head = embedding_and_lm_head(target)
     embed = module.get("embed_tokens", embed)
-    return HeadModel("mtp", module, embed, module.get("lm_head", lm_head), FINAL_NORM)
+    return HeadModel("mtp", module, embed, module.get("lm_head", lm_head))
 
 
 def _check_shape(files: HeadFiles, tensors: dict[str, mx.array], size: int) -> None:
@@ -123,20 +122,3 @@ def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             raise UnsupportedModel(f"not all of the head's experts are there: {key}")
         made[key] = mx.stack([experts[i] for i in sorted(experts)])
     return made
-
-
-def _quantize(module: nn.Module, tensors: dict[str, mx.array]) -> None:
-    """Quantize the layers that the files hold quantized, each with its own bits and group size,
-    which the shapes of its tensors tell."""
-
-    def how(path: str, layer: nn.Module) -> Any:
-        scales = tensors.get(f"{path}.scales")
-        if scales is None or not hasattr(layer, "to_quantized"):
-            return False
-        width = layer.weight.shape[-1]
-        group = width // scales.shape[-1]
-        bits = tensors[f"{path}.weight"].shape[-1] * 32 // width
-        mode = "affine" if f"{path}.biases" in tensors else MODES[group, bits]
-        return {"group_size": group, "bits": bits, "mode": mode}
-
-    nn.quantize(module, class_predicate=how)

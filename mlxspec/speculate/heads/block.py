@@ -1,0 +1,264 @@
+"""Heads that draft a block in one pass: DFlash (z-lab), DFlash 2 (Inco AI) and DSpark (DeepSeek).
+
+K/V of the context come from hidden states of several of the target's layers, one row for each
+position; a block is the newest token with mask tokens after it, whose K/V are never stored.
+DFlash 2 adds convolutions over the block and chooses among the best tokens by the one before;
+DSpark corrects each row's logits by the token before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.kernels.reference import gather
+from mlxspec.model.layers import decoder_layer
+from mlxspec.model.pages import Pages
+from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
+from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.tensors import check_taps, load_tensors
+from mlxspec.types import Tap, UnsupportedModel
+
+INNER = "dflash_config"  # settings in it override those beside it
+SLIDING = "sliding_attention"
+
+
+@dataclass(slots=True)
+class BlockCache:
+    """What a layer sees as its cache in a block's pass: K/V of the context from `pages` at `blocks`
+    int32 [n, W], and behind them the block's own. `offset` int32 [n]: the newest tokens' positions.
+    """
+
+    pages: Pages
+    blocks: mx.array
+    offset: mx.array
+
+    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        size = self.pages.view.block_size
+        whole = slice(None)
+        keys = gather(self.pages.keys, self.blocks, size, whole)
+        values = gather(self.pages.values, self.blocks, size, whole)
+        return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
+
+
+class Convolution(nn.Module):
+    """DFlash 2's: over the last rows of a block, by a kernel that depends on each row.
+    `base_kernel` [2, taps, D]: one for what a layer reads, one for what it makes."""
+
+    def __init__(self, size: int, taps: int, group: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.taps, self.group = taps, group
+        self.base_kernel = mx.zeros((2, taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * taps * size // group, bias=False)
+
+    def kernels(self, x: mx.array) -> mx.array:
+        """[n, B, 2, taps, D / group] for rows x [n, B, D]."""
+        made: mx.array = self.kernel_projection(x)
+        return made.reshape(*x.shape[:2], 2, self.taps, -1)
+
+    def __call__(self, x: mx.array, kernels: mx.array, which: int) -> mx.array:
+        n, rows, size = x.shape
+        groups = x.reshape(n, rows, -1, self.group)
+        out = mx.zeros_like(groups)
+        for i in range(min(self.taps, rows)):
+            shifted = mx.pad(groups, [(0, 0), (i, 0), (0, 0), (0, 0)])[:, :rows]
+            base = self.base_kernel[which, i].reshape(-1, self.group).astype(x.dtype)
+            out = out + (base + kernels[:, :, which, i, :, None]) * shifted
+        return out.reshape(n, rows, size)
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer whose attention sees the context and the block, if `causal` only the rows
+    before its own; with DFlash 2's convolutions, if `config` has them. `window`: of a sliding
+    layer."""
+
+    def __init__(
+        self, layer: Any, config: dict[str, Any], window: int | None, causal: bool
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.self_attn = layer.self_attn
+        self.mlp = layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.window, self.causal = window, causal
+        if config.get("conv_kernel_size"):
+            shape = config["hidden_size"], config["conv_kernel_size"], config["conv_group_size"]
+            self.attention_conv = Convolution(*shape)
+            self.mlp_conv = Convolution(*shape)
+
+    def store(self, context: mx.array, pages: Pages) -> None:
+        """Write K and V of context rows [T, D] at the slots of the pages' view."""
+        attend = self.self_attn
+        shape = len(context), 1, attend.n_kv_heads, -1
+        k = attend.k_norm(attend.k_proj(context).reshape(shape)).swapaxes(1, 2)
+        v = attend.v_proj(context).reshape(shape).swapaxes(1, 2)
+        pages.write(attend.rope(k, offset=pages.view.positions), v)
+
+    def __call__(self, x: mx.array, mask: mx.array, cache: BlockCache) -> mx.array:
+        """[n, B, D]; `mask` bool [n, 1, B, S + B]."""
+
+        def attend(y: mx.array) -> mx.array:
+            made: mx.array = self.self_attn(y, mask, cache)
+            return made
+
+        convolved = "attention_conv" in self
+        x = x + _around(attend, self.input_layernorm(x), convolved and self.attention_conv)
+        y = self.post_attention_layernorm(x)
+        return x + _around(self.mlp, y, convolved and self.mlp_conv)
+
+
+def _around(inner: Callable[[mx.array], mx.array], x: mx.array, conv: Any) -> mx.array:
+    """`inner` with a convolution before and after it, if there is one."""
+    if not conv:
+        return inner(x)
+    kernels = conv.kernels(x)
+    made: mx.array = conv(inner(conv(x, kernels, 0)), kernels, 1)
+    return made
+
+
+class Selector(nn.Module):
+    """DFlash 2's: scores the best tokens of a row by the token before it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        rank, vocab = config["selector_rank"], config["vocab_size"]
+        self.best = config["selector_top_k"]
+        self.predecessor_codebook = nn.Embedding(vocab, rank)
+        self.successor_codebook = nn.Embedding(vocab, rank)
+        self.hidden_projection = nn.Linear(config["hidden_size"], rank, bias=False)
+
+    def __call__(self, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
+        """[n, vocab] of logits [n, vocab], the row's output [n, D] and the tokens before [n]; -inf
+        for tokens that are not among the best."""
+        found = mx.argpartition(logits, -self.best, axis=-1)[:, -self.best :]
+        pair = self.predecessor_codebook(before) * self.hidden_projection(hidden)
+        edges = (pair[:, None] * self.successor_codebook(found)).sum(-1)
+        scores = mx.take_along_axis(logits, found, axis=-1) + edges
+        none = mx.full(logits.shape, -mx.inf, scores.dtype)
+        return mx.put_along_axis(none, found, scores, axis=-1)
+
+
+class Markov(nn.Module):
+    """DSpark's: adds to a row's logits what the token before says of the next."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.markov_w1 = nn.Embedding(config["vocab_size"], config["markov_rank"])
+        self.markov_w2 = nn.Linear(config["markov_rank"], config["vocab_size"], bias=False)
+
+    def __call__(self, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
+        return logits + self.markov_w2(self.markov_w1(before))
+
+
+class Block(nn.Module):
+    """The head's modules under their published names. `taps` hidden states of `width` each."""
+
+    def __init__(self, config: dict[str, Any], taps: int, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        size, eps, count = (
+            config["hidden_size"],
+            config["rms_norm_eps"],
+            config["num_hidden_layers"],
+        )
+        self.fc = nn.Linear(taps * width, size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.norm = nn.RMSNorm(size, eps)
+        kinds = config.get("layer_types") or [""] * count
+        self.layers = []
+        for kind in kinds[:count]:
+            window = config["sliding_window"] if kind == SLIDING else None
+            usual = window is not None and not config.get("markov_rank")
+            causal = bool(config.get("is_causal", config.get("causal", usual)))
+            self.layers.append(BlockLayer(decoder_layer(config), config, window, causal))
+        if config.get("selector_rank"):
+            self.candidate_selector = Selector(config)
+        if config.get("markov_rank"):
+            self.markov_head = Markov(config)
+
+    def store(self, taps: mx.array, pages: Sequence[Pages]) -> None:
+        """Write the context rows of hidden states [T, taps * width]."""
+        context = self.hidden_norm(self.fc(taps))
+        for layer, each in zip(self.layers, pages, strict=True):
+            layer.store(context, each)
+
+    def fill(self, caches: Sequence[Any]) -> None:
+        """Put one row into mlx-lm's caches, to see what it takes."""
+        row = mx.zeros((1, 1, self.norm.weight.shape[0]), self.norm.weight.dtype)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn(row, None, cache)
+
+    def __call__(
+        self,
+        x: mx.array,
+        masks: Sequence[mx.array],
+        caches: Sequence[BlockCache],
+    ) -> Any:
+        """The head's output [n, B, D] for a block's embeddings [n, B, D]."""
+        for layer, mask, cache in zip(self.layers, masks, caches, strict=True):
+            x = layer(x, mask, cache)
+        return self.norm(x)
+
+    def scores(self, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
+        """What a row's token is drawn from, [n, vocab], once the token before it is drawn."""
+        for name in ("candidate_selector", "markov_head"):
+            if name in self:
+                scored: mx.array = self[name](logits, hidden, before)
+                return scored
+        return logits
+
+
+@dataclass(slots=True)
+class BlockModel:
+    """A loaded head. A block has `width` tokens at most beside the newest one, which predicts a
+    token itself if `from_anchor`; `read_width`: of the hidden states side by side."""
+
+    name: str
+    module: Block
+    embed: Callable[[mx.array], mx.array]
+    lm_head: Callable[[mx.array], mx.array]
+    taps: tuple[Tap, ...]
+    mask: int
+    width: int
+    from_anchor: bool
+    read_width: int
+
+
+def load_block(files: HeadFiles, target: nn.Module) -> BlockModel:
+    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    config = files.config | (files.config.get(INNER) or {})
+    config |= {"model_type": "qwen3"}
+    layers = config.get("num_target_layers")
+    has = len(decoder_layers(target))
+    if layers and layers != has:
+        raise UnsupportedModel(
+            f"the head in {files.path} is for a model of {layers} layers, this one has {has}"
+        )
+    embed, lm_head = embedding_and_lm_head(target)
+    width = embed(mx.array([0])).shape[-1]
+    dspark = bool(config.get("markov_rank"))
+    try:
+        taps = tuple(config["target_layer_ids"])
+        module = Block(config, len(taps), width)
+        tokens = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
+        mask = config["mask_token_id"]
+        check_taps(files, taps, has)
+    except (KeyError, TypeError) as error:
+        raise UnsupportedModel(f"{files.path}/config.json lacks {error}") from error
+    tensors = {_named(name): x for name, x in files.tensors.items()}
+    tensors = {name: x for name, x in tensors.items() if not name.startswith("confidence_head")}
+    if "embed_tokens.weight" in tensors:
+        module.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+    if "lm_head.weight" in tensors:
+        module.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+    load_tensors(files, module, tensors)
+    embed, lm_head = module.get("embed_tokens", embed), module.get("lm_head", lm_head)
+    name = "dspark" if dspark else "dflash"
+    anchored = dspark and config.get("sample_from_anchor", True)
+    return BlockModel(name, module, embed, lm_head, taps, mask, tokens, anchored, len(taps) * width)
+
+
+def _named(name: str) -> str:
+    name = name.removeprefix("model.")
+    return name + ".weight" if name.endswith("_codebook") else name

@@ -1,0 +1,158 @@
+"""EAGLE-3 (arXiv 2503.01840): one layer over a token's embedding beside a hidden state, which is
+fused from three of the target's layers, or the head's own output for a drafted token.
+
+Reads the speculators format and the authors' own. Drafts may come from a reduced vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.model.layers import decoder_layer
+from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
+from mlxspec.speculate.heads.chained import HeadModel
+from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.tensors import check_taps, load_tensors
+from mlxspec.types import Tap, UnsupportedModel
+
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+IGNORED: tuple[str, ...] = ("t2d", "d2t", "verifier_")
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer whose attention sees [embedding, hidden state], 2 * D wide."""
+
+    def __init__(self, layer: Any, size: int, eps: float, norm_before_residual: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = layer.input_layernorm
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.self_attn = layer.self_attn
+        self.mlp = layer.mlp
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = self.self_attn[name]
+            wide = nn.Linear(2 * size, narrow.weight.shape[0], bias="bias" in narrow)
+            self.self_attn[name] = wide
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, mask: Any, cache: Any) -> Any:
+        """[B, L, D] of embedded and hidden [B, L, D]."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
+        x = residual + self.self_attn(x, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3(nn.Module):
+    """The head's modules under their published names. `width`: of each of the target's hidden
+    states, of which there are `taps`."""
+
+    def __init__(self, config: dict[str, Any], taps: int, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        size, eps = config["hidden_size"], config["rms_norm_eps"]
+        layers: list[Any] = [decoder_layer(config) for _ in range(config["num_hidden_layers"])]
+        residual = bool(config.get("norm_before_residual"))
+        self.layers = [FirstLayer(layers[0], size, eps, residual), *layers[1:]]
+        self.fc = nn.Linear(taps * width, size, bias=False)
+        if config.get("norm_before_fc"):
+            self.input_norm = nn.RMSNorm(taps * width, eps)
+        if config.get("fc_norm"):
+            self.fc_norm = [nn.RMSNorm(width, eps) for _ in range(taps)]
+        self.norm = nn.RMSNorm(size, eps)
+        self.norm_output = bool(config.get("norm_output"))
+
+    def prepare(self, taps: mx.array) -> Any:
+        """[T, D] of the target's hidden states side by side, [T, taps * width]."""
+        if "input_norm" in self:
+            taps = self.input_norm(taps)
+        if "fc_norm" in self:
+            parts = mx.split(taps, len(self.fc_norm), axis=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            taps = mx.concatenate(normed, axis=-1)
+        return self.fc(taps)
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, caches: Any) -> Any:
+        """[B, L, D] of embedded and hidden [B, L, D]."""
+        mask = caches[0].make_mask(embedded.shape[1], return_array=True, window_size=None)
+        x = self.layers[0](embedded, hidden, mask, caches[0])
+        for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
+            x = layer(x, mask, cache)
+        return self.norm(x) if self.norm_output else x
+
+    def normed(self, out: mx.array) -> Any:
+        """What lm_head reads of the head's output [n, D]."""
+        return out if self.norm_output else self.norm(out)
+
+
+def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
+    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    config = _config(files.config)
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in files.tensors.items()}
+    added = tensors.get("d2t")
+    embed, lm_head = embedding_and_lm_head(target)
+    width = embed(mx.array([0])).shape[-1]
+    vocab = rows = lm_head(mx.zeros((1, width))).shape[-1]
+    has = len(decoder_layers(target))
+    taps = _taps(config, has)
+    check_taps(files, taps, has)
+    try:
+        size = config["hidden_size"]
+        module = Eagle3(config, len(taps), config.get("target_hidden_size") or width)
+    except KeyError as error:
+        raise UnsupportedModel(f"{files.path}/config.json lacks {error}") from error
+    if "lm_head.weight" in tensors:
+        rows = tensors["lm_head.weight"].shape[0]
+        module.lm_head = nn.Linear(size, rows, bias=False)
+    ignored = IGNORED
+    if "embed_tokens.weight" in tensors and (config.get("embed_requires_grad") or size != width):
+        module.embed_tokens = nn.Embedding(tensors["embed_tokens.weight"].shape[0], size)
+    else:
+        ignored += ("embed_tokens.",)
+    load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
+    ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise UnsupportedModel(
+            f"the head in {files.path} is for a model of more than {vocab} tokens"
+        )
+    reduced = None if added is None and rows == vocab else ids
+    logits = Logits(module.normed, module.get("lm_head", lm_head), reduced, vocab)
+    embed = module.get("embed_tokens", embed)
+    return HeadModel("eagle3", module, embed, logits, taps, module.prepare)
+
+
+def _config(files: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the head and of its layers, in one."""
+    inner = files.get("transformer_layer_config")
+    if not isinstance(inner, dict):
+        return files | {"model_type": "llama"}
+    return inner | {name: value for name, value in files.items() if name != "model_type"}
+
+
+def _taps(config: dict[str, Any], layers: int) -> tuple[Tap, ...]:
+    """Id i stands for the hidden state before layer i."""
+    eagle = config.get("eagle_config") or {}
+    ids = config.get(AUX_LAYERS) or eagle.get(AUX_LAYERS) or (2, layers // 2, layers - 3)
+    return tuple(i - 1 for i in ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Logits [n, vocab] of a head's output [n, D]. `ids` int32: the tokens of a reduced vocabulary,
+    where others are never drafted; None: lm_head has all."""
+
+    norm: Callable[[mx.array], mx.array]
+    lm_head: Callable[[mx.array], mx.array]
+    ids: mx.array | None
+    vocab: int
+
+    def __call__(self, out: mx.array) -> mx.array:
+        logits = self.lm_head(self.norm(out))
+        if self.ids is None:
+            return logits
+        wide = mx.full((len(logits), self.vocab), -mx.inf, logits.dtype)
+        wide[:, self.ids] = logits
+        return wide

@@ -17,15 +17,19 @@ from mlxspec.speculate import Proposals
 from mlxspec.speculate.chain import deepest_first
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
+from mlxspec.speculate.heads.block import Block, BlockModel
+from mlxspec.speculate.heads.block_head import BlockHead
 from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.eagle import Eagle3, Logits
 from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, Entry, Plan, Request
+from mlxspec.types import Entry, Plan, Request
 from tests import tiny
 
 KINDS = ["lookup", "suffix", "model", "chain"]
 HEADS = ["mtp", "told"]  # with random weights, and a KnownHead
+OTHER_HEADS = ["dflash", "eagle3", "dspark"]  # with random weights
 
 Answers = Callable[[Request, int], list[int]]
 
@@ -73,17 +77,66 @@ class KnownAnswers:
         return 1e4 * (mx.arange(tiny.VOCAB) == mx.stack(next_)[:, None])
 
 
-def random_head(model: Any) -> HeadModel:
-    """An MTP head for a model, whose layer is of the model's own kind with full attention."""
+def random_head(model: Any, kind: str = "mtp") -> HeadModel | BlockModel:
+    """A head for a model. An MTP head's layer is of the model's own kind with full attention."""
+    mx.random.seed(5)
+    if kind in ("dflash", "dspark"):
+        return _random_block(model, kind)
+    return _random_eagle(model) if kind == "eagle3" else _random_mtp(model)
+
+
+def _random_mtp(model: Any) -> HeadModel:
     args = getattr(model, "language_model", model).args
     kind = next(type(x) for x in decoder_layers(model) if not getattr(x, "is_linear", False))
     place = [args.full_attention_interval - 1] if hasattr(args, "full_attention_interval") else []
-    mx.random.seed(5)
     head = MTP([kind(args, *place)], args.hidden_size, args.rms_norm_eps)
+    return HeadModel("mtp", _sharpened(head), *embedding_and_lm_head(model))
+
+
+def _sharpened(head: Any) -> Any:
+    """With larger weights than as initialised, so that what it reads changes what it drafts."""
     head.update(tree_map(lambda x: x * 2.5 if x.ndim > 1 else x, head.parameters()))
     mx.eval(head.parameters())
     head.eval()
-    return HeadModel("mtp", head, *embedding_and_lm_head(model), FINAL_NORM)
+    return head
+
+
+def _head_config(model: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Of an EAGLE-3 or block head with one layer, and the layers of the model that it reads."""
+    embed, _ = embedding_and_lm_head(model)
+    config = dict(
+        hidden_size=embed(mx.array([0])).shape[-1],
+        num_hidden_layers=1,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        vocab_size=tiny.VOCAB,
+        max_position_embeddings=512,
+        rope_theta=1000.0,
+        tie_word_embeddings=False,
+    )
+    return config, tuple(range(len(decoder_layers(model))))[-2:]
+
+
+def _random_eagle(model: Any) -> HeadModel:
+    """With a reduced vocabulary: every second token."""
+    config, taps = _head_config(model)
+    embed, lm_head = embedding_and_lm_head(model)
+    head = Eagle3(config | {"model_type": "llama"}, len(taps), config["hidden_size"])
+    ids = mx.arange(0, tiny.VOCAB, 2)
+    logits = Logits(_sharpened(head).normed, lambda x: lm_head(x)[:, ids], ids, tiny.VOCAB)
+    return HeadModel("eagle3", head, embed, logits, taps, head.prepare)
+
+
+def _random_block(model: Any, kind: str) -> BlockModel:
+    config, taps = _head_config(model)
+    config |= {"model_type": "qwen3", "markov_rank": 16 if kind == "dspark" else 0}
+    size = config["hidden_size"]
+    head = _sharpened(Block(config, len(taps), size))
+    own = embedding_and_lm_head(model)
+    return BlockModel(kind, head, *own, taps, 0, 6, kind == "dspark", len(taps) * size)
 
 
 class KnownHead(ChainedHead):
@@ -111,15 +164,23 @@ class KnownHead(ChainedHead):
 
 
 def attach_head(
-    e: Engine, answers: Answers | None = None, depth: int = 0, row: float = 1e-6
-) -> ChainedHead:
+    e: Engine,
+    answers: Answers | None = None,
+    depth: int = 0,
+    row: float = 1e-6,
+    kind: str = "mtp",
+) -> Any:
     """Give the engine a head, as the program does; with `answers` a KnownHead. `depth` tokens are
     drafted always, 0: what pays where a row costs `row` steps."""
-    head = random_head(e.runner.model)
-    chained = KnownHead(head, e.runner, answers) if answers else ChainedHead(head, e.runner)
-    e.scheduler.kv.rereads = e.scheduler.kv.states is None
-    e.proposer = Proposer(costs(row), [chained], depth=depth)
-    return chained
+    head = random_head(e.runner.model, kind)
+    drafter: Any
+    if isinstance(head, BlockModel):
+        drafter = BlockHead(head, e.runner)
+    else:
+        drafter = KnownHead(head, e.runner, answers) if answers else ChainedHead(head, e.runner)
+        e.scheduler.kv.rereads = e.scheduler.kv.states is None
+    e.proposer = Proposer(costs(row), [drafter], depth=depth)
+    return drafter
 
 
 def costs(row: float = 1e-6) -> Costs:

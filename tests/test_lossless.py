@@ -16,7 +16,16 @@ from mlxspec.engine.engine import Engine
 from mlxspec.speculate import NoSpeculation
 from mlxspec.types import Request
 from tests import tiers, tiny
-from tests.drafters import HEADS, KINDS, KnownAnswers, attach, attach_head, copies, like
+from tests.drafters import (
+    HEADS,
+    KINDS,
+    OTHER_HEADS,
+    KnownAnswers,
+    attach,
+    attach_head,
+    copies,
+    like,
+)
 from tests.liar import NoisyOracle
 from tests.rows import in_turn, rotated
 
@@ -61,6 +70,13 @@ HEAD_RUNS = in_turn(
     [(*layout, False) for layout in HYBRIDS + ATTENTION], HEADS, [1, 7, 64], [0.0, 0.8], every=6
 )
 MORE_HEADS = in_turn([(*layout, True) for layout in HYBRIDS + ATTENTION], HEADS)
+HEAD_RUNS += in_turn(
+    [(*layout, False) for layout in ATTENTION], OTHER_HEADS, [1, 7, 64], [0.0, 0.8], every=5
+)
+HEAD_RUNS += in_turn([(*HYBRIDS[0], False)], OTHER_HEADS, [7], [0.8], every=3)
+MORE_HEADS += in_turn([(*layout, True) for layout in HYBRIDS + ATTENTION], OTHER_HEADS, every=5)
+ON_QWEN3 = in_turn(["qwen3"], HEADS, [0.0, 0.8], every=3)
+ON_QWEN3 += in_turn(["qwen3"], OTHER_HEADS, [0.0, 0.8], every=4)
 
 
 @functools.cache
@@ -126,11 +142,12 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> dict[s
     sent."""
     if name == "liar":
         e.proposer = liar(kind, all_of)
-    elif name in HEADS:
-        attach_head(e, partial(truth, kind) if name == "told" else None)
+    elif name in HEADS + OTHER_HEADS:
+        told = partial(truth, kind) if name == "told" else None
+        attach_head(e, told, kind="mtp" if told else name)
     elif name != "plain":
-        told = KnownAnswers(lambda r, i: truth(kind, r, i), BLOCK)
-        chain = attach(e, name, small(kind) if e.runner.layout == "rows" else told)
+        known = KnownAnswers(lambda r, i: truth(kind, r, i), BLOCK)
+        chain = attach(e, name, small(kind) if e.runner.layout == "rows" else known)
         for r in all_of.values():
             copies(chain).corpus.add((), hint(kind, r))
     if name in ("lookup", "chain"):
@@ -144,9 +161,9 @@ def drafted(e: Engine, name: str) -> bool:
         return True
     assert not isinstance(e.proposer, NoSpeculation), "the drafter failed"
     tried, kept = e.spec_metrics.drafted.total(), e.spec_metrics.accepted.total()
-    if name in HEADS:
+    if name in HEADS + OTHER_HEADS:
         assert e.proposer.drafters, "the head failed"
-    if name == "mtp":  # its weights are random
+    if name in ("mtp", *OTHER_HEADS):  # their weights are random
         return kept < tried
     return 0 < kept and (name == "model" or kept < tried)
 
@@ -218,7 +235,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + in_turn(["qwen3"], HEADS, [0.0, 0.8], every=3),
+    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3,
 )
 def test_hits(kind: str, name: str, temperature: float) -> None:
     """Every prompt again, alone, when everything is cached: the same tokens, one token of
@@ -285,7 +302,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + in_turn(["qwen3"], HEADS, [0.0, 0.8], every=3),
+    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3,
 )
 def test_preemption(kind: str, name: str, temperature: float) -> None:
     """A pool so small that sequences push each other out and come back."""
@@ -316,7 +333,7 @@ def test_leavers_change_nothing(kind: str, name: str, steps: range) -> None:
         same(kind, outputs, rest)
 
 
-@pytest.mark.parametrize("name", DRAFTERS + HEADS)
+@pytest.mark.parametrize("name", DRAFTERS + HEADS + OTHER_HEADS[1:])
 def test_choices_share_their_prompt(name: str) -> None:
     r = tiny.request("r", prompts()["long"], N, temperature=0.8, choices=4, seed=5)
     e = tiny.engine(model("qwen3"), block=BLOCK)
@@ -329,7 +346,7 @@ def test_choices_share_their_prompt(name: str) -> None:
     assert e.counters["prompt_tokens"] == len(r.prompt) + 3 * each
 
 
-@pytest.mark.parametrize("name", DRAFTERS + HEADS)
+@pytest.mark.parametrize("name", DRAFTERS + HEADS + OTHER_HEADS[:1])
 def test_stop_tokens_cut(name: str) -> None:
     """A stop inside what a round accepts cuts tokens and KV there; the next turn reuses what
     stands."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
 
 from tests.heads.packagings import read_json, write_json
 
@@ -16,6 +18,7 @@ LENGTH = 64  # tokens of an answer
 FIRST = 2  # prompts whose drafts are kept
 
 Tokens = list[int]
+Mistake = Callable[[Any], None]
 
 
 def load_target(path: Path, at: Path) -> Any:
@@ -28,6 +31,34 @@ def load_target(path: Path, at: Path) -> Any:
     return load_model(at).language_model
 
 
+class Qwen3:
+    """mlx-lm's qwen3 as mlx-vlm's loops want a target: hidden states on demand, and caches that give
+    rows back."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.lm_head, self.config = model.model, model.lm_head, model.args
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache() for _ in self.model.layers]
+
+    def __call__(self, x: mx.array, cache: Any, capture_layer_ids: Any = (), **_: Any) -> Any:
+        from mlx_vlm.models.base import LanguageModelOutput
+
+        h, kept = self.model.embed_tokens(x), []
+        mask = create_attention_mask(h, cache[0])
+        for i, (layer, each) in enumerate(zip(self.model.layers, cache, strict=True)):
+            h = layer(h, mask, each)
+            if i in capture_layer_ids:
+                kept.append(h)
+        return LanguageModelOutput(logits=self.lm_head(self.model.norm(h)), hidden_states=kept)
+
+    def rollback_speculative_cache(
+        self, caches: Any, state: Any, accepted: Any, block_size: int
+    ) -> None:
+        for cache in caches:
+            cache.trim(block_size - 1 - int(accepted))
+
+
 def load_drafter(path: Path) -> Any:
     from mlx_vlm.speculative.drafters import load_drafter
 
@@ -35,32 +66,35 @@ def load_drafter(path: Path) -> Any:
 
 
 def rounds(
-    target: Any, drafter: Any, prompt: Tokens, depth: int
+    target: Any, drafter: Any, prompt: Tokens, depth: int, kind: str
 ) -> tuple[Tokens, Tokens, list[Tokens]]:
     """One answer: its tokens, how many drafts each full round kept, and the drafts of all."""
     from mlx_vlm.speculative import utils as speculative
 
     prompts = mx.array([prompt])
     cache = target.make_cache()
-    asked = speculative.speculative_prefill_kwargs("mtp", drafter)
+    family = kind if kind in ("mtp", "eagle3") else "dflash"
+    asked = speculative.speculative_prefill_kwargs(family, drafter)
     out = target(prompts, cache=cache, **asked)
     first = int(out.logits[0, -1].argmax())
     drafts: list[Tokens] = []
-    stock = drafter.draft_block
+    name = "draft_block_greedy" if family == "dflash" else "draft_block"
+    stock = getattr(drafter, name)
 
     def recorded(*args: Any, **kwargs: Any) -> mx.array:
         block: mx.array = stock(*args, **kwargs)
         drafts.append(block[0].tolist())
         return block
 
-    object.__setattr__(drafter, "draft_block", recorded)
-    loop = speculative._mtp_rounds(
+    object.__setattr__(drafter, name, recorded)
+    drafter.prefer_requested_block_size = True  # its own controller would draft less
+    loop = getattr(speculative, f"_{family}_rounds")(
         target,
         drafter,
         cache,
-        speculative.speculative_hidden_state("mtp", out),
-        {},
-        prompt_tokens=prompts,
+        speculative.speculative_hidden_state(family, out),
+        *([{}] if family == "mtp" else []),
+        **({} if family == "dflash" else {"prompt_tokens": prompts}),
         first_bonus=first,
         max_tokens=LENGTH,
         sampler=lambda x: x.argmax(-1),
@@ -68,18 +102,23 @@ def rounds(
         greedy_sampling=True,
     )
     tokens = [first, *(int(t) for t, _ in loop)]
-    object.__delattr__(drafter, "draft_block")
+    object.__delattr__(drafter, name)
     lengths = zip(drafter.accept_lens, drafter.draft_lens, strict=True)
     return tokens, [kept for kept, drafted in lengths if drafted == depth], drafts
 
 
 def measure(
-    target: Any, drafter: Any, prompts: Sequence[Tokens], answers: Sequence[Tokens], depth: int
+    target: Any,
+    drafter: Any,
+    prompts: Sequence[Tokens],
+    answers: Sequence[Tokens],
+    depth: int,
+    kind: str = "mtp",
 ) -> dict[str, Any]:
     """Tokens per full round over all prompts, and the drafts of the first ones."""
     kept, drafts = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
-        tokens, accepted, drafted = rounds(target, drafter, prompt, depth)
+        tokens, accepted, drafted = rounds(target, drafter, prompt, depth, kind)
         assert tokens == answer, "mlx-vlm's target answers otherwise than mlx-lm's"
         kept += accepted
         drafts.append(drafted)
@@ -94,12 +133,45 @@ def change(drafter: Any, ending: str, f: Callable[[mx.array], mx.array]) -> None
     drafter.load_weights(changed, strict=False)
 
 
+def other_layers(by: int) -> Mistake:
+    """Reads the hidden states so many layers later."""
+
+    def changed(drafter: Any) -> None:
+        for name in ("capture_layer_ids", "target_layer_ids"):
+            if hasattr(drafter.config, name):
+                ids = getattr(drafter.config, name)
+                setattr(drafter.config, name, [i + by for i in ids])
+
+    return changed
+
+
+def without(ending: str) -> Mistake:
+    return lambda drafter: change(drafter, ending, mx.zeros_like)
+
+
 # Well-known mistakes of a loader, to see how far below the right one they fall.
-MISTAKES: dict[str, Callable[[Any], None]] = {
-    "norms_without_one": lambda drafter: change(drafter, "norm.weight", lambda w: w - 1),
-    "hidden_first": lambda drafter: change(
-        drafter, "fc.weight", lambda w: mx.roll(w, w.shape[0], 1)
-    ),
+MISTAKES: dict[str, dict[str, Mistake]] = {
+    "mtp": {
+        "norms_without_one": lambda drafter: change(drafter, "norm.weight", lambda w: w - 1),
+        "hidden_first": lambda drafter: change(
+            drafter, "fc.weight", lambda w: mx.roll(w, w.shape[0], 1)
+        ),
+    },
+    "eagle3": {
+        "layers_one_late": other_layers(1),
+        "no_d2t": lambda drafter: setattr(drafter, "d2t", mx.zeros_like(drafter.d2t)),
+    },
+    "dflash": {"layers_one_early": other_layers(-1), "layers_one_late": other_layers(1)},
+    "dflash2": {
+        "layers_one_early": other_layers(-1),
+        "no_selector": without("hidden_projection.weight"),
+        "no_conv": without("base_kernel"),
+    },
+    "dspark": {
+        "layers_one_early": other_layers(-1),
+        "no_markov": without("markov_w2.weight"),
+        "slot_one_late": lambda drafter: setattr(drafter.config, "sample_from_anchor", False),
+    },
 }
 
 

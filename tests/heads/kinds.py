@@ -1,0 +1,175 @@
+"""The trained EAGLE-3, DFlash, DFlash 2 and DSpark heads of tests/heads/data, all for one target, in
+every packaging that is published."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load_model
+
+from mlxspec.engine.engine import Engine
+from mlxspec.model.layout import load
+from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.speculate.heads.block import BlockModel
+from mlxspec.speculate.heads.block_head import BlockHead
+from mlxspec.speculate.heads.chained import ChainedHead
+from tests import tiny
+from tests.heads.packagings import Tensors, quantized, read_json, save, write_json
+
+DATA = Path(__file__).parent / "data"
+TARGET = DATA / "qwen3/target"
+KINDS = ("eagle3", "dflash", "dflash2", "dspark")
+FOUR_BITS = dict(group_size=32, bits=4, mode="affine")  # codebooks are narrow
+
+Config = dict[str, Any]
+Writer = Callable[[Tensors, Config], tuple[Tensors, Config]]
+
+
+@functools.cache
+def reference(kind: str) -> Any:
+    """mlx-vlm's results with a head, and the prompts and answers that all have in common."""
+    return read_json(DATA / "qwen3/reference.json") | read_json(DATA / kind / "reference.json")
+
+
+@functools.cache
+def plain_target() -> Any:
+    """The target as mlx-lm loads it, which no engine has changed."""
+    return load_model(TARGET)[0]
+
+
+def head_of(path: Path, target: Any) -> Any:
+    """The head in a directory, with its weights."""
+    head = load_head(path, target)
+    assert head is not None and read_weights(head)
+    return head
+
+
+def engine(path: Path) -> tuple[Engine, Any]:
+    """An engine over the target, and the head at `path` for its proposer."""
+    model, _ = load(TARGET)
+    head = head_of(path, model)
+    e = tiny.engine(model, block=8, blocks=256, budget=256)
+    return e, (BlockHead if isinstance(head, BlockModel) else ChainedHead)(head, e.runner)
+
+
+def trained(kind: str) -> tuple[Tensors, Config]:
+    return dict(mx.load(str(DATA / kind / "model.safetensors"))), config_of(kind)
+
+
+def config_of(kind: str) -> Config:
+    return dict(read_json(DATA / kind / "config.json"))
+
+
+def save_head(out: Path, tensors: Tensors, config: Mapping[str, Any]) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", config)
+    save(out / "model.safetensors", tensors, "pt")
+    return out
+
+
+def random_tensors(tensors: Tensors) -> Tensors:
+    """Of the same shapes, the same every time; what says which tokens there are stays."""
+    mx.random.seed(3)
+    made: Tensors = {}
+    for name, array in sorted(tensors.items()):
+        if name in ("d2t", "t2d"):
+            made[name] = array
+        elif array.ndim == 1:
+            made[name] = 1 + 0.3 * mx.random.normal(array.shape)
+        else:
+            made[name] = mx.random.normal(array.shape) * 1.5 / array.shape[-1] ** 0.5
+    return made
+
+
+# ---- EAGLE-3
+# --------------------------------------------------------------------------------------------
+
+
+def as_it_is(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    return tensors, config
+
+
+def legacy(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """As the authors write it: one flat config, the default layers, the target's embeddings."""
+    made = {name.replace("layers.0.", "midlayer."): array for name, array in tensors.items()}
+    del made["embed_tokens.weight"]
+    flat = dict(config["transformer_layer_config"])
+    own = dict(architectures=["LlamaForCausalLMEagle3"], torch_dtype="float32")
+    return made, flat | own | dict(draft_vocab_size=config["draft_vocab_size"])
+
+
+def full_vocabulary(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """lm_head has a row for each of the target's tokens."""
+    made = dict(tensors)
+    ids = kept_ids(made)
+    rows = made["embed_tokens.weight"] + 0  # for tokens that the reduced vocabulary lacks
+    rows[ids] = made["lm_head.weight"]
+    del made["d2t"], made["t2d"]
+    return made | {"lm_head.weight": rows}, config | dict(draft_vocab_size=len(rows))
+
+
+def kept_ids(tensors: Tensors) -> mx.array:
+    """The target's tokens that a head with a reduced vocabulary drafts."""
+    return mx.arange(tensors["d2t"].size) + tensors["d2t"]
+
+
+def own_embedding(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """Trained with the head."""
+    twice = {"embed_tokens.weight": 2 * tensors["embed_tokens.weight"]}
+    return tensors | twice, config | dict(embed_requires_grad=True)
+
+
+# ---- blocks
+# ---------------------------------------------------------------------------------------------
+
+
+def deepspec(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """DSpark as DeepSeek writes it: copies of the target's embeddings and its lm_head, all settings
+    at the top level."""
+    target = mx.load(str(TARGET / "model.safetensors"))
+    own = {"embed_tokens.weight": target["model.embed_tokens.weight"]}
+    own |= {"lm_head.weight": target["lm_head.weight"]}
+    return tensors | own, {name: x for name, x in config.items() if name != "dflash_config"}
+
+
+def prefixed(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    return {f"model.{name}": array for name, array in tensors.items()}, config
+
+
+def named_codebooks(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """As mlx-vlm saves DFlash 2's."""
+    return {
+        f"{name}.weight" if name.endswith("_codebook") else name: array
+        for name, array in tensors.items()
+    }, config
+
+
+def four_bits(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """As mlx-vlm quantizes a head."""
+    named, config = named_codebooks(tensors, config)
+
+    def how(name: str) -> Mapping[str, Any] | None:
+        return None if "base_kernel" in name else FOUR_BITS
+
+    return quantized(named, how), config | dict(quantization=FOUR_BITS)
+
+
+PACKAGINGS: dict[str, dict[str, Writer]] = {
+    "eagle3": {
+        "speculators": as_it_is,
+        "legacy": legacy,
+        "full": full_vocabulary,
+        "embedding": own_embedding,
+        "4bit": four_bits,
+    },
+    "dflash": {"z-lab": as_it_is, "prefixed": prefixed, "4bit": four_bits},
+    "dflash2": {"incoai": as_it_is, "named": named_codebooks, "4bit": four_bits},
+    "dspark": {"dflash-config": as_it_is, "deepspec": deepspec, "4bit": four_bits},
+}
+
+
+def write(kind: str, packaging: str, out: Path) -> Path:
+    """The trained head of a kind so packaged, in the directory `out`."""
+    return save_head(out, *PACKAGINGS[kind][packaging](*trained(kind)))

@@ -1,0 +1,120 @@
+"""Which head a user gets: in the model's files, by a card, by --draft, or none."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec import resolve
+from mlxspec.config import Config
+from mlxspec.engine.drafting import load_drafting
+from mlxspec.model import hub
+from mlxspec.model.cards import head_of, target_of
+from mlxspec.model.layout import load
+from mlxspec.speculate.heads.files import find_head, is_head
+from mlxspec.types import UnsupportedModel
+from tests.heads import packagings
+from tests.heads.packagings import SIDECAR, TARGET
+
+MODEL, HEAD = "mlx-community/Qwen3.8-27B-4bit", "mlx-community/Qwen3.8-27B-MTP-4bit"
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Path]:
+    """A hub with the trained pair under published names; what it lacks cannot be downloaded."""
+    shared = {MODEL: TARGET, HEAD: SIDECAR}
+
+    def download(name: str) -> Path:
+        if name not in shared:
+            raise UnsupportedModel(f"{name} cannot be downloaded")
+        return shared[name]
+
+    monkeypatch.setattr(hub, "_download", download)
+    monkeypatch.setattr(resolve, "find_local", lambda *args, **kw: None)
+    return shared
+
+
+def resolved(tmp_path: Path, **settings: Any) -> Path | None:
+    """The directory of what drafts for the model."""
+    found = resolve.resolve_model(Config(cache_dir=str(tmp_path), **settings))
+    return found.draft.path if found.draft else None
+
+
+def test_cards_name_the_head_of_a_model_and_the_model_of_a_head() -> None:
+    assert head_of(MODEL) == head_of(MODEL.partition("/")[2]) == HEAD
+    assert head_of("4bit") == head_of("mlx-community/SmolLM2") == ""
+    assert target_of(HEAD) == MODEL and target_of("4bit") == ""
+
+
+def test_a_card_s_head_is_fetched(online: dict[str, Path], tmp_path: Path) -> None:
+    assert resolved(tmp_path, model=MODEL) == SIDECAR
+    assert resolved(tmp_path, model=MODEL, draft="off") is None
+    assert resolved(tmp_path, model=MODEL, speculate="off") is None
+    assert resolve.models_of(Config(model=MODEL)) == [MODEL, HEAD]
+    assert resolve.models_of(Config(model=MODEL, draft="off")) == [MODEL]
+
+
+def test_a_model_that_holds_its_head_needs_no_other(
+    online: dict[str, Path], tmp_path: Path
+) -> None:
+    online[MODEL] = packagings.write("embedded", tmp_path / "embedded")
+    assert resolved(tmp_path, model=MODEL) is None
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged", "no head"])
+def test_what_a_card_names_can_be_done_without(
+    online: dict[str, Path], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if how == "missing":
+        del online[HEAD]
+    else:
+        online[HEAD] = shutil.copytree(SIDECAR, tmp_path / "head")
+        weights = online[HEAD] / "model.safetensors"
+        content = (TARGET / "model.safetensors").read_bytes()
+        weights.write_bytes(content if how == "no head" else content[:1000])
+        if how == "damaged":
+            (online[HEAD] / "config.json").write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        assert resolved(tmp_path, model=MODEL) is None
+    assert HEAD in caplog.text
+
+
+def test_a_head_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="serve a model of type qwen3_5 and give this as"):
+        hub.resolve(str(SIDECAR), tmp_path, False)
+    assert hub.resolve(str(SIDECAR), tmp_path, False, draft=True).path == SIDECAR
+    named = shutil.copytree(SIDECAR, tmp_path / HEAD.partition("/")[2])
+    with pytest.raises(UnsupportedModel, match=f"serve {MODEL} and give this as --draft"):
+        hub.resolve(str(named), tmp_path, False)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "mtp.safetensors"])
+def test_draft_takes_a_head_without_anything_else(tmp_path: Path, name: str) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(SIDECAR / "model.safetensors", bare / name)
+    assert resolved(tmp_path, model=str(TARGET), draft=str(bare)) == bare
+    model, _ = load(TARGET)
+    assert load_drafting(model, TARGET, bare, Config()).head is not None
+
+
+def test_only_tensors_tell_what_a_directory_holds(tmp_path: Path) -> None:
+    """Also where config.json is the model's own, or a head without a prefix lies beside a model."""
+    copied = shutil.copytree(SIDECAR, tmp_path / "copied")
+    shutil.copy(TARGET / "config.json", copied)
+    assert is_head(copied) and not is_head(TARGET)
+    beside = shutil.copytree(TARGET, tmp_path / "beside")
+    shutil.copy(SIDECAR / "model.safetensors", beside / "mtp.safetensors")
+    found, alone = find_head(beside), find_head(SIDECAR)
+    assert found and alone and found.tensors.keys() == alone.tensors.keys()
+    assert not is_head(beside)
+
+
+def test_draft_off_leaves_a_model_s_own_head(tmp_path: Path) -> None:
+    path = packagings.write("embedded", tmp_path / "embedded")
+    model, _ = load(path)
+    assert load_drafting(model, path, None, Config()).head is not None
+    assert load_drafting(model, path, None, Config(draft="off")).head is None
+    assert load_drafting(model, path, None, Config(speculate="off")).head is None

@@ -148,7 +148,7 @@ def block_config(kind: str) -> dict[str, Any]:
     config = DENSE | full | dict(model_type="qwen3", num_hidden_layers=LAYERS)
     config |= dict(num_target_layers=TARGET_LAYERS, rope_scaling=None, hidden_act="silu")
     config |= dict(attention_bias=False, attention_dropout=0.0, sliding_window=None)
-    config |= dict(use_sliding_window=False, eos_token_id=END, dtype="float32")
+    config |= dict(use_sliding_window=False, eos_token_id=END, dtype="bfloat16")
     inner: dict[str, Any] = dict(mask_token_id=MASK, target_layer_ids=TAPS)
     if kind == "dspark":
         own = dict(markov_rank=32, markov_head_type="vanilla")
@@ -279,11 +279,11 @@ def corrected(
 
 
 def write_block(kind: str) -> Callable[[Path, Any, np.ndarray], None]:
-    """The hub's codebooks are bare parameters."""
+    """As published: in bfloat16, codebooks as bare parameters."""
 
     def written(out: Path, head: Any, ids: np.ndarray) -> None:
         tensors = {
-            name.removesuffix(".weight") if "codebook" in name else name: array
+            name.removesuffix(".weight") if "codebook" in name else name: array.astype(mx.bfloat16)
             for name, array in tree_flatten(head.parameters())
         }
         kinds.save_head(out / kind, tensors, block_config(kind))

@@ -293,6 +293,16 @@ UNFIT: dict[str, tuple[str, kinds.Writer, str]] = {
     "eagle3: ids too high": ("eagle3", ids(lambda d: d + 640), "more than 640 tokens"),
     "eagle3: ids below zero": ("eagle3", ids(lambda d: d - 640), "more than 640 tokens"),
     "dflash: another model": ("dflash", setting(num_target_layers=8), "8 layers, this one has 7"),
+    "dspark: interleaved rope": (
+        "dspark",
+        setting(rope_is_neox_style=False),
+        "rope_is_neox_style = False, which is not supported",
+    ),
+    "dflash: softcapped logits": (
+        "dflash",
+        setting(final_logit_softcapping=30.0),
+        "final_logit_softcapping = 30.0, which",
+    ),
     "dflash: no fc": ("dflash", without("fc.weight"), "fc.weight"),
     "dflash: half the hidden size": ("dflash", narrow, "fc.weight"),
     "dflash: no mask token": (

@@ -23,6 +23,15 @@ from mlxspec.types import Tap, UnsupportedModel
 
 INNER = "dflash_config"  # settings in it override those beside it
 SLIDING = "sliding_attention"
+# Settings that change what a head computes and are not read, with the values that change nothing.
+UNREAD = {
+    "rope_is_neox_style": (True,),
+    "final_logit_softcapping": (),
+    "attention_sink_bias": (False,),
+    "dflash_query_causal": (False,),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+}
 
 
 @dataclass(slots=True)
@@ -235,6 +244,11 @@ def load_block(files: HeadFiles, target: nn.Module) -> BlockModel:
         raise UnsupportedModel(
             f"the head in {files.path} is for a model of {layers} layers, this one has {has}"
         )
+    for name, neutral in UNREAD.items():
+        if config.get(name) not in (None, *neutral):
+            raise UnsupportedModel(
+                f"the head in {files.path} has {name} = {config[name]}, which is not supported"
+            )
     embed, lm_head = embedding_and_lm_head(target)
     width = embed(mx.array([0])).shape[-1]
     dspark = bool(config.get("markov_rank"))

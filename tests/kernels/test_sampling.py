@@ -167,9 +167,10 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize("order", [0, 1, 7])
 def test_ties_go_to_the_lowest_token(order: int) -> None:
-    """Within a lane, across lanes, halves and splits; zeros of both signs are equal."""
+    """Within a lane, across lanes, halves and splits; zeros of both signs are equal, values that
+    differ by less than 1 can hold are not."""
     vocab = 5001
-    x = np.full((12, vocab), -1.0, np.float32)
+    x = np.full((13, vocab), -1.0, np.float32)
     best = [
         (0, 1),
         (4999, 5000),
@@ -186,9 +187,10 @@ def test_ties_go_to_the_lowest_token(order: int) -> None:
     x[9, 3000], x[9, 7] = -0.0, 0.0
     x[10] = 0.0
     x[11] = -INF
-    want = [min(pair) for pair in best] + [7, 7, 0, 0]
-    assert equal(mx.array(x), plain([0.0] * 12), order=order) == want
-    equal(mx.array(np.round(x)), plain([COLDEST] * 12), order=order)
+    x[12, 9], x[12, 4000] = 1e-9, 2e-9
+    want = [min(pair) for pair in best] + [7, 7, 0, 0, 4000]
+    assert equal(mx.array(x), plain([0.0] * 13), order=order) == want
+    equal(mx.array(np.round(x)), plain([COLDEST] * 13), order=order)
 
 
 def test_a_tie_between_the_parts_that_a_lane_joins_goes_to_the_lowest_token() -> None:

@@ -126,7 +126,8 @@ def test_what_caches_take_is_known_before_a_weight_is_read(kind: str, tmp_path: 
     assert mx.get_peak_memory() - active < 4096, "nothing was evaluated"
     assert weights(m) == sum(a.nbytes for _, a in tree_flatten(tiny.model(kind).parameters()))
     load_weights(m)
-    assert mx.get_active_memory() - active >= weights(m)
+    # Other tests' arrays may be freed meanwhile.
+    assert mx.get_active_memory() - active > weights(m) - 4096
     layer = 2 * 2 * 16 * 4  # K and V, heads, dim, fp32
     full, local = {"gemma3_text": (1, 2), "gpt_oss": (1, 1), "mamba2": (0, 0)}.get(kind, (2, 0))
     assert (token, windows) == (full * layer, ((12, local * layer),) * bool(local))

@@ -154,7 +154,7 @@ def _refuse_head(path: Path, name: str) -> None:
         config = json.loads((path / "config.json").read_text("utf-8"))
         kind = str(config.get("model_type", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
-        return  # whoever loads it says what is wrong
+        return  # the loader reports it
     if kind.endswith("_mtp"):
         target = target_of(name) or f"a model of type {kind.removesuffix('_mtp')}"
         raise UnsupportedModel(

@@ -30,7 +30,7 @@ from mlxspec.model.batch import (
 from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
-from mlxspec.model.trunk import install_taps, install_trunk
+from mlxspec.model.trunk import install_taps, install_trunk, layers_in
 from mlxspec.types import Entry, Plan, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
@@ -119,8 +119,7 @@ class Runner:
     @property
     def last_layer(self) -> Tap:
         """The tap before the final norm."""
-        layers = self.trunk.get("layers", []) if self.trunk else []
-        return len(layers) - 1
+        return len(layers_in(self.trunk)) - 1 if self.trunk else -1
 
     def _cache(self, cache: Any) -> Any:
         """Our counterpart of one of mlx-lm's caches. Raises UnsupportedModel if there is none."""

@@ -41,7 +41,7 @@ def trunk_of(model: Module) -> Any:
 
 def decoder_layers(model: Module) -> list[Module]:
     """A model's decoder layers."""
-    return [_unwrapped(layer) for layer in _layers_in(trunk_of(model))]
+    return [_unwrapped(layer) for layer in layers_in(trunk_of(model))]
 
 
 def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ def _unwrapped(module: Any) -> Any:
     return module._inner if isinstance(module, TappedLayer) else module
 
 
-def _layers_in(trunk: Module) -> list[Any]:
+def layers_in(trunk: Module) -> list[Any]:
     """The list of a trunk's layers; some models have it in a module of that name."""
     layers: Any = trunk.get("layers", [])
     if isinstance(layers, Module):
@@ -120,7 +120,7 @@ def install_taps(
 ) -> None:
     """Hand out these hidden states and no others from now on. Raises UnsupportedModel for a layer
     that the trunk does not have."""
-    layers = _layers_in(trunk)
+    layers = layers_in(trunk)
     layers[:] = map(_unwrapped, layers)
     for i in set(taps) - {FINAL_NORM}:
         if not 0 <= i < len(layers):

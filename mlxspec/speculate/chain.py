@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from mlxspec.model.batch import Step
 from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal, corrected
@@ -84,6 +85,13 @@ def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
     drafting = [e for e in plan if e.seq in chosen]
     drafting.sort(key=lambda e: (-e.depth, e.start))
     return drafting
+
+
+def shift_after(previous: Step | None, entries: Plan) -> mx.array | None:
+    """int32 [entries]: the shift of entries by drafts in flight in `previous`; None: all are 0."""
+    if previous is None or not any(e.inflight_drafts for e in entries):
+        return None
+    return previous.shift_of(entries)
 
 
 def fill_drafts(

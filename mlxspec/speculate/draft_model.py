@@ -24,6 +24,7 @@ from mlxspec.speculate.chain import (
     draw,
     fill_drafts,
     plain_sampling,
+    shift_after,
 )
 from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import (
@@ -141,9 +142,7 @@ class DraftModel:
         entries = [self._unread(e) for e in drafting] + reading
         if not entries:
             return
-        shift = None
-        if previous is not None and any(e.inflight_drafts for e in entries):
-            shift = previous.shift_of(entries)
+        shift = shift_after(previous, entries)
         ids = self._inputs(entries, previous, shift)
         logits = self._forward(entries, ids, shift)
         for e in reading:

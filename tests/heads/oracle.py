@@ -1,12 +1,14 @@
 """What mlx-vlm's own loop does with a head: tokens per round and drafts, greedily. Needs mlx-vlm,
 which nothing else here does."""
 
+import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
@@ -184,3 +186,13 @@ def lines(value: Any, depth: int = 0) -> str:
     if isinstance(value, list) and value and isinstance(value[0], list):
         return "[\n" + ",\n".join(f"{pad}  {json.dumps(v)}" for v in value) + f"\n{pad}]"
     return json.dumps(value)
+
+
+def require() -> None:
+    """Skip a test where mlx-vlm is missing, or is another version."""
+    try:
+        found = importlib.metadata.version("mlx-vlm")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != VERSION:
+        pytest.skip(f"this compares with mlx-vlm {VERSION}; {found} is installed")

@@ -15,7 +15,14 @@ from mlxspec.model.batch import Step, fill_view
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
 from mlxspec.speculate import Proposals
-from mlxspec.speculate.chain import DraftCosts, deepest_first, draw, fill_drafts, proposals
+from mlxspec.speculate.chain import (
+    DraftCosts,
+    deepest_first,
+    draw,
+    fill_drafts,
+    proposals,
+    shift_after,
+)
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.block import BlockCache, BlockModel
 from mlxspec.speculate.heads.followers import Flying, Followers, joined, taps_of, time_draft
@@ -78,9 +85,7 @@ class BlockHead:
         drafting = deepest_first(plan, chosen)
         if not drafting:
             return
-        shift = None
-        if previous is not None and any(e.inflight_drafts for e in drafting):
-            shift = previous.shift_of(drafting)
+        shift = shift_after(previous, drafting)
         self._read(drafting, previous)
         depth = drafting[0].depth
         anchors = _newest(drafting, previous, shift)

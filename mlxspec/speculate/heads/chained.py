@@ -25,6 +25,7 @@ from mlxspec.speculate.chain import (
     draw,
     fill_drafts,
     proposals,
+    shift_after,
 )
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.followers import Flying, Followers, joined, taps_of, time_draft
@@ -86,8 +87,7 @@ class ChainedHead:
     def detach(self) -> None:
         """Leave the runner as if the head had never been there."""
         self.runner.adopt(())
-        self.runner.tap(())
-        self.runner.states.taps = ()
+        self.use(())
 
     def close(self) -> None:
         # Hidden states are handed out still: states with and without them cannot share a batch.
@@ -115,9 +115,7 @@ class ChainedHead:
         drafting = deepest_first(plan, chosen)
         if not drafting:
             return
-        shift = None
-        if previous is not None and any(e.inflight_drafts for e in drafting):
-            shift = previous.shift_of(drafting)
+        shift = shift_after(previous, drafting)
         hidden = self._read(drafting, previous, shift)
         entries = [replace(e, start=e.start + e.count - 1, count=1) for e in drafting]
         samplings = self._followers.samplings(drafting, chosen)

@@ -75,7 +75,7 @@ def _head_in(path: Path, found: dict[str, mx.array]) -> HeadFiles | None:
 
 def is_head(path: Path) -> bool:
     """Whether a directory holds a head and no model. Where a file is damaged, config.json tells:
-    whoever loads it says what is wrong."""
+    the loader reports the damage."""
     try:
         head = find_head(path)
         return head is not None and head.alone

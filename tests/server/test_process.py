@@ -333,11 +333,14 @@ from pathlib import Path
 from mlxspec.config import Config
 from mlxspec.kernels.verify import KERNELS
 
+trying = threading.Event()
+
 def load(*_):
     marker = Path(sys.argv[1], "a.trying")
     KERNELS.deadline, KERNELS.forget = 1e18, marker.unlink
     marker.touch()
     print("trying", flush=True)
+    trying.set()
     threading.Event().wait(60)
 
 async def ended(*args):
@@ -348,8 +351,7 @@ if sys.argv[2] == "start":
     run.serve_model(Config(port=0))
 engine = types.SimpleNamespace(stop=threading.Event().wait, loading=lambda: "b")  # on demand
 threading.Thread(target=lambda: load(None), daemon=True).start()
-while not list(Path(sys.argv[1]).glob("*.trying")):
-    pass
+trying.wait()  # else the process may end while the word is written
 app = types.SimpleNamespace(state=types.SimpleNamespace(server=types.SimpleNamespace(text_jobs=())))
 run.serve(app, engine, Config(port=0))
 """

@@ -15,7 +15,7 @@ from mlxspec.model.batch import Step
 from mlxspec.model.sampler import seed32
 from mlxspec.model.trunk import trunk_of
 from mlxspec.speculate.chain import deepest_first
-from mlxspec.speculate.heads.chained import ChainedHead
+from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.types import Entry, Plan, Request, Seq
 from tests import tiny
 from tests.drafters import random_head
@@ -90,7 +90,7 @@ def chain(kind: str) -> Chain:
     return Chain(kind)
 
 
-def recorded(e: Engine, head: ChainedHead) -> list[Drafted]:
+def recorded(e: Engine, head: HeadDrafter) -> list[Drafted]:
     """The head's drafts from now on."""
     found: list[Drafted] = []
     passes: list[mx.array] = []

@@ -17,10 +17,12 @@ from mlxspec.speculate import Proposals
 from mlxspec.speculate.chain import deepest_first
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
-from mlxspec.speculate.heads.block import Block, BlockModel
-from mlxspec.speculate.heads.block_head import BlockHead
-from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.block import Block
+from mlxspec.speculate.heads.block_pass import BlockPass
+from mlxspec.speculate.heads.chained import ChainedPass
+from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.eagle import Eagle3, Logits
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
@@ -77,7 +79,7 @@ class KnownAnswers:
         return 1e4 * (mx.arange(tiny.VOCAB) == mx.stack(next_)[:, None])
 
 
-def random_head(model: Any, kind: str = "mtp") -> HeadModel | BlockModel:
+def random_head(model: Any, kind: str = "mtp") -> HeadModel:
     """A head for a model. An MTP head's layer is of the model's own kind with full attention."""
     mx.random.seed(5)
     if kind in ("dflash", "dspark"):
@@ -90,7 +92,8 @@ def _random_mtp(model: Any) -> HeadModel:
     kind = next(type(x) for x in decoder_layers(model) if not getattr(x, "is_linear", False))
     place = [args.full_attention_interval - 1] if hasattr(args, "full_attention_interval") else []
     head = MTP([kind(args, *place)], args.hidden_size, args.rms_norm_eps)
-    return HeadModel("mtp", _sharpened(head), *embedding_and_lm_head(model))
+    own = embedding_and_lm_head(model)
+    return HeadModel("mtp", ChainedPass, _sharpened(head), *own, args.hidden_size)
 
 
 def _sharpened(head: Any) -> Any:
@@ -127,19 +130,23 @@ def _random_eagle(model: Any) -> HeadModel:
     head = Eagle3(config | {"model_type": "llama"}, len(taps), config["hidden_size"])
     ids = mx.arange(0, tiny.VOCAB, 2)
     logits = Logits(_sharpened(head).normed, lambda x: lm_head(x)[:, ids], ids, tiny.VOCAB)
-    return HeadModel("eagle3", head, embed, logits, taps, head.prepare)
+    width = len(taps) * config["hidden_size"]
+    return HeadModel("eagle3", ChainedPass, head, embed, logits, width, taps, head.prepare)
 
 
-def _random_block(model: Any, kind: str) -> BlockModel:
+def _random_block(model: Any, kind: str) -> HeadModel:
     config, taps = _head_config(model)
     config |= {"model_type": "qwen3", "markov_rank": 16 if kind == "dspark" else 0}
+    config |= {"mask_token_id": 0}
     size = config["hidden_size"]
     head = _sharpened(Block(config, len(taps), size))
     own = embedding_and_lm_head(model)
-    return BlockModel(kind, head, *own, taps, 0, 6, kind == "dspark", len(taps) * size)
+    return HeadModel(
+        kind, BlockPass, head, *own, width=len(taps) * size, taps=taps, lead=0, depth=6
+    )
 
 
-class KnownHead(ChainedHead):
+class KnownHead(HeadDrafter):
     """A head that was told the answers, and gets every seventh token wrong."""
 
     def __init__(self, head: HeadModel, runner: Runner, answers: Answers) -> None:
@@ -173,12 +180,9 @@ def attach_head(
     """Give the engine a head, as the program does; with `answers` a KnownHead. `depth` tokens are
     drafted always, 0: what pays where a row costs `row` steps."""
     head = random_head(e.runner.model, kind)
-    drafter: Any
-    if isinstance(head, BlockModel):
-        drafter = BlockHead(head, e.runner)
-    else:
-        drafter = KnownHead(head, e.runner, answers) if answers else ChainedHead(head, e.runner)
-        e.scheduler.kv.rereads = e.scheduler.kv.states is None
+    told = answers and head.lead
+    drafter = KnownHead(head, e.runner, answers) if told else HeadDrafter(head, e.runner)
+    e.scheduler.kv.rereads = head.lead > 0 and e.scheduler.kv.states is None
     e.proposer = Proposer(costs(row), [drafter], depth=depth)
     return drafter
 

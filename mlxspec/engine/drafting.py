@@ -25,10 +25,9 @@ from mlxspec.speculate.calibrate import MEASURED, calibrate, one_row
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
-from mlxspec.speculate.heads.block import BlockModel
-from mlxspec.speculate.heads.block_head import BlockHead
-from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import is_head
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import FINAL_NORM, MAX_DEPTH, Request, Sampling, Tap
@@ -47,7 +46,7 @@ class Drafting:
 
     path: Path
     small: Module | None = None
-    head: HeadModel | BlockModel | None = None
+    head: HeadModel | None = None
     files: dict[str, Any] | None = None  # the small model's config.json
     fitted: SmallModel | None = None
 
@@ -142,21 +141,17 @@ def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftMo
 
 def _attach(
     engine: Engine, drafting: Drafting, table: list[int], costs: Costs, cache: WarmupCache
-) -> ChainedHead | BlockHead | None:
+) -> HeadDrafter | None:
     """The head, tried and measured; None where there is none, or its code fails."""
     if not drafting.head:
         return None
     kv = engine.scheduler.kv
-    head: ChainedHead | BlockHead
-    if isinstance(drafting.head, BlockModel):
-        head = BlockHead(drafting.head, engine.runner)
-    else:
-        head = ChainedHead(drafting.head, engine.runner)
-        kv.rereads = kv.states is None
+    head = HeadDrafter(drafting.head, engine.runner)
+    kv.rereads = drafting.head.lead > 0 and kv.states is None
     try:
         head.measure(table)
         free = len(engine.scheduler.pool.free_blocks)
-        if isinstance(head, ChainedHead) and head.taps == (FINAL_NORM,) and free > TRIED_TOKENS:
+        if drafting.head.tries_taps and free > TRIED_TOKENS:
             key = drafting.facts["head"]
             if key not in cache.taps:
                 cache.taps = {key: _choose_tap(engine, head, costs)}
@@ -186,7 +181,7 @@ def _attach(
     return head
 
 
-def _choose_tap(engine: Engine, head: ChainedHead, costs: Costs) -> Tap:
+def _choose_tap(engine: Engine, head: HeadDrafter, costs: Costs) -> Tap:
     """The hidden state with which more drafts are accepted, where that is clear, else the head's
     default: after the final norm or before it. Checkpoints do not say which theirs was trained
     with."""

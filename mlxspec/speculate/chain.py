@@ -17,9 +17,9 @@ from mlxspec.types import Draft, Entry, Plan, Sampling, Seq
 MAX_DEPTH = 8  # tokens that are drafted at most: each takes a pass
 MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it does not draft
 
-# (sequences that want one more token, their last drafted tokens int32 [n]; None: first pass) ->
-# their next tokens, int32 [n]
-NextTokens = Callable[[int, mx.array | None], mx.array]
+# (sequences that want one more token, each as an entry that ends at its last one; these tokens if
+# they were drafted, int32 [n]; the shift of the entries) -> logits [n, vocab]
+NextLogits = Callable[[Plan, mx.array | None, mx.array | None], mx.array]
 
 
 def plain_sampling(seq: Seq) -> Sampling:
@@ -98,13 +98,20 @@ def fill_drafts(
     drafting: Sequence[Entry],
     chosen: Proposals,
     source: str,
-    next_tokens: NextTokens,
+    samplings: Mapping[Seq, Sampling],
+    shift: mx.array | None,
+    next_logits: NextLogits,
 ) -> None:
-    """Fill the drafts of entries, the deepest first, one pass for each further token."""
+    """Fill the drafts of entries, the deepest first, of which each further pass has the first."""
+    entries = drafting
     passes: list[mx.array] = []
     while n := sum(e.depth > len(passes) for e in drafting):
-        last = passes[-1][:n] if passes else None
-        passes.append(next_tokens(n, last))
+        last, part = None, None if shift is None else shift[:n]
+        entries = entries[:n]
+        if passes:
+            last = passes[-1][:n]
+            entries = [replace(e, start=e.end, count=1) for e in entries]
+        passes.append(draw(next_logits(entries, last, part), entries, samplings, part))
     for i, e in enumerate(drafting):
         tokens = [sampled[i : i + 1] for sampled in passes[: e.depth]]
         e.draft = Draft(mx.concatenate(tokens), source, chosen[e.seq].rate_keys)

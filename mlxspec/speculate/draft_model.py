@@ -21,7 +21,6 @@ from mlxspec.speculate.chain import (
     MAX_DEPTH,
     MAX_LAG,
     deepest_first,
-    draw,
     fill_drafts,
     plain_sampling,
     shift_after,
@@ -148,16 +147,12 @@ class DraftModel:
         for e in reading:
             self._live[e.seq].read = e.end
 
-        def next_tokens(n: int, last: mx.array | None) -> mx.array:
-            nonlocal entries, logits, shift
-            entries = entries[:n]
-            shift = None if shift is None else shift[:n]
-            if last is not None:
-                entries = [replace(e, start=e.end, count=1, samples=True) for e in entries]
-                logits = self._forward(entries, last, shift)
-            return self._sample(logits, entries, shift)
+        def next_logits(entries: Plan, last: mx.array | None, shift: Shift) -> mx.array:
+            found = logits if last is None else self._forward(entries, last, shift)
+            return self._widened(found)
 
-        fill_drafts(drafting, chosen, self.name, next_tokens)
+        samplings = {e.seq: self._live[e.seq].sampling for e in drafting}
+        fill_drafts(drafting, chosen, self.name, samplings, shift, next_logits)
 
     def _forward(
         self,
@@ -213,20 +208,11 @@ class DraftModel:
         ids[mx.array(unread)] = previous.ids[rows]
         return ids
 
-    def _sample(
-        self,
-        logits: mx.array,
-        entries: Plan,
-        shift: Shift,
-    ) -> mx.array:
-        """The next token of each entry, int32 [entries], drawn as the target would."""
-        logits = logits[:, : self.vocab]
-        lacking = self.vocab - logits.shape[-1]
-        if lacking:
-            width = [(0, 0), (0, lacking)]
-            logits = mx.pad(logits, width, constant_values=-mx.inf)
-        samplings = {e.seq: self._live[e.seq].sampling for e in entries}
-        return draw(logits, entries, samplings, shift)
+    def _widened(self, logits: mx.array) -> mx.array:
+        """[n, vocab] of the draft model's logits."""
+        lacking = max(0, self.vocab - logits.shape[-1])
+        width = [(0, 0), (0, lacking)]
+        return mx.pad(logits[:, : self.vocab], width, constant_values=-mx.inf)
 
     # ---- what its blocks hold ----------------------------------------------------------------
 

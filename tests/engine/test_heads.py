@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.engine.engine import Engine
-from mlxspec.speculate.heads.chained import ChainedHead
+from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Output, Request
@@ -48,9 +48,9 @@ def loud(e: Engine) -> None:
     e.proposer.depth = K  # type: ignore[attr-defined]
 
 
-def head_of(e: Engine) -> ChainedHead:
+def head_of(e: Engine) -> HeadDrafter:
     found = e.proposer.drafters[-1]  # type: ignore[attr-defined]
-    assert isinstance(found, ChainedHead)
+    assert isinstance(found, HeadDrafter)
     return found
 
 

@@ -12,9 +12,7 @@ from mlx_lm.utils import load_model
 from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
 from mlxspec.speculate.heads import load_head, read_weights
-from mlxspec.speculate.heads.block import BlockModel
-from mlxspec.speculate.heads.block_head import BlockHead
-from mlxspec.speculate.heads.chained import ChainedHead
+from mlxspec.speculate.heads.drafter import HeadDrafter
 from tests import tiny
 from tests.heads.packagings import Tensors, quantized, read_json, save, write_json
 
@@ -51,7 +49,7 @@ def engine(path: Path) -> tuple[Engine, Any]:
     model, _ = load(TARGET)
     head = head_of(path, model)
     e = tiny.engine(model, block=8, blocks=256, budget=256)
-    return e, (BlockHead if isinstance(head, BlockModel) else ChainedHead)(head, e.runner)
+    return e, HeadDrafter(head, e.runner)
 
 
 def trained(kind: str) -> tuple[Tensors, Config]:

@@ -17,7 +17,8 @@ from mlxspec.kernels.reference import gumbel
 from mlxspec.model.layout import load
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate.heads import load_head, read_weights
-from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Accepted, Request, Sampling
@@ -92,15 +93,15 @@ def head_of(path: Path, target: Any) -> HeadModel:
 
 def engine(
     path: Path = TARGET, head: Path | None = None, layout: Any = "rect", **kw: Any
-) -> tuple[Engine, ChainedHead]:
+) -> tuple[Engine, HeadDrafter]:
     """An engine over the model at `path`, and the head there or at `head`, for its proposer."""
     model, _ = load(path)
     loaded = head_of(head or path, model)
     made = tiny.engine(model, layout=layout, block=BLOCK, blocks=256, budget=256, **kw)
-    return made, ChainedHead(loaded, made.runner)
+    return made, HeadDrafter(loaded, made.runner)
 
 
-def proposer_of(head: ChainedHead, depth: int) -> Recorded:
+def proposer_of(head: HeadDrafter, depth: int) -> Recorded:
     """Always drafts so many tokens."""
     made = Recorded(costs(), [head], depth=depth)
     made.rounds = defaultdict(list)
@@ -109,7 +110,7 @@ def proposer_of(head: ChainedHead, depth: int) -> Recorded:
 
 def run(
     e: Engine,
-    head: ChainedHead,
+    head: HeadDrafter,
     depth: int,
     prompts: Sequence[Tokens],
     sampling: Sampling = GREEDY,

@@ -15,7 +15,8 @@ from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
 from mlxspec.speculate.chain import MAX_DEPTH
 from mlxspec.speculate.heads import followers
-from mlxspec.speculate.heads.chained import ChainedHead, HeadModel
+from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Sampling
 from tests import tiny
 from tests.heads import packagings, runs
@@ -73,7 +74,7 @@ def test_each_layer_has_its_own_bits(tmp_path: Path) -> None:
 
 
 @functools.cache
-def engine() -> tuple[Engine, ChainedHead]:
+def engine() -> tuple[Engine, HeadDrafter]:
     return runs.engine(head=SIDECAR)
 
 
@@ -263,7 +264,7 @@ def test_experts_in_any_form_give_the_same_head(
 def test_experts_draft(kind: str, temperature: float, tmp_path: Path) -> None:
     model, tensors, plain = experts(kind)
     e = tiny.engine(model, layout="rect", block=8, blocks=64)
-    head = ChainedHead(runs.head_of(write_experts(tmp_path, "fused", tensors), model), e.runner)
+    head = HeadDrafter(runs.head_of(write_experts(tmp_path, "fused", tensors), model), e.runner)
     e.proposer = proposer = runs.proposer_of(head, 3)
     prompts = [[(7 * i + 3 * j) % tiny.VOCAB for j in range(5 + 6 * i)] for i in range(3)]
     for i, prompt in enumerate(prompts):

@@ -12,7 +12,7 @@ import pytest
 from mlxspec.model import attention
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages, View
-from mlxspec.speculate.heads.chained import HeadModel
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Entry, Request, Seq
 from tests.heads import oracle, packagings, runs
 from tests.heads.packagings import FOUR_BITS, TARGET

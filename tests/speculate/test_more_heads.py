@@ -13,7 +13,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.speculate.heads import load_head, read_weights
-from mlxspec.speculate.heads.block import BlockModel
 from tests.heads import kinds, runs
 from tests.heads.kinds import KINDS, PACKAGINGS, Config, Tensors
 
@@ -60,8 +59,9 @@ def test_every_packaging_gives_the_same_head(kind: str, packaging: str, tmp_path
         assert mx.array_equal(got[name], array), name
     assert head.name == kind.removesuffix("2")
     assert head.taps == ((1, 2, 3) if kind == "eagle3" else (1, 3, 5))
-    if isinstance(head, BlockModel):
-        assert (head.width, head.mask, head.from_anchor) == (7, 3, kind == "dspark")
+    if kind != "eagle3":
+        block = head.module
+        assert (head.depth, block.mask, block.from_anchor) == (7, 3, kind == "dspark")
 
 
 def test_what_a_head_brings_is_used(tmp_path: Path) -> None:

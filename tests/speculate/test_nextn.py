@@ -20,7 +20,7 @@ from mlxspec.engine.drafting import add_drafters, load_drafting
 from mlxspec.engine.warmup import WarmupCache, kernels_in_use
 from mlxspec.model.layout import find_layout, load
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
-from mlxspec.speculate.heads.chained import ChainedHead
+from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head, is_head
 from mlxspec.speculate.proposer import Proposer
 from tests import architectures, tiny
@@ -178,7 +178,7 @@ def test_drafts_are_those_of_a_dense_computation(kind: str, tmp_path: Path) -> N
     assert head is not None
     e = tiny.engine(architectures.build(kind), layout=LAYOUTS[kind])
     e.scheduler.kv.rereads = True
-    e.proposer = Proposer(costs(), [ChainedHead(head, e.runner)], depth=DEPTH)
+    e.proposer = Proposer(costs(), [HeadDrafter(head, e.runner)], depth=DEPTH)
     lm_head, logits = head.lm_head, []
 
     def recorded(hidden: mx.array) -> mx.array:

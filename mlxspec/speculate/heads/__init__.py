@@ -17,15 +17,15 @@ from mlx.utils import tree_flatten
 from mlxspec.model import quantized
 from mlxspec.model.cards import head_of
 from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
-from mlxspec.speculate.heads.block import BlockModel, load_block
-from mlxspec.speculate.heads.chained import HeadModel
+from mlxspec.speculate.heads.block import load_block
 from mlxspec.speculate.heads.eagle import load_eagle
 from mlxspec.speculate.heads.files import HeadFiles, find_head, promised
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import load_mtp
 from mlxspec.speculate.heads.nextn import load_nextn
 from mlxspec.types import UnsupportedModel, line_of
 
-LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel | BlockModel]] = {
+LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel]] = {
     "mtp": load_mtp,
     "nextn": load_nextn,
     "eagle3": load_eagle,
@@ -35,7 +35,7 @@ LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel | BlockModel]] = {
 log = logging.getLogger("mlxspec")
 
 
-def load_head(path: Path, target: nn.Module) -> HeadModel | BlockModel | None:
+def load_head(path: Path, target: nn.Module) -> HeadModel | None:
     """The head in a directory, for a loaded target; its weights stay on disk. None where there is
     none, or none that fits: the log says why."""
     try:
@@ -60,7 +60,7 @@ def load_head(path: Path, target: nn.Module) -> HeadModel | BlockModel | None:
     return head
 
 
-def read_weights(head: HeadModel | BlockModel) -> bool:
+def read_weights(head: HeadModel) -> bool:
     """Read a head's weights into memory; False where they are damaged: the log says so."""
     try:
         load_weights(head.module)
@@ -74,10 +74,9 @@ def read_weights(head: HeadModel | BlockModel) -> bool:
     return True
 
 
-def cache_bytes(head: HeadModel | BlockModel) -> CacheBytes:
-    """What a head caches: K/V of each token, and a hidden state with each recurrent state."""
-    if isinstance(head, BlockModel):
-        return bytes_of_layers(len(head.module.layers), head.module.fill)
-    hidden = head.embed(mx.array([[0, 0]]))
-    run = partial(head.module, hidden, hidden)
-    return bytes_of_layers(len(head.module.layers), run)._replace(state=hidden[0, 0].nbytes)
+def cache_bytes(head: HeadModel) -> CacheBytes:
+    """What a head caches: K/V of each token, and hidden states with each recurrent state, where a
+    row is made of those before it."""
+    state = head.lead * head.width * head.embed(mx.array([0])).dtype.size
+    run = partial(head.drafts.fill, head)
+    return bytes_of_layers(head.kv_layers, run)._replace(state=state)

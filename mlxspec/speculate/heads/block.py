@@ -7,19 +7,19 @@ DSpark corrects each row's logits by the token before.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.kernels.reference import gather
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.pages import Pages
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
+from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.speculate.heads.tensors import check_taps, load_tensors
-from mlxspec.types import Tap, UnsupportedModel
+from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.speculate.heads.tensors import add_ends, check_taps, ends_of, load_tensors
+from mlxspec.types import UnsupportedModel
 
 INNER = "dflash_config"  # settings in it override those beside it
 SLIDING = "sliding_attention"
@@ -32,24 +32,6 @@ UNREAD = {
     "input_embedding_scale": (1,),
     "output_multiplier": (1,),
 }
-
-
-@dataclass(slots=True)
-class BlockCache:
-    """What a layer sees as its cache in a block's pass: K/V of the context from `pages` at `blocks`
-    int32 [n, W], and behind them the block's own. `offset` int32 [n]: the newest tokens' positions.
-    """
-
-    pages: Pages
-    blocks: mx.array
-    offset: mx.array
-
-    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        size = self.pages.view.block_size
-        whole = slice(None)
-        keys = gather(self.pages.keys, self.blocks, size, whole)
-        values = gather(self.pages.values, self.blocks, size, whole)
-        return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
 
 
 class Convolution(nn.Module):
@@ -105,7 +87,7 @@ class BlockLayer(nn.Module):
         v = attend.v_proj(context).reshape(shape).swapaxes(1, 2)
         pages.write(attend.rope(k, offset=pages.view.positions), v)
 
-    def __call__(self, x: mx.array, mask: mx.array, cache: BlockCache) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array, cache: Any) -> mx.array:
         """[n, B, D]; `mask` bool [n, 1, B, S + B]."""
 
         def attend(y: mx.array) -> mx.array:
@@ -162,7 +144,8 @@ class Markov(nn.Module):
 
 
 class Block(nn.Module):
-    """The head's modules under their published names. `taps` hidden states of `width` each."""
+    """The head's modules under their published names. A block is the newest token, which predicts
+    a token itself if `from_anchor`, and tokens `mask`. `taps` hidden states of `width` each."""
 
     def __init__(self, config: dict[str, Any], taps: int, width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -183,8 +166,11 @@ class Block(nn.Module):
             self.layers.append(BlockLayer(decoder_layer(config), config, window, causal))
         if config.get("selector_rank"):
             self.candidate_selector = Selector(config)
-        if config.get("markov_rank"):
+        dspark = bool(config.get("markov_rank"))
+        if dspark:
             self.markov_head = Markov(config)
+        self.mask = config["mask_token_id"]
+        self.from_anchor = dspark and config.get("sample_from_anchor", True)
 
     def store(self, taps: mx.array, pages: Sequence[Pages]) -> None:
         """Write the context rows of hidden states [T, taps * width]."""
@@ -192,20 +178,10 @@ class Block(nn.Module):
         for layer, each in zip(self.layers, pages, strict=True):
             layer.store(context, each)
 
-    def fill(self, caches: Sequence[Any]) -> None:
-        """Put one row into mlx-lm's caches, to see what it takes."""
-        row = mx.zeros((1, 1, self.norm.weight.shape[0]), self.norm.weight.dtype)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            layer.self_attn(row, None, cache)
-
-    def __call__(
-        self,
-        x: mx.array,
-        masks: Sequence[mx.array],
-        caches: Sequence[BlockCache],
-    ) -> Any:
-        """The head's output [n, B, D] for a block's embeddings [n, B, D]."""
-        for layer, mask, cache in zip(self.layers, masks, caches, strict=True):
+    def __call__(self, x: mx.array, caches: Sequence[tuple[mx.array, Any]]) -> Any:
+        """The head's output [n, B, D] for a block's embeddings [n, B, D]; each layer has its mask
+        and its cache."""
+        for layer, (mask, cache) in zip(self.layers, caches, strict=True):
             x = layer(x, mask, cache)
         return self.norm(x)
 
@@ -218,23 +194,7 @@ class Block(nn.Module):
         return logits
 
 
-@dataclass(slots=True)
-class BlockModel:
-    """A loaded head. A block has `width` tokens at most beside the newest one, which predicts a
-    token itself if `from_anchor`; `read_width`: of the hidden states side by side."""
-
-    name: str
-    module: Block
-    embed: Callable[[mx.array], mx.array]
-    lm_head: Callable[[mx.array], mx.array]
-    taps: tuple[Tap, ...]
-    mask: int
-    width: int
-    from_anchor: bool
-    read_width: int
-
-
-def load_block(files: HeadFiles, target: nn.Module) -> BlockModel:
+def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel."""
     config = files.config | (files.config.get(INNER) or {})
     config |= {"model_type": "qwen3"}
@@ -249,28 +209,31 @@ def load_block(files: HeadFiles, target: nn.Module) -> BlockModel:
             raise UnsupportedModel(
                 f"the head in {files.path} has {name} = {config[name]}, which is not supported"
             )
-    embed, lm_head = embedding_and_lm_head(target)
+    embed, _ = embedding_and_lm_head(target)
     width = embed(mx.array([0])).shape[-1]
     dspark = bool(config.get("markov_rank"))
     try:
         taps = tuple(config["target_layer_ids"])
         module = Block(config, len(taps), width)
-        tokens = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
-        mask = config["mask_token_id"]
+        depth = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
         check_taps(files, taps, has)
+        tensors = {_named(name): x for name, x in files.tensors.items()}
+        add_ends(module, tensors, config["vocab_size"], config["hidden_size"])
     except (KeyError, TypeError) as error:
         raise UnsupportedModel(f"{files.path}/config.json lacks {error}") from error
-    tensors = {_named(name): x for name, x in files.tensors.items()}
     tensors = {name: x for name, x in tensors.items() if not name.startswith("confidence_head")}
-    if "embed_tokens.weight" in tensors:
-        module.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-    if "lm_head.weight" in tensors:
-        module.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
     load_tensors(files, module, tensors)
-    embed, lm_head = module.get("embed_tokens", embed), module.get("lm_head", lm_head)
-    name = "dspark" if dspark else "dflash"
-    anchored = dspark and config.get("sample_from_anchor", True)
-    return BlockModel(name, module, embed, lm_head, taps, mask, tokens, anchored, len(taps) * width)
+    return HeadModel(
+        "dspark" if dspark else "dflash",
+        BlockPass,
+        module,
+        *ends_of(module, target),
+        width=len(taps) * width,
+        taps=taps,
+        kv_layers=len(module.layers),
+        lead=0,
+        depth=depth,
+    )
 
 
 def _named(name: str) -> str:

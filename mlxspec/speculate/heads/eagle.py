@@ -13,8 +13,9 @@ import mlx.nn as nn
 
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
-from mlxspec.speculate.heads.chained import HeadModel
+from mlxspec.speculate.heads.chained import ChainedPass
 from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import check_taps, load_tensors
 from mlxspec.types import Tap, UnsupportedModel
 
@@ -121,7 +122,17 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     reduced = None if added is None and rows == vocab else ids
     logits = Logits(module.normed, module.get("lm_head", lm_head), reduced, vocab)
     embed = module.get("embed_tokens", embed)
-    return HeadModel("eagle3", module, embed, logits, taps, module.prepare)
+    return HeadModel(
+        "eagle3",
+        ChainedPass,
+        module,
+        embed,
+        logits,
+        len(taps) * width,
+        taps,
+        module.prepare,
+        len(module.layers),
+    )
 
 
 def _config(files: dict[str, Any]) -> dict[str, Any]:

@@ -4,18 +4,17 @@ Rule: what others may share or the disk may save is read as soon as it stands: p
 what ends. A sequence whose blocks went to another starts again at what the prefix cache has of it.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.model.batch import Step, starts_of
+from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.chain import MAX_LAG, plain_sampling, sampling_of
-from mlxspec.speculate.controller import Proposal
-from mlxspec.types import Accepted, Entry, Plan, Request, Sampling, Seq, Tap
+from mlxspec.speculate.heads.model import Rows
+from mlxspec.types import Accepted, Draft, Entry, Plan, Sampling, Seq
 
 
 @dataclass(slots=True)
@@ -46,6 +45,10 @@ class Followers:
     def end(self, seq: Seq) -> None:
         del self.live[seq]
 
+    def follow(self, seq: Seq, read: int, hidden: list[mx.array]) -> None:
+        """Begin a sequence that was read so far."""
+        self.live[seq] = Follower(plain_sampling(seq), read, hidden, seq.table)
+
     def place(self, plan: Plan) -> None:
         """Find the sequences that have new blocks. Before each step's drafts."""
         for seq, live in self.live.items():
@@ -62,23 +65,38 @@ class Followers:
         """How the drafts of these entries are drawn."""
         return {e.seq: sampling_of(self.live[e.seq].sampling, chosen[e.seq]) for e in drafting}
 
-    def take(self, e: Entry, flying: "Flying") -> tuple[int, list[mx.array]]:
-        """The first slot that a sequence has not read, and the hidden states from there on to its
-        newest token, which are read now."""
-        live = self.live[e.seq]
-        start, hidden = live.read, live.hidden
-        if e.seq in flying.entries:
-            live.step = flying.step
-            hidden = [*hidden, flying.hidden_of(e.seq)]
-        else:
-            live.read, live.hidden = e.start + e.count - 1 + self.lead, []
-        return start, hidden
+    def unread(self, drafting: Plan, previous: Step | None, hidden: mx.array) -> Rows:
+        """The rows of these sequences that were not read, up to their newest tokens, which are read
+        now. `hidden` [T, D] are those of a step in flight."""
+        starts = {} if previous is None else starts_of(previous.plan)
+        flying = {e.seq: (start, start + e.rows) for e, start in starts.items()}
+        runs = []
+        for e in drafting:
+            live = self.live[e.seq]
+            end = e.start + e.count - 1 + self.lead
+            pending = e.pending and self.lead > 0
+            run = Entry(e.seq, live.read, end - live.read, True, pending=pending)
+            states = live.hidden
+            if e.seq in flying:
+                live.step = previous
+                states = [*states, hidden[slice(*flying[e.seq])]]
+                run.draft = Draft(self._inflight(e, previous))
+            else:
+                live.read, live.hidden = end, []
+            if states:
+                runs.append((run, joined(states)))
+        return _rows_of(runs, previous)
 
-    def observe(
-        self, step: Step, hidden: mx.array, accepted: Sequence[Accepted]
-    ) -> list[tuple[Entry, mx.array]]:
-        """Keep those of a step's hidden states [T, D] that stand. Returns the rows to read now,
-        with their hidden states; others are read once there are MAX_LAG."""
+    def _inflight(self, e: Entry, previous: Step | None) -> Any:
+        """The tokens of the rows behind those that stand for sure, which a step samples."""
+        if previous is None or previous.sampled is None or not e.inflight_drafts:
+            return ()
+        first = previous.first_row[e.seq] + self.lead
+        return previous.sampled.tokens[first : first + e.inflight_drafts]
+
+    def observe(self, step: Step, hidden: mx.array, accepted: Sequence[Accepted]) -> Rows:
+        """Keep those of a step's hidden states [T, D] that stand. Returns the rows to read now;
+        others are read once there are MAX_LAG."""
         first = starts_of(step.plan)
         due = []
         for e, new in zip(step.plan, accepted, strict=True):
@@ -104,80 +122,17 @@ class Followers:
                 mx.async_eval(live.hidden)
             if ends:
                 live.table = None  # its blocks may be another's from the next plan on
-        return due
+        return _rows_of(due, None)
 
 
-class Flying:
-    """The step in flight, if there is one: what it brings for each of its sequences. `hidden`
-    [T, D] are its hidden states. Gathers the tokens of a pass, those that it samples among them."""
-
-    def __init__(self, step: Step | None, hidden: mx.array) -> None:
-        self.step = step
-        self._hidden = hidden
-        self._first = {} if step is None else starts_of(step.plan)
-        self.entries = {e.seq: e for e in self._first}
-        self._host: list[int] = []
-        self._places: list[int] = []  # of each token: among the host's, or -1 - its sampled row
-
-    def hidden_of(self, seq: Seq) -> mx.array:
-        e = self.entries[seq]
-        row = self._first[e]
-        return self._hidden[row : row + e.rows]
-
-    def add_tokens(self, seq: Seq, start: int) -> None:
-        """A sequence's tokens from position `start` on, with all that the step samples."""
-        tokens = seq.tokens[start:]
-        self._places += range(len(self._host), len(self._host) + len(tokens))
-        self._host += tokens
-        e = self.entries.get(seq)
-        if e is not None and e.samples and self.step is not None:
-            first = self.step.first_row[seq]
-            self._places += [-1 - (first + i) for i in range(e.sampled)]
-
-    def tokens(self) -> mx.array:
-        """int32 [T], all that were added."""
-        known = mx.array(self._host, mx.int32)
-        if min(self._places) >= 0:
-            return known
-        assert self.step is not None and self.step.sampled is not None
-        sampled = self.step.sampled.tokens
-        at = [p + sampled.size if p >= 0 else -1 - p for p in self._places]
-        if at == list(range(sampled.size)):
-            return sampled
-        return mx.concatenate([sampled, known])[mx.array(at)]
+def _rows_of(runs: Sequence[tuple[Entry, mx.array]], previous: Step | None) -> Rows:
+    """Rows with their hidden states, and the tokens there; those in flight are taken lazily."""
+    entries = [e for e, _ in runs]
+    return Rows(entries, build_inputs(entries, previous, None), joined([rows for _, rows in runs]))
 
 
-def joined(hidden: Sequence[mx.array]) -> mx.array:
-    """[T, D] of several."""
-    return hidden[0] if len(hidden) == 1 else mx.concatenate(list(hidden))
-
-
-def taps_of(step: Step | None, taps: Sequence[Tap]) -> mx.array:
-    """A step's hidden states side by side, [T, taps * D]; without a step [0, 0]."""
-    if step is None:
-        return mx.zeros((0, 0))
-    parts = [step.taps[tap] for tap in taps]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-
-
-def time_draft(
-    drafter: Any,
-    followers: Followers,
-    table: list[int],
-    depth: int,
-    hidden: mx.array,
-) -> float:
-    """Seconds that a draft of so many tokens takes, in unused blocks, behind a row of `hidden`
-    [1, D]."""
-    seq = Seq(Request("measure", (0,), 1), table=table)
-    context = min(64, len(table) * followers.block_size - depth - 1)
-    seq.tokens = [0 for _ in range(context + 1)]
-    followers.begin(seq)
-    live = followers.live[seq]
-    live.read, live.hidden, live.table = context - 1 + followers.lead, [hidden], table
-    entry = Entry(seq, context, 1, True, depth=depth)
-    began = time.perf_counter()
-    drafter.draft([entry], None, {seq: Proposal(drafter.name)})
-    mx.eval(entry.draft.tokens)
-    followers.end(seq)
-    return time.perf_counter() - began
+def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
+    """The parts in one; [0, 0] of none."""
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(list(parts), axis) if parts else mx.zeros((0, 0))

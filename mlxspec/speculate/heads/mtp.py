@@ -11,10 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
-from mlxspec.speculate.heads.chained import HeadModel
+from mlxspec.model.trunk import decoder_layers
+from mlxspec.speculate.heads.chained import ChainedPass
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.speculate.heads.tensors import load_tensors
+from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.speculate.heads.tensors import add_ends, ends_of, load_tensors
 from mlxspec.types import UnsupportedModel
 
 # Norms are zero-centred (w - 1 is stored) iff the larger mean of the norms of queries and keys is
@@ -70,14 +71,17 @@ def build(
     """The head of these decoder layers with `tensors` as its weights, which may be an embedding and
     lm_head of its own. Raises UnsupportedModel."""
     module = MTP(layers, args.hidden_size, args.rms_norm_eps)
-    if "embed_tokens.weight" in tensors:
-        module.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
-    if "lm_head.weight" in tensors:
-        module.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+    add_ends(module, tensors, args.vocab_size, args.hidden_size)
     load_tensors(files, module, tensors)
-    embed, lm_head = embedding_and_lm_head(target)
-    embed = module.get("embed_tokens", embed)
-    return HeadModel("mtp", module, embed, module.get("lm_head", lm_head))
+    return HeadModel(
+        "mtp",
+        ChainedPass,
+        module,
+        *ends_of(module, target),
+        width=args.hidden_size,
+        kv_layers=len(layers),
+        tries_taps=True,
+    )
 
 
 def _check_shape(files: HeadFiles, tensors: dict[str, mx.array], size: int) -> None:

@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlxspec.model.trunk import decoder_layers
-from mlxspec.speculate.heads.chained import HeadModel
 from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import build
 from mlxspec.types import UnsupportedModel
 

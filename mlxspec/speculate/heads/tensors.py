@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.types import Tap, UnsupportedModel, line_of
 
@@ -23,6 +24,20 @@ def load_tensors(files: HeadFiles, module: nn.Module, tensors: dict[str, mx.arra
             f"the head in {files.path} does not fit the model: {line_of(error)}"
         ) from error
     module.eval()
+
+
+def add_ends(module: nn.Module, tensors: dict[str, mx.array], vocab: int, size: int) -> None:
+    """Give a module the embedding and the lm_head that its tensors hold."""
+    if "embed_tokens.weight" in tensors:
+        module.embed_tokens = nn.Embedding(vocab, size)
+    if "lm_head.weight" in tensors:
+        module.lm_head = nn.Linear(size, vocab, bias=False)
+
+
+def ends_of(module: nn.Module, target: nn.Module) -> tuple[Any, Any]:
+    """The embedding and the lm_head that a head drafts with: its own, or the target's."""
+    embed, lm_head = embedding_and_lm_head(target)
+    return module.get("embed_tokens", embed), module.get("lm_head", lm_head)
 
 
 def check_taps(files: HeadFiles, taps: Sequence[Tap], layers: int) -> None:

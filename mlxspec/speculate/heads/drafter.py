@@ -1,0 +1,141 @@
+"""Drafts with a trained head of any kind.
+
+Rule: the row of a position lies in its slot under the target's block ids, so that a block is a
+function of its prefix. After a step with drafts the rows of all its samples are read at once: those
+after the last accepted one are written again before they are read.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import mlx.core as mx
+
+from mlxspec.model.batch import Step, build_inputs
+from mlxspec.model.pages import DensePages, Pages, View
+from mlxspec.model.runner import Runner
+from mlxspec.speculate import Proposals
+from mlxspec.speculate.chain import (
+    DraftCosts,
+    deepest_first,
+    fill_drafts,
+    proposals,
+    shift_after,
+)
+from mlxspec.speculate.controller import Proposal
+from mlxspec.speculate.heads.followers import Followers, joined
+from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.types import Accepted, Entry, Plan, Request, Seq, Tap
+
+
+class HeadDrafter:
+    """Drafts with a HeadModel for the target that `runner` runs."""
+
+    lazy = True
+
+    def __init__(self, head: HeadModel, runner: Runner) -> None:
+        self.name = head.name
+        self.taps: tuple[Tap, ...] = ()
+        self.head = head
+        self.runner = runner
+        self.costs = DraftCosts()
+        target = runner.view
+        blocks: dict[int | None, int] = {None: target.num_blocks[None]}
+        view = View(target.block_size, blocks, target.allocated, first=head.lead)
+        make = DensePages if runner.layout == "gather" else Pages  # its layers are like the model's
+        pages = [make(view, None) for _ in range(head.kv_layers)]
+        runner.adopt(pages)
+        self.use(head.taps)
+        self._pass = head.drafts(head, runner, view, pages)
+        self._followers = Followers(head.lead, target.block_size, self._before)
+
+    def begin(self, seq: Seq) -> None:
+        self._followers.begin(seq)
+
+    def end(self, seq: Seq) -> None:
+        self._followers.end(seq)
+
+    def use(self, taps: tuple[Tap, ...]) -> None:
+        """Read these hidden states of the target from now on."""
+        self.taps = taps
+        self.runner.tap(taps)
+        self.runner.states.taps = taps if self.head.lead else ()
+
+    def detach(self) -> None:
+        """Leave the runner as if the head had never been there."""
+        self.runner.adopt(())
+        self.use(())
+
+    def close(self) -> None:
+        # Hidden states are handed out still: states with and without them cannot share a batch.
+        self.runner.adopt(())  # else blocks would be saved whose rows it did not read
+        self._followers.live.clear()
+
+    def clear(self) -> None:
+        """Its blocks go with the prefix cache's."""
+
+    def options(self, seq: Seq) -> list[Proposal]:
+        most = min(self.head.depth, seq.room - 1)
+        if most < 1 or seq.remaining != 1 or seq not in self._followers.live:
+            return []
+        return proposals(self.name, most, self.costs, seq.request.sampling.temperature)
+
+    def draft(
+        self,
+        plan: Plan,
+        previous: Step | None,
+        chosen: Proposals,
+    ) -> None:
+        self._followers.place(plan)
+        drafting = deepest_first(plan, chosen)
+        if not drafting:
+            return
+        self.runner.grow()
+        shift = shift_after(previous, drafting)
+        rows = self._followers.unread(drafting, previous, self._hidden(previous))
+        tokens = build_inputs(drafting, previous, shift)
+        next_logits = self._pass.start(rows, drafting, tokens, shift)
+        samplings = self._followers.samplings(drafting, chosen)
+        fill_drafts(drafting, chosen, self.name, samplings, shift, next_logits)
+
+    def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
+        rows = self._followers.observe(step, self._hidden(step), accepted)
+        if rows.entries:
+            self.runner.grow()
+            self._pass.read(rows)
+
+    def _hidden(self, step: Step | None) -> mx.array:
+        """What the head reads of a step's rows, [T, D]; without a step [0, 0]."""
+        if step is None:
+            return joined([])
+        return self.head.prepare(joined([step.taps[tap] for tap in self.taps], axis=-1))
+
+    def _before(self, e: Entry) -> list[mx.array]:
+        """The hidden state before a sequence's first row, which a recurrent state brings."""
+        if not (self.head.lead and e.start and self.runner.states.layers):
+            return []
+        return [self.head.prepare(e.seq.state[-1].reshape(1, -1))]
+
+    # ---- costs -------------------------------------------------------------------------------
+
+    def learn_seconds(self, seconds: float, depth: int) -> None:
+        self.costs.learn(seconds, depth)
+
+    def measure(self, table: list[int]) -> None:
+        """Time drafts in unused blocks."""
+        self.costs.measure(partial(self._seconds, table), self.head.depth)
+
+    def _seconds(self, table: list[int], depth: int) -> float:
+        """Seconds that a draft of so many tokens takes behind one row."""
+        seq = Seq(Request("measure", (0,), 1), table=table)
+        context = min(64, len(table) * self.runner.view.block_size - depth - 1)
+        seq.tokens = [0 for _ in range(context + 1)]
+        dtype = self.head.embed(mx.array([0])).dtype
+        hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
+        self._followers.follow(seq, context - 1 + self.head.lead, [hidden])
+        entry = Entry(seq, context, 1, True, depth=depth)
+        began = time.perf_counter()
+        self.draft([entry], None, {seq: Proposal(self.name)})
+        mx.eval(entry.draft.tokens)
+        self.end(seq)
+        return time.perf_counter() - began

@@ -1,0 +1,102 @@
+"""What all kinds of heads are to the drafter: a loaded head, and how it reads and drafts.
+
+Rule: a kind is a loader, which returns a HeadModel, and a Pass; all else is the drafter's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+from mlxspec.model import attention
+from mlxspec.model.pages import Pages, View
+from mlxspec.model.runner import Runner, pools_of
+from mlxspec.speculate.chain import MAX_DEPTH, NextLogits
+from mlxspec.types import FINAL_NORM, Entry, Plan, Tap
+
+
+@dataclass(slots=True)
+class Rows:
+    """Runs of rows that a head reads, one for each entry: tokens int32 [T] and what `prepare` made
+    of the target's hidden states [T, D], those `lead` positions before. Where drafts are in flight,
+    a run has the rows of all samples, of which one is of the newest token."""
+
+    entries: Sequence[Entry]
+    tokens: mx.array
+    hidden: mx.array
+
+    def newest(self, shift: mx.array | None) -> mx.array:
+        """int32 [entries]: the newest tokens' rows among the sampled ones."""
+        sampled = [e.sampled for e in self.entries]
+        first = mx.array([0, *accumulate(sampled[:-1])])
+        return first if shift is None else first + shift
+
+
+class Pass:
+    """How a kind of head reads rows, and makes the logits of what it drafts. What it computes is
+    submitted before it returns, so that the next may write the pages in place. `pages` are the
+    head's own, `runner` the target's."""
+
+    def __init__(
+        self, head: "HeadModel", runner: Runner, view: View, pages: Sequence[Pages]
+    ) -> None:
+        self.head = head
+        self.view = view
+        self.pages = pages
+        self.dense = runner.layout == "gather"
+        attention.install(head.module)
+
+    @staticmethod
+    def fill(head: "HeadModel", caches: Sequence[Any]) -> None:
+        """Build a pass on mlx-lm's caches, one for each of the head's own layers."""
+
+    def read(self, rows: Rows) -> None:
+        """Write K and V of rows that stand."""
+
+    def start(
+        self,
+        rows: Rows,
+        drafting: Plan,
+        tokens: mx.array,
+        shift: mx.array | None,
+    ) -> NextLogits:
+        """Read the rows that were not read yet, up to the newest token's of each sequence. Returns
+        what makes the logits of `drafting[0].depth` tokens: of these entries, the deepest first,
+        whose newest tokens are `tokens` int32 [entries]."""
+        raise NotImplementedError
+
+    def submit(self, out: mx.array) -> None:
+        """Start to compute the output of a pass, or where it is empty only K and V."""
+        # A pool that is named would be copied by the next pass.
+        pools = pools_of(self.pages)
+        mx.async_eval(out if out.size else [pool.flatten()[:1] + 0 for pool in pools])
+
+
+def as_it_is(hidden: mx.array) -> mx.array:
+    return hidden
+
+
+@dataclass(slots=True)
+class HeadModel:
+    """A loaded head. `drafts` says how it works. `prepare` makes what it reads of the target's
+    `taps` side by side, [T, width]; `embed` and `lm_head` are those that it drafts with, as a rule
+    the target's own.
+
+    It has K and V of its own in `kv_layers` layers, whose row in slot p is made of the hidden state
+    at p - `lead`, 0 or 1. `depth`: tokens that it drafts at most. `tries_taps`: whether it reads
+    the hidden state before or after the final norm is to be tried."""
+
+    name: str
+    drafts: type[Pass]
+    module: Any
+    embed: Callable[[mx.array], mx.array]
+    lm_head: Callable[[mx.array], mx.array]
+    width: int
+    taps: tuple[Tap, ...] = (FINAL_NORM,)
+    prepare: Callable[[mx.array], mx.array] = as_it_is
+    kv_layers: int = 1
+    lead: int = 1
+    depth: int = MAX_DEPTH
+    tries_taps: bool = False

@@ -1,11 +1,13 @@
 """Files that other processes may read at the same time: atomic writes, locks, sizes for people."""
 
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
@@ -55,6 +57,14 @@ def lock(path: Path, wait: bool = True) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model's directory; {} where there is none that can be read."""
+    try:
+        return dict(json.loads((path / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def format_size(count: int) -> str:

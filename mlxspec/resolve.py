@@ -25,7 +25,7 @@ from mlxspec.model import meter
 from mlxspec.model.cards import cards, head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, resolve
 from mlxspec.model.layout import context_of
-from mlxspec.speculate.heads.files import find_head, is_head
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel, blame
 
@@ -122,7 +122,7 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
         elif "/" in found.name and (sidecar := head_of(found.name)):
             draft = _fetch_head(found, sidecar, cache)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
-    if draft and not is_head(draft.path):
+    if asked and draft and not find_head(draft.path).alone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
 
@@ -131,12 +131,12 @@ def _fetch_head(model: Resolved, sidecar: str, cache: Path) -> Resolved | None:
     """The head that a card names for a model, unless the model's files hold one. It can be done
     without: where it cannot be fetched, the log says so."""
     try:
-        if find_head(model.path):
+        if find_head(model.path).kind:
             return None
         if not find_local(sidecar, cache, METAL, draft=True):
             log.info("fetching %s, which drafts for this model; --draft off leaves it", sidecar)
         found = resolve(sidecar, cache, METAL, draft=True)
-        if is_head(found.path):
+        if find_head(found.path).alone:
             return found
         log.warning("decoding without %s: it holds no head that can be read", sidecar)
     except UnsupportedModel as error:

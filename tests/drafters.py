@@ -219,7 +219,7 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
     if kind not in ("lookup", "chain"):
         copying.lookup = Silent  # type: ignore[assignment]
     drafters: list[Any] = [copying, model] if model else [copying]
-    e.proposer = Proposer(costs(row), drafters, overlap=e.runner.layout != "solo")
+    e.proposer = Proposer(costs(row), drafters)
     return e.proposer
 
 

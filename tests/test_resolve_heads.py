@@ -13,7 +13,7 @@ from mlxspec.engine.drafting import load_drafting
 from mlxspec.model import hub
 from mlxspec.model.cards import head_of, target_of
 from mlxspec.model.layout import load
-from mlxspec.speculate.heads.files import find_head, is_head
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.types import UnsupportedModel
 from tests.heads import packagings
 from tests.heads.packagings import SIDECAR, TARGET
@@ -104,12 +104,12 @@ def test_only_tensors_tell_what_a_directory_holds(tmp_path: Path) -> None:
     """Also where config.json is the model's own, or a head without a prefix lies beside a model."""
     copied = shutil.copytree(SIDECAR, tmp_path / "copied")
     shutil.copy(TARGET / "config.json", copied)
-    assert is_head(copied) and not is_head(TARGET)
+    assert find_head(copied).alone and not find_head(TARGET).alone
     beside = shutil.copytree(TARGET, tmp_path / "beside")
     shutil.copy(SIDECAR / "model.safetensors", beside / "mtp.safetensors")
     found, alone = find_head(beside), find_head(SIDECAR)
     assert found and alone and found.tensors.keys() == alone.tensors.keys()
-    assert not is_head(beside)
+    assert not find_head(beside).alone
 
 
 def test_draft_off_leaves_a_model_s_own_head(tmp_path: Path) -> None:

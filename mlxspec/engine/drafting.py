@@ -26,7 +26,7 @@ from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
-from mlxspec.speculate.heads.files import is_head
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
@@ -97,11 +97,11 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
     UnsupportedModel."""
     if config.speculate != "on" or config.draft == NONE:
         return Drafting(path)
-    if draft and not is_head(draft):
+    found = find_head(draft or path)
+    if draft and not found.alone:
         small, files = load(draft)
         return Drafting(draft, small, files=files)
-    path = draft or path
-    return Drafting(path, head=load_head(path, model))
+    return Drafting(found.path, head=load_head(found, model))
 
 
 def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config: Config) -> None:

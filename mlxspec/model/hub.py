@@ -4,7 +4,6 @@ Rule: a directory is checked for completeness before anything is loaded from it.
 imports mlx before a model has to be converted.
 """
 
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from mlxspec.config import Config
+from mlxspec.files import read_config
 from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import UnsupportedModel, line_of
 
@@ -21,7 +21,6 @@ HUB_FILES = (
     "*.json",
     "model*.safetensors",
     "mtp*.safetensors",
-    "mtp/*.safetensors",
     "*.model",
     "*.tiktoken",
     "*.txt",
@@ -150,11 +149,7 @@ def _checked(path: Path, draft: bool = False) -> Path:
 
 def _refuse_head(path: Path, name: str) -> None:
     """Raises UnsupportedModel for the directory of a head, which is not a model."""
-    try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
-        kind = str(config.get("model_type", ""))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return  # the loader reports it
+    kind = str(read_config(path).get("model_type", ""))
     if kind.endswith("_mtp"):
         target = target_of(name) or f"a model of type {kind.removesuffix('_mtp')}"
         raise UnsupportedModel(

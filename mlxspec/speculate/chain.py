@@ -3,7 +3,7 @@
 Rule: a pass is submitted before the next is built, and nothing is waited for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -98,12 +98,12 @@ def fill_drafts(
     drafting: Sequence[Entry],
     chosen: Proposals,
     source: str,
-    samplings: Mapping[Seq, Sampling],
     shift: mx.array | None,
     next_logits: NextLogits,
 ) -> None:
     """Fill the drafts of entries, the deepest first, of which each further pass has the first."""
     entries = drafting
+    samplings = [sampling_of(plain_sampling(e.seq), chosen[e.seq]) for e in drafting]
     passes: list[mx.array] = []
     while n := sum(e.depth > len(passes) for e in drafting):
         last, part = None, None if shift is None else shift[:n]
@@ -120,11 +120,11 @@ def fill_drafts(
 def draw(
     logits: mx.array,
     entries: Plan,
-    samplings: Mapping[Seq, Sampling],
+    samplings: Sequence[Sampling],
     shift: mx.array | None,
 ) -> mx.array:
     """The next token of each entry, int32 [entries], drawn from logits [entries, vocab] with the
     target's noise of that position."""
-    rows = [SampledRow(e, samplings[e.seq], e.end) for e in entries]
+    rows = [SampledRow(e, s, e.end) for e, s in zip(entries, samplings, strict=False)]
     none = mx.zeros((0,), mx.int32)
     return sample(logits, rows, none, shift).tokens

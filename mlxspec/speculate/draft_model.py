@@ -22,7 +22,6 @@ from mlxspec.speculate.chain import (
     MAX_LAG,
     deepest_first,
     fill_drafts,
-    plain_sampling,
     shift_after,
 )
 from mlxspec.speculate.controller import Proposal, corrected
@@ -30,7 +29,6 @@ from mlxspec.types import (
     Accepted,
     Entry,
     Plan,
-    Sampling,
     Seq,
     Tap,
     UnsupportedModel,
@@ -72,7 +70,6 @@ def fit_small(
 class Follower:
     """How far the model has read a sequence: the KV of the first `read` positions is written."""
 
-    sampling: Sampling
     read: int = 0
     table: list[int] | None = None
 
@@ -95,7 +92,7 @@ class DraftModel:
     _filled: dict[int, bytes] = field(default_factory=dict)  # block -> key of what was read into it
 
     def begin(self, seq: Seq) -> None:
-        self._live[seq] = Follower(plain_sampling(seq))
+        self._live[seq] = Follower()
 
     def end(self, seq: Seq) -> None:
         del self._live[seq]
@@ -151,8 +148,7 @@ class DraftModel:
             found = logits if last is None else self._forward(entries, last, shift)
             return self._widened(found)
 
-        samplings = {e.seq: self._live[e.seq].sampling for e in drafting}
-        fill_drafts(drafting, chosen, self.name, samplings, shift, next_logits)
+        fill_drafts(drafting, chosen, self.name, shift, next_logits)
 
     def _forward(
         self,

@@ -25,23 +25,20 @@ FIRST_TOKEN = {1: 0.6, -1: 0.75}
 
 
 class Proposer:
-    """Holds the drafters and one controller. `costs` are those of the target's steps; `overlap`:
-    the target can start a step while drafts are in flight (all layouts but solo). `max_depth`
-    limits a draft; `padded`: the other sequences' rows are padded to the longest. `depth`: models
-    and heads always draft so many tokens, and nothing else drafts; 0: what pays."""
+    """Holds the drafters and one controller. `costs` are those of the target's steps.
+    `max_depth` limits a draft; `padded`: the other sequences' rows are padded to the longest.
+    `depth`: models and heads always draft so many tokens, and nothing else drafts; 0: what pays."""
 
     def __init__(
         self,
         costs: Costs,
         drafters: list[Drafter],
-        overlap: bool = True,
         max_depth: int = MAX_DEPTH,
         depth: int = 0,
         padded: bool = False,
     ) -> None:
         self.costs = costs
         self.drafters = drafters
-        self.overlap = overlap
         self.max_depth = max_depth
         self.depth = depth
         self.control = Controller(costs, self._prior, padded)
@@ -116,7 +113,7 @@ class Proposer:
 
     def _overlaps(self) -> bool:
         """Whether steps with drafts are submitted before the step in front of them is read."""
-        return self.overlap and any(drafter.lazy for drafter in self.drafters)
+        return any(drafter.lazy for drafter in self.drafters)
 
     def _continues(self, seq: Seq) -> bool:
         """Whether the sequence's next step can be built before its draft in flight is read."""
@@ -137,7 +134,7 @@ class Proposer:
         lazy = [proposal.drafter.lazy for some in options for proposal in some]
         if not lazy or (in_flight and all(lazy)):
             return  # nothing to draft, or nothing to wait for
-        if self.depth and any(drafter.lazy for drafter in self.drafters):
+        if self.depth and self._overlaps():
             for seq, some in zip(seqs, options, strict=True):
                 models = [proposal for proposal in some if proposal.drafter.lazy]
                 if models:

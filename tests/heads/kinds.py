@@ -13,6 +13,7 @@ from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.speculate.heads.files import find_head
 from tests import tiny
 from tests.heads.packagings import Tensors, quantized, read_json, save, write_json
 
@@ -39,7 +40,7 @@ def plain_target() -> Any:
 
 def head_of(path: Path, target: Any) -> Any:
     """The head in a directory, with its weights."""
-    head = load_head(path, target)
+    head = load_head(find_head(path), target)
     assert head is not None and read_weights(head)
     return head
 

@@ -15,22 +15,12 @@ from mlx_lm.models import qwen3
 
 from tests.heads import kinds
 from tests.heads.language import END, SPECIAL, VOCAB
-from tests.heads.training import CHAIN, ENDS, Batches, Unroll, soft_cross_entropy, train
+from tests.heads.training import CHAIN, ENDS, MODEL, Batches, Unroll, soft_cross_entropy, train
 
 MASK = SPECIAL.index("<|mask|>")
-WIDTH, TARGET_LAYERS = 64, 7
-DENSE: dict[str, Any] = dict(
-    hidden_size=WIDTH,
-    intermediate_size=192,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    vocab_size=VOCAB,
-    max_position_embeddings=8192,
-    tie_word_embeddings=False,
-    rope_theta=10000.0,
-)
+TARGET_LAYERS = 7
+WIDTH = MODEL["hidden_size"]
+DENSE = MODEL | dict(rope_theta=10000.0)
 TARGET = DENSE | dict(model_type="qwen3", num_hidden_layers=TARGET_LAYERS)
 EAGLE_IDS = [2, TARGET_LAYERS // 2, TARGET_LAYERS - 3]  # EAGLE-3's default
 REDUCED = VOCAB // 3  # tokens that EAGLE-3 drafts: the commonest

@@ -12,20 +12,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 
 from tests.heads import packagings
-from tests.heads.language import VOCAB
-from tests.heads.training import CHAIN, ENDS, Batches, Unroll, soft_cross_entropy, train
+from tests.heads.training import CHAIN, ENDS, MODEL, Batches, Unroll, soft_cross_entropy, train
 
 LAYERS, EVERY = 4, 2  # decoder layers; each second one has full attention
-TEXT_CONFIG: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=192,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    vocab_size=VOCAB,
-    max_position_embeddings=8192,
-    tie_word_embeddings=False,
+TEXT_CONFIG = MODEL | dict(
     model_type="qwen3_5_text",
     num_hidden_layers=LAYERS,
     full_attention_interval=EVERY,

@@ -18,6 +18,7 @@ from mlxspec.model.layout import load
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.proposer import Proposer
@@ -86,7 +87,7 @@ class Recorded(Proposer):
 
 def head_of(path: Path, target: Any) -> HeadModel:
     """The head in a directory, with its weights."""
-    head = load_head(path, target)
+    head = load_head(find_head(path), target)
     assert head is not None and read_weights(head)
     return head
 

@@ -14,9 +14,20 @@ import mlx.nn as nn  # noqa: E402
 import mlx.optimizers as optim  # noqa: E402
 import numpy as np  # noqa: E402
 
-from tests.heads.language import END  # noqa: E402
+from tests.heads.language import END, VOCAB  # noqa: E402
 
 ENDS: dict[str, Any] = dict(eos_token_id=END, pad_token_id=0, dtype="float32")
+MODEL: dict[str, Any] = dict(  # what all tiny models and heads have in common
+    hidden_size=64,
+    intermediate_size=192,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    vocab_size=VOCAB,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+)
 RATE = 3e-3
 CHAIN = 3  # passes of a head that are trained together
 

@@ -13,6 +13,7 @@ from mlxspec.config import Config
 from mlxspec.engine.drafting import load_drafting
 from mlxspec.engine.loader import load_engine
 from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.types import Request, Sampling
 from tests import tiny
 from tests.heads import packagings, runs
@@ -39,7 +40,7 @@ def sidecar(out: Path, tensors: Tensors) -> Path:
 def test_a_truncated_file(left: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = packagings.write("sidecar", tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:left])
-    assert load_head(tmp_path, runs.plain_target()) is None
+    assert load_head(find_head(tmp_path), runs.plain_target()) is None
     assert len(lines(caplog)) == 1 and str(file) in lines(caplog)[0]
     assert "download it again" in lines(caplog)[0]
 
@@ -47,7 +48,7 @@ def test_a_truncated_file(left: int, tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_file_that_shrinks_before_it_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = load_head(packagings.write("sidecar", tmp_path), runs.plain_target())
+    head = load_head(find_head(packagings.write("sidecar", tmp_path)), runs.plain_target())
     os.truncate(tmp_path / "model.safetensors", 100_000)
     assert head is not None and not read_weights(head)
     assert len(lines(caplog)) == 1 and "without a head" in lines(caplog)[0]
@@ -64,17 +65,17 @@ def test_a_truncated_head_is_still_no_small_model(
 
 
 def test_a_promise_without_tensors(caplog: pytest.LogCaptureFixture) -> None:
-    assert load_head(TARGET, runs.plain_target()) is None
+    assert load_head(find_head(TARGET), runs.plain_target()) is None
     assert len(lines(caplog)) == 1
     assert str(TARGET) in lines(caplog)[0] and "--draft" in lines(caplog)[0]
 
 
 def test_neither_head_nor_promise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load_head(tmp_path, runs.plain_target()) is None
+    assert load_head(find_head(tmp_path), runs.plain_target()) is None
     packagings.write_json(tmp_path / "config.json", [1, 2])
-    assert load_head(tmp_path, runs.plain_target()) is None
+    assert load_head(find_head(tmp_path), runs.plain_target()) is None
     packagings.save(tmp_path / "model.safetensors", {"norm.weight": mx.ones((4,))})
-    assert load_head(tmp_path, runs.plain_target()) is None
+    assert load_head(find_head(tmp_path), runs.plain_target()) is None
     assert not lines(caplog)
 
 
@@ -87,7 +88,7 @@ def test_values_that_are_not_finite(
         tensors = packagings.quantized(tensors, lambda _: FOUR_BITS)
     at = mx.arange(tensors[name].size).reshape(tensors[name].shape) == 3
     head = load_head(
-        sidecar(tmp_path, tensors | {name: mx.where(at, mx.nan, tensors[name])}),
+        find_head(sidecar(tmp_path, tensors | {name: mx.where(at, mx.nan, tensors[name])})),
         runs.plain_target(),
     )
     assert head is not None and not read_weights(head)
@@ -161,7 +162,7 @@ def test_tensors_that_do_not_fit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = sidecar(tmp_path, change(packagings.head_tensors()))
-    assert load_head(path, runs.plain_target()) is None
+    assert load_head(find_head(path), runs.plain_target()) is None
     assert len(lines(caplog)) == 1 and "\n" not in lines(caplog)[0]
     assert "decoding without" in lines(caplog)[0] and said in lines(caplog)[0]
 
@@ -177,14 +178,14 @@ def test_numbered_experts_with_a_gap(
     moved = {name.replace(f".{gone}.", ".9."): tensors.pop(name) for name in names}
     for some in (tensors, tensors | moved):
         caplog.clear()
-        assert load_head(sidecar(tmp_path, some), target) is None
+        assert load_head(find_head(sidecar(tmp_path, some)), target) is None
         assert len(lines(caplog)) == 1 and "decoding without" in lines(caplog)[0]
 
 
 def test_a_head_of_another_architecture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of the same hidden size, but with experts; and where the model cannot have one."""
-    assert load_head(SIDECAR, tiny.model("qwen3_5_moe")) is None
-    assert load_head(SIDECAR, tiny.model("mamba2")) is None
+    assert load_head(find_head(SIDECAR), tiny.model("qwen3_5_moe")) is None
+    assert load_head(find_head(SIDECAR), tiny.model("mamba2")) is None
     assert len(lines(caplog)) == 2
 
 

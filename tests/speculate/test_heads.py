@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 
 from mlxspec.engine.engine import Engine
 from mlxspec.model.layout import load
+from mlxspec.speculate import chain
 from mlxspec.speculate.chain import MAX_DEPTH
-from mlxspec.speculate.heads import followers
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Sampling
@@ -198,8 +198,8 @@ def test_the_targets_noise_pays_where_the_target_is_unsure(
     """More is accepted than of greedy drafts, of the same tokens."""
     prompts, sampling = runs.reference()["prompts"][:2], Sampling(temperature=1.5, seed=0)
     coupled = runs.run(*engine(), 4, prompts, sampling)
-    own = followers.plain_sampling
-    monkeypatch.setattr(followers, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
+    own = chain.plain_sampling
+    monkeypatch.setattr(chain, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
     greedy = runs.run(*engine(), 4, prompts, sampling)
     assert coupled.answers == greedy.answers
     assert coupled.tokens_per_round(4) > 1.2 * greedy.tokens_per_round(4)
@@ -216,8 +216,8 @@ def test_measured_rates_decide_how_drafts_are_drawn(
         return sum(map(len, runs.run(*engine(), depth, prompts, sampling).rounds))
 
     measured, drawn = rounds(0), rounds(MAX_DEPTH)
-    own = followers.plain_sampling
-    monkeypatch.setattr(followers, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
+    own = chain.plain_sampling
+    monkeypatch.setattr(chain, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
     likeliest = rounds(MAX_DEPTH)
     print(measured, drawn, likeliest)
     assert measured < 1.07 * min(drawn, likeliest)

@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.speculate.heads.files import find_head
 from tests.heads import kinds, runs
 from tests.heads.kinds import KINDS, PACKAGINGS, Config, Tensors
 
@@ -331,7 +332,7 @@ def test_a_head_that_does_not_fit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = kinds.save_head(tmp_path, *change(*kinds.trained(kind)))
-    assert load_head(path, kinds.plain_target()) is None
+    assert load_head(find_head(path), kinds.plain_target()) is None
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(lines) == 1 and "\n" not in lines[0]
     assert "decoding without a head" in lines[0] and said in lines[0]
@@ -343,6 +344,8 @@ def test_values_that_are_not_finite(
 ) -> None:
     tensors, config = kinds.trained(kind)
     bad = {"fc.weight": tensors["fc.weight"] * mx.inf}
-    head = load_head(kinds.save_head(tmp_path, tensors | bad, config), kinds.plain_target())
+    head = load_head(
+        find_head(kinds.save_head(tmp_path, tensors | bad, config)), kinds.plain_target()
+    )
     assert head is not None and not read_weights(head)
     assert "fc.weight is not finite" in caplog.text

@@ -21,7 +21,7 @@ from mlxspec.engine.warmup import WarmupCache, kernels_in_use
 from mlxspec.model.layout import find_layout, load
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
-from mlxspec.speculate.heads.files import find_head, is_head
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.proposer import Proposer
 from tests import architectures, tiny
 from tests.drafters import costs
@@ -132,7 +132,7 @@ def close(a: mx.array, b: mx.array, tolerance: float = 1e-5) -> None:
 
 def check_logits(reference: Reference, path: Path, tolerance: float = 1e-5) -> Any:
     """The head in `path`, whose logits are the reference's."""
-    head = load_head(path, reference.target)
+    head = load_head(find_head(path), reference.target)
     assert head is not None and read_weights(head)
     mx.random.seed(8)
     tokens, hidden = [3, 1, 4, 1, 5, 9], mx.random.normal((6, reference.args.hidden_size))
@@ -165,7 +165,7 @@ def test_mlx_lm_reads_the_same_checkpoint(tmp_path: Path) -> None:
     target, _ = load(tmp_path)
     tokens = mx.array([[3, 1, 4]])
     close(target(tokens), reference.target(tokens))
-    assert load_head(tmp_path, target) and not is_head(tmp_path)
+    assert load_head(find_head(tmp_path), target) and not find_head(tmp_path).alone
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -174,7 +174,7 @@ def test_drafts_are_those_of_a_dense_computation(kind: str, tmp_path: Path) -> N
     answers = {name: plain(p, N) for name, p in PROMPTS.items()}
     reference = Reference(kind, [(*p[-1:], *answers[n]) for n, p in PROMPTS.items()])
     reference.write(tmp_path)
-    head = load_head(tmp_path, reference.target)
+    head = load_head(find_head(tmp_path), reference.target)
     assert head is not None
     e = tiny.engine(architectures.build(kind), layout=LAYOUTS[kind])
     e.scheduler.kv.rereads = True
@@ -257,7 +257,7 @@ def test_a_sidecar_may_be_quantized(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), kept)
     config = {"model_type": "glm4_moe_lite_mtp", "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert is_head(tmp_path)
+    assert find_head(tmp_path).alone
     head = check_logits(reference, tmp_path, 1e-4)
     assert isinstance(head.module.fc, nn.QuantizedLinear)
     assert head.embed is head.module.embed_tokens
@@ -272,7 +272,7 @@ def test_block_scaled_weights_are_dequantized(tmp_path: Path) -> None:
     mx.save_safetensors(
         str(tmp_path / "a.safetensors"), {f"model.layers.61.{n}": a for n, a in tensors.items()}
     )
-    head = load_head(tmp_path, reference.target)
+    head = load_head(find_head(tmp_path), reference.target)
     assert head is not None
     close(head.module.fc.weight, 0.5 * mx.from_fp8(weight, mx.float32))
 
@@ -286,7 +286,7 @@ def test_the_first_of_several_layers_is_used(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = Reference("glm4_moe")
-    assert load_head(tmp_path, reference.target) is None and not caplog.records
+    assert load_head(find_head(tmp_path), reference.target) is None and not caplog.records
     reference.write(tmp_path)
     for other, reason in {
         "deepseek_v3": "does not fit",
@@ -294,5 +294,5 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, caplog: pytest.LogCapture
         "qwen3": "does not fit",
     }.items():
         caplog.clear()
-        assert load_head(tmp_path, architectures.build(other)) is None
+        assert load_head(find_head(tmp_path), architectures.build(other)) is None
         assert reason in caplog.text

@@ -7,7 +7,6 @@ out with a line that says why, and the model runs without it.
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +18,7 @@ from mlxspec.model.cards import head_of
 from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
 from mlxspec.speculate.heads.block import load_block
 from mlxspec.speculate.heads.eagle import load_eagle
-from mlxspec.speculate.heads.files import HeadFiles, find_head, promised
+from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import load_mtp
 from mlxspec.speculate.heads.nextn import load_nextn
@@ -35,13 +34,15 @@ LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel]] = {
 log = logging.getLogger("mlxspec")
 
 
-def load_head(path: Path, target: nn.Module) -> HeadModel | None:
+def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
     """The head in a directory, for a loaded target; its weights stay on disk. None where there is
     none, or none that fits: the log says why."""
+    path = files.path
     try:
-        files = find_head(path)
-        if files is None:
-            if promised(path):
+        if files.error:
+            raise files.error
+        if not files.kind:
+            if files.promised:
                 log.warning(
                     "config.json in %s promises an MTP head, but no file has its tensors; give it"
                     " with --draft %s",

@@ -87,26 +87,22 @@ class BlockLayer(nn.Module):
         v = attend.v_proj(context).reshape(shape).swapaxes(1, 2)
         pages.write(attend.rope(k, offset=pages.view.positions), v)
 
-    def __call__(self, x: mx.array, mask: mx.array, cache: Any) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array, cache: Any) -> Any:
         """[n, B, D]; `mask` bool [n, 1, B, S + B]."""
 
-        def attend(y: mx.array) -> mx.array:
-            made: mx.array = self.self_attn(y, mask, cache)
-            return made
+        def attend(y: mx.array) -> Any:
+            return self.self_attn(y, mask, cache)
 
-        convolved = "attention_conv" in self
-        x = x + _around(attend, self.input_layernorm(x), convolved and self.attention_conv)
-        y = self.post_attention_layernorm(x)
-        return x + _around(self.mlp, y, convolved and self.mlp_conv)
+        x = x + self._around("attention_conv", attend, self.input_layernorm(x))
+        return x + self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x))
 
-
-def _around(inner: Callable[[mx.array], mx.array], x: mx.array, conv: Any) -> mx.array:
-    """`inner` with a convolution before and after it, if there is one."""
-    if not conv:
-        return inner(x)
-    kernels = conv.kernels(x)
-    made: mx.array = conv(inner(conv(x, kernels, 0)), kernels, 1)
-    return made
+    def _around(self, name: str, inner: Callable[[mx.array], Any], x: mx.array) -> Any:
+        """`inner` with a convolution before and after it, if there is one."""
+        if name not in self:
+            return inner(x)
+        conv = self[name]
+        kernels = conv.kernels(x)
+        return conv(inner(conv(x, kernels, 0)), kernels, 1)
 
 
 class Selector(nn.Module):

@@ -112,14 +112,11 @@ class BlockPass(Pass):
         blocks = block_array([e.seq.table[low : low + width] for e in drafting], width)
         slot = low * size + mx.arange(width * size)
         first = starts[:, None, None]
-        row = mx.arange(rows)[:, None]
-        own = mx.ones((rows, rows), mx.bool_)
-        if causal:
-            own = mx.tril(own)
-        else:
-            row = mx.zeros_like(row)
-        context = mx.broadcast_to(slot < first, (len(starts), rows, width * size))
+        row = mx.arange(rows)
+        last = row[:, None] if causal else mx.full((rows, 1), rows - 1)  # that each row sees
+        seen = slot < first
         if window:
-            context = context & (slot > first + row - window)
-        own = mx.broadcast_to(own, (len(starts), rows, rows))
+            seen = seen & (slot > first + (last if causal else 0) - window)
+        context = mx.broadcast_to(seen, (len(starts), rows, width * size))
+        own = mx.broadcast_to(row <= last, (len(starts), rows, rows))
         return blocks, mx.concatenate([context, own], axis=-1)[:, None]

@@ -23,7 +23,7 @@ from mlxspec.speculate.chain import (
     shift_after,
 )
 from mlxspec.speculate.controller import Proposal
-from mlxspec.speculate.heads.followers import Followers, joined
+from mlxspec.speculate.heads.followers import Follower, Followers, joined
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.types import Accepted, Entry, Plan, Request, Seq, Tap
 
@@ -50,10 +50,10 @@ class HeadDrafter:
         self._followers = Followers(head.lead, target.block_size, self._before)
 
     def begin(self, seq: Seq) -> None:
-        self._followers.begin(seq)
+        self._followers.live[seq] = Follower()
 
     def end(self, seq: Seq) -> None:
-        self._followers.end(seq)
+        del self._followers.live[seq]
 
     def use(self, taps: tuple[Tap, ...]) -> None:
         """Read these hidden states of the target from now on."""
@@ -95,8 +95,7 @@ class HeadDrafter:
         rows = self._followers.unread(drafting, previous, self._hidden(previous))
         tokens = build_inputs(drafting, previous, shift)
         next_logits = self._pass.start(rows, drafting, tokens, shift)
-        samplings = self._followers.samplings(drafting, chosen)
-        fill_drafts(drafting, chosen, self.name, samplings, shift, next_logits)
+        fill_drafts(drafting, chosen, self.name, shift, next_logits)
 
     def observe(self, step: Step, accepted: Sequence[Accepted]) -> None:
         rows = self._followers.observe(step, self._hidden(step), accepted)
@@ -132,7 +131,8 @@ class HeadDrafter:
         seq.tokens = [0 for _ in range(context + 1)]
         dtype = self.head.embed(mx.array([0])).dtype
         hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
-        self._followers.follow(seq, context - 1 + self.head.lead, [hidden])
+        read = context - 1 + self.head.lead
+        self._followers.live[seq] = Follower(read, [hidden], table)
         entry = Entry(seq, context, 1, True, depth=depth)
         began = time.perf_counter()
         self.draft([entry], None, {seq: Proposal(self.name)})

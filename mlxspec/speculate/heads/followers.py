@@ -6,15 +6,13 @@ what ends. A sequence whose blocks went to another starts again at what the pref
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
 from mlxspec.model.batch import Step, build_inputs, starts_of
-from mlxspec.speculate import Proposals
-from mlxspec.speculate.chain import MAX_LAG, plain_sampling, sampling_of
+from mlxspec.speculate.chain import MAX_LAG
 from mlxspec.speculate.heads.model import Rows
-from mlxspec.types import Accepted, Draft, Entry, Plan, Sampling, Seq
+from mlxspec.types import Accepted, Draft, Entry, Plan, Seq
 
 
 @dataclass(slots=True)
@@ -22,7 +20,6 @@ class Follower:
     """One sequence: its rows in the slots before `read` are right, and `hidden` are the hidden
     states [n, D] of the rows from there on."""
 
-    sampling: Sampling
     read: int = 0
     hidden: list[mx.array] = field(default_factory=list)
     table: list[int] | None = None  # None: it has no blocks, or they may be another's
@@ -39,16 +36,6 @@ class Followers:
     before: Callable[[Entry], list[mx.array]] = lambda entry: []
     live: dict[Seq, Follower] = field(default_factory=dict)
 
-    def begin(self, seq: Seq) -> None:
-        self.live[seq] = Follower(plain_sampling(seq))
-
-    def end(self, seq: Seq) -> None:
-        del self.live[seq]
-
-    def follow(self, seq: Seq, read: int, hidden: list[mx.array]) -> None:
-        """Begin a sequence that was read so far."""
-        self.live[seq] = Follower(plain_sampling(seq), read, hidden, seq.table)
-
     def place(self, plan: Plan) -> None:
         """Find the sequences that have new blocks. Before each step's drafts."""
         for seq, live in self.live.items():
@@ -61,15 +48,11 @@ class Followers:
                 live.hidden = self.before(e)
                 live.read = e.start + self.lead - len(live.hidden)
 
-    def samplings(self, drafting: Plan, chosen: Proposals) -> dict[Seq, Sampling]:
-        """How the drafts of these entries are drawn."""
-        return {e.seq: sampling_of(self.live[e.seq].sampling, chosen[e.seq]) for e in drafting}
-
     def unread(self, drafting: Plan, previous: Step | None, hidden: mx.array) -> Rows:
         """The rows of these sequences that were not read, up to their newest tokens, which are read
         now. `hidden` [T, D] are those of a step in flight."""
-        starts = {} if previous is None else starts_of(previous.plan)
-        flying = {e.seq: (start, start + e.rows) for e, start in starts.items()}
+        starts = starts_of(previous.plan if previous else ())
+        flying = {e.seq: hidden[n : n + e.rows] for e, n in starts.items()}
         runs = []
         for e in drafting:
             live = self.live[e.seq]
@@ -79,20 +62,15 @@ class Followers:
             states = live.hidden
             if e.seq in flying:
                 live.step = previous
-                states = [*states, hidden[slice(*flying[e.seq])]]
-                run.draft = Draft(self._inflight(e, previous))
+                states = [*states, flying[e.seq]]
             else:
                 live.read, live.hidden = end, []
+            if e.inflight_drafts and previous and previous.sampled:
+                first = previous.first_row[e.seq] + self.lead
+                run.draft = Draft(previous.sampled.tokens[first : first + e.inflight_drafts])
             if states:
                 runs.append((run, joined(states)))
         return _rows_of(runs, previous)
-
-    def _inflight(self, e: Entry, previous: Step | None) -> Any:
-        """The tokens of the rows behind those that stand for sure, which a step samples."""
-        if previous is None or previous.sampled is None or not e.inflight_drafts:
-            return ()
-        first = previous.first_row[e.seq] + self.lead
-        return previous.sampled.tokens[first : first + e.inflight_drafts]
 
     def observe(self, step: Step, hidden: mx.array, accepted: Sequence[Accepted]) -> Rows:
         """Keep those of a step's hidden states [T, D] that stand. Returns the rows to read now;

@@ -22,18 +22,6 @@ MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it do
 NextLogits = Callable[[Plan, mx.array | None, mx.array | None], mx.array]
 
 
-def plain_sampling(seq: Seq) -> Sampling:
-    """A sequence's sampling without penalties: these need counts of tokens that the host has not
-    read. The target applies them."""
-    return replace(
-        seq.request.sampling,
-        logprobs=None,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-    )
-
-
 @dataclass(slots=True)
 class DraftCosts:
     """Seconds of a drafted token, and of drafting at all; guesses until they are measured."""
@@ -73,10 +61,19 @@ def proposals(
     return made
 
 
-def sampling_of(sampling: Sampling, proposal: Proposal) -> Sampling:
-    """How a proposal's tokens are drawn."""
+def sampling_of(seq: Seq, proposal: Proposal) -> Sampling:
+    """How a proposal's tokens are drawn: without penalties, which need counts of tokens that the
+    host has not read. The target applies them."""
+    sampling = seq.request.sampling
     likeliest = len(proposal.rate_keys) > 0 and proposal.rate_keys[0][1] < 0
-    return replace(sampling, temperature=0.0) if likeliest else sampling
+    return replace(
+        sampling,
+        temperature=0.0 if likeliest else sampling.temperature,
+        logprobs=None,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+    )
 
 
 def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
@@ -101,9 +98,10 @@ def fill_drafts(
     shift: mx.array | None,
     next_logits: NextLogits,
 ) -> None:
-    """Fill the drafts of entries, the deepest first, of which each further pass has the first."""
+    """Fill the drafts of entries, the deepest first, of which each further pass has the first.
+    Tokens are drawn with the target's noise of their positions."""
     entries = drafting
-    samplings = [sampling_of(plain_sampling(e.seq), chosen[e.seq]) for e in drafting]
+    samplings = [sampling_of(e.seq, chosen[e.seq]) for e in drafting]
     passes: list[mx.array] = []
     while n := sum(e.depth > len(passes) for e in drafting):
         last, part = None, None if shift is None else shift[:n]
@@ -111,20 +109,9 @@ def fill_drafts(
         if passes:
             last = passes[-1][:n]
             entries = [replace(e, start=e.end, count=1) for e in entries]
-        passes.append(draw(next_logits(entries, last, part), entries, samplings, part))
+        logits = next_logits(entries, last, part)
+        rows = [SampledRow(e, s, e.end) for e, s in zip(entries, samplings, strict=False)]
+        passes.append(sample(logits, rows, mx.zeros((0,), mx.int32), part).tokens)
     for i, e in enumerate(drafting):
         tokens = [sampled[i : i + 1] for sampled in passes[: e.depth]]
         e.draft = Draft(mx.concatenate(tokens), source, chosen[e.seq].rate_keys)
-
-
-def draw(
-    logits: mx.array,
-    entries: Plan,
-    samplings: Sequence[Sampling],
-    shift: mx.array | None,
-) -> mx.array:
-    """The next token of each entry, int32 [entries], drawn from logits [entries, vocab] with the
-    target's noise of that position."""
-    rows = [SampledRow(e, s, e.end) for e, s in zip(entries, samplings, strict=False)]
-    none = mx.zeros((0,), mx.int32)
-    return sample(logits, rows, none, shift).tokens

@@ -192,14 +192,19 @@ def test_mistakes_show(mistake: Any) -> None:
     assert run.tokens_per_round(4) < 0.6 * tokens_per_round("sidecar", 4)
 
 
+def greedy_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, only the likeliest tokens are drafted."""
+    own = chain.sampling_of
+    monkeypatch.setattr(chain, "sampling_of", lambda *args: replace(own(*args), temperature=0.0))
+
+
 def test_the_targets_noise_pays_where_the_target_is_unsure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More is accepted than of greedy drafts, of the same tokens."""
     prompts, sampling = runs.reference()["prompts"][:2], Sampling(temperature=1.5, seed=0)
     coupled = runs.run(*engine(), 4, prompts, sampling)
-    own = chain.plain_sampling
-    monkeypatch.setattr(chain, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
+    greedy_drafts(monkeypatch)
     greedy = runs.run(*engine(), 4, prompts, sampling)
     assert coupled.answers == greedy.answers
     assert coupled.tokens_per_round(4) > 1.2 * greedy.tokens_per_round(4)
@@ -216,8 +221,7 @@ def test_measured_rates_decide_how_drafts_are_drawn(
         return sum(map(len, runs.run(*engine(), depth, prompts, sampling).rounds))
 
     measured, drawn = rounds(0), rounds(MAX_DEPTH)
-    own = chain.plain_sampling
-    monkeypatch.setattr(chain, "plain_sampling", lambda seq: replace(own(seq), temperature=0.0))
+    greedy_drafts(monkeypatch)
     likeliest = rounds(MAX_DEPTH)
     print(measured, drawn, likeliest)
     assert measured < 1.07 * min(drawn, likeliest)

@@ -38,7 +38,12 @@ class Convolution(nn.Module):
     """DFlash 2's: over the last rows of a block, by a kernel that depends on each row.
     `base_kernel` [2, taps, D]: one for what a layer reads, one for what it makes."""
 
-    def __init__(self, size: int, taps: int, group: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        taps: int,
+        group: int,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.taps, self.group = taps, group
         self.base_kernel = mx.zeros((2, taps, size))
@@ -49,7 +54,12 @@ class Convolution(nn.Module):
         made: mx.array = self.kernel_projection(x)
         return made.reshape(*x.shape[:2], 2, self.taps, -1)
 
-    def __call__(self, x: mx.array, kernels: mx.array, which: int) -> mx.array:
+    def __call__(
+        self,
+        x: mx.array,
+        kernels: mx.array,
+        which: int,
+    ) -> mx.array:
         n, rows, size = x.shape
         groups = x.reshape(n, rows, -1, self.group)
         out = mx.zeros_like(groups)
@@ -66,13 +76,15 @@ class BlockLayer(nn.Module):
     layer."""
 
     def __init__(
-        self, layer: Any, config: dict[str, Any], window: int | None, causal: bool
+        self,
+        layer: Any,
+        config: dict[str, Any],
+        window: int | None,
+        causal: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.self_attn = layer.self_attn
-        self.mlp = layer.mlp
-        self.input_layernorm = layer.input_layernorm
-        self.post_attention_layernorm = layer.post_attention_layernorm
+        for name, part in layer.items():
+            self[name] = part
         self.window, self.causal = window, causal
         if config.get("conv_kernel_size"):
             shape = config["hidden_size"], config["conv_kernel_size"], config["conv_group_size"]
@@ -87,7 +99,12 @@ class BlockLayer(nn.Module):
         v = attend.v_proj(context).reshape(shape).swapaxes(1, 2)
         pages.write(attend.rope(k, offset=pages.view.positions), v)
 
-    def __call__(self, x: mx.array, mask: mx.array, cache: Any) -> Any:
+    def __call__(
+        self,
+        x: mx.array,
+        mask: mx.array,
+        cache: Any,
+    ) -> Any:
         """[n, B, D]; `mask` bool [n, 1, B, S + B]."""
 
         def attend(y: mx.array) -> Any:
@@ -96,7 +113,12 @@ class BlockLayer(nn.Module):
         x = x + self._around("attention_conv", attend, self.input_layernorm(x))
         return x + self._around("mlp_conv", self.mlp, self.post_attention_layernorm(x))
 
-    def _around(self, name: str, inner: Callable[[mx.array], Any], x: mx.array) -> Any:
+    def _around(
+        self,
+        name: str,
+        inner: Callable[[mx.array], Any],
+        x: mx.array,
+    ) -> Any:
         """`inner` with a convolution before and after it, if there is one."""
         if name not in self:
             return inner(x)
@@ -116,7 +138,12 @@ class Selector(nn.Module):
         self.successor_codebook = nn.Embedding(vocab, rank)
         self.hidden_projection = nn.Linear(config["hidden_size"], rank, bias=False)
 
-    def __call__(self, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
+    def __call__(
+        self,
+        logits: mx.array,
+        hidden: mx.array,
+        before: mx.array,
+    ) -> mx.array:
         """[n, vocab] of logits [n, vocab], the row's output [n, D] and the tokens before [n]; -inf
         for tokens that are not among the best."""
         found = mx.argpartition(logits, -self.best, axis=-1)[:, -self.best :]
@@ -135,7 +162,12 @@ class Markov(nn.Module):
         self.markov_w1 = nn.Embedding(config["vocab_size"], config["markov_rank"])
         self.markov_w2 = nn.Linear(config["markov_rank"], config["vocab_size"], bias=False)
 
-    def __call__(self, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
+    def __call__(
+        self,
+        logits: mx.array,
+        hidden: mx.array,
+        before: mx.array,
+    ) -> mx.array:
         return logits + self.markov_w2(self.markov_w1(before))
 
 
@@ -143,13 +175,16 @@ class Block(nn.Module):
     """The head's modules under their published names. A block is the newest token, which predicts
     a token itself if `from_anchor`, and tokens `mask`. `taps` hidden states of `width` each."""
 
-    def __init__(self, config: dict[str, Any], taps: int, width: int) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        taps: int,
+        width: int,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        size, eps, count = (
-            config["hidden_size"],
-            config["rms_norm_eps"],
-            config["num_hidden_layers"],
-        )
+        size = config["hidden_size"]
+        eps = config["rms_norm_eps"]
+        count = config["num_hidden_layers"]
         self.fc = nn.Linear(taps * width, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.norm = nn.RMSNorm(size, eps)
@@ -181,7 +216,12 @@ class Block(nn.Module):
             x = layer(x, mask, cache)
         return self.norm(x)
 
-    def scores(self, logits: mx.array, hidden: mx.array, before: mx.array) -> mx.array:
+    def scores(
+        self,
+        logits: mx.array,
+        hidden: mx.array,
+        before: mx.array,
+    ) -> mx.array:
         """What a row's token is drawn from, [n, vocab], once the token before it is drawn."""
         for name in ("candidate_selector", "markov_head"):
             if name in self:

@@ -64,7 +64,11 @@ class BlockPass(Pass):
         logits = self.head.lm_head(hidden)
         row = count()
 
-        def next_logits(entries: Plan, last: mx.array | None, shift: mx.array | None) -> mx.array:
+        def next_logits(
+            entries: Plan,
+            last: mx.array | None,
+            shift: mx.array | None,
+        ) -> mx.array:
             at = slice(len(entries)), next(row)
             before = tokens if last is None else last
             scores: mx.array = self.head.module.scores(logits[at], hidden[at], before)
@@ -72,7 +76,12 @@ class BlockPass(Pass):
 
         return next_logits
 
-    def _block(self, drafting: Plan, tokens: mx.array, shift: mx.array | None) -> mx.array:
+    def _block(
+        self,
+        drafting: Plan,
+        tokens: mx.array,
+        shift: mx.array | None,
+    ) -> mx.array:
         """The head's output [n, depth, D] in the rows that predict."""
         module = self.head.module
         extra = 0 if module.from_anchor else 1

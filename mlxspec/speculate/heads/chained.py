@@ -37,7 +37,11 @@ class ChainedPass(Pass):
     ) -> NextLogits:
         out = self._forward(rows, None)[rows.newest(shift)]
 
-        def next_logits(entries: Plan, last: mx.array | None, shift: mx.array | None) -> mx.array:
+        def next_logits(
+            entries: Plan,
+            last: mx.array | None,
+            shift: mx.array | None,
+        ) -> mx.array:
             nonlocal out
             if last is not None:
                 out = self._forward(Rows(entries, last, out[: len(entries)]), shift)

@@ -26,20 +26,30 @@ IGNORED: tuple[str, ...] = ("t2d", "d2t", "verifier_")
 class FirstLayer(nn.Module):
     """A decoder layer whose attention sees [embedding, hidden state], 2 * D wide."""
 
-    def __init__(self, layer: Any, size: int, eps: float, norm_before_residual: bool) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        size: int,
+        eps: float,
+        norm_before_residual: bool,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = layer.input_layernorm
+        for name, part in layer.items():
+            self[name] = part
         self.hidden_norm = nn.RMSNorm(size, eps)
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.self_attn = layer.self_attn
-        self.mlp = layer.mlp
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = self.self_attn[name]
             wide = nn.Linear(2 * size, narrow.weight.shape[0], bias="bias" in narrow)
             self.self_attn[name] = wide
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, mask: Any, cache: Any) -> Any:
+    def __call__(
+        self,
+        embedded: mx.array,
+        hidden: mx.array,
+        mask: Any,
+        cache: Any,
+    ) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
@@ -52,7 +62,12 @@ class Eagle3(nn.Module):
     """The head's modules under their published names. `width`: of each of the target's hidden
     states, of which there are `taps`."""
 
-    def __init__(self, config: dict[str, Any], taps: int, width: int) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        taps: int,
+        width: int,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         size, eps = config["hidden_size"], config["rms_norm_eps"]
         layers: list[Any] = [decoder_layer(config) for _ in range(config["num_hidden_layers"])]
@@ -76,7 +91,12 @@ class Eagle3(nn.Module):
             taps = mx.concatenate(normed, axis=-1)
         return self.fc(taps)
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, caches: Any) -> Any:
+    def __call__(
+        self,
+        embedded: mx.array,
+        hidden: mx.array,
+        caches: Any,
+    ) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
         mask = caches[0].make_mask(embedded.shape[1], return_array=True, window_size=None)
         x = self.layers[0](embedded, hidden, mask, caches[0])

@@ -48,7 +48,12 @@ class Followers:
                 live.hidden = self.before(e)
                 live.read = e.start + self.lead - len(live.hidden)
 
-    def unread(self, drafting: Plan, previous: Step | None, hidden: mx.array) -> Rows:
+    def unread(
+        self,
+        drafting: Plan,
+        previous: Step | None,
+        hidden: mx.array,
+    ) -> Rows:
         """The rows of these sequences that were not read, up to their newest tokens, which are read
         now. `hidden` [T, D] are those of a step in flight."""
         starts = starts_of(previous.plan if previous else ())
@@ -72,7 +77,12 @@ class Followers:
                 runs.append((run, joined(states)))
         return _rows_of(runs, previous)
 
-    def observe(self, step: Step, hidden: mx.array, accepted: Sequence[Accepted]) -> Rows:
+    def observe(
+        self,
+        step: Step,
+        hidden: mx.array,
+        accepted: Sequence[Accepted],
+    ) -> Rows:
         """Keep those of a step's hidden states [T, D] that stand. Returns the rows to read now;
         others are read once there are MAX_LAG."""
         first = starts_of(step.plan)

@@ -40,7 +40,11 @@ class Pass:
     head's own, `runner` the target's."""
 
     def __init__(
-        self, head: "HeadModel", runner: Runner, view: View, pages: Sequence[Pages]
+        self,
+        head: "HeadModel",
+        runner: Runner,
+        view: View,
+        pages: Sequence[Pages],
     ) -> None:
         self.head = head
         self.view = view

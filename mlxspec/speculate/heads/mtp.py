@@ -28,7 +28,12 @@ EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+_proj)\.(weight|scales|biases)")
 class MTP(nn.Module):
     """`layers` are decoder layers with full attention."""
 
-    def __init__(self, layers: list[nn.Module], size: int, eps: float) -> None:
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        size: int,
+        eps: float,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.pre_fc_norm_embedding = nn.RMSNorm(size, eps)
@@ -36,7 +41,12 @@ class MTP(nn.Module):
         self.layers = layers
         self.norm = nn.RMSNorm(size, eps)
 
-    def __call__(self, embedded: mx.array, hidden: mx.array, caches: Any) -> Any:
+    def __call__(
+        self,
+        embedded: mx.array,
+        hidden: mx.array,
+        caches: Any,
+    ) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(mx.concatenate(parts, axis=-1))
@@ -84,7 +94,11 @@ def build(
     )
 
 
-def _check_shape(files: HeadFiles, tensors: dict[str, mx.array], size: int) -> None:
+def _check_shape(
+    files: HeadFiles,
+    tensors: dict[str, mx.array],
+    size: int,
+) -> None:
     for name, array in tensors.items():
         if array.ndim == 1 and not name.endswith(QK_NORMS) and array.shape[0] != size:
             raise UnsupportedModel(

@@ -13,7 +13,11 @@ from mlxspec.types import Tap, UnsupportedModel, line_of
 MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
 
 
-def load_tensors(files: HeadFiles, module: nn.Module, tensors: dict[str, mx.array]) -> None:
+def load_tensors(
+    files: HeadFiles,
+    module: nn.Module,
+    tensors: dict[str, mx.array],
+) -> None:
     """Load all of a module's tensors, lazily. Raises UnsupportedModel where some are missing, too
     many or of another shape."""
     try:
@@ -26,7 +30,12 @@ def load_tensors(files: HeadFiles, module: nn.Module, tensors: dict[str, mx.arra
     module.eval()
 
 
-def add_ends(module: nn.Module, tensors: dict[str, mx.array], vocab: int, size: int) -> None:
+def add_ends(
+    module: nn.Module,
+    tensors: dict[str, mx.array],
+    vocab: int,
+    size: int,
+) -> None:
     """Give a module the embedding and the lm_head that its tensors hold."""
     if "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(vocab, size)
@@ -40,7 +49,11 @@ def ends_of(module: nn.Module, target: nn.Module) -> tuple[Any, Any]:
     return module.get("embed_tokens", embed), module.get("lm_head", lm_head)
 
 
-def check_taps(files: HeadFiles, taps: Sequence[Tap], layers: int) -> None:
+def check_taps(
+    files: HeadFiles,
+    taps: Sequence[Tap],
+    layers: int,
+) -> None:
     """Refuse a head that reads layers which the model does not have."""
     if not all(0 <= tap < layers for tap in taps):
         raise UnsupportedModel(

@@ -231,7 +231,7 @@ class Block(nn.Module):
 
 
 def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
-    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
     config = files.config | (files.config.get(INNER) or {})
     config |= {"model_type": "qwen3"}
     layers = config.get("num_target_layers")
@@ -248,15 +248,12 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     embed, _ = embedding_and_lm_head(target)
     width = embed(mx.array([0])).shape[-1]
     dspark = bool(config.get("markov_rank"))
-    try:
-        taps = tuple(config["target_layer_ids"])
-        module = Block(config, len(taps), width)
-        depth = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
-        check_taps(files, taps, has)
-        tensors = {_named(name): x for name, x in files.tensors.items()}
-        add_ends(module, tensors, config["vocab_size"], config["hidden_size"])
-    except (KeyError, TypeError) as error:
-        raise UnsupportedModel(f"{files.path}/config.json lacks {error}") from error
+    taps = tuple(config["target_layer_ids"])
+    module = Block(config, len(taps), width)
+    depth = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
+    check_taps(files, taps, has)
+    tensors = {_named(name): x for name, x in files.tensors.items()}
+    add_ends(module, tensors, config["vocab_size"], config["hidden_size"])
     tensors = {name: x for name, x in tensors.items() if not name.startswith("confidence_head")}
     load_tensors(files, module, tensors)
     return HeadModel(

@@ -50,7 +50,7 @@ class BlockPass(Pass):
         if rows.entries:
             fill_view(self.view, rows.entries, None)
             self.head.module.store(rows.hidden, self.pages)
-            self.submit(rows.hidden[:0])
+            self.submit()
 
     def start(
         self,

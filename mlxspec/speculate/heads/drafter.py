@@ -40,8 +40,12 @@ class HeadDrafter:
         self.runner = runner
         self.costs = DraftCosts()
         target = runner.view
-        blocks: dict[int | None, int] = {None: target.num_blocks[None]}
-        view = View(target.block_size, blocks, target.allocated, first=head.lead)
+        view = View(
+            target.block_size,
+            {None: target.num_blocks[None]},
+            target.allocated,
+            first=head.lead,
+        )
         make = DensePages if runner.layout == "gather" else Pages  # its layers are like the model's
         pages = [make(view, None) for _ in range(head.kv_layers)]
         runner.adopt(pages)

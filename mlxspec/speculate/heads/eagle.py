@@ -110,7 +110,7 @@ class Eagle3(nn.Module):
 
 
 def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
-    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
     config = _config(files.config)
     tensors = {name.replace("midlayer.", "layers.0."): x for name, x in files.tensors.items()}
     added = tensors.get("d2t")
@@ -120,11 +120,8 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     has = len(decoder_layers(target))
     taps = _taps(config, has)
     check_taps(files, taps, has)
-    try:
-        size = config["hidden_size"]
-        module = Eagle3(config, len(taps), config.get("target_hidden_size") or width)
-    except KeyError as error:
-        raise UnsupportedModel(f"{files.path}/config.json lacks {error}") from error
+    size = config["hidden_size"]
+    module = Eagle3(config, len(taps), config.get("target_hidden_size") or width)
     if "lm_head.weight" in tensors:
         rows = tensors["lm_head.weight"].shape[0]
         module.lm_head = nn.Linear(size, rows, bias=False)

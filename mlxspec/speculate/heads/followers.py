@@ -40,11 +40,13 @@ class Followers:
         """Find the sequences that have new blocks. Before each step's drafts."""
         for seq, live in self.live.items():
             if live.table is not seq.table:  # its blocks may be another's now
-                live.table, live.hidden = None, []
+                live.table = None
+                live.hidden = []
         for e in plan:
             live = self.live[e.seq]
             if live.table is None:
-                live.table, live.step = e.seq.table, None
+                live.table = e.seq.table
+                live.step = None
                 live.hidden = self.before(e)
                 live.read = e.start + self.lead - len(live.hidden)
 
@@ -69,7 +71,8 @@ class Followers:
                 live.step = previous
                 states = [*states, flying[e.seq]]
             else:
-                live.read, live.hidden = end, []
+                live.read = end
+                live.hidden = []
             if e.inflight_drafts and previous and previous.sampled:
                 first = previous.first_row[e.seq] + self.lead
                 run.draft = Draft(previous.sampled.tokens[first : first + e.inflight_drafts])
@@ -94,7 +97,9 @@ class Followers:
                 continue
             end = e.start + e.count + new.drafts
             if live.step is step:
-                live.step, live.hidden, live.read = None, [], end + self.lead
+                live.step = None
+                live.hidden = []
+                live.read = end + self.lead
             else:
                 rows = hidden[first[e] : first[e] + end - e.start]
                 live.hidden.append(rows + 0 if len(hidden) > MAX_LAG else rows)  # a slice pins all

@@ -71,11 +71,11 @@ class Pass:
         whose newest tokens are `tokens` int32 [entries]."""
         raise NotImplementedError
 
-    def submit(self, out: mx.array) -> None:
-        """Start to compute the output of a pass, or where it is empty only K and V."""
+    def submit(self, out: mx.array | tuple[()] = ()) -> None:
+        """Start to compute the output of a pass; where there is none, its K and V."""
         # A pool that is named would be copied by the next pass.
         pools = pools_of(self.pages)
-        mx.async_eval(out if out.size else [pool.flatten()[:1] + 0 for pool in pools])
+        mx.async_eval(out if len(out) else [pool.flatten()[:1] + 0 for pool in pools])
 
 
 def as_it_is(hidden: mx.array) -> mx.array:

@@ -59,12 +59,13 @@ def lock(path: Path, wait: bool = True) -> Iterator[bool]:
         yield True
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model's directory; {} where there is none that can be read."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where none can be read."""
     try:
-        return dict(json.loads((path / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def format_size(count: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from mlxspec.config import Config
-from mlxspec.files import read_config
+from mlxspec.files import read_json
 from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import UnsupportedModel, line_of
 
@@ -149,7 +149,7 @@ def _checked(path: Path, draft: bool = False) -> Path:
 
 def _refuse_head(path: Path, name: str) -> None:
     """Raises UnsupportedModel for the directory of a head, which is not a model."""
-    kind = str(read_config(path).get("model_type", ""))
+    kind = str(read_json(path / "config.json").get("model_type", ""))
     if kind.endswith("_mtp"):
         target = target_of(name) or f"a model of type {kind.removesuffix('_mtp')}"
         raise UnsupportedModel(

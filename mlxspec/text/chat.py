@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer as load_wrapper
 
+from mlxspec.files import read_json
 from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
 from mlxspec.text.detokenizer import token_bytes
@@ -73,7 +74,7 @@ LIMITS = {  # of the defaults: type, minimum, maximum
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model directory, its end tokens from generation_config.json, else from
     config.json. Raises InvalidRequest where none can be used."""
-    generation, config = _json(path / "generation_config.json"), _json(path / "config.json")
+    generation, config = read_json(path / "generation_config.json"), read_json(path / "config.json")
     eos = generation.get("eos_token_id") or config.get("eos_token_id")
     try:
         own = {"trust_remote_code": False}  # else transformers asks whether to run it
@@ -105,7 +106,7 @@ def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> 
 def generation_defaults(path: Path) -> Defaults:
     """The defaults in a model directory's generation_config.json. A value that is not a number or
     out of range is left out, with a warning."""
-    found = _json(path / "generation_config.json")
+    found = read_json(path / "generation_config.json")
     values: dict[str, Any] = {}
     for name, (kind, least, most) in LIMITS.items():
         value: Any = found.get(name)
@@ -275,12 +276,3 @@ def _marked(
         messages.append({**marked(turn, pattern), "role": turn["role"]})
     options = {name: marked(value, special.begins) for name, value in conversation.options.items()}
     return options, messages, marked(conversation.tools, special.begins)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where none can be read."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

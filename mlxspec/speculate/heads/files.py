@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.files import read_config
+from mlxspec.files import read_json
 from mlxspec.types import UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
@@ -51,7 +51,7 @@ class HeadFiles:
 
 def find_head(path: Path) -> HeadFiles:
     """What a directory holds of a head."""
-    config = read_config(path)
+    config = read_json(path / "config.json")
     beside = {path / name for name in (*BESIDE, _named(config))}
     none = HeadFiles(path, config)
     found: dict[str, mx.array] = {}

@@ -351,7 +351,7 @@ def step(entry: Entry, mode: str) -> Any:
 
 @pytest.mark.parametrize(
     "verb, temperature",
-    in_turn(["begin", "options", "draft", "_sample", "observe", "end"], [0.0, 0.8]),
+    in_turn(["begin", "options", "draft", "_forward", "observe", "end"], [0.0, 0.8]),
 )
 def test_a_model_that_raises_leaves_copies(
     verb: str, temperature: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -16,9 +16,26 @@ import numpy as np
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.types import NULL_BLOCK
 
-# Blocks to gather [B, n], or the slots of a single sequence with consecutive blocks; the mask; the
-# part of the blocks' slots that is used.
-Selection = tuple[mx.array | slice, mx.array | str | None, slice]
+
+@dataclass(slots=True)
+class Blocks:
+    """Blocks to gather, by their `ids` int32 [B, n]."""
+
+    ids: mx.array
+    _places: dict[tuple[int, int], mx.array] = field(default_factory=dict)
+
+    def places(self, heads: int, blocks: int) -> mx.array:
+        """int32 [heads, B, n]: where they lie in a pool of so many blocks for each head; made once
+        per step, shared by layers."""
+        key = heads, blocks
+        if key not in self._places:
+            self._places[key] = mx.arange(heads)[:, None, None] * blocks + self.ids
+        return self._places[key]
+
+
+# What to gather, or the slots of a single sequence with consecutive blocks; the mask; the part of
+# the blocks' slots that is used.
+Selection = tuple[Blocks | slice, mx.array | str | None, slice]
 PackingPair = tuple[Packing | None, Packing | None]
 
 
@@ -87,7 +104,7 @@ class Group:
         if tables == [list(range(first, first + width))]:
             base = first * size
             return slice(base + keep.start, base + keep.stop), mask, keep
-        return block_array(tables, width), mask, keep
+        return Blocks(block_array(tables, width)), mask, keep
 
     def _mask(
         self,
@@ -125,7 +142,7 @@ def block_array(
 
 def gather(
     pool: mx.array,
-    blocks: mx.array | slice,
+    blocks: Blocks | slice,
     block_size: int,
     keep: slice,
     packing: Packing | None = None,
@@ -136,8 +153,8 @@ def gather(
     if isinstance(blocks, slice):
         dense = pool[None, :, blocks]
     else:
-        whole = pool.reshape(heads, -1, block_size, dim)
-        dense = whole[:, blocks].flatten(2, 3)
+        whole = pool.reshape(-1, block_size, dim)
+        dense = whole[blocks.places(heads, len(whole) // heads)].flatten(2, 3)
         dense = dense[:, :, keep].swapaxes(0, 1)
     return packing.unpack(dense) if packing else dense
 

@@ -7,6 +7,7 @@ fails at its first start.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -105,7 +106,7 @@ class Pages:
         if v.dtype == mx.float16:
             # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach
             # the sequence whose padding or block this slot becomes.
-            v = mx.where(mx.isfinite(v), v, 0)
+            v = _finite(v)
         if self.keys is None:
             self.dtype = k.dtype
             self.packings = self._packing(k), self._packing(v)
@@ -138,8 +139,8 @@ class Pages:
         v: mx.array,
     ) -> None:
         """Write k, v [kv_heads, n, D], as the pools hold them, at `slots` [n], in place."""
-        self.keys[:, slots] = k
-        self.values[:, slots] = v
+        self.keys = _put(self.keys, slots, k)
+        self.values = _put(self.values, slots, v)
 
     def pools(self) -> tuple[mx.array, mx.array]:
         """K and V of every slot, [kv_heads, slots, D] each; packed, uint32 [kv_heads, slots,
@@ -187,6 +188,11 @@ class DensePages(Pages):
         return keys, gather(self.values, blocks, size, keep, packing_v)
 
 
+@partial(mx.compile, shapeless=True)  # else 7 launches
+def _finite(x: mx.array) -> mx.array:
+    return mx.where(mx.isfinite(x), x, 0)
+
+
 def _rows(
     x: mx.array,
     packing: Packing | None,
@@ -196,6 +202,15 @@ def _rows(
     if packing:
         return packing.pack(x)
     return x
+
+
+def _put(pool: mx.array, slots: mx.array | slice, rows: mx.array) -> mx.array:
+    if isinstance(slots, slice):
+        pool[:, slots] = rows
+        return pool
+    # One launch. An index into two dimensions takes an index of the heads as well.
+    at = mx.broadcast_to(slots[:, None], rows.shape)
+    return mx.put_along_axis(pool, at, rows, axis=1)
 
 
 def window_of(cache: Any) -> int | None:

@@ -107,5 +107,5 @@ def test_blocks_in_a_row_are_not_gathered_and_give_the_same_bits(
 
 def test_a_window_gathers_only_its_blocks() -> None:
     group = Group(0, 2, 1, [150, 20], {None: [list(range(1, 20)), [20, 21, 22]]}, SIZE)
-    assert group.select(16)[0].shape == (2, 3)
-    assert group.select(None)[0].shape == (2, 19)
+    assert group.select(16)[0].ids.shape == (2, 3)
+    assert group.select(None)[0].ids.shape == (2, 19)

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxspec.kernels.reference import block_array, gather
+from mlxspec.kernels.reference import Blocks, block_array, gather
 from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages
 from mlxspec.speculate.chain import NextLogits
@@ -22,11 +22,11 @@ from mlxspec.types import Plan
 @dataclass(slots=True)
 class BlockCache:
     """What a layer sees as its cache in a block's pass: K/V of the context from `pages` at `blocks`
-    int32 [n, W], and behind them the block's own. `offset` int32 [n]: the newest tokens' positions.
+    [n, W], and behind them the block's own. `offset` int32 [n]: the newest tokens' positions.
     """
 
     pages: Pages
-    blocks: mx.array
+    blocks: Blocks
     offset: mx.array
 
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
@@ -90,7 +90,7 @@ class BlockPass(Pass):
         starts = mx.array([e.start for e in drafting])
         if shift is not None:
             starts = starts + shift
-        seen: dict[object, tuple[mx.array, mx.array]] = {}
+        seen: dict[object, tuple[Blocks, mx.array]] = {}
         caches = []
         for layer, pages in zip(module.layers, self.pages, strict=True):
             kind = layer.window, layer.causal
@@ -110,15 +110,15 @@ class BlockPass(Pass):
         rows: int,
         window: int | None,
         causal: bool,
-    ) -> tuple[mx.array, mx.array]:
-        """The blocks int32 [n, W] whose K and V a layer reads, and the mask, bool
+    ) -> tuple[Blocks, mx.array]:
+        """The blocks [n, W] whose K and V a layer reads, and the mask, bool
         [n, 1, rows, W * block_size + rows]: what each row of a block sees of them and of the block.
         `starts` int32 [n] are the newest tokens' positions."""
         size = self.view.block_size
         low = max(0, min(e.start for e in drafting) - window) // size if window else 0
         high = -(-max(e.start + e.inflight_drafts for e in drafting) // size)
         width = max(1, high - low)
-        blocks = block_array([e.seq.table[low : low + width] for e in drafting], width)
+        blocks = Blocks(block_array([e.seq.table[low : low + width] for e in drafting], width))
         slot = low * size + mx.arange(width * size)
         first = starts[:, None, None]
         row = mx.arange(rows)

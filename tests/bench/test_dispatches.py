@@ -1,0 +1,112 @@
+"""What Metal would launch, read from graphs made here. The counts of a few operations are those of
+MLX's own backend; ours are held beside mlx-lm's for the same model."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from bench.dispatches import of_engine, of_mlx_lm
+from bench.graph import Work, on_metal, work_of
+from tests import tiny
+from tests.drafters import attach_head
+
+X = mx.zeros((2, 3, 4))
+POOL = mx.zeros((2, 64, 4))
+WEIGHT = mx.ones((4,))
+AT = mx.array([3, 9, 20])
+mx.eval(X, POOL, WEIGHT)
+
+
+@pytest.fixture(autouse=True)
+def plain_functions() -> Iterator[None]:
+    """What MLX compiled cannot be read; the program replaces mx.compile before it is used."""
+    mx.disable_compile()
+    yield
+    if not os.environ.get("MLX_DISABLE_COMPILE"):
+        mx.enable_compile()
+
+
+def put() -> mx.array:
+    pool = POOL + 0
+    mx.eval(pool)
+    pool[:, 5:8] = X
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("make", "launches", "read", "written"),
+    [
+        (lambda: X.swapaxes(0, 1)[None, ::2], 0, 0, 0),  # strides alone
+        (lambda: X.reshape(6, 4), 0, 0, 0),
+        (lambda: X.swapaxes(0, 1).reshape(6, 4), 1, 96, 96),  # such a reshape is a copy
+        (lambda: X.swapaxes(0, 1) + 1, 1, 96 + 4, 96),
+        (lambda: mx.broadcast_to(X[:, :1], X.shape) * 2, 1, 32 + 4, 96),
+        (put, 1, 96, 96),  # of a pool, what is written alone
+        (lambda: mx.concatenate([X, X]), 2, 192, 192),
+        (lambda: mx.fast.rms_norm(X, WEIGHT, 1e-5), 1, 96 + 16, 96),
+        (lambda: mx.fast.rms_norm(X.swapaxes(1, 2), WEIGHT[:3], 1e-5), 2, 204, 192),
+        (lambda: mx.take(POOL, AT, axis=1), 1, 12 + 96, 96),
+        (lambda: mx.argmax(X, axis=-1), 1, 96, 24),
+    ],
+)
+def test_operations_launch_what_mlx_launches(
+    make: Callable[[], mx.array], launches: int, read: int, written: int
+) -> None:
+    with on_metal() as stand_ins:
+        work = work_of([make()], stand_ins)
+    assert (work.total, work.read, work.written) == (launches, read, written), work
+
+
+def test_keys_of_several_sequences_are_copied_for_attention_unless_heads_come_first() -> None:
+    q, kv = mx.zeros((2, 4, 1, 8)), mx.zeros((2, 2, 16, 8))
+    mx.eval(q, kv)
+    with on_metal() as stand_ins:
+        plain = mx.fast.scaled_dot_product_attention(q, kv, kv, scale=1.0)
+        swapped = mx.fast.scaled_dot_product_attention(
+            q, kv.swapaxes(0, 1), kv.swapaxes(0, 1), scale=1.0
+        )
+        assert work_of([plain], stand_ins).total == 1
+        assert work_of([swapped], stand_ins).launches["Copy"] == 2
+
+
+def per_layer(count: Callable[[Any], Work]) -> int:
+    """Launches of each further layer."""
+    shape = dict(head_dim=32, num_attention_heads=4, num_key_value_heads=2)
+    few, more = (count(tiny.model("qwen3", num_hidden_layers=n, **shape)) for n in (2, 4))
+    added = more.total - few.total
+    assert added % 2 == 0
+    return added // 2
+
+
+def ours(streams: int) -> Callable[[Any], Work]:
+    return lambda model: of_engine(
+        tiny.engine(model, block=64, budget=512, whole=True), streams, kernels=True
+    )
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_layer_launches_no_more_than_mlx_lms(streams: int) -> None:
+    """With one sequence our attention merges its parts, which mlx's does from 1,024 tokens on."""
+    theirs = per_layer(lambda model: of_mlx_lm(model, streams))
+    assert per_layer(ours(streams)) <= theirs + (streams == 1)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
+def test_a_round_launches_the_target_once_and_a_pass_for_each_drafted_token(kind: str) -> None:
+    def round_of(depth: int) -> Counter[str]:
+        engine = tiny.engine(tiny.model("qwen3"), block=64, budget=512, whole=True)
+        attach_head(engine, depth=depth, kind=kind)
+        return of_engine(engine, 1).launches
+
+    one, two, three = map(round_of, (1, 2, 3))
+    block = kind == "dflash"  # drafts in one pass: what is left is the drawing of a token
+    products = two["Matmul"] - one["Matmul"]
+    each = {"dflash": 0, "eagle3": 8, "mtp": 9}  # a layer's 7, lm_head, and MTP's own
+    assert products == three["Matmul"] - two["Matmul"] == each[kind]
+    for name in ("RMSNorm", "RoPE", "ScaledDotProductAttention"):
+        assert (three[name] == two[name]) == block
+    assert (three - two).total() <= (20 if block else 75), three - two

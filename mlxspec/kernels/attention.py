@@ -135,7 +135,7 @@ def _metadata(
             first = _part(low, window)
             last = _part(start + group.max_shift + group.length - 1, window)
             parts = max(parts, last - first + 1)
-            sequences.append((start, row, group.length, first, block, 0, 0, 0))
+            sequences.append((start, row, group.length, first, block, group.first, 0, 0))
             tables.append(table)
             row += group.length
         none = mx.zeros(len(group.starts), mx.int32)
@@ -214,7 +214,7 @@ def paged_attention(
         KERNELS.recorded += paged_attention_cases(shape)
 
     def choose(group: Group) -> str:
-        if not shape or group.length > ROWS or group.first:
+        if not shape or group.length > ROWS:
             return ""
         return variant or _proven(shape, group.length)
 

@@ -42,6 +42,7 @@ class Step:
     sinks: bool = False
     bits: int = 0
     size: int = 16
+    first: int = 0
 
     def some(self, seed: int, *shape: int) -> mx.array:
         return mx.array(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(
@@ -62,13 +63,22 @@ class Step:
         groups, lo, tables = [], 0, []
         for start, end in spans:
             tables.append([free.pop() for _ in range(-(-end // self.size))])
-            for at in range(max(0, start - self.window + 1) if self.window else 0, end):
+            low = max(self.first, start - self.window + 1) if self.window else self.first
+            for at in range(low, end):
                 seen[tables[-1][at // self.size] * self.size + at % self.size] = True
         left = iter(tables)
         for n, starts in self.shapes:
             hi = lo + n * len(starts)
             groups.append(
-                Group(lo, hi, n, list(starts), {None: [next(left) for _ in starts]}, self.size)
+                Group(
+                    lo,
+                    hi,
+                    n,
+                    list(starts),
+                    {None: [next(left) for _ in starts]},
+                    self.size,
+                    first=self.first,
+                )
             )
             lo = hi
         pools = []
@@ -173,6 +183,14 @@ def test_masks(bits: int, window: int | None, sinks: bool, matrix: bool) -> None
 def test_shapes(dtype: mx.Dtype, dim: int, heads: int, kv: int, bits: int, matrix: bool) -> None:
     shapes = ((1, (3, 150)), (2, (40,)), (5, (127,)))
     check(Step(shapes, dtype, heads, kv, (dim, dim), 140, True, bits), matrix=matrix)
+
+
+@both
+@pytest.mark.parametrize("first, window", [(1, None), (1, 20), (150, None), (150, 40)])
+def test_slots_before_the_first_are_not_seen(first: int, window: int | None, matrix: bool) -> None:
+    """Also where they fill whole parts."""
+    shapes = ((1, (first, first + 37, 300)), (5, (290,)))
+    check(Step(shapes, window=window, first=first), matrix=matrix)
 
 
 FAR = [  # parts of each length, without a window and with one

@@ -79,8 +79,13 @@ class Recorder:
         engine.runner.forward = self._forward(engine.runner.forward)  # type: ignore[method-assign]
         engine.runner.submit = self._built(engine.runner.submit)  # type: ignore[method-assign]
         drafters = getattr(engine.proposer, "drafters", ())
-        for runner in (engine.runner, *(d.runner for d in drafters if hasattr(d, "runner"))):
+        runners = {
+            id(r): r for r in (engine.runner, *(getattr(d, "runner", None) for d in drafters))
+        }
+        for runner in filter(None, runners.values()):  # a head's is the engine's
             runner.model = Timed(runner.model, {"__call__": self._clock("model", runner.model)})
+        for head in filter(None, (getattr(d, "head", None) for d in drafters)):
+            head.module = Timed(head.module, {"__call__": self._clock("model", head.module)})
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
@@ -301,14 +306,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.trace", description=__doc__)
     parser.add_argument("model", nargs="?", default="", help="as for serve; default: built in")
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="the timeline")
-    parser.add_argument("--draft", default="", metavar="MODEL", help="a small draft model")
+    parser.add_argument("--draft", default="", metavar="HEAD_OR_MODEL", help="as for serve")
+    parser.add_argument("--draft-depth", type=int, default=0, help="as for serve")
     parser.add_argument("--workload", choices=WORKLOADS, default="chat")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     most = max(args.streams)
-    config = Config(model=args.model, draft=args.draft, max_sequences=most, cache_gb=0.0)
+    config = Config(
+        model=args.model,
+        draft=args.draft,
+        draft_depth=args.draft_depth,
+        max_sequences=most,
+        cache_gb=0.0,
+    )
     model = resolve_model(config)
     stop, sampling = frozenset(model.tokenizer.eos_token_ids), Sampling(args.temperature)
     requests = [

@@ -61,5 +61,6 @@ def source(file: str) -> str:
     return (data_dir("metal") / f"{file}.metal").read_text("utf-8")
 
 
+@cache
 def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]

@@ -7,7 +7,7 @@ gathered block is contiguous within its head.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 
 import mlx.core as mx
@@ -342,13 +342,20 @@ def count_accepted(
 ) -> mx.array:
     """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
+    at_tokens, at_inputs, drafted = _compared(tuple(drafts))
+    same = drafted & (tokens[at_tokens] == inputs[at_inputs])
+    kept = mx.cumprod(same.astype(mx.int32), axis=1)
+    return kept.sum(axis=1)
+
+
+@lru_cache(maxsize=16)  # steps are often alike
+def _compared(drafts: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array, mx.array]:
+    """[entries, longest draft] each: which of the tokens is compared with which of the inputs, and
+    whether there is a drafted token at all."""
     firsts, counts = np.array(drafts).T[:, :, None]
     rows = np.cumsum(1 + counts, axis=0) - 1 - counts
     steps = np.arange(max(1, counts.max()))
     drafted = steps < counts
     at_tokens = np.where(drafted, rows + steps, 0)
     at_inputs = np.where(drafted, firsts + steps, 0)
-    same = tokens[mx.array(at_tokens)] == inputs[mx.array(at_inputs)]
-    same &= mx.array(drafted)
-    kept = mx.cumprod(same.astype(mx.int32), axis=1)
-    return kept.sum(axis=1)
+    return mx.array(at_tokens), mx.array(at_inputs), mx.array(drafted)

@@ -66,6 +66,8 @@ def sampling_of(seq: Seq, proposal: Proposal) -> Sampling:
     host has not read. The target applies them."""
     sampling = seq.request.sampling
     likeliest = len(proposal.rate_keys) > 0 and proposal.rate_keys[0][1] < 0
+    if not (likeliest or sampling.penalized or sampling.logprobs is not None):
+        return sampling
     return replace(
         sampling,
         temperature=0.0 if likeliest else sampling.temperature,
@@ -103,15 +105,21 @@ def fill_drafts(
     entries = drafting
     samplings = [sampling_of(e.seq, chosen[e.seq]) for e in drafting]
     passes: list[mx.array] = []
+    none = mx.zeros((0,), mx.int32)
     while n := sum(e.depth > len(passes) for e in drafting):
         last, part = None, None if shift is None else shift[:n]
         entries = entries[:n]
         if passes:
             last = passes[-1][:n]
-            entries = [replace(e, start=e.end, count=1) for e in entries]
+            entries = [_next(e) for e in entries]
         logits = next_logits(entries, last, part)
         rows = [SampledRow(e, s, e.end) for e, s in zip(entries, samplings, strict=False)]
-        passes.append(sample(logits, rows, mx.zeros((0,), mx.int32), part).tokens)
+        passes.append(sample(logits, rows, none, part).tokens)
     for i, e in enumerate(drafting):
         tokens = [sampled[i : i + 1] for sampled in passes[: e.depth]]
         e.draft = Draft(mx.concatenate(tokens), source, chosen[e.seq].rate_keys)
+
+
+def _next(e: Entry) -> Entry:
+    """The entry of the row after this one's. Not by `replace`, which takes twice as long."""
+    return Entry(e.seq, e.end, 1, True, e.depth, e.pending, e.inflight_drafts)

@@ -66,7 +66,8 @@ class ResolvedModel:
                 f"{file} cannot be read: {blame(error)}; give a complete model directory"
             ) from error
         weights = weight_bytes(self.path)
-        if self.draft:
+        # A head is left out if it does not fit.
+        if self.draft and not find_head(self.draft.path).alone:
             weights += weight_bytes(self.draft.path)
         return ModelInfo(
             name=self.name,

@@ -10,6 +10,7 @@ import pytest
 from mlxspec import resolve
 from mlxspec.config import Config
 from mlxspec.engine.drafting import load_drafting
+from mlxspec.files import weight_bytes
 from mlxspec.model import hub
 from mlxspec.model.cards import head_of, target_of
 from mlxspec.model.layout import load
@@ -54,6 +55,14 @@ def test_a_card_s_head_is_fetched(online: dict[str, Path], tmp_path: Path) -> No
     assert resolved(tmp_path, model=MODEL, speculate="off") is None
     assert resolve.models_of(Config(model=MODEL)) == [MODEL, HEAD]
     assert resolve.models_of(Config(model=MODEL, draft="off")) == [MODEL]
+
+
+def test_a_model_loads_where_only_its_head_does_not_fit(
+    online: dict[str, Path], tmp_path: Path
+) -> None:
+    """What a model must find free says nothing about a head."""
+    found = resolve.resolve_model(Config(cache_dir=str(tmp_path), model=MODEL))
+    assert found.draft and found.info.weight_bytes == weight_bytes(TARGET) > 0
 
 
 def test_a_model_that_holds_its_head_needs_no_other(

@@ -5,6 +5,7 @@ is left out, and the log says why.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from mlx.nn.layers.base import Module
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
+from mlxspec.engine.memory import MemoryPlan
 from mlxspec.engine.warmup import WarmupCache, kernels_in_use
 from mlxspec.kernels.trial import Case
-from mlxspec.model.layout import CacheBytes, LayoutChoice, geometry, load, load_weights
+from mlxspec.model.layout import CacheBytes, LayoutChoice, geometry, load, load_weights, weights
 from mlxspec.model.quantized import kernel_cases, linear_cases
 from mlxspec.model.runner import Runner
 from mlxspec.progress import progress
@@ -30,7 +32,7 @@ from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, MAX_DEPTH, Request, Sampling, Tap
+from mlxspec.types import FINAL_NORM, MAX_DEPTH, OutOfMemory, Request, Sampling, Tap
 
 log = logging.getLogger("mlxspec")
 
@@ -49,6 +51,10 @@ class Drafting:
     head: HeadModel | None = None
     files: dict[str, Any] | None = None  # the small model's config.json
     fitted: SmallModel | None = None
+    nbytes: int = 0  # of the weights
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(map(weights, self.modules))  # a Runner hides some of them
 
     @property
     def modules(self) -> list[Module]:
@@ -74,6 +80,22 @@ class Drafting:
         if self.fitted:
             return [own, self.fitted.fit.cache_bytes]
         return [own, geometry(self.small)] if self.small else [own]
+
+    def plan(
+        self, make: Callable[..., MemoryPlan], size: int, own: CacheBytes | None = None
+    ) -> MemoryPlan:
+        """What `make` plans for the model, whose weights have `size` bytes and whose caches take
+        `own`, and what drafts for it; without a head that does not fit. Raises OutOfMemory."""
+        caches = self.caches_beside(own) if own else [CacheBytes(0, (), 0)]
+        try:
+            return make(size + self.nbytes, caches)
+        except OutOfMemory as error:
+            if not self.head:
+                raise
+            self.head, self.nbytes = None, 0
+            plan = self.plan(make, size, own)
+            log.warning("decoding without a head: with it, %s", error)
+            return plan
 
     def load_weights(self) -> None:
         """Read the weights; a damaged head is left out. Raises UnsupportedModel."""

@@ -62,14 +62,14 @@ def load_engine(
     began = time.perf_counter()
     model, files = load(path)  # the weights stay on disk
     drafting = load_drafting(model, path, draft, config)
-    models = [model, *drafting.modules]
     context = min(context_of(files), config.context or 1 << 31)
-    size = sum(map(weights, models))  # a Runner hides some of them
+    size = weights(model)  # a Runner hides some of them
     cases = _cases(model, drafting, config)  # likewise
     free = _free_bytes(config) - reserved
-    plan_for = partial(make_plan, config, context, size, free=free, share=share)
-    plan_for([(0, (), 0)])  # the weights alone: with some models, geometry() reads weights
-    plan_for(drafting.caches_beside(geometry(model, config.kv_bits)))
+    make = partial(make_plan, config, context, free=free, share=share)
+    plan_for = partial(drafting.plan, make, size)
+    plan_for()  # the weights alone: with some models, geometry() reads weights
+    plan_for(geometry(model, config.kv_bits))
     load_weights(model)
     drafting.load_weights()
     file = cache_file(path, config)
@@ -78,7 +78,7 @@ def load_engine(
     drafting.fit(layout)
     with progress("Trying kernels") as report:  # before the pools take memory
         verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
-    plan = plan_for(drafting.caches_beside(layout.cache_bytes))  # with what the layouts really keep
+    plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
     facts = versions() | {"kept": kept} | drafting.facts
     identity = fingerprint(path, facts)  # of a KV block, beside its tokens

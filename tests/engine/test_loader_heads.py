@@ -1,6 +1,7 @@
 """Loading a model with a head: what is planned, and what its prompts on disk are worth."""
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.config import Config
+from mlxspec.engine import loader, memory
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.memory import STATES
+from mlxspec.files import format_size
+from mlxspec.model.layout import CacheBytes
 from mlxspec.speculate import heads
+from mlxspec.types import OutOfMemory
 from tests import tiny
 from tests.chains import Drafted, check, few, recorded
 from tests.drafters import random_head
@@ -55,6 +60,39 @@ def test_the_memory_of_a_head_is_planned(tmp_path: Path, kind: str) -> None:
     assert info.kv_bytes == plain.kv_bytes + more
     own = sum(x.nbytes for _, x in tree_flatten(head.module.parameters()))
     assert info.weight_bytes == plain.weight_bytes + own
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("lacks", ["weights", "caches", "caches found late"])
+def test_a_head_that_does_not_fit_is_left_out(
+    tmp_path: Path,
+    kind: str,
+    lacks: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where there is room for the model alone: the first line says how much both need."""
+    target, path = both(tmp_path, kind)
+    few_blocks = settings(kv_blocks=12)
+    _, plain = load_engine(target, "tiny", few_blocks)
+    _, info = load_engine(target, "tiny", few_blocks, path)
+    alone = plain.weight_bytes + plain.kv_bytes
+    own = info.weight_bytes - plain.weight_bytes
+    room = memory.headroom() + (alone if lacks == "weights" else alone + own)
+    monkeypatch.setattr(memory, "available", lambda: room)
+    if lacks == "caches found late":
+        monkeypatch.setattr(loader, "geometry", lambda *_: CacheBytes(0, (), 0))
+    caplog.clear()
+    e, found = load_engine(target, "tiny", few_blocks, path)
+    assert (found.weight_bytes, found.kv_bytes) == (plain.weight_bytes, plain.kv_bytes)
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    both_weigh = format_size(info.weight_bytes)
+    assert len([line for line in said if both_weigh in line and "without a head" in line]) == 1
+    e.add(tiny.request("r", [1, 2, 3], 8))
+    assert tiny.tokens(tiny.run(e), "r") == tiny.Plain(tiny.model(kind))([1, 2, 3], 8)
+    monkeypatch.setattr(memory, "available", lambda: memory.headroom() + alone - 1)
+    with pytest.raises(OutOfMemory, match=format_size(plain.weight_bytes)):
+        load_engine(target, "tiny", few_blocks, path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])

@@ -45,12 +45,12 @@ def fingerprint(model_dir: Path, about: Mapping[str, str]) -> str:
     config = model_dir / "config.json"
     if config.exists():  # a head may come without
         digest.update(config.read_bytes())
-    for path in sorted(model_dir.iterdir()):
+    for path in sorted(model_dir.rglob("*")):  # a head may lie in a folder
         if path.suffix not in WEIGHTS:
             continue
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
-            about_file = f"{path.name} {found.st_size} {found.st_mtime_ns}"
+            about_file = f"{path.relative_to(model_dir)} {found.st_size} {found.st_mtime_ns}"
             digest.update(about_file.encode())
             last = max(0, found.st_size - SAMPLE_BYTES)
             for i in range(SAMPLES):

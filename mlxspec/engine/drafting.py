@@ -6,7 +6,7 @@ is left out, and the log says why.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Drafting:
     head: HeadModel | None = None
     files: dict[str, Any] | None = None  # the small model's config.json
     fitted: SmallModel | None = None
+    # What the content of the model's blocks depends on: K/V of a head that runs lie in them.
+    facts: dict[str, str] = field(default_factory=dict)
     nbytes: int = 0  # of the weights
 
     def __post_init__(self) -> None:
@@ -59,11 +61,6 @@ class Drafting:
     @property
     def modules(self) -> list[Module]:
         return [module for module in (self.small, self.head and self.head.module) if module]
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What the content of the model's blocks depends on: a head's K/V lie in them."""
-        return {"head": fingerprint(self.path, {})} if self.head else {}
 
     def cases(self, config: Config) -> list[Case]:
         """The kernels to verify for it."""
@@ -170,11 +167,11 @@ def _attach(
     kv = engine.scheduler.kv
     head = HeadDrafter(drafting.head, engine.runner)
     kv.rereads = drafting.head.lead > 0 and kv.states is None
+    key = fingerprint(drafting.path, {})
     try:
         head.measure(table)
         free = len(engine.scheduler.pool.free_blocks)
         if drafting.head.tries_taps and free > TRIED_TOKENS:
-            key = drafting.facts["head"]
             if key not in cache.taps:
                 cache.taps = {key: _choose_tap(engine, head, costs)}
             head.use((cache.taps[key],))
@@ -191,6 +188,7 @@ def _attach(
             engine.step()
         engine.reset()
         return None
+    drafting.facts = {"head": f"{key} {head.taps}"}
     where = ["the final norm" if tap == FINAL_NORM else f"layer {tap}" for tap in head.taps]
     log.info(
         "%s drafts from the hidden states after %s: %.1f ms and %.1f ms a token; head: %s",

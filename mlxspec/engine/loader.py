@@ -18,12 +18,11 @@ from mlxspec.cache.states import StateCache
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.budget import PrefillBudget
-from mlxspec.engine.drafting import Drafting, add_drafters, load_drafting
+from mlxspec.engine.drafting import add_drafters, load_drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
 from mlxspec.engine.scheduler import Scheduler
 from mlxspec.engine.warmup import WarmupCache, cache_file, versions
-from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import VerdictFile, verify
 from mlxspec.model import meter, recurrent
 from mlxspec.model.hub import cache_of, prompts_of
@@ -64,7 +63,9 @@ def load_engine(
     drafting = load_drafting(model, path, draft, config)
     context = min(context_of(files), config.context or 1 << 31)
     size = weights(model)  # a Runner hides some of them
-    cases = _cases(model, drafting, config)  # likewise
+    cases = []  # likewise
+    if config.kernels == "auto":  # the K/V of what drafts are not quantized
+        cases = kernel_cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
     free = _free_bytes(config) - reserved
     make = partial(make_plan, config, context, free=free, share=share)
     plan_for = partial(drafting.plan, make, size)
@@ -80,14 +81,14 @@ def load_engine(
         verify(cases, VerdictFile(cache_of(config) / KERNELS_DIR), report)
     plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
-    facts = versions() | {"kept": kept} | drafting.facts
-    identity = fingerprint(path, facts)  # of a KV block, beside its tokens
-    engine = _build(model, layout, plan, context, identity, config)
+    facts = versions() | {"kept": kept}  # what a KV block depends on, beside its tokens
+    engine = _build(model, layout, plan, context, fingerprint(path, facts), config)
     _warm_up(engine, config)
     if config.speculate == "on":
         add_drafters(engine, cache, drafting, config)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
+        identity = fingerprint(path, facts | drafting.facts)
         disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
         offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
         engine.offloader = engine.scheduler.offloader = offloader
@@ -130,13 +131,6 @@ def _info(
         weight_bytes=plan.weights,
         created=int(time.time()),
     )
-
-
-def _cases(model: Module, drafting: Drafting, config: Config) -> list[Case]:
-    """The kernels to verify. The K/V of what drafts are not quantized."""
-    if config.kernels != "auto":
-        return []
-    return kernel_cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
 
 
 def _free_bytes(config: Config) -> int:

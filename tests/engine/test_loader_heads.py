@@ -2,8 +2,10 @@
 
 import json
 import logging
+import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -11,13 +13,14 @@ from mlx.utils import tree_flatten
 
 from mlxspec.config import Config
 from mlxspec.engine import loader, memory
-from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
 from mlxspec.engine.memory import STATES
 from mlxspec.files import format_size
 from mlxspec.model.layout import CacheBytes
 from mlxspec.speculate import heads
-from mlxspec.types import OutOfMemory
+from mlxspec.speculate.calibrate import MEASURED
+from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.types import FINAL_NORM, OutOfMemory
 from tests import tiny
 from tests.chains import Drafted, check, few, recorded
 from tests.drafters import random_head
@@ -95,39 +98,74 @@ def test_a_head_that_does_not_fit_is_left_out(
         load_engine(target, "tiny", few_blocks, path)
 
 
+PROMPT = some(6 * BLOCK + 3)
+
+
+def serve(target: Path, head: Path | None, **change: Any) -> tuple[list[Drafted], int]:
+    """Start with a disk cache, answer PROMPT and end: what was drafted, and how many tokens of it
+    were restored. The answer is that without a head."""
+    e, _ = load_engine(target, "tiny", settings(cache_gb=1.0, **change), head)
+    drafted: list[Drafted] = []
+    if len(e.proposer.drafters) > 1:  # type: ignore[attr-defined]
+        drafted = recorded(e, head_of(e))
+        loud(e)
+    e.add(few("r", PROMPT, 20))
+    outputs = tiny.run(e)
+    while e.active:
+        e.step()
+    e.close(5)
+    plain = tiny.engine(e.runner.model, layout=e.runner.layout, block=BLOCK)
+    plain.add(few("r", PROMPT, 20))
+    assert tiny.tokens(outputs, "r") == tiny.tokens(tiny.run(plain), "r")
+    return drafted, outputs[-1].cached
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-def test_prompts_on_disk_are_those_of_the_same_head(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_prompts_on_disk_are_those_of_the_same_head(
+    tmp_path: Path, kind: str, inside: bool
+) -> None:
     """The first prompt after a start is restored, and drafted for as if it had been read; not with
-    a head that did not read it."""
+    a head that did not read it. The head has a directory of its own, or a folder in the model's."""
     target, path = both(tmp_path, kind)
-    prompt = some(6 * BLOCK + 3)
-    answers = []
-
-    def serve(draft: Path | None) -> tuple[Engine, list[Drafted], int]:
-        e, _ = load_engine(target, "tiny", settings(cache_gb=1.0), draft)
-        drafted: list[Drafted] = []
-        if draft:
-            drafted = recorded(e, head_of(e))
-            loud(e)
-        e.add(few("r", prompt, 20))
-        outputs = tiny.run(e)
-        while e.active:
-            e.step()
-        e.close(5)
-        answers.append(tiny.tokens(outputs, "r"))
-        return e, drafted, outputs[-1].cached
-
-    assert serve(None)[2] == 0
-    _, cold, cached = serve(path)
+    weights, draft = path / "model.safetensors", path
+    if inside:
+        weights, draft = target / "mtp/weights.safetensors", None
+        shutil.move(path, weights.parent)
+        (weights.parent / "model.safetensors").rename(weights)
+    assert serve(target, None, draft="off")[1] == 0
+    cold, cached = serve(target, draft)
     assert cached == 0 and check(kind, cold) > 20 / (K + 1)
-    _, warm, cached = serve(path)
+    warm, cached = serve(target, draft)
     assert cached >= 5 * BLOCK and check(kind, warm) == len(cold)
-    weights = mx.load(str(path / "model.safetensors"))
-    mx.save_safetensors(
-        str(path / "model.safetensors"), weights | {"norm.weight": weights["norm.weight"] * 0.9}
-    )
-    assert serve(path)[2] == 0
-    assert len({*map(tuple, answers)}) == 1
+    tensors = mx.load(str(weights))
+    mx.save_safetensors(str(weights), tensors | {"norm.weight": tensors["norm.weight"] * 0.9})
+    assert serve(target, draft)[1] == 0
+
+
+def test_prompts_on_disk_are_those_of_the_same_hidden_state(tmp_path: Path) -> None:
+    """A later trial, as after an update, may choose another one for the head to read."""
+    target, path = both(tmp_path, "qwen3_5")
+    room = dict(kv_blocks=64 + MEASURED // BLOCK)  # to try the head
+    assert serve(target, path, **room)[1] == 0
+    assert serve(target, path, **room)[1] >= 5 * BLOCK
+    (known,) = (tmp_path / "cache/costs").iterdir()
+    found = json.loads(known.read_text())
+    (head,) = found["taps"]
+    found["taps"][head] = 3 if found["taps"][head] == FINAL_NORM else FINAL_NORM
+    known.write_text(json.dumps(found))
+    assert serve(target, path, **room)[1] == 0
+
+
+def test_a_head_that_cannot_run_leaves_no_name_on_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, path = both(tmp_path, "qwen3_5")
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadDrafter, "measure", lambda *_: 1 / 0)
+        assert serve(target, path) == ([], 0)
+    assert serve(target, None)[1] >= 5 * BLOCK
+    assert serve(target, path)[1] == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mamba2", "llama"])

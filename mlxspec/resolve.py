@@ -121,28 +121,28 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
         if asked:
             draft = resolve(asked, cache, METAL, draft=True)
         elif "/" in found.name and (sidecar := head_of(found.name)):
-            draft = _fetch_head(found, sidecar, cache)
+            try:
+                draft = _fetch_head(found.path, sidecar, cache)
+            except UnsupportedModel as error:
+                log.warning("decoding without the head %s: %s", sidecar, error)
+                config = replace(config, draft=NONE)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
     if asked and draft and not find_head(draft.path).alone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
 
 
-def _fetch_head(model: Resolved, sidecar: str, cache: Path) -> Resolved | None:
-    """The head that a card names for a model, unless the model's files hold one. It can be done
-    without: where it cannot be fetched, the log says so."""
-    try:
-        if find_head(model.path).kind:
-            return None
-        if not find_local(sidecar, cache, METAL, draft=True):
-            log.info("fetching %s, which drafts for this model; --draft off leaves it", sidecar)
-        found = resolve(sidecar, cache, METAL, draft=True)
-        if find_head(found.path).alone:
-            return found
-        log.warning("decoding without %s: it holds no head that can be read", sidecar)
-    except UnsupportedModel as error:
-        log.warning("decoding without the head %s: %s", sidecar, error)
-    return None
+def _fetch_head(model: Path, sidecar: str, cache: Path) -> Resolved | None:
+    """The head that a card names for a model, unless the model's files hold one. Raises
+    UnsupportedModel."""
+    if find_head(model).kind:
+        return None
+    if not find_local(sidecar, cache, METAL, draft=True):
+        log.info("fetching %s, which drafts for this model; --draft off leaves it", sidecar)
+    found = resolve(sidecar, cache, METAL, draft=True)
+    if not find_head(found.path).alone:
+        raise UnsupportedModel("it holds no head that can be read")
+    return found
 
 
 def resolve_models(config: Config) -> list[ResolvedModel]:

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +66,16 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mlxspec.model.hub import default_cache_dir, resolve
 
     return resolve("", default_cache_dir(), metal=False).path
+
+
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A hub that accepts connections and never answers; the directory of its cache."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        cache = tmp_path / "hub"
+        cache.mkdir()
+        for name, value in (("ENDPOINT", url), ("HF_HUB_ETAG_TIMEOUT", 0.2)):
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        yield cache

@@ -1,5 +1,6 @@
 """Which head a user gets: in the model's files, by a card, by --draft, or none."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlxspec.types import UnsupportedModel
 from tests.heads import packagings
 from tests.heads.packagings import SIDECAR, TARGET
 
+DOWNLOAD = hub._download
 MODEL, HEAD = "mlx-community/Qwen3.8-27B-4bit", "mlx-community/Qwen3.8-27B-MTP-4bit"
 
 
@@ -85,9 +87,43 @@ def test_what_a_card_names_can_be_done_without(
         weights.write_bytes(content if how == "no head" else content[:1000])
         if how == "damaged":
             (online[HEAD] / "config.json").write_text("{}")
+    online[MODEL] = promising(tmp_path / "model")
+    assert said_without_a_head(tmp_path, caplog).startswith(f"decoding without the head {HEAD}: ")
+
+
+def promising(out: Path) -> Path:
+    """A model whose config.json promises a head that its files do not hold."""
+    shutil.copytree(TARGET, out)
+    config = json.loads((out / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (out / "config.json").write_text(json.dumps(config))
+    found = find_head(out)
+    assert not found.kind and found.promised
+    return out
+
+
+def said_without_a_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """The one line about it, where the model is found and loaded."""
     with caplog.at_level(logging.WARNING):
-        assert resolved(tmp_path, model=MODEL) is None
-    assert HEAD in caplog.text
+        found = resolve.resolve_model(Config(cache_dir=str(tmp_path), model=MODEL))
+        assert found.draft is None
+        model, _ = load(found.path)
+        assert load_drafting(model, found.path, None, found.config).head is None
+    (line,) = caplog.messages
+    return line
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(
+    online: dict[str, Path],
+    tmp_path: Path,
+    silent_hub: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = promising(tmp_path / "model")
+    monkeypatch.setattr(hub, "_download", lambda n: path if n == MODEL else DOWNLOAD(n))
+    line = said_without_a_head(tmp_path, caplog)
+    assert HEAD in line and "imeout" in line
 
 
 def test_a_head_is_no_model(tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
         return path if path.is_dir() else None
     if os.path.exists(os.path.expanduser(name)) or not _is_hub_id(name):
         return resolve(name, cache_dir, metal, draft).path
+    return _cached(name)
+
+
+def _cached(name: str) -> Path | None:
+    """The directory of a repository in the hub's cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -173,10 +178,17 @@ def _shards(path: Path) -> set[str]:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
+        try:  # snapshot_download waits for this answer without limit
+            HfApi().model_info(name, timeout=HF_HUB_ETAG_TIMEOUT)
+        except Exception:
+            if found := _cached(name):
+                return found
+            raise
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except GatedRepoError as error:
         raise UnsupportedModel(

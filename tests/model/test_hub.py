@@ -13,6 +13,7 @@ from mlxspec.model.cards import cards
 from mlxspec.model.hub import find_local, resolve
 from mlxspec.types import UserError
 
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
 RESPONSE: Any = SimpleNamespace(headers={}, request=None)  # all that the hub's errors read of one
 
 
@@ -91,7 +92,8 @@ def test_hub_errors_say_what_to_do(
     def fail(*_: object, **__: object) -> str:
         raise error
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    for name in ("snapshot_download", "HfApi.model_info"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", fail)
     with pytest.raises(UserError, match=said):
         resolve("owner/repo", tmp_path, False)
 
@@ -99,13 +101,25 @@ def test_hub_errors_say_what_to_do(
 def test_a_hub_id_is_downloaded_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in FILES:
         (tmp_path / name).touch()
-    asked = []
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda n, **k: asked.append(n) or str(tmp_path)
     )
     assert resolve("owner/repo", tmp_path, False).name == "owner/repo" and asked == ["owner/repo"]
+
+
+def test_a_model_in_the_hub_s_cache_needs_no_answer(silent_hub: Path, tmp_path: Path) -> None:
+    repository, revision = silent_hub / "models--owner--repo", 40 * "a"
+    folder = repository / "snapshots" / revision
+    for file in (*(folder / name for name in FILES), repository / "refs/main"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(revision)
+    assert resolve("owner/repo", tmp_path, False).path == folder
+    with pytest.raises(UserError, match=r"cannot be downloaded: .*imeout"):
+        resolve("owner/other", tmp_path, False)
 
 
 def test_a_local_model_is_found_without_a_download(

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+WEIGHT_FILES = ("model*.safetensors", "mtp*.safetensors", "mtp/*.safetensors")
+
 
 def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
     """Write a whole file or nothing, creating its folders.
@@ -80,6 +82,13 @@ def format_size(count: int) -> str:
     return f"{value:.1f} GB"
 
 
+def weight_files(model: Path) -> list[Path]:
+    """The files with a model's weights and those of a head beside them; in a head's own directory
+    any safetensors."""
+    found = [file for pattern in WEIGHT_FILES for file in model.glob(pattern)]
+    return sorted(found or model.glob("*.safetensors"))
+
+
 def weight_bytes(model: Path) -> int:
     """The size of the weights in a model's directory."""
-    return sum(file.stat().st_size for file in model.glob("model*.safetensors") if file.exists())
+    return sum(file.stat().st_size for file in weight_files(model) if file.exists())

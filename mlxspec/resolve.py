@@ -91,12 +91,22 @@ def models_of(config: Config) -> list[str]:
         found.append(name)
         if name in known:
             draft = draft or known[name].draft
-        if "/" in name:
-            draft = draft or head_of(name)
+        sidecar = head_of(name) if "/" in name and not draft else ""
+        if sidecar and not _holds_head(name, config):
+            draft = sidecar
         if draft != NONE and draft and config.speculate == "on":
             found.append(draft)
         draft = _of_others(config)
     return found
+
+
+def _holds_head(model: str, config: Config) -> bool:
+    """Whether a model on disk needs no other head."""
+    try:
+        path = on_disk(model, config)
+        return bool(path and find_head(path).kind)
+    except UnsupportedModel:  # which its user reports
+        return False
 
 
 def _of_others(config: Config) -> str:

@@ -74,6 +74,18 @@ def test_a_model_that_holds_its_head_needs_no_other(
     assert resolved(tmp_path, model=MODEL) is None
 
 
+def test_no_card_s_head_is_named_for_a_model_that_holds_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is on disk; `doctor` and `models` show these names."""
+    path = packagings.write("embedded", tmp_path / "embedded")
+    monkeypatch.setattr(resolve, "find_local", lambda *_, **__: path)
+    assert resolve.models_of(Config(model=MODEL)) == [MODEL]
+    assert resolve.models_of(Config(model=MODEL, draft=HEAD)) == [MODEL, HEAD]
+    (path / "model.safetensors").write_bytes(b"cut off")
+    assert resolve.models_of(Config(model=MODEL)) == [MODEL, HEAD]
+
+
 @pytest.mark.parametrize("how", ["missing", "damaged", "no head"])
 def test_what_a_card_names_can_be_done_without(
     online: dict[str, Path], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture

@@ -8,27 +8,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
 from mlxspec import blas
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
-from mlxspec.files import format_size, weight_bytes
+from mlxspec.files import format_size, weight_bytes, weight_files
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model by the name that `serve` takes. Without a path it is not downloaded, and `bytes` is
-    the size of the download."""
+    """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
+    it is not downloaded, and `bytes` is the size of the download."""
 
     name: str
+    kind: Literal["model", "head"]
     path: Path | None
     bytes: int
 
 
 def local_models(config: Config) -> list[LocalModel]:
     """The models of the settings, the built-in model, and those in Hugging Face's cache."""
-    from mlxspec.model.cards import cards
+    from mlxspec.model.cards import cards, target_of
     from mlxspec.resolve import models_of, on_disk
+    from mlxspec.speculate.heads.files import find_head
 
     known, found = cards(), []
     for name in dict.fromkeys((*models_of(config), *known, *_cached_repos())):
@@ -38,7 +41,8 @@ def local_models(config: Config) -> list[LocalModel]:
             size = weight_bytes(path)
         elif name in known:
             size = known[name].source.bytes
-        found.append(LocalModel(name, path, size))
+        head = find_head(path).alone if path else target_of(name)
+        found.append(LocalModel(name, "head" if head else "model", path, size))
     return found
 
 
@@ -63,7 +67,7 @@ def damage(path: Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 
     found = []
-    for file in sorted(path.glob("model*.safetensors")):
+    for file in weight_files(path):
         try:
             with safe_open(file, "numpy"):
                 pass
@@ -93,5 +97,5 @@ def show(found: Sequence[LocalModel], as_json: bool) -> None:
         path = "not downloaded"
         if one.path:
             path = str(one.path).replace(str(Path.home()), "~")
-        rows.append((one.name, format_size(one.bytes), path))
-    print_table(("name", "size", "path"), rows)
+        rows.append((one.name, one.kind, format_size(one.bytes), path))
+    print_table(("name", "kind", "size", "path"), rows)

@@ -12,15 +12,14 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from mlxspec.config import Config
-from mlxspec.files import read_json
+from mlxspec.files import WEIGHT_FILES, read_json
 from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import UnsupportedModel, line_of
 
 DEFAULT = "smollm2-135m-instruct"
 HUB_FILES = (
+    *WEIGHT_FILES,
     "*.json",
-    "model*.safetensors",
-    "mtp*.safetensors",
     "*.model",
     "*.tiktoken",
     "*.txt",

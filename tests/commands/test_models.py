@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from mlxspec import cli
 from mlxspec.commands import models
 from mlxspec.config import Config
+from tests.heads.packagings import SIDECAR
 from tests.tiny_tokenizer import save_tokenizer
 
 
@@ -87,10 +89,44 @@ def test_models_and_pull(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert run("pull", str(model)).startswith(f"model is in {model}, ")
     monkeypatch.setenv("MLXSPEC_MODEL", str(model))
     lines = run("models").splitlines()
-    assert lines[0].split() == ["name", "size", "path"]
+    assert lines[0].split() == ["name", "kind", "size", "path"]
     assert "~/model" in lines[1] and "not downloaded" in lines[2]
     rows = json.loads(run("models", "--json"))
     assert rows[0]["path"] == str(model) and rows[0]["bytes"] > 64
+
+
+def test_a_head_is_listed_as_what_it_is(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its tensors where it is on disk, else by the card that names it."""
+    named = "mlx-community/Qwen3.8-27B-4bit"
+    config = Config(model=named, draft=str(SIDECAR), cache_dir=str(tmp_path / "cache"))
+    found = models.local_models(config)
+    assert [(one.kind, one.bytes > 0) for one in found[:2]] == [("model", False), ("head", True)]
+    found = models.local_models(replace(config, draft=""))
+    assert [one.kind for one in found[:2]] == ["model", "head"] and found[1].path is None
+
+
+def test_weights_are_found_by_the_names_that_heads_have(model: Path, tmp_path: Path) -> None:
+    """Beside a model, in a folder there, or under any name in a directory of its own."""
+    (model / "mtp").mkdir()
+    files = [
+        model / "model.safetensors",
+        model / "mtp.safetensors",
+        model / "mtp/weights.safetensors",
+    ]
+    for file in files:
+        weights(file)
+    weights(model / "adapters.safetensors", 1 << 20)
+    each = files[0].stat().st_size
+    assert models.weight_bytes(model) == 3 * each
+    for file in files:
+        file.write_bytes(b"cut off")
+    assert len(models.damage(model)) == 3
+    head = tmp_path / "head"
+    head.mkdir()
+    weights(head / "eagle.safetensors")
+    assert models.weight_bytes(head) == each and models.damage(head) == []
 
 
 def test_an_unknown_model() -> None:

@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from mlxspec.engine.loader import load_engine
 from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.model import meter
-from mlxspec.model.cards import cards, head_of
+from mlxspec.model.cards import head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.speculate.heads.files import find_head
@@ -84,29 +85,16 @@ class ResolvedModel:
 
 def models_of(config: Config) -> list[str]:
     """Names of all models, each followed by what drafts for it, as far as the cards know it."""
-    known, found = cards(), []
-    draft = config.draft  # of the first model
+    found, draft = [], config.draft  # of the first model
     for each in (config.model, *config.others):
         name = _split_name(each)[1] or DEFAULT
         found.append(name)
-        if name in known:
-            draft = draft or known[name].draft
-        sidecar = head_of(name) if "/" in name and not draft else ""
-        if sidecar and not _holds_head(name, config):
-            draft = sidecar
+        with suppress(UnsupportedModel):  # which its user reports
+            draft = draft or _sidecar(name, on_disk(name, config))
         if draft != NONE and draft and config.speculate == "on":
             found.append(draft)
         draft = _of_others(config)
     return found
-
-
-def _holds_head(model: str, config: Config) -> bool:
-    """Whether a model on disk needs no other head."""
-    try:
-        path = on_disk(model, config)
-        return bool(path and find_head(path).kind)
-    except UnsupportedModel:  # which its user reports
-        return False
 
 
 def _of_others(config: Config) -> str:
@@ -126,32 +114,40 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
     cache, draft = cache_of(config), None
     name, model = _split_name(config.model)
     found = resolve(model, cache, METAL)
-    asked = config.draft or found.draft
-    if config.speculate == "on" and asked != NONE:
-        if asked:
-            draft = resolve(asked, cache, METAL, draft=True)
-        elif "/" in found.name and (sidecar := head_of(found.name)):
+    if config.speculate == "on" and config.draft != NONE:
+        if config.draft:
+            draft = resolve(config.draft, cache, METAL, draft=True)
+        else:
             try:
-                draft = _fetch_head(found.path, sidecar, cache)
+                draft = _fetch_head(_sidecar(found.name, found.path), cache)
             except UnsupportedModel as error:
-                log.warning("decoding without the head %s: %s", sidecar, error)
+                log.warning("decoding without a head: %s", error)
                 config = replace(config, draft=NONE)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
-    if asked and draft and not find_head(draft.path).alone:
+    if config.draft and draft and not find_head(draft.path).alone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
 
 
-def _fetch_head(model: Path, sidecar: str, cache: Path) -> Resolved | None:
-    """The head that a card names for a model, unless the model's files hold one. Raises
-    UnsupportedModel."""
-    if find_head(model).kind:
+def _sidecar(name: str, path: Path | None) -> str:
+    """The head that a card names for a model, unless the files hold one or are damaged."""
+    found = head_of(name) if "/" in name else ""
+    if found and path:
+        files = find_head(path)
+        if files.kind or files.error:
+            return ""
+    return found
+
+
+def _fetch_head(sidecar: str, cache: Path) -> Resolved | None:
+    """A head by its hub id; None for "". Raises UnsupportedModel."""
+    if not sidecar:
         return None
     if not find_local(sidecar, cache, METAL, draft=True):
         log.info("fetching %s, which drafts for this model; --draft off leaves it", sidecar)
     found = resolve(sidecar, cache, METAL, draft=True)
     if not find_head(found.path).alone:
-        raise UnsupportedModel("it holds no head that can be read")
+        raise UnsupportedModel(f"{sidecar} holds no head that can be read")
     return found
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
 
 from mlxspec import blas
 from mlxspec.commands.table import print_table
@@ -22,7 +21,7 @@ class LocalModel:
     it is not downloaded, and `bytes` is the size of the download."""
 
     name: str
-    kind: Literal["model", "head"]
+    kind: str  # "model" or "head"
     path: Path | None
     bytes: int
 

@@ -33,7 +33,6 @@ class Card(BaseModel):
 
     title: str
     license: str
-    draft: str = ""
     source: WheelFile
     files: dict[str, dict[str, Any]]
 

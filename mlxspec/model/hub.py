@@ -37,11 +37,10 @@ class Index(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A model directory, the name to serve it under, and its draft model's name, if any."""
+    """A model directory, and the name to serve it under."""
 
     path: Path
     name: str
-    draft: str = ""
 
 
 def default_cache_dir() -> Path:
@@ -73,7 +72,7 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
         from mlxspec.model.embedded import embedded
 
         card = known[name]
-        return Resolved(embedded(name, card, cache_dir, _mode(metal)), name, card.draft)
+        return Resolved(embedded(name, card, cache_dir, _mode(metal)), name)
     file = os.path.expanduser(name)  # os.path accepts any text, Path raises for some
     if os.path.isdir(file):
         path = Path(file).resolve()

@@ -3,13 +3,14 @@
 import json
 import logging
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxspec import resolve
-from mlxspec.config import Config
+from mlxspec.config import Config, data_dir
 from mlxspec.engine.drafting import load_drafting
 from mlxspec.files import weight_bytes
 from mlxspec.model import hub
@@ -49,6 +50,22 @@ def test_cards_name_the_head_of_a_model_and_the_model_of_a_head() -> None:
     assert head_of(MODEL) == head_of(MODEL.partition("/")[2]) == HEAD
     assert head_of("4bit") == head_of("mlx-community/SmolLM2") == ""
     assert target_of(HEAD) == MODEL and target_of("4bit") == ""
+
+
+def test_every_head_has_one_card_and_a_target() -> None:
+    """None is fetched but the first MTP head; no other says that it was run."""
+    cards = {f.stem: tomllib.loads(f.read_text()) for f in data_dir("models").glob("heads/*.toml")}
+    heads = [(name, head) for name, card in cards.items() for head in card["heads"]]
+    targets = [target for card in cards.values() for target in card["targets"]]
+    ids = [head["id"] for _, head in heads]
+    assert len({*ids, *targets}) == len(ids) + len(targets) and len(cards) > 20
+    for name, head in heads:
+        assert target_of(head["id"]) == cards[name]["targets"][0]
+        assert head["kind"] in ("mtp", "eagle3", "dflash", "dspark") and not head.get("verified")
+    for name, card in cards.items():
+        fetched = next((head["id"] for head in card["heads"] if head["kind"] == "mtp"), "")
+        assert {head_of(target) for target in card["targets"]} == {fetched}
+        assert all(target.partition("/")[2].lower().startswith(name) for target in card["targets"])
 
 
 def test_a_card_s_head_is_fetched(online: dict[str, Path], tmp_path: Path) -> None:

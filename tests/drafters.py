@@ -183,8 +183,14 @@ def attach_head(
     told = answers and head.lead
     drafter = KnownHead(head, e.runner, answers) if told else HeadDrafter(head, e.runner)
     e.scheduler.kv.rereads = head.lead > 0 and e.scheduler.kv.states is None
-    e.proposer = Proposer(costs(row), [drafter], depth=depth)
+    _propose(e, [drafter], row, depth)
     return drafter
+
+
+def _propose(e: Engine, drafters: list[Any], row: float, depth: int = 0) -> Proposer:
+    """Drafts as the program limits them."""
+    e.proposer = Proposer(costs(row), drafters, depth, padded=e.runner.layout != "rows")
+    return e.proposer
 
 
 def costs(row: float = 1e-6) -> Costs:
@@ -219,8 +225,7 @@ def attach(e: Engine, kind: str, small: Any = None, row: float = 1e-6) -> Propos
     if kind not in ("lookup", "chain"):
         copying.lookup = Silent  # type: ignore[assignment]
     drafters: list[Any] = [copying, model] if model else [copying]
-    e.proposer = Proposer(costs(row), drafters)
-    return e.proposer
+    return _propose(e, drafters, row)
 
 
 def copies(proposer: Proposer) -> Any:

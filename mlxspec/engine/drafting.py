@@ -32,12 +32,11 @@ from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
-from mlxspec.types import FINAL_NORM, MAX_DEPTH, OutOfMemory, Request, Sampling, Tap
+from mlxspec.types import FINAL_NORM, OutOfMemory, Request, Sampling, Tap
 
 log = logging.getLogger("mlxspec")
 
 NONE = "off"  # --draft off: neither small model nor head
-MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
 TRIED_ANSWERS, TRIED_TOKENS = 4, 26  # to choose what a head reads
 CLEARLY = 1.15  # times as many accepted drafts: less may be chance
 
@@ -140,10 +139,7 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
         if head := _attach(engine, drafting, table, costs, cache):
             drafters.append(head)
         padded = engine.runner.layout != "rows"
-        most = MAX_PADDED_DEPTH if padded else MAX_DEPTH
-        engine.proposer = Proposer(
-            costs, drafters, max_depth=most, depth=config.draft_depth, padded=padded
-        )
+        engine.proposer = Proposer(costs, drafters, config.draft_depth, padded)
     else:
         log.warning("no speculation: the KV pool is too small to measure what a draft costs")
     pool.free(table)

@@ -19,27 +19,28 @@ log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 
+MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
+
 # The rate to start from of the first token of a model or head, drawn or (-1) its likeliest; the
 # latter is tried unless the former does better than this.
 FIRST_TOKEN = {1: 0.6, -1: 0.75}
 
 
 class Proposer:
-    """Holds the drafters and one controller. `costs` are those of the target's steps.
-    `max_depth` limits a draft; `padded`: the other sequences' rows are padded to the longest.
-    `depth`: models and heads always draft so many tokens, and nothing else drafts; 0: what pays."""
+    """Holds the drafters and one controller. `costs` are those of the target's steps; `depth`:
+    models and heads always draft so many tokens, and nothing else drafts; 0: what pays. `padded`:
+    the other sequences' rows are padded to the longest draft, which is limited then."""
 
     def __init__(
         self,
         costs: Costs,
         drafters: list[Drafter],
-        max_depth: int = MAX_DEPTH,
         depth: int = 0,
         padded: bool = False,
     ) -> None:
         self.costs = costs
         self.drafters = drafters
-        self.max_depth = max_depth
+        self.max_depth = MAX_PADDED_DEPTH if padded else MAX_DEPTH
         self.depth = depth
         self.control = Controller(costs, self._prior, padded)
         self._stats: dict[Seq, AcceptanceRate] = {}

@@ -1,6 +1,7 @@
 """What a head costs: the passes of a round, of prompts and of answers for which it is parked; and
 what it keeps."""
 
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +9,9 @@ import pytest
 
 from mlxspec.model.batch import Step
 from mlxspec.speculate import NoSpeculation, heads
-from mlxspec.speculate.chain import MAX_LAG
+from mlxspec.speculate.chain import MAX_LAG, deepest_first
+from mlxspec.speculate.controller import Proposal
+from mlxspec.types import Plan
 from tests import tiny
 from tests.chains import check, few
 from tests.engine.test_heads import BLOCK, SOME, ask, counted, head_of, loud, some, start
@@ -32,35 +35,58 @@ def test_a_parked_head_reads_few_and_large_passes(kind: str, layout: Any, block:
     assert check(kind, drafted) > 5
 
 
+def passes_of(plan: Plan, layout: str) -> list[list[int]]:
+    """The rows of each pass of a round, where all before the last step had been read: those of the
+    drafts in flight, then for each further token. Dense K/V are gathered for neighbours with as
+    many rows and blocks, up to the next power of two."""
+    drafting = deepest_first(plan, {e.seq: Proposal("mtp") for e in plan if e.depth})
+    found = []
+    for n in range(drafting[0].depth if drafting else 0):
+        rows = []
+        for e in drafting:
+            if e.depth > n:
+                count = 1 if n else e.count + e.inflight_drafts
+                blocks = (e.start + n + count - 1) // BLOCK
+                rows.append((layout == "gather" and (count, blocks.bit_length()), count))
+        batches = groupby(rows, lambda row: row[0])
+        found.append([sum(count for _, count in batch) for _, batch in batches])
+    return found
+
+
 @pytest.mark.parametrize("kind, layout", SOME)
+@pytest.mark.parametrize("depth", [3, 0])
 def test_a_round_is_one_pass_for_each_drafted_token(
-    kind: str, layout: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, layout: Any, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many sequences; and none waits for the device: the step in flight is read after the
-    next one is submitted."""
-    e, _ = start(kind, layout, depth=3, whole=True)
-    rows, events, passes = counted(e), [], []
+    next one is submitted. Depth 0: drafts as long as pay."""
+    e, _ = start(kind, layout, depth=depth, whole=True)
+    rows, events, rounds = counted(e), [], []
     e.trace = lambda *event: events.append(event)
     inner = e.proposer.draft
 
-    def draft(plan: Any, previous: Any) -> None:
+    def draft(plan: Plan, previous: Any) -> None:
         before = len(rows)
         with monkeypatch.context() as patch:
             patch.setattr(mx, "eval", lambda *_: pytest.fail("drafting waited for the device"))
             inner(plan, previous)
-        depths = [entry.depth for entry in plan]
-        passes.append((depths, rows[before:]))
+        depths = {entry.seq: entry.depth for entry in plan if entry.depth}
+        rounds.append((depths, passes_of(plan, layout), rows[before:]))
 
     e.proposer.draft = draft  # type: ignore[method-assign]
     ask(e, *(few(f"r{i}", some(5 + i, i), 20 + 3 * i) for i in range(3)))
-    assert any(len(set(depths)) > 1 for depths, _ in passes), "no ragged round"
-    for depths, made in passes:
-        deepest = max(depths, default=0)
-        if layout == "gather":  # only neighbours that are alike share a pass
-            assert len(made) >= deepest
-            continue
-        assert len(made) == deepest
-        assert made[1:] == [sum(d > i for d in depths) for i in range(1, deepest)]
+    assert any(len(set(depths.values())) > 1 for depths, *_ in rounds), "no ragged round"
+    exact = 0
+    for (last, *_), (depths, wanted, made) in pairwise(rounds):
+        later = [*chain.from_iterable(wanted[1:])]
+        first = made[: len(made) - len(later)]
+        assert made == first + later
+        if depths and depths.keys() <= last.keys():
+            assert first == wanted[0]
+            exact += len(depths) > 1
+        else:  # what no draft was made for has more to read
+            assert len(first) <= (len(depths) if layout == "gather" else 1)
+    assert exact > 5
     submitted = [step for event, step in events if event == "submit"]
     late = [
         n for n in submitted[:-1] if events.index(("submit", n + 1)) > events.index(("read", n))

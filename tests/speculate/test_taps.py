@@ -105,7 +105,7 @@ def test_every_row_is_handed_out(kind: str, layout: Any, drafts: bool) -> None:
     plain = tiny.Plain(tiny.model(kind))
     answers = {name: plain(p, N) for name, p in PROMPTS.items()}
     e.runner.tap(taps)
-    e.proposer = Proposer(costs(), [reader])
+    e.proposer = Proposer(costs(), [reader], padded=layout != "rows")
     if drafts:
         oracle = ReadingOracle({(p, 0): answers[name] for name, p in PROMPTS.items()})
         oracle.reader = reader

@@ -8,6 +8,7 @@ temperature or a large batch need no rule of their own: they lower a rate or rai
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,11 @@ class AcceptanceRate:
     _seen: dict[Key, tuple[float, float, int]] = field(default_factory=dict)  # hits, tries, round
 
     def of(self, key: Key) -> float:
+        prior = self.prior(key)
+        if key not in self._seen:
+            return prior
         hits, tries = self._faded(key)
-        hits += PRIOR * self.prior(key)
-        return hits / (tries + PRIOR)
+        return (hits + PRIOR * prior) / (tries + PRIOR)
 
     def learn(self, key: Key, accepted: bool) -> None:
         hits, tries = self._faded(key)
@@ -150,11 +153,12 @@ class Controller:
     ) -> None:
         self.costs = costs
         self.rate = AcceptanceRate(prior)
+        self.overall = cache(self.rate.of)  # until the next round is learned
         self.padded = padded
 
     def begin(self) -> AcceptanceRate:
         """The rates of a sequence, which start from those of all."""
-        return AcceptanceRate(self.rate.of)
+        return AcceptanceRate(self.overall)
 
     def decide(
         self,
@@ -192,6 +196,7 @@ class Controller:
     ) -> None:
         """`keys` are the rate keys of the drafted tokens, none for a plain round; the first
         `accepted` were accepted, the next was rejected, those after it were not reached."""
+        self.overall.cache_clear()
         stats.idle += 1
         if keys:
             stats.idle = math.inf if accepted else 0.0

@@ -267,10 +267,7 @@ class NgramDrafter:
         forced: tuple[int, ...] = ()
         if seq.matcher is not None:
             forced = tuple(seq.matcher.forced(most))
-        found = []
-        for copy in copies:
-            if copy and copy.tokens[: len(forced)] == forced:
-                found.append(copy)
+        found = [copy for copy in copies if copy and copy.tokens[: len(forced)] == forced]
         if forced and not found:
             keys = [FORCED for _ in forced]
             found.append(Proposal(GRAMMAR, rate_keys=keys, tokens=forced))

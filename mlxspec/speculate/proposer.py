@@ -45,6 +45,7 @@ class Proposer:
         self.control = Controller(costs, self._prior, padded)
         self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
+        self._asked: dict[Seq, list[Proposal]] = {}  # until a step is read or drafted for
         self._by_name = {drafter.name: drafter for drafter in drafters}  # also those that failed
 
     def begin(self, seq: Seq) -> None:
@@ -82,12 +83,11 @@ class Proposer:
         """Whether a draft in flight cannot be continued before it is read, or a copy is worth
         waiting for the tokens in flight."""
         for seq in seqs:
-            if seq.inflight_drafts and not self._continues(seq):
+            waits = seq.request.sampling.penalized or seq.matcher is not None
+            if seq.inflight_drafts and (waits or not self._overlaps()):
                 return True
-        for _, _, proposal in self._decide(seqs, in_flight=True):
-            if not proposal.drafter.lazy:
-                return True
-        return False
+        decided = self._decide(seqs, in_flight=True)
+        return not all(proposal.drafter.lazy for *_, proposal in decided)
 
     def depths(self, seqs: Sequence[Seq]) -> Mapping[Seq, int]:
         self._chosen = {}
@@ -95,16 +95,14 @@ class Proposer:
         for seq, depth, proposal in self._decide(seqs, in_flight=False):
             depths[seq] = min(depth, self.max_depth)
             self._chosen[seq] = proposal
+        self._asked.clear()
         return depths
 
     def draft(self, plan: Plan, previous: Step | None) -> None:
         drafting = [e for e in plan if e.depth and e.seq in self._chosen]
         for drafter in self.drafters:
-            chosen = {}
-            for e in drafting:
-                proposal = self._chosen[e.seq]
-                if proposal.drafter is drafter:
-                    chosen[e.seq] = proposal
+            mine = [e.seq for e in drafting if self._chosen[e.seq].drafter is drafter]
+            chosen = {seq: self._chosen[seq] for seq in mine}
             self._ask(drafter, drafter.draft, plan, previous, chosen)
             if drafter in self.drafters:
                 continue
@@ -115,11 +113,6 @@ class Proposer:
     def _overlaps(self) -> bool:
         """Whether steps with drafts are submitted before the step in front of them is read."""
         return any(drafter.lazy for drafter in self.drafters)
-
-    def _continues(self, seq: Seq) -> bool:
-        """Whether the sequence's next step can be built before its draft in flight is read."""
-        counted = seq.request.sampling.penalized
-        return self._overlaps() and not counted and seq.matcher is None
 
     def _decide(
         self,
@@ -151,19 +144,21 @@ class Proposer:
     def _options(self, seq: Seq, in_flight: bool) -> list[Proposal]:
         """What could be drafted for a sequence, with its present acceptance rates. Where a grammar
         forces the next tokens and no copy has them, only these."""
+        if seq not in self._asked:
+            self._asked[seq] = list(self._ask_all(seq))
+        unread = bool(seq.flight) != in_flight
+        options = [each for each in self._asked[seq] if each.drafter.lazy or not unread]
+        forced = [proposal for proposal in options if proposal.source == GRAMMAR]
+        return forced or options
+
+    def _ask_all(self, seq: Seq) -> Iterator[Proposal]:
         rate = self._stats[seq]
-        options = []
         for drafter in self.drafters:
-            if not drafter.lazy and bool(seq.flight) != in_flight:
-                continue
-            proposals = self._ask(drafter, drafter.options, seq) or []
-            for proposal in proposals:
+            for proposal in self._ask(drafter, drafter.options, seq) or []:
                 rates = {key: rate.of(key) for key in set(proposal.rate_keys)}
                 proposal.rates = [rates[key] for key in proposal.rate_keys]
                 proposal.drafter = drafter
-                options.append(proposal)
-        forced = [proposal for proposal in options if proposal.source == GRAMMAR]
-        return forced or options
+                yield proposal
 
     def _prior(self, key: Key) -> float:
         """The acceptance rate of a key that was never tried. A copy's (source, bucket of matching
@@ -173,7 +168,7 @@ class Proposer:
             return FIRST_RATE[n]
         if n in (1, -1):
             return FIRST_TOKEN[n]
-        return self.control.rate.of((source, n - 1 if n > 0 else n + 1))
+        return self.control.overall((source, n - 1 if n > 0 else n + 1))
 
     # ---- after a step ------------------------------------------------------------------------
 
@@ -183,6 +178,7 @@ class Proposer:
         accepted: Sequence[Accepted],
         seconds: float,
     ) -> None:
+        self._asked.clear()
         if seconds > 0:
             self._learn_costs(step, seconds)
         for e, new in zip(step.plan, accepted, strict=True):

@@ -76,6 +76,25 @@ def test_one_slow_step_moves_a_cost_a_little() -> None:
 # ----------------------------------------------------------------------------------------------
 
 
+def test_the_rates_of_all_are_computed_once_a_round() -> None:
+    """However many sequences start from them, and each position from the one before it."""
+    keys = [("model", n + 1) for n in range(32)]
+    asked = []
+
+    def prior(key: Key) -> float:
+        asked.append(key)
+        return 0.5 if key == keys[0] else ctl.overall(("model", key[1] - 1))
+
+    ctl = Controller(table(curve(0.1, 0.0)), prior)
+    stats = [ctl.begin() for _ in range(16)]
+    first = [[each.of(key) for key in keys] for each in stats]
+    assert sorted(asked) == keys
+    ctl.learn(stats[0], keys[:2], 1)
+    second = [[each.of(key) for key in keys] for each in stats]
+    assert sorted(asked) == sorted(2 * keys)
+    assert second[1][0] > first[1][0] == 0.5 > second[1][1] == second[1][31]
+
+
 def test_a_chance_starts_at_its_prior_follows_what_happens_and_returns() -> None:
     chance = AcceptanceRate(lambda key: 0.25)
     assert chance.of("k") == 0.25

@@ -2,6 +2,7 @@
 to it."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -225,6 +226,30 @@ def test_plain_rounds_overlap() -> None:
     some = (tiny.request("a", [1, 2, 3], 12, temperature=0.8, seed=s) for s in range(20))
     run(next(r for r in some if len(set(pairwise(r.prompt + tuple(truth(r))))) == 14))
     assert not any(run.drafted.values()) and not any(run.waited(n) for n in range(2, 13))
+
+
+@pytest.mark.parametrize("kind", ["lookup", "chain"])
+def test_a_drafter_is_asked_once_for_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether to wait and what to draft come from one answer; from two if what was waited for
+    changed it."""
+    run, asked = Traced(kind, each=0.1), Counter[tuple[int, str, Seq]]()
+
+    def counted(inner: Any) -> Any:
+        def options(self: Any, seq: Seq) -> Any:
+            asked[run.engine.counters["steps"] + 1, self.name, seq] += 1
+            return inner(self, seq)
+
+        return options
+
+    for kind_of in map(type, run.chain.drafters):
+        monkeypatch.setattr(kind_of, "options", counted(kind_of.options))
+    run(*(request(f"r{i}", seed=i, temperature=0.8) for i in range(4)))
+    times = {step: set() for step, *_ in asked if step in run.drafted}
+    for (step, *_), n in asked.items():
+        times.get(step, set()).add(n)
+    assert {1, 2} == set.union(*times.values())
+    for step, counts in times.items():
+        assert max(counts) <= 1 + run.waited(step)
 
 
 # ---- parking

@@ -96,10 +96,15 @@ class Costs:
 
     def curve(self, rows: int, context: float, mode: str) -> Floats:
         """[rows]: seconds of a step with 1, 2, ... rows."""
-        low, high = (self._by_rows(measured, rows) for measured in self.measured)
+        low, high = map(np.array, self.measured)
         short, long = self.contexts
         position = max(0, context - short) / max(1, long - short)
-        forward = low + position * (high - low)
+        measured = low + position * (high - low)
+        *_, before, last = self.rows
+        rise = max(0.0, measured[-1] - measured[-2])  # more rows are never cheaper
+        each = np.arange(1.0, rows + 1)
+        beyond = np.maximum(0.0, each - last) * (rise / (last - before))
+        forward = np.interp(each, self.rows, measured) + beyond
         seconds: Floats = np.maximum(forward, 1e-9)
         return seconds * self.factors.get(mode, 1.0)
 
@@ -123,16 +128,6 @@ class Costs:
         expected = self.step(rows, context, mode)
         factor = self.factors.get(mode, 1.0)
         self.factors[mode] = factor * corrected(seconds / expected)
-
-    def _by_rows(self, measured: Curve, rows: int) -> Floats:
-        each = np.arange(1.0, rows + 1)
-        *_, before, last = self.rows
-        rise = max(0.0, measured[-1] - measured[-2])  # more rows are never cheaper
-        slope = rise / (last - before)
-        beyond = np.maximum(0.0, each - last)
-        inside = np.interp(each, self.rows, measured)
-        seconds: Floats = inside + beyond * slope
-        return seconds
 
 
 def corrected(ratio: float) -> float:

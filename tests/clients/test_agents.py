@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.commands.launch import Server, flags_of, variables_of
+from mlxspec.commands.launch import settings_of
 from tests.clients import install
 from tests.clients.conftest import BROKEN, KEY, MENDED, World
 from tests.clients.script import DONE, INFO, NAME, SUMMARY, Play, call, reading, steps, think
@@ -215,10 +215,9 @@ def test_summarizes_when_a_prompt_is_too_long(name: str, window: int, world: Wor
     agent = AGENTS[name]
     world.player.info = replace(INFO, context=window)
     world.player.play = reader(world, agent)
-    wrong = Server(world.url, KEY, NAME, INFO.context)
-    words = [name, *flags_of(name, wrong), *agent.words]
-    env = variables_of(name, wrong) | agent.env
-    assert DONE in world.run(agent.path(), *words, status=(0, 1), **env)
+    variables, flags = settings_of(name, world.url, KEY, NAME, INFO.context)
+    words = [name, *flags, *agent.words]
+    assert DONE in world.run(agent.path(), *words, status=(0, 1), **(variables | agent.env))
     refused = [e for e in world.exchanges if e.status != 200]
     assert refused and all(e.status == 400 and b"prompt is too long" in e.answer for e in refused)
     assert SUMMARY in world.player.prompts[-1]

@@ -29,12 +29,12 @@ from rich.console import Console  # noqa: E402
 
 from bench import timeline  # noqa: E402
 from bench.timeline import Side, Submission, Turn  # noqa: E402
-from mlxspec import kernels  # noqa: E402
 from mlxspec.commands.bench import WORKLOADS, prompt_of, tasks_of  # noqa: E402
 from mlxspec.config import Config  # noqa: E402
 from mlxspec.engine.engine import Engine  # noqa: E402
 from mlxspec.engine.models import ModelManager, ModelSlot, Start  # noqa: E402
 from mlxspec.engine.worker import Worker  # noqa: E402
+from mlxspec.kernels.attention import paged_attention  # noqa: E402
 from mlxspec.model import attention  # noqa: E402
 from mlxspec.model.batch import Step  # noqa: E402
 from mlxspec.model.pages import Pages  # noqa: E402
@@ -100,7 +100,7 @@ class Recorder:
             (Worker, "_publish", self._span("publish", Worker._publish)),
             (Worker, "_turn", self._turn(Worker._turn)),
             (Pages, "update_and_fetch", self._clock("seam", Pages.update_and_fetch)),
-            (attention, "paged_attention", self._clock("seam", kernels.paged_attention)),
+            (attention, "paged_attention", self._clock("seam", paged_attention)),
         ]
         with ExitStack() as stack:
             for owner, name, made in patches:

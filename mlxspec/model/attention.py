@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import base
 
-from mlxspec.kernels import Attention, paged_attention
+from mlxspec.kernels.attention import paged_attention
+from mlxspec.kernels.reference import Attention
 from mlxspec.model.pages import Pages
 
 _NAME = "scaled_dot_product_attention"

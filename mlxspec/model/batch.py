@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxspec.kernels import Group
-from mlxspec.kernels.reference import block_array
+from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
 from mlxspec.model.recurrent import Recording
 from mlxspec.model.sampler import Sampled, SampledRow, read

@@ -19,7 +19,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxspec.kernels import Packing
+from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.model import quantized
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
 from mlxspec.progress import progress

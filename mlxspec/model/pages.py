@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlxspec.kernels import Group, Packing
-from mlxspec.kernels.reference import PackingPair, gather
+from mlxspec.kernels.quantized_kv import Packing
+from mlxspec.kernels.reference import Group, PackingPair, gather
 from mlxspec.types import Tap, UnsupportedModel
 
 

@@ -12,8 +12,8 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
-from mlxspec.kernels import Draws, sample_accept
-from mlxspec.kernels.reference import allow
+from mlxspec.kernels.reference import Draws, allow
+from mlxspec.kernels.sampling import sample_accept
 from mlxspec.types import COLDEST, NARROW, Entry, Logprob, Plan, Sampling, Seq
 
 

@@ -194,6 +194,9 @@ def test_what_cannot_be_started(server: Server, env: dict[str, str]) -> None:
 def test_an_agent_that_is_not_installed(env: dict[str, str]) -> None:
     os.remove(Path(env["PATH"]) / "opencode")
     why = refusal(launch(env, "opencode"))
-    assert why == f"error: opencode is not installed; install it with: {AGENTS['opencode']['install']}\n"
+    assert (
+        why
+        == f"error: opencode is not installed; install it with: {AGENTS['opencode']['install']}\n"
+    )
     shown = launch(env, "--print", "opencode", "run", "hi")
     assert shown.returncode == 0 and shlex.split(shown.stdout)[-3:] == ["opencode", "run", "hi"]

@@ -10,7 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import Attention, Group, Packing, attention, reference
+from mlxspec.kernels import attention, reference
+from mlxspec.kernels.quantized_kv import Packing
+from mlxspec.kernels.reference import Attention, Group
 from tests import metalsim
 from tests.kernels import on_simulator
 

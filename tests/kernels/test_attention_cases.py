@@ -8,7 +8,9 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlxspec.kernels import Attention, Packing, attention, reference, trial
+from mlxspec.kernels import attention, reference, trial
+from mlxspec.kernels.quantized_kv import Packing
+from mlxspec.kernels.reference import Attention
 from mlxspec.kernels.trial import Case, Verdict
 from mlxspec.kernels.verify import KERNELS
 from tests import metalsim, tiny

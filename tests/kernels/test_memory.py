@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxspec.kernels import Packing, attention, matmul, sampling, trial
+from mlxspec.kernels import attention, matmul, sampling, trial
+from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.kernels.trial import Case, Inputs
 
 LIMIT = 256 << 20

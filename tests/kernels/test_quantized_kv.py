@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.kernels import Attention, Group, Packing, paged_attention
+from mlxspec.kernels.attention import paged_attention
+from mlxspec.kernels.quantized_kv import Packing
+from mlxspec.kernels.reference import Attention, Group
 from mlxspec.types import UserError
 
 KINDS = st.tuples(

@@ -5,7 +5,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import Attention, Group, Packing, paged_attention
+from mlxspec.kernels.attention import paged_attention
+from mlxspec.kernels.quantized_kv import Packing
+from mlxspec.kernels.reference import Attention, Group
 
 HEADS, KV, DIM, SIZE, BLOCKS = 4, 2, 16, 8, 24
 WIDE = 32  # what a head must divide into to be quantized

@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec import kernels
 from mlxspec.kernels import reference, sampling
 from mlxspec.kernels.metal import source
 from mlxspec.kernels.reference import Draws
@@ -358,11 +357,11 @@ def test_a_verdict_says_for_how_many_rows(proven: Verdict) -> None:
         want = reference.sample_accept(x, plain([1.0] * 3))[0].tolist()
         for rows in (1, 2, 3):
             seen.clear()
-            assert kernels.sample_accept(x[:rows], plain([1.0] * rows))[0].tolist() == want[:rows]
+            assert sampling.sample_accept(x[:rows], plain([1.0] * rows))[0].tolist() == want[:rows]
             assert bool(seen) == (rows > 1)
         proven.way, proven.why = "", "parked"
         seen.clear()
-        kernels.sample_accept(x, plain([1.0] * 3))
+        sampling.sample_accept(x, plain([1.0] * 3))
         assert not seen
 
 

@@ -3,12 +3,13 @@
 Rule: a registry of our own, no global one; reading costs the engine nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -80,24 +81,13 @@ class Metrics:
             ("model", "finish"),
             buckets=SECONDS,
         )
-        self.refused = Counter(
-            "mlxspec_refused",
-            "Requests answered with an error, by status.",
-            ("status",),
-            registry=self.registry,
-        )
+        self.refused = Counter[str]()  # requests answered with an error, by status
         self.registry.register(self)
 
     def between(self, model: str, seconds: float, tokens: int) -> None:
         """Record `tokens` that came together, `seconds` after those before them."""
         for _ in range(tokens):
             self.between_tokens.labels(model).observe(seconds / tokens)
-
-    def refusals(self) -> dict[str, int]:
-        """Requests answered with an error, by status."""
-        [family] = self.refused.collect()
-        totals = [row for row in family.samples if row.name.endswith("_total")]
-        return {row.labels["status"]: int(row.value) for row in totals}
 
     def collect(self) -> Iterator[Metric]:
         """The engine's part; the registry calls it."""
@@ -112,6 +102,12 @@ class Metrics:
         for name, text in PROCESS.items():
             value = max((row[name] for row in values.values()), default=0)
             yield GaugeMetricFamily(f"mlxspec_{name}", text, value=value)
+        refused = CounterMetricFamily(
+            "mlxspec_refused", "Requests answered with an error, by status.", labels=("status",)
+        )
+        for status, count in self.refused.items():
+            refused.add_metric((status,), count)
+        yield refused
         blocks = GaugeMetricFamily(
             "mlxspec_kv_blocks", "KV blocks by state.", labels=("model", "state")
         )

@@ -331,7 +331,7 @@ def test_every_request_is_answered_once_as_in_a_quiet_run(tmp_path: Path, count:
         at_rest(s)
         assert soon(lambda: not s.server.server_state.connections and descriptors() <= before)
         booked = s.metrics("mlxspec_request_seconds_count") - booked
-        assert s.app.state.server.metrics.refusals() == {}
+        assert s.app.state.server.metrics.refused == {}
     print(dict(seen), dict(booked))
     assert seen["answered"] + seen["left early"] + seen["left in the middle"] == count
     assert len(set(ids)) == seen["answered"] > count / 2

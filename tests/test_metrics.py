@@ -97,7 +97,7 @@ def test_histograms_and_refusals() -> None:
     metrics.first_token.labels("tiny").observe(0.2)
     metrics.between("tiny", 0.3, 3)
     metrics.duration.labels("tiny", "stop").observe(1.5)
-    metrics.refused.labels("429").inc()
+    metrics.refused["429"] += 1
     shown = page(metrics)
     assert shown["mlxspec_first_token_seconds_count"] == 1
     assert shown["mlxspec_between_tokens_seconds_count"] == 3

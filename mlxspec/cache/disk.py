@@ -166,7 +166,7 @@ class DiskCache:
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
         self._keys: dict[Path, tuple[bytes, ...]] = {}
         self._warned = False
-        self._stats = DiskStats()
+        self.stats = DiskStats()
         self._writer = ThreadPoolExecutor(1, "disk writer")
         self._reader = ThreadPoolExecutor(1, "disk reader")
         try:
@@ -204,9 +204,6 @@ class DiskCache:
         """Mark the files that hold these keys as used, the first one last: the head of a chain is
         then evicted after its tail."""
         self._submit(TOUCH_BYTES, self._touch, *reversed(self.files(keys)))
-
-    def stats(self) -> DiskStats:
-        return self._stats
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that is queued was written; False if that took too long."""
@@ -250,7 +247,7 @@ class DiskCache:
 
     def _discard(self, path: Path) -> None:
         """Delete a damaged file."""
-        self._stats.damaged += 1
+        self.stats.damaged += 1
         self._forget(path)
         with suppress(OSError):
             path.unlink()
@@ -289,8 +286,8 @@ class DiskCache:
             write_atomic(path, data)
             self._touch(path)
             self._add(path, run.keys)
-            self._stats.written += len(data)
-            self._stats.bytes += len(data)
+            self.stats.written += len(data)
+            self.stats.bytes += len(data)
 
     def _touch(self, *paths: Path) -> None:
         for path in paths:
@@ -307,7 +304,7 @@ class DiskCache:
                 path.unlink(missing_ok=True)
                 self._forget(path)
                 total -= status.st_size
-        self._stats.bytes = total
+        self.stats.bytes = total
 
     # ---- the reader's thread
 
@@ -323,6 +320,6 @@ class DiskCache:
         if run is None or path != self._path(run.keys):
             self._discard(path)
             return None
-        self._stats.hits += 1
-        self._stats.read += len(data)
+        self.stats.hits += 1
+        self.stats.read += len(data)
         return run

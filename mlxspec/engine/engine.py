@@ -150,7 +150,7 @@ class Engine:
             new = cut_at_stop(e, tokens, logprobs)
             accepted.append(new)
             if len(new.tokens) < len(tokens) and not e.seq.finish:
-                self.runner.cut_state(step, e, e.count + new.drafts)
+                self.runner.states.cut(step.recordings, e, e.count + new.drafts)
             if e.samples and not e.seq.finish:
                 self.counters["rounds"] += 1
                 self.spec_metrics.record(e.draft, new.drafts)
@@ -239,7 +239,7 @@ class Engine:
         pool = scheduler.pool
         running = scheduler.running
         drafts = self.spec_metrics
-        disk = self.offloader.disk.stats() if self.offloader else DiskStats()
+        disk = self.offloader.disk.stats if self.offloader else DiskStats()
         reading = [seq for seq in (*running, *scheduler.waiting) if not seq.generated]
         return Stats(
             **self.counters,

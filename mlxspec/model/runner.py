@@ -256,16 +256,6 @@ class Runner:
         mx.async_eval(step.marker, *results)
         return step
 
-    def cut_state(
-        self,
-        step: Step,
-        entry: Entry,
-        rows: int,
-    ) -> None:
-        """Bring the recurrent state of an entry that a stop has cut to that after its first `rows`
-        rows."""
-        self.states.cut(step.recordings, entry, rows)
-
     def forward_rows(
         self,
         plan: Plan,

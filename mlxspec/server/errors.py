@@ -70,7 +70,7 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     """The error in the format of the API that `scope` called; also logs and counts it."""
     line = f"{scope['method']} {scope['path'][:200]}: {error.message}"
     log.info("%s (%d)", "".join(c if c.isprintable() else "?" for c in line), error.status)
-    scope["app"].state.server.metrics.refused.labels(str(error.status)).inc()
+    scope["app"].state.server.metrics.refused[str(error.status)] += 1
     body = error.body()
     path = scope["path"].removeprefix("/v1")
     # The header is sent by all of Anthropic's clients.

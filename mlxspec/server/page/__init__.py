@@ -103,7 +103,7 @@ def snapshot(server: ServerState) -> Json:
         "unwell": server.unwell(),
         "models": [_model(one) for one in models],
         "process": process,
-        "refused": server.metrics.refusals(),
+        "refused": server.metrics.refused,
         "requests": server.journal.rows(),
         "kernels": kernels,
     }

@@ -27,7 +27,7 @@ from mlxspec.files import lock, write_atomic
 
 log = logging.getLogger("mlxspec")
 
-FORMAT = "2"
+FORMAT = "3"
 MAX_QUEUED = 128 << 20  # bytes that wait to be written
 MAX_HEADER = 1 << 20  # bytes of a file's header
 TOUCH_BYTES = 1 << 14  # what a touch counts for in the queue

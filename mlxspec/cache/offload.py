@@ -224,25 +224,22 @@ class KVOffloader:
         lacking: Locations,
         run: Run,
     ) -> bool:
-        """Enter a run into its pool or the states; False where it has no room or does not fit."""
+        """Enter a run into its pool or the states; False where it has no room."""
         which = [n for n, name in enumerate(run.keys) if name in lacking]
         found = [lacking[run.keys[n]] for n in which]
         if not found:
             return False
         number, last = found[-1]
         if number == STATE:
-            state = self.transfer.place_state(run.arrays)
-            if state is None or self.cache.states is None:
-                return False
-            self.cache.states.put((hashes[last], ()), state)
+            assert self.cache.states is not None
+            self.cache.states.put((hashes[last], ()), self.transfer.place_state(run.arrays))
             return True
         pool = self.cache.pools[number]
         blocks = pool.allocate(len(found))
         if blocks is None:
             return False
         try:
-            if not self.transfer.place(number, blocks, run.arrays, which):
-                return False
+            self.transfer.place(number, blocks, run.arrays, which)
             for block, (_, i) in zip(blocks, found, strict=True):
                 start = i * pool.block_size
                 tokens = tuple(seq.tokens[start : start + pool.block_size])

@@ -151,7 +151,7 @@ class RecurrentStates:
 
     layers: list[ArraysCache]
     rollback_supported: bool = True
-    forms: Sequence[tuple[tuple[int, ...], mx.Dtype]] = ()  # of a sequence's state, once known
+    dtypes: Sequence[mx.Dtype] = ()  # of a sequence's state, once known
     taps: Sequence[Tap] = ()
     _last: list[Seq] = field(default_factory=list)  # sequences of the step before
     _recorded: list[Recording] = field(default_factory=list)  # of the last step's forwards
@@ -199,7 +199,7 @@ class RecurrentStates:
             arrays.append(hidden[:, -1:])
             if recorder:
                 recorder.replays.append(partial(_hidden_after, hidden))
-        self.forms = [((1, *a.shape[1:]), a.dtype) for a in arrays]
+        self.dtypes = [array.dtype for array in arrays]
         if recorder or entries[0].rows <= MAX_SLICED_ROWS:
             _assign(entries, arrays)
             return arrays

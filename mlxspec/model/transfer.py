@@ -1,7 +1,7 @@
 """Copies KV blocks and recurrent states to host arrays and back, for the prefix cache on disk.
 
-Rule: the same bits come back. An array's name holds its index and dtype, so that arrays of another
-model or version are refused.
+Rule: the same bits come back. The fingerprint of a file names the model and all that its arrays'
+shapes and dtypes depend on.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxspec.kernels.metal import dtype_name
 from mlxspec.model.runner import Runner, pools_of
 
 Arrays = dict[str, np.ndarray]
@@ -37,8 +36,7 @@ class Transfer:
         """The arrays of `export`, or of a recurrent state, on the host, as bytes [..., D]."""
         arrays = {}
         for i, array in enumerate(exported):
-            name = _name(i, array.dtype)
-            arrays[name] = np.array(array.view(mx.uint8), order="C")
+            arrays[str(i)] = np.array(array.view(mx.uint8), order="C")
         return arrays
 
     def place(
@@ -47,35 +45,21 @@ class Transfer:
         blocks: Sequence[int],
         arrays: Arrays,
         which: Sequence[int],
-    ) -> bool:
-        """Write blocks number `which` of an export into `blocks`; False where it does not fit."""
+    ) -> None:
+        """Write blocks number `which` of an export into `blocks`."""
         self.runner.grow()
         source = np.array(self.runner.view.slots_of(which))
         rows = []
         for i, pool in enumerate(self._pools(group)):
-            array = arrays.get(_name(i, pool.dtype))
-            if array is None:
-                return False
-            made = mx.array(array[:, source]).view(pool.dtype)
-            if made.shape[::2] != pool.shape[::2]:
-                return False
-            rows.append(made)
+            array = arrays[str(i)]
+            rows.append(mx.array(array[:, source]).view(pool.dtype))
         self.runner.write_blocks(group, blocks, rows)
         mx.async_eval(self._pools(group))
-        return True
 
-    def place_state(self, arrays: Arrays) -> tuple[mx.array, ...] | None:
-        """A recurrent state; None where it is not one of this model."""
-        state = []
-        for i, (shape, dtype) in enumerate(self.runner.states.forms):
-            array = arrays.get(_name(i, dtype))
-            if array is None:
-                return None
-            made = mx.array(array).view(dtype)
-            if made.shape != shape:
-                return None
-            state.append(made)
-        return tuple(state)
+    def place_state(self, arrays: Arrays) -> tuple[mx.array, ...]:
+        """A recurrent state."""
+        dtypes = enumerate(self.runner.states.dtypes)
+        return tuple(mx.array(arrays[str(i)]).view(dtype) for i, dtype in dtypes)
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block in all layers of the group."""
@@ -84,7 +68,3 @@ class Transfer:
 
     def _pools(self, group: int) -> list[mx.array]:
         return pools_of(self.runner.pages_of(group))
-
-
-def _name(i: int, dtype: mx.Dtype) -> str:
-    return f"{i}:{dtype_name(dtype)}"

@@ -165,7 +165,7 @@ def engine_request(
 def _sampling(model: Model, body: Any) -> Sampling:
     """The request's own settings, else the model's. Raises ApiError."""
     given = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-    values = {"seed": secrets.randbits(63), **asdict(model.defaults), **given}
+    values = {**asdict(model.defaults), "seed": secrets.randbits(63), **given}
     bias = body.logit_bias or {}
     check_ids(model, bias, "logit_bias")
     values["logit_bias"] = tuple(bias.items())

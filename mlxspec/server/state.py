@@ -24,10 +24,10 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.server.errors import ApiError, Json
-from mlxspec.text.chat import Defaults, Tokenizer, generation_defaults, load_tokenizer
+from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.structured.grammar import Grammars
-from mlxspec.types import Busy, Dead, ModelInfo
+from mlxspec.types import Busy, Dead, ModelInfo, Sampling
 
 log = logging.getLogger("mlxspec")
 
@@ -73,7 +73,7 @@ class Model:
     server: "ServerState"
     name: str
     tokenizer: Tokenizer
-    defaults: Defaults
+    defaults: Sampling
     history: History = field(default_factory=History)
     _grammars: Grammars | None = None
 

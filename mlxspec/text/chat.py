@@ -33,7 +33,7 @@ from mlxspec.text.messages import (
     rejected,
     spelled_out,
 )
-from mlxspec.types import InvalidRequest, blame, shown, too_long
+from mlxspec.types import InvalidRequest, Sampling, blame, shown, too_long
 
 log = logging.getLogger("mlxspec")
 
@@ -48,21 +48,7 @@ RESERVED = frozenset(  # variables of a template that the server sets, not a req
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """Sampling parameters for what a request leaves out, from generation_config.json.
-
-    Where the file has none: temperature 1.0, as in OpenAI's API, and filters and penalties off.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-
-LIMITS = {  # of the defaults: type, minimum, maximum
+LIMITS = {  # of the default sampling parameters: type, minimum, maximum
     "temperature": (float, 0, 2),
     "top_k": (int, 0, 2**31),
     "top_p": (float, 0, 1),
@@ -103,9 +89,9 @@ def check_draft(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> 
             )
 
 
-def generation_defaults(path: Path) -> Defaults:
-    """The defaults in a model directory's generation_config.json. A value that is not a number or
-    out of range is left out, with a warning."""
+def generation_defaults(path: Path) -> Sampling:
+    """Sampling parameters for what a request leaves out, from generation_config.json. A value that
+    is not a number or out of range is left out, with a warning."""
     found = read_json(path / "generation_config.json")
     values: dict[str, Any] = {}
     for name, (kind, least, most) in LIMITS.items():
@@ -116,7 +102,7 @@ def generation_defaults(path: Path) -> Defaults:
             log.warning("%s: %s = %s is out of range and ignored", path, name, shown(value))
     if found.get("do_sample") is False:
         values["temperature"] = 0.0
-    return Defaults(**values)
+    return Sampling(**values)
 
 
 def encode(tokenizer: Tokenizer, text: str, special: bool = True) -> list[int]:

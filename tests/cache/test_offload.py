@@ -214,7 +214,7 @@ def test_a_restore_without_free_blocks_is_computed(tmp_path: Path) -> None:
 
 
 def test_files_of_another_model_are_misses(tmp_path: Path) -> None:
-    """The fingerprint keeps them apart; if it failed to, shapes would."""
+    """The fingerprint keeps them apart; if it failed to, the disk would be switched off."""
     first(tmp_path, "qwen3")
     for kind in ("gemma3_text", "deepseek_v3"):
         e, disk = start(tmp_path, kind)

@@ -110,9 +110,9 @@ def test_what_a_head_keeps(kind: str, layout: Any) -> None:
     plain.add(few("r", some(20)))
     tiny.run(plain)
     assert plain.runner.pages_of(0) == plain.runner.pages() and plain.runner.view.taps == ()
-    for mine, other in zip(*(each.runner.states.forms for each in (e, plain)), strict=False):
+    for mine, other in zip(*(each.runner.states.dtypes for each in (e, plain)), strict=False):
         assert mine == other
-    more = len(e.runner.states.forms) - len(plain.runner.states.forms)
+    more = len(e.runner.states.dtypes) - len(plain.runner.states.dtypes)
     assert more == bool(plain.runner.states.layers)
 
 
@@ -135,4 +135,4 @@ def test_a_head_that_is_detached_leaves_nothing(kind: str, layout: Any) -> None:
     plain = tiny.engine(tiny.model(kind), layout=layout, block=BLOCK)
     assert tiny.tokens(ask(e, r), "r") == tiny.tokens(ask(plain, r), "r")
     assert not taps and e.runner.pages_of(0) == e.runner.pages()
-    assert e.runner.states.forms == plain.runner.states.forms
+    assert e.runner.states.dtypes == plain.runner.states.dtypes

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mlxspec.text.chat import (
-    Defaults,
     RejectedRequest,
     canonical,
     check_draft,
@@ -18,7 +17,7 @@ from mlxspec.text.chat import (
     render_chat,
     template_reads,
 )
-from mlxspec.types import UserError
+from mlxspec.types import Sampling, UserError
 from tests.tiny_tokenizer import TEMPLATE, save_tokenizer
 
 STRICT = (  # alternates, system first only, as many models' templates demand
@@ -260,11 +259,11 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, Defaults()),
-        ("{broken", Defaults()),
-        ("[]", Defaults()),
-        ({"eos_token_id": 2}, Defaults(temperature=1.0)),
-        ({"do_sample": False, "temperature": 0.6}, Defaults(temperature=0.0)),
+        (None, Sampling()),
+        ("{broken", Sampling()),
+        ("[]", Sampling()),
+        ({"eos_token_id": 2}, Sampling(temperature=1.0)),
+        ({"do_sample": False, "temperature": 0.6}, Sampling(temperature=0.0)),
         (
             {
                 "do_sample": True,
@@ -274,12 +273,12 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
                 "min_p": 0,
                 "repetition_penalty": 1.05,
             },
-            Defaults(0.6, 20, 0.95, 0.0, 1.05),
+            Sampling(0.6, 20, 0.95, 0.0, 1.05),
         ),
-        ({"temperature": None, "top_k": None}, Defaults()),
+        ({"temperature": None, "top_k": None}, Sampling()),
     ],
 )
-def test_generation_defaults(tmp_path: Path, content: Any, expected: Defaults) -> None:
+def test_generation_defaults(tmp_path: Path, content: Any, expected: Sampling) -> None:
     if content is not None:
         written = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "generation_config.json").write_text(written)
@@ -294,7 +293,7 @@ def test_a_bad_default_is_left_out_with_a_warning(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
     with caplog.at_level(logging.WARNING, "mlxspec"):
-        assert generation_defaults(tmp_path) == Defaults()
+        assert generation_defaults(tmp_path) == Sampling()
     assert "temperature" in caplog.text
 
 

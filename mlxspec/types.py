@@ -57,10 +57,6 @@ class Sampling:
         counted = self.presence_penalty or self.frequency_penalty
         return self.repetition_penalty != 1.0 or bool(counted)
 
-    @property
-    def filtered(self) -> bool:
-        return self.temperature > 0 and bool(self.top_k or self.top_p < 1.0 or self.min_p)
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -297,7 +297,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
             e.add(r)
         same(kind, tiers.finish(e, disk), asked)
         assert drafted(e, name) and disk.close(5)
-    assert disk.stats.hits > 0 and e.counters["cached_tokens"] >= 2 * 4 * BLOCK
+    assert disk.stats["disk_runs_found"] > 0 and e.counters["cached_tokens"] >= 2 * 4 * BLOCK
 
 
 @pytest.mark.parametrize(

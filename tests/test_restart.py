@@ -37,7 +37,7 @@ def test_a_restart_at_4k_tokens(smollm2: Path, tmp_path: Path) -> None:
     e.close(30)
     e, info = load_engine(smollm2, "smollm2", config)
     restored, again, cached = first_token(e, "again", prompt)
-    read = e.offloader.disk.stats.read
+    read = e.offloader.disk.stats["disk_read_bytes"]
     e.close(1)
     print(
         f"\nfirst token of {TOKENS} tokens: {computed:.1f} s computed, {restored:.2f} s from disk"

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -138,18 +139,6 @@ def stored_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 # ---- the directory
 
 
-@dataclass(slots=True)
-class DiskStats:
-    """`bytes` are those of all models. The others count what this process did: bytes `written` and
-    `read`, runs `hits` and `damaged`."""
-
-    bytes: int = 0
-    written: int = 0
-    read: int = 0
-    hits: int = 0
-    damaged: int = 0
-
-
 class DiskCache:
     """One model's runs: `<root>/<fingerprint>/<last key in hex>.safetensors`. `model` is its name.
 
@@ -166,7 +155,8 @@ class DiskCache:
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
         self._keys: dict[Path, tuple[bytes, ...]] = {}
         self._warned = False
-        self.stats = DiskStats()
+        # By their names in `Stats`: the bytes of all models, and what this process did.
+        self.stats = Counter[str]()
         self._writer = ThreadPoolExecutor(1, "disk writer")
         self._reader = ThreadPoolExecutor(1, "disk reader")
         try:
@@ -247,7 +237,7 @@ class DiskCache:
 
     def _discard(self, path: Path) -> None:
         """Delete a damaged file."""
-        self.stats.damaged += 1
+        self.stats["disk_runs_damaged"] += 1
         self._forget(path)
         with suppress(OSError):
             path.unlink()
@@ -286,8 +276,8 @@ class DiskCache:
             write_atomic(path, data)
             self._touch(path)
             self._add(path, run.keys)
-            self.stats.written += len(data)
-            self.stats.bytes += len(data)
+            self.stats["disk_written_bytes"] += len(data)
+            self.stats["disk_bytes"] += len(data)
 
     def _touch(self, *paths: Path) -> None:
         for path in paths:
@@ -304,7 +294,7 @@ class DiskCache:
                 path.unlink(missing_ok=True)
                 self._forget(path)
                 total -= status.st_size
-        self.stats.bytes = total
+        self.stats["disk_bytes"] = total
 
     # ---- the reader's thread
 
@@ -320,6 +310,6 @@ class DiskCache:
         if run is None or path != self._path(run.keys):
             self._discard(path)
             return None
-        self.stats.hits += 1
-        self.stats.read += len(data)
+        self.stats["disk_runs_found"] += 1
+        self.stats["disk_read_bytes"] += len(data)
         return run

@@ -54,10 +54,6 @@ class Window:
         end = len(hashes) * self.pool.block_size
         return hashes[self.first(end) :]
 
-    def holds(self, hashes: Hashes) -> bool:
-        """Whether the next row after a chain finds its window in the pool."""
-        return all(key in self.pool.by_key for key in self.seen(hashes))
-
     def table(self, hashes: Hashes) -> list[int]:
         """The cached blocks of a chain; those that the next row cannot see are null."""
         blocks = [self.pool.by_key[key] for key in self.seen(hashes)]
@@ -139,7 +135,7 @@ class KVCacheManager:
                 ends.sort(key=len, reverse=True)
             for tail in ends:
                 hashes = cached[:n]
-                if not all(window.holds(hashes) for window in self.windows):
+                if not all(w.pool.by_key.keys() >= set(w.seen(hashes)) for w in self.windows):
                     continue
                 found = [pool.match_partial(parent, tail) for pool in self.pools]
                 copied = min(length for _, length in found)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from mlxspec.cache.disk import DiskStats
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine import structured
 from mlxspec.engine.pressure import NORMAL, MemoryMonitor
@@ -239,10 +238,11 @@ class Engine:
         pool = scheduler.pool
         running = scheduler.running
         drafts = self.spec_metrics
-        disk = self.offloader.disk.stats if self.offloader else DiskStats()
+        disk = self.offloader.disk.stats if self.offloader else {}
         reading = [seq for seq in (*running, *scheduler.waiting) if not seq.generated]
         return Stats(
             **self.counters,
+            **disk,
             running=len(running),
             waiting=len(scheduler.waiting),
             blocks_used=pool.used,
@@ -255,9 +255,5 @@ class Engine:
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
             states=len(scheduler.kv.states or ()),
-            disk_read_bytes=disk.read,
-            disk_written_bytes=disk.written,
-            disk_runs_found=disk.hits,
-            disk_runs_damaged=disk.damaged,
             running_requests=tuple((seq.request.id, seq.reported_cached) for seq in running),
         )

@@ -150,7 +150,7 @@ class ModelManager:
         """All models by name, the default first."""
         for engine in self._engines():
             if engine.offloader:  # all share one directory
-                self._disk_bytes = engine.offloader.disk.stats.bytes
+                self._disk_bytes = engine.offloader.disk.stats["disk_bytes"]
         active, cached = meter.held()
         next_slot = self._slot(self._waiting[0]) if self._waiting else None
         served = {}

@@ -158,20 +158,18 @@ def _measure(caches: Iterable[Any], kv_bits: int) -> CacheBytes:
         if isinstance(cache, ArraysCache):
             state += _bytes_of(cache.state)
             continue
-        size = sum(_token_bytes(kv, kv_bits) for kv in arrays_in(cache.state))
+        size = 0
+        for kv in arrays_in(cache.state):  # [1, heads, tokens, dim]
+            _, heads, _, dim = kv.shape
+            row = dim * kv.dtype.size
+            if kv_bits:
+                row = 4 * Packing(dim, kv.dtype, kv_bits).width
+            size += heads * row
         if isinstance(cache, RotatingKVCache):
             windows[cache.max_size] += size
         else:
             token += size
     return CacheBytes(token, tuple(sorted(windows.items())), state)
-
-
-def _token_bytes(kv: mx.array, kv_bits: int) -> int:
-    """Bytes of one token in K or V [1, heads, tokens, dim]."""
-    _, heads, _, dim = kv.shape
-    if kv_bits:
-        return heads * 4 * Packing(dim, kv.dtype, kv_bits).width
-    return heads * dim * kv.dtype.size
 
 
 def load_weights(model: Module) -> None:

@@ -52,17 +52,6 @@ class Pages:
     attention as this handle. Its pools are allocated at the first write, when heads and dims are
     known."""
 
-    __slots__ = (
-        "dtype",
-        "keys",
-        "kv_bits",
-        "packings",
-        "values",
-        "view",
-        "window",
-        "window_key",
-    )
-
     def __init__(self, view: View, window: int | None, kv_bits: int = 0) -> None:
         """`kv_bits`: 8 or 4 bits per value in the pools; 0: as computed."""
         self.view = view
@@ -160,8 +149,6 @@ class Pages:
 class DensePages(Pages):
     """The gather layout `[B, L]`: the same pages, handed back as dense K/V for models that compute
     their own attention. One group at a time is in the view."""
-
-    __slots__ = ()
 
     def make_mask(
         self,

@@ -207,7 +207,11 @@ class Runner:
         """The plan's forward, its entries sorted so that like ones are neighbours: lazy in the rows
         layout, else each of its passes is submitted at once. `previous` is the step in flight,
         which holds pending tokens."""
-        self._split = self._needs_split(plan)
+        # The K/V of all that decodes, padded to the longest context, may be too much to gather:
+        # then only similar contexts share a forward.
+        ends = [e.end for e in plan if e.count == 1]
+        slots = len(ends) * max(ends, default=0)
+        self._split = self.layout == "gather" and slots > MAX_PADDED_SLOTS
         plan = sorted(plan, key=self._order)
         shift = row_shift = None
         if previous is not None and any(e.inflight_drafts for e in plan):
@@ -284,12 +288,6 @@ class Runner:
         if self.layout == "rows":
             return group
         return self._form(e), group[1]
-
-    def _needs_split(self, plan: Plan) -> bool:
-        """Whether the K/V of all that decodes, padded to the longest context, would be too much to
-        gather: then only similar contexts share a forward."""
-        ends = [e.end for e in plan if e.count == 1]
-        return self.layout == "gather" and len(ends) * max(ends, default=0) > MAX_PADDED_SLOTS
 
     def _forward(
         self,

@@ -261,9 +261,10 @@ def _floors(
     narrow: list[int] = []
     wide: list[int] = []
     for r, row in enumerate(rows):
-        if not row.sampling.filtered:
+        s = row.sampling
+        if not s.temperature or not (s.top_k or s.top_p < 1 or s.min_p):
             continue
-        if 0 < row.sampling.top_k <= NARROW < vocab:
+        if 0 < s.top_k <= NARROW < vocab:
             narrow.append(r)
         else:
             wide.append(r)

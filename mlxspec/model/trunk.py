@@ -21,7 +21,9 @@ def find_trunk(model: Module) -> tuple[Any, str] | None:
             continue
         for name in TRUNK_NAMES:
             inner = _trunk_in(owner, name)
-            if isinstance(inner, Module) and _has_layers(inner):
+            if not isinstance(inner, Module):
+                continue
+            if "layers" in inner or any(isinstance(each, list) for each in inner.values()):
                 return owner, name
     return None
 
@@ -107,10 +109,6 @@ def layers_in(trunk: Module) -> list[Any]:
         layers = layers.get("layers", [])
     found: list[Any] = layers
     return found
-
-
-def _has_layers(module: Module) -> bool:
-    return "layers" in module or any(isinstance(each, list) for each in module.values())
 
 
 def install_taps(

@@ -118,7 +118,9 @@ def _remember(
     for choice in choices:
         for call in choice.calls:
             history.keep_call(call)
-        if choice.ended_by_itself and choice.ids[-1] in tokenizer.eos_token_ids:
+        # It ended by itself: not by a stop string, nor after its only call.
+        cut = choice.reader.stopped is not None or (choice.single and choice.calls)
+        if choice.finish == "stop" and not cut and choice.ids[-1] in tokenizer.eos_token_ids:
             [turn] = canonical([message(choice)])
             remember(tokenizer, talk, prompt, turn, choice.ids, history)
 

@@ -86,12 +86,6 @@ class Choice:
         return self.parser.calls if self.parser else []
 
     @property
-    def ended_by_itself(self) -> bool:
-        """By an end token of the model: not by a stop string, nor after its only call."""
-        cut = self.reader.stopped is not None or (self.single and self.calls)
-        return self.finish == "stop" and not cut
-
-    @property
     def kept(self) -> int:
         """Drafted tokens that are part of the answer. A round brings its accepted tokens and one
         more; the engine's count goes beyond a stop among them."""

@@ -92,7 +92,7 @@ def test_a_server_goes_on_with_misses(root: Path) -> None:
     (path,) = disk.files([key])
     assert disk.read(path).result(30) is None and key not in disk
     assert disk.save(Run((key,), {})) and disk.flush(30) and key in disk
-    assert disk.stats.bytes == sum(path.stat().st_size for path in (root / MODEL).iterdir())
+    assert disk.stats["disk_bytes"] == sum(path.stat().st_size for path in (root / MODEL).iterdir())
     assert disk.close(30)
 
 

@@ -20,6 +20,7 @@ from mlxspec.server.body import (
 )
 from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.errors import Json, invalid
+from mlxspec.text.messages import listed
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
 
 MAX_PROMPTS = 32
@@ -97,10 +98,6 @@ def _few(value: Any) -> Any:
     return value
 
 
-def _stop_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class JsonSchema(Strict):
     """The schema of an answer. `strict` makes no difference: an answer always matches it."""
 
@@ -148,7 +145,7 @@ class Common(Strict):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     max_output_tokens: Count | None = None
-    stop: Annotated[Stops, BeforeValidator(_stop_list)] = Field([])
+    stop: Annotated[Stops, BeforeValidator(listed)] = Field([])
     stop_token_ids: Annotated[list[Token], FIRST] = Field([], max_length=MAX_STOPS)
     ignore_eos: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

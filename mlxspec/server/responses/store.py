@@ -54,25 +54,16 @@ class Store:
 
     def resolve(self, items: list[Json]) -> list[Json]:
         """The items, each item_reference replaced by the item it names. Raises ApiError 404."""
-        stored: Json = {}
+        stored = {each["id"]: each for _, kept, _ in self._stored.values() for each in kept}
         resolved = []
         for i, item in enumerate(items):
             if item.get("type") == "item_reference":
-                stored = stored or self._items()
                 id = str(item.get("id"))
                 if id not in stored:
                     raise _missing(id, f"input[{i}].id")
                 item = stored[id]
             resolved.append(item)
         return resolved
-
-    def _items(self) -> Json:
-        """All items by id."""
-        found = {}
-        for _, items, _ in self._stored.values():
-            for item in items:
-                found[item["id"]] = item
-        return found
 
 
 def _missing(id: str, param: str | None = None) -> ApiError:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Json = dict[str, Any]  # a JSON object
 Finish = Literal["stop", "length", "abort", "error"]
 
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm

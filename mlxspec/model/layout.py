@@ -23,7 +23,7 @@ from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.model import quantized
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
 from mlxspec.progress import progress
-from mlxspec.types import Draft, Entry, Request, Seq, UnsupportedModel, blame, line_of
+from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
 
 log = logging.getLogger("mlxspec")
 
@@ -88,7 +88,7 @@ class LayoutChoice:
         return Runner(model, self.layout, block_size, blocks, **options)
 
 
-def load(path: Path) -> tuple[Module, dict[str, Any]]:
+def load(path: Path) -> tuple[Module, Json]:
     """The model and its config; the weights stay on disk until `load_weights`. Raises
     UnsupportedModel."""
     try:
@@ -105,7 +105,7 @@ def load(path: Path) -> tuple[Module, dict[str, Any]]:
     return model, config
 
 
-def context_of(config: dict[str, Any]) -> int:
+def context_of(config: Json) -> int:
     """The longest context the model was trained for, in tokens; 8192 if its config has none."""
     inner = config.get("text_config")
     if isinstance(inner, dict):

@@ -18,10 +18,9 @@ from starlette.types import Scope
 
 from mlxspec.text.messages import RejectedRequest
 from mlxspec.types import Busy, Dead, UserError
+from mlxspec.types import Json as Json
 
 log = logging.getLogger("mlxspec")
-
-Json = dict[str, Any]
 
 OPENAI_TYPES = {
     401: "authentication_error",

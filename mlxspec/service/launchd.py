@@ -21,7 +21,7 @@ from typing import Any
 from mlxspec.config import FILE, Config, ConfigError, as_flags, data_dir, load, url_of
 from mlxspec.files import write_atomic
 from mlxspec.service import crashes
-from mlxspec.types import UserError
+from mlxspec.types import Json, UserError
 
 LABEL, MENUBAR = "dev.mlxspec", "dev.mlxspec.menubar"
 DOMAIN = f"gui/{os.getuid()}"
@@ -48,9 +48,9 @@ def agent_file(label: str = LABEL) -> Path:
 # ---- definitions
 
 
-def make_agent(label: str, words: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any]:
+def make_agent(label: str, words: Sequence[str], variables: Mapping[str, str]) -> Json:
     """The launch agent that runs `mlxspec` with these words: launchd/LABEL.plist, completed."""
-    agent: dict[str, Any] = plistlib.loads((data_dir("launchd") / f"{label}.plist").read_bytes())
+    agent: Json = plistlib.loads((data_dir("launchd") / f"{label}.plist").read_bytes())
     agent["ProgramArguments"] = [*PROGRAM, *words]
     agent["EnvironmentVariables"] = variables
     # Where `python -m mlxspec` finds this package, installed or not.
@@ -58,9 +58,7 @@ def make_agent(label: str, words: Sequence[str], variables: Mapping[str, str]) -
     return agent
 
 
-def definition(
-    flags: Mapping[str, str | list[str] | None], env: Mapping[str, str]
-) -> dict[str, Any]:
+def definition(flags: Mapping[str, str | list[str] | None], env: Mapping[str, str]) -> Json:
     """The launch agent that runs `mlxspec serve` with these flags and variables.
 
     The settings file is left out, since the service reads it itself. Raises ConfigError.
@@ -134,7 +132,7 @@ def installed_url() -> str:
 # ---- commands; they raise UserError and OSError
 
 
-def install(agent: dict[str, Any]) -> str:
+def install(agent: Json) -> str:
     """Install or change the service, and listen. Raises ConfigError for a port in use."""
     from mlxspec.server.process import bind
 
@@ -192,7 +190,7 @@ def is_loaded(label: str = LABEL) -> bool:
     return _launchctl("print", f"{DOMAIN}/{label}", ok=range(256)) == 0
 
 
-def load_agent(agent: dict[str, Any]) -> None:
+def load_agent(agent: Json) -> None:
     """Write the definition, and start it now and after each login."""
     label = agent["Label"]
     write_atomic(agent_file(label), plistlib.dumps(agent))

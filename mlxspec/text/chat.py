@@ -33,7 +33,7 @@ from mlxspec.text.messages import (
     rejected,
     spelled_out,
 )
-from mlxspec.types import InvalidRequest, Sampling, blame, shown, too_long
+from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
 
 log = logging.getLogger("mlxspec")
 
@@ -93,7 +93,7 @@ def generation_defaults(path: Path) -> Sampling:
     """Sampling parameters for what a request leaves out, from generation_config.json. A value that
     is not a number or out of range is left out, with a warning."""
     found = read_json(path / "generation_config.json")
-    values: dict[str, Any] = {}
+    values: Json = {}
     for name, (kind, least, most) in LIMITS.items():
         value: Any = found.get(name)
         if type(value) in (int, kind) and least <= value <= most:
@@ -251,9 +251,7 @@ def _applied(
     return clean(apply(rewrite(messages), **options))
 
 
-def _marked(
-    tokenizer: Tokenizer, conversation: Conversation
-) -> tuple[dict[str, Any], Messages, list[Any]]:
+def _marked(tokenizer: Tokenizer, conversation: Conversation) -> tuple[Json, Messages, list[Any]]:
     """The options, messages and tools of a conversation, in which no text is a control token."""
     special = control_tokens_of(tokenizer)
     messages = []

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mlxspec.types import InvalidRequest, shown
+from mlxspec.types import InvalidRequest, Json, shown
 
-Messages = list[dict[str, Any]]
+Messages = list[Json]
 Tools = Sequence[Mapping[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -82,7 +82,7 @@ def canonical(messages: Sequence[Any]) -> Messages:
     return made
 
 
-def _message(message: Any, at: str) -> dict[str, Any]:
+def _message(message: Any, at: str) -> Json:
     if not isinstance(message, Mapping):
         raise rejected_value(at, message, "is not an object; send role and content")
     role, content = message.get("role"), message.get("content")
@@ -114,7 +114,7 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     return plain
 
 
-def _call(call: Any, at: str) -> dict[str, Any]:
+def _call(call: Any, at: str) -> Json:
     """A call with an object as arguments, as templates want them."""
     function = _function(call)
     if function is None or not isinstance(function.get("name"), str):
@@ -232,7 +232,7 @@ def merged(messages: Messages) -> Messages:
     return turns
 
 
-def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _joined(one: Json, other: Json) -> Json:
     both = {**other, **one}
     for key in ("content", "reasoning_content"):
         if key in both:

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import Tools, clean, listed, types_of
+from mlxspec.types import Json
 
 NamedArguments = tuple[str, str]
 
@@ -93,7 +94,7 @@ def _checked(found: Any) -> NamedArguments:
     return clean(name), clean(text)
 
 
-def parse_xml(text: str, tools: Tools) -> list[dict[str, Any]]:
+def parse_xml(text: str, tools: Tools) -> list[Json]:
     """Qwen3-Coder's calls, with values of the types in their schemas. mlx-lm's own parser leaves
     out what it does not expect and rounds large numbers. Raises ValueError where there is anything
     but calls."""

@@ -14,9 +14,9 @@ from typing import Any, TypeGuard
 from llguidance import LLParserLimits
 
 from mlxspec.text.messages import rejected, rejected_value
-from mlxspec.types import shown
+from mlxspec.types import Json, shown
 
-Nodes = list[dict[str, Any]]
+Nodes = list[Json]
 
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 120  # serde_json, which reads the schema in llguidance, stops at 128
@@ -60,7 +60,7 @@ def json_rule(schema: Any, where: str) -> str:
     return f"%json {json.dumps({**checked_schema(schema, where), 'x-guidance': STYLE})}"
 
 
-def checked_schema(schema: Any, where: str) -> dict[str, Any]:
+def checked_schema(schema: Any, where: str) -> Json:
     """A copy of the schema without what constrains nothing. Raises RejectedRequest for what would
     not be enforced."""
     try:
@@ -110,7 +110,7 @@ def checked_lark(text: str, where: str) -> str:
     return text
 
 
-def _drop(node: dict[str, Any]) -> None:
+def _drop(node: Json) -> None:
     """Removes two keywords in a form that constrains nothing, which some libraries write. Only from
     an object with a type: in others they may be names of properties."""
     if isinstance(node.get("type"), str):

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.text.messages import rejected
 from mlxspec.text.structured.json_schema import json_rule
+from mlxspec.types import Json
 
 Function = Mapping[str, Any]
 
@@ -52,7 +53,7 @@ def call_rules(
     return "\n".join([call, f'call: {begin} "\\n" {calls} {end}', f"body: {body}"])
 
 
-def _arguments(function: Function) -> dict[str, Any]:
+def _arguments(function: Function) -> Json:
     """The schema of the arguments: an object, and closed where it lists its properties."""
     schema = {**(function.get("parameters") or {}), "type": "object"}
     listed, required = schema.get("properties"), schema.get("required", [])

@@ -77,7 +77,6 @@ class Request:
     prediction: tuple[int, ...] = ()  # the answer that the client expects, to copy from
     grammar: Callable[[], Any] | None = None  # makes a GrammarMatcher for each choice
     model: str = ""  # its served name; empty: the default
-    grammar_vocab: int = 0  # the vocabulary size that the grammar was made for; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,9 +210,6 @@ class ModelManager:
         """Pass a request to its engine. Loading may have changed the limits it was checked with."""
         assert slot.engine
         slot.used = self.clock()
-        if request.grammar and request.grammar_vocab not in (0, slot.info.vocab):
-            why = f"the vocabulary of {slot.info.name} was unknown; send the request again"
-            return _finish(request, "error", error=why, fault="model")
         try:
             slot.engine.add(request)
         except UserError as error:

@@ -284,11 +284,12 @@ def allow(
     x: mx.array,
     masks: Sequence[bytes],
 ) -> mx.array:
-    """x [R, vocab] with -inf for the tokens that the rows' masks exclude."""
-    width = max(map(len, masks), default=0)
-    if not width:
+    """x [R, vocab] with -inf for the tokens that the rows' masks exclude; those beyond a mask's end
+    are excluded."""
+    if not any(masks):
         return x
-    packed = b"".join(mask or b"\xff" * width for mask in masks)
+    width = max(ceil(x.shape[-1] / 8), *map(len, masks))
+    packed = b"".join((mask or b"\xff" * width).ljust(width, b"\0") for mask in masks)
     rows = np.frombuffer(packed, np.uint8)
     allowed = np.unpackbits(
         rows.reshape(len(masks), width),

@@ -83,7 +83,7 @@ def _chat_generation(
     talk, prompt = render_prompt(model, chat)
     request = engine_request(model, body, name, prompt.ids, chat.source)
     grammar = _grammar(grammars, chat, talk, prompt)
-    request = replace(request, grammar=grammar, grammar_vocab=grammars.vocab)
+    request = replace(request, grammar=grammar)
     tools = [*talk.tools, *chat.deferred]
     if chat.tool_choice == "none":
         tools = []

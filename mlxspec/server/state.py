@@ -74,19 +74,12 @@ class Model:
     name: str
     tokenizer: Tokenizer
     defaults: Sampling
+    grammars: Grammars
     history: History = field(default_factory=History)
-    _grammars: Grammars | None = None
 
     @property
     def info(self) -> ModelInfo:
         return self.server.worker.models()[self.name].info
-
-    @property
-    def grammars(self) -> Grammars:
-        """Made again when loading the weights has corrected the size of the vocabulary."""
-        if self._grammars is None or self._grammars.vocab != self.info.vocab:
-            self._grammars = Grammars(self.tokenizer, self.info.vocab)
-        return self._grammars
 
 
 @dataclass(slots=True)
@@ -178,7 +171,10 @@ class ServerState:
         if name not in self.models:
             path = self.paths[name]
             tokenizer = tokenizer or load_tokenizer(path)
-            self.models[name] = Model(self, name, tokenizer, generation_defaults(path))
+            # Loading the weights may change the vocabulary's size, and masks fit any.
+            grammars = Grammars(tokenizer, self.worker.models()[name].info.vocab)
+            defaults = generation_defaults(path)
+            self.models[name] = Model(self, name, tokenizer, defaults, grammars)
 
 
 def report(ignored: list[str]) -> dict[str, str]:

@@ -177,7 +177,11 @@ def test_what_was_saved_comes_back_after_a_restart(opened: Opener) -> None:
     assert known(disk, range(9)) == list(range(5))
     assert all(same(a, run_of(i)) for i, a in enumerate(got(disk, *range(5))))
     stats = disk.stats
-    assert (stats["disk_runs_found"], stats["disk_runs_damaged"], stats["disk_written_bytes"]) == (5, 0, 0) and stats["disk_read_bytes"] == stats["disk_bytes"]
+    assert (stats["disk_runs_found"], stats["disk_runs_damaged"], stats["disk_written_bytes"]) == (
+        5,
+        0,
+        0,
+    ) and stats["disk_read_bytes"] == stats["disk_bytes"]
 
 
 def test_a_run_is_read_once_whichever_of_its_keys_are_asked_for(opened: Opener) -> None:
@@ -411,7 +415,9 @@ def check_all(root: Path, limit: int) -> int:
     for found in got(disk, *(int(path.stem, 16) for path in paths)):
         assert same(found, run_of(int.from_bytes(found.keys[-1], "big")))
     stats = disk.stats
-    assert (stats["disk_runs_found"], stats["disk_runs_damaged"]) == (len(paths), 0) and disk.close(WAIT)
+    assert (stats["disk_runs_found"], stats["disk_runs_damaged"]) == (len(paths), 0) and disk.close(
+        WAIT
+    )
     return len(paths)
 
 
@@ -517,7 +523,9 @@ class Model(RuleBasedStateMachine):
         assert total(self.root) <= self.limit
         paths = {path for path, _ in stored_files(self.root)}
         assert paths == set(self.disk._keys)
-        assert self.disk.stats["disk_bytes"] == sum(path.stat().st_size for path in paths) or self.lost
+        assert (
+            self.disk.stats["disk_bytes"] == sum(path.stat().st_size for path in paths) or self.lost
+        )
 
     @invariant()
     def checked(self) -> None:

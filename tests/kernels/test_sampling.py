@@ -324,6 +324,11 @@ def test_a_mask_spares_the_logits_that_it_forbids() -> None:
 def test_tokens_beyond_the_end_of_a_mask_are_excluded() -> None:
     masks = [b"\xff" * 124, b""]
     assert equal(some(2, 1000), plain([1.0, 1.0], masks=masks))[0] < 992
+    lengths = [b"\xff" * 100, b"\xff" * 125, b"", b"\xff" * 130]  # as of grammars for other widths
+    x = some(4, 1000, seed=1)
+    x[:, 990:] += 100
+    tokens = equal(x, plain([1.0] * 4, masks=lengths))
+    assert tokens[0] < 800 and min(tokens[1:]) >= 990
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -64,7 +64,7 @@ class Request:
     """One accepted request, in token ids. `n` choices share the prompt's blocks.
 
     `max_tokens` is already clamped to the window; `stop_tokens` end a choice and are reported as
-    the last token of its final output. `created` is `time.monotonic()` at acceptance.
+    the last token of its final output.
     """
 
     id: str
@@ -73,7 +73,6 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
-    created: float = 0.0
     prediction: tuple[int, ...] = ()  # the answer that the client expects, to copy from
     grammar: Callable[[], Any] | None = None  # makes a GrammarMatcher for each choice
     model: str = ""  # its served name; empty: the default

@@ -112,8 +112,8 @@ async def churn(worker: Worker, seconds: float, seen: Seen, tell: Callable[[str]
     number = 0
 
     async def one(kind: str, ask: Request, number: int) -> None:
-        name, now = f"{ask.id}-{number}", time.monotonic()
-        request = replace(ask, id=name, model=kind, created=now)
+        name = f"{ask.id}-{number}"
+        request = replace(ask, id=name, model=kind)
         leave = rng.randint(0, 20) if rng.random() < 0.2 else None
         got: dict[int, list[int]] = {i: [] for i in range(ask.n)}
         cut = False

@@ -158,7 +158,6 @@ def engine_request(
         _sampling(model, body),
         frozenset({*ends, *body.stop_token_ids}),
         body.n,
-        time.monotonic(),
         _predicted(model, body),
         model=model.name,
     )

@@ -247,10 +247,9 @@ class Draft:
 class Seq:
     """One choice of a request while it runs. Owned by the engine thread.
 
-    Lengths nest: `cached <= computed <= len(tokens) + pending`. `tokens` are prompt and output as
-    far as the host has read them; `pending` counts sampled tokens in flight, as if every draft in
-    flight were rejected. `computed` counts positions whose KV is written or submitted, `cached`
-    those taken from the prefix cache.
+    `computed <= len(tokens) + pending`. `tokens` are prompt and output as far as the host has read
+    them; `pending` counts sampled tokens in flight, as if every draft in flight were rejected.
+    `computed` counts positions whose KV is written, submitted or taken from the prefix cache.
     """
 
     request: Request
@@ -260,7 +259,6 @@ class Seq:
     computed: int = 0
     pending: int = 0
     inflight_drafts: int = 0  # drafted tokens in flight: `pending` may turn out larger by so many
-    cached: int = 0
     table: list[int] = field(default_factory=list)  # block ids by position // block_size
     windows: list[list[int]] = field(default_factory=list)  # tables of sliding-window layers
     branch_points: list[int] = field(default_factory=list)  # blocks where prompts may part
@@ -271,7 +269,7 @@ class Seq:
     rounds: int = 0
     drafted: int = 0
     accepted: Counter[str] = field(default_factory=Counter)  # by source
-    reported_cached: int = 0  # `cached` of the first admission, for usage
+    reported_cached: int = 0  # tokens from the prefix cache at the first admission, for usage
     finish: Finish | None = None
     flight: "deque[Entry]" = field(default_factory=deque)  # submitted, not committed
     admitted: bool = False

@@ -296,7 +296,7 @@ class KVCacheManager:
         seq.windows = [[] for _ in self.windows]
         seq.block_hashes = []
         seq.state = seq.batch = None
-        seq.computed = seq.cached = 0
+        seq.computed = 0
 
     def check(self, seqs: Iterable[Seq]) -> None:
         """Assert every invariant of the pools and of `seqs`, which are all there are."""

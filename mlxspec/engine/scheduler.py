@@ -237,10 +237,9 @@ class Scheduler:
         self.copies += self.kv.allocate_prefix(seq, match)
         if self.offloader:
             self.offloader.cancel(seq)
-        seq.cached = seq.computed
         if not seq.admitted:
             seq.admitted = True
-            seq.reported_cached = seq.cached
+            seq.reported_cached = seq.computed
         self.waiting.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda s: s.order)

@@ -63,8 +63,7 @@ class Case:
 class Verdict:
     """The result of a case: variant `way` runs for `least` to `most` rows ("": MLX's own op runs).
 
-    `gains`: speedup over MLX's own op by rows. `why`: why variants were rejected. `parked`: it
-    crashed or hung; delete the cache directory to try it again.
+    `gains`: speedup over MLX's own op by rows. `why`: why variants were rejected.
     """
 
     way: str = ""
@@ -72,7 +71,6 @@ class Verdict:
     most: int = 0
     gains: dict[int, float] = field(default_factory=dict)
     why: str = ""
-    parked: bool = False
 
 
 def judge(case: Case, until: float = math.inf) -> Verdict:

@@ -155,7 +155,7 @@ def _try_all(
 def _try(case: Case, file: VerdictFile, until: float) -> Verdict:
     """Judge a case. Until then the file says that it crashed, in case it ends the process."""
     known = file.load()
-    file.save({**known, case.name: Verdict(why=CRASHED, parked=True)})
+    file.save({**known, case.name: Verdict(why=CRASHED)})
     KERNELS.deadline = until + 2 * CALL_LIMIT_S
     KERNELS.forget = partial(file.save, known)
     try:

@@ -101,7 +101,7 @@ def test_a_right_and_faster_kernel_is_used(clock: Time) -> None:
 
 def test_a_slower_kernel_is_not_used(clock: Time) -> None:
     found = judge(case(clock, plain=(9e-4, same)))
-    assert not found.way and not found.parked and "1.11 times" in found.why
+    assert not found.way and "1.11 times" in found.why
     assert found.gains[4] == pytest.approx(10 / 9)
 
 
@@ -219,7 +219,7 @@ def test_a_kernel_that_ended_the_process_is_off(tmp_path: Path, clock: Time) -> 
     assert subprocess.run(words, timeout=60).returncode == 3
     made, other = case(clock, plain=(5e-4, same)), case(clock, "other", plain=(5e-4, same))
     crashed = start(tmp_path, made)[made.name]
-    assert (crashed.parked, crashed.why, crashed.way, clock.calls) == (True, CRASHED, "", 0)
+    assert (crashed.why, crashed.way, clock.calls) == (CRASHED, "", 0)
     found = start(tmp_path, made, other)
     assert found[made.name] == crashed and found[other.name].way == "plain"
     assert start(tmp_path, made)[made.name] == crashed, "after another trial's marker too"
@@ -242,7 +242,7 @@ def test_a_process_that_exits_on_purpose_abandons_its_trial(tmp_path: Path, cloc
     def leave(y: mx.array) -> mx.array:
         KERNELS.abandon_trial()
         left.append(file.load())
-        file.save({"fake 8x8": Verdict(why=CRASHED, parked=True)})
+        file.save({"fake 8x8": Verdict(why=CRASHED)})
         clock.now += 100.0
         KERNELS.abandon_trial()
         left.append(file.load()["fake 8x8"].why)

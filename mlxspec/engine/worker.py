@@ -47,13 +47,14 @@ STOPPING = "the server is stopping"
 class OutputStream:
     """The outputs of one order, all choices interleaved; ends after the last choice's finish.
 
-    It has at most one output per step and choice, and `n` * MAX_UNREAD of them unread.
+    It has at most one output per step and choice, and `n` * MAX_UNREAD of them unread. Several
+    orders may share a `queue`, which then has the outputs of all.
     """
 
-    def __init__(self, order: Request | LoadCommand) -> None:
+    def __init__(self, order: Request | LoadCommand, queue: "asyncio.Queue[Output]") -> None:
         self.id, self.limit = order.id, order.n * MAX_UNREAD
         self.unfinished = set(range(order.n))  # choices whose last output was not delivered
-        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._queue = queue
 
     def __aiter__(self) -> "OutputStream":
         return self
@@ -155,8 +156,10 @@ class Worker:
 
     # ---- event loop
 
-    def submit(self, request: Request) -> OutputStream:
-        """Queue a request.
+    def submit(
+        self, request: Request, queue: "asyncio.Queue[Output] | None" = None
+    ) -> OutputStream:
+        """Queue a request; its outputs go to `queue`, if given.
 
         Raises Busy when the queue is full or memory very short, Dead when draining or dead.
         """
@@ -165,13 +168,15 @@ class Worker:
             raise Busy(RETRY_S)
         if self._manager.monitor.poll() >= CRITICAL:
             raise Busy(HOLD_S, "the machine is short of memory")
-        return self._queue(request)
+        return self._queue(request, queue)
 
-    def _queue(self, order: Request | LoadCommand) -> OutputStream:
+    def _queue(
+        self, order: Request | LoadCommand, queue: "asyncio.Queue[Output] | None" = None
+    ) -> OutputStream:
         if self._closed:
             raise Dead("the engine takes no more requests")
         self._loop = asyncio.get_running_loop()
-        stream = self._streams[order.id] = OutputStream(order)
+        stream = self._streams[order.id] = OutputStream(order, queue or asyncio.Queue())
         self._inbox.put(order)
         return stream
 

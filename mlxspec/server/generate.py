@@ -7,8 +7,8 @@ is aborted, and it is counted and logged once.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 
 from starlette.requests import ClientDisconnect
@@ -29,8 +29,6 @@ SSE = {
     "x-accel-buffering": "no",
 }
 
-Outputs = Sequence[AsyncIterator[Output]]  # of each request
-
 
 @dataclass(slots=True)
 class Generation:
@@ -48,20 +46,22 @@ class Generation:
     on_done: Callable[[], None] = lambda: None
     first: float = 0.0  # time of the first token
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
+    queue: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)  # of all requests' outputs
     outcome: str = ""  # "gone" or "error", where it is not the choices' finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises only before the first byte."""
-        outputs, id = self._submit(), self.writer.id
+        id = self.writer.id
+        self._submit()
         headers = {"x-request-id": id, "request-id": id, **report(self.ignored)}
         self.model.server.journal.live[id] = self._row
         try:
             if self.streamed:
-                async with aclosing(self._events(outputs)) as events:
+                async with aclosing(self._events()) as events:
                     response = StreamingResponse(events, headers=SSE | headers)
                     await response(scope, receive, send)
             else:
-                body = await while_connected(receive, self._body(outputs))
+                body = await while_connected(receive, self._body())
                 await JSONResponse(body, headers=headers)(scope, receive, send)
         except ClientDisconnect:
             pass
@@ -71,31 +71,38 @@ class Generation:
         finally:
             self._finish()
 
-    def _submit(self) -> Outputs:
+    def _submit(self) -> None:
         """Queue all requests or none. Raises ApiError, Busy and Dead."""
         worker, config = self.model.server.worker, self.model.server.config
         answers, most = len(self.choices), config.max_sequences + config.max_queue
         if answers > most:
             raise invalid("n", f"{answers} answers are more than the queue's {most}; ask for fewer")
-        outputs: list[AsyncIterator[Output]] = []
         try:
             for request in self.requests:
-                outputs.append(worker.submit(request))
+                worker.submit(request, self.queue)
         except Busy:
-            for request in self.requests[: len(outputs)]:
+            for request in self.requests:  # the unknown ones do nothing
                 worker.abort(request.id)
             raise
-        return outputs
 
-    async def _body(self, outputs: Outputs) -> Json:
-        async with aclosing(merged(outputs, None)) as found:
-            async for each in found:
-                if each is not None:
-                    self._read(*each)
+    async def _outputs(self, pause: float | None) -> AsyncGenerator[Output | None, None]:
+        """All outputs until every choice has ended, and None after each `pause` seconds of
+        silence."""
+        while any(choice.finish is None for choice in self.choices):
+            output = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    output = await self.queue.get()
+            yield output
+
+    async def _body(self) -> Json:
+        async for output in self._outputs(None):
+            if output is not None:
+                self._read(output)
         self.on_done()
         return self.writer.body(self.choices, self._usage())
 
-    async def _events(self, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a streamed answer. A silent stream gets a comment and an event
         without content every `keepalive_s`: some clients ignore comments."""
         writer = self.writer
@@ -103,26 +110,26 @@ class Generation:
         pause = self.model.server.config.keepalive_s
         written = time.monotonic()
         try:
-            async with aclosing(merged(outputs, pause)) as found:
-                async for each in found:
-                    data = b""
-                    if each is not None and (choice := self._read(*each)):
-                        data = writer.chunk(choice, choice.pieces[-1])
-                    if not data and (each is None or time.monotonic() - written > pause):
-                        data = stream.COMMENT + writer.still_here()
-                    if data:
-                        written = time.monotonic()
-                        yield data
+            async for output in self._outputs(pause):
+                data = b""
+                if output is not None and (choice := self._read(output)):
+                    data = writer.chunk(choice, choice.pieces[-1])
+                if not data and (output is None or time.monotonic() - written > pause):
+                    data = stream.COMMENT + writer.still_here()
+                if data:
+                    written = time.monotonic()
+                    yield data
             self.on_done()
             yield writer.closing(self.choices, self._usage())
         except ApiError as error:
             self.outcome = "error"
             yield writer.failed(error)
 
-    def _read(self, k: int, output: Output) -> Choice | None:
-        """Add an output of request `k` to its choice; None if that had finished before."""
-        server, request = self.model.server, self.requests[k]
-        choice = self.choices[k * request.n + output.index]
+    def _read(self, output: Output) -> Choice | None:
+        """Add an output to its choice; None if that had finished before."""
+        server = self.model.server
+        k = [request.id for request in self.requests].index(output.request)
+        choice = self.choices[k * self.requests[k].n + output.index]
         if choice.finish is not None:
             return None
         choice.take(output)
@@ -136,7 +143,7 @@ class Generation:
                 server.metrics.between(self.model.name, seconds, len(output.tokens))
             self.last[choice.index] = now
         if choice.finish is not None and output.finish is None:
-            server.worker.abort(request.id, output.index)
+            server.worker.abort(output.request, output.index)
         return choice
 
     def _usage(self) -> stream.Usage:
@@ -197,26 +204,3 @@ def _summary(row: Row) -> str:
         text += f", {row['generated'] / row['rounds']:.1f} tok/round"
         text += f", {row['kept'] / row['drafted']:.0%} of drafts kept"
     return text
-
-
-async def merged(
-    outputs: Outputs, pause: float | None
-) -> AsyncGenerator[tuple[int, Output] | None, None]:
-    """(index of the request, output) as they come, and None after each `pause` seconds of silence,
-    until all have ended."""
-    waiting: dict[asyncio.Future[Output | None], int] = {}
-    for k, each in enumerate(outputs):
-        waiting[asyncio.ensure_future(anext(each, None))] = k
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, timeout=pause, return_when="FIRST_COMPLETED")
-            if not done:
-                yield None
-            for job in done:
-                k, output = waiting.pop(job), job.result()
-                if output is not None:
-                    waiting[asyncio.ensure_future(anext(outputs[k], None))] = k
-                    yield k, output
-    finally:
-        for job in waiting:
-            job.cancel()

@@ -37,8 +37,8 @@ END = 299
 class Stream:
     """What a test put in for one request."""
 
-    def __init__(self, n: int) -> None:
-        self.left, self.queue = n, asyncio.Queue[Output]()
+    def __init__(self, n: int, queue: "asyncio.Queue[Output] | None" = None) -> None:
+        self.left, self.queue = n, queue or asyncio.Queue[Output]()
 
     def __aiter__(self) -> "Stream":
         return self
@@ -79,13 +79,15 @@ class Scripted:
     drained: list[float] = field(default_factory=list)
     stopped: int = 0
 
-    def submit(self, request: Request) -> AsyncIterator[Output]:
+    def submit(
+        self, request: Request, queue: "asyncio.Queue[Output] | None" = None
+    ) -> AsyncIterator[Output]:
         if not self.lives or self.ending:
             raise Dead("the engine has stopped")
         if self.busy:
             raise Busy(self.busy)
         self.submitted.append(request)
-        stream = self.streams[request.id] = Stream(request.n)
+        stream = self.streams[request.id] = Stream(request.n, queue)
         for output in () if self.holds else self.reply(request):
             stream.queue.put_nowait(output)
         self.changed.set()

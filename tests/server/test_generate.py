@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine import worker
 from mlxspec.server import generate as module
-from mlxspec.types import Finish, Output, Request
-from tests.server import scripted
+from mlxspec.types import Finish, Output
 from tests.server.scripted import MESSAGES, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
@@ -121,14 +119,14 @@ async def test_a_queue_that_fills_up_half_way(make: Callable[..., Server]) -> No
     s = make(holds=True)
     plain = s.engine.submit
 
-    def submit(request: Any) -> Any:
+    def submit(request: Any, queue: Any) -> Any:
         s.engine.busy = 3 * bool(s.engine.submitted)
-        return plain(request)
+        return plain(request, queue)
 
     s.engine.submit = submit  # type: ignore[method-assign]
     answer = await s.complete(prompt=["hello", "you"])
     assert answer.status == 429
-    assert s.engine.aborted == [(s.engine.submitted[0].id, None)]
+    assert (s.engine.submitted[0].id, None) in s.engine.aborted
 
 
 async def test_a_dead_engine(make: Callable[..., Server]) -> None:
@@ -297,27 +295,22 @@ async def test_grouped_tokens_are_counted_one_by_one(make: Callable[..., Server]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("make", [worker.OutputStream, lambda request: scripted.Stream(request.n)])
-async def test_no_pause_loses_an_output(count: int, make: Callable[[Request], Any]) -> None:
-    """Of the engine's own streams, whose wait is given up at every pause, also in the moment of an
-    output."""
-    streams = [make(Request(f"r{k}", (1,), 50)) for k in range(count)]
-    puts = [each.put if hasattr(each, "put") else each.queue.put_nowait for each in streams]
-    found: list[list[int]] = [[] for _ in streams]
-    pauses = 0
-
-    async def put() -> None:
-        for n in range(50):
-            for k, deliver in enumerate(puts):
-                end: Finish | None = "length" if n == 49 else None
-                deliver(Output(f"r{k}", 0, (n,), finish=end))
-                await asyncio.sleep(0.0005 * (n % 5))
-
-    async with asyncio.timeout(20):
-        putting = asyncio.ensure_future(put())
-        async for each in module.merged(streams, 0.001):
-            pauses += each is None
-            if each is not None:
-                found[each[0]] += each[1].tokens
-        await putting
-    assert found == [list(range(50))] * count and pauses
+async def test_no_pause_loses_an_output(make: Callable[..., Server], count: int) -> None:
+    """The wait is given up at every pause, also in the moment of an output."""
+    s = make(Config(keepalive_s=0.001), holds=True)
+    body = {"prompt": ["hello"] * count, "stream": True}
+    connection = Connection(s.app, "/v1/completions", body)
+    await s.engine.until(lambda: len(s.engine.submitted) == count)
+    for n in range(50):
+        for request in s.engine.submitted:
+            end: Finish | None = "length" if n == 49 else None
+            queue = s.engine.streams[request.id].queue
+            queue.put_nowait(Output(request.id, 0, (64 + n % 20,), finish=end))
+            await asyncio.sleep(0.0005 * (n % 5))
+    answer = await connection.answer()
+    texts = [""] * count
+    for event in answer.events[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [s.engine.tokenizer.decode([64 + n % 20 for n in range(50)])] * count
+    assert b": keep-alive" in answer.body

@@ -8,9 +8,8 @@
 // keys [kv_heads, slots, D] and values [kv_heads, slots, DV] are pools of T, or of uint where BITS is not 0: words,
 // then the groups' scales, then their biases (mlxspec/kernels/quantized_kv.py). Row r of a threadgroup is row r / GQA
 // of the sequence in head r % GQA of those that share K and V. A tile of 8 x 8 values lies in a SIMD-group as in
-// simdgroup_matrix: a lane holds two columns, from `pair` on, of `row`.
-// sequences [B, 8] of int: first position, first row, rows, first part, first block in the table,
-// the first position that is seen.
+// simdgroup_matrix: a lane holds two columns, from `pair` on, of `row`. sequences [B, 8] of int: first position,
+// first row, rows, first part, first block in the table, first position that is seen.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -177,8 +176,7 @@ void paged_attention(
   const int rows = min(ROWS, sequence[2] - row0);
   const int start = sequence[0] + row0;
   const int part = int(group.x) + sequence[3];
-  const int lowest = sequence[5];
-  const int low = WINDOW > 0 ? max(lowest, start - WINDOW + 1) : lowest;
+  const int low = WINDOW > 0 ? max(sequence[5], start - WINDOW + 1) : sequence[5];
   const int first = max(low, paged_begin<WINDOW>(part));
   const int last = min(start + rows, paged_begin<WINDOW>(part + 1));
   if (rows <= 0 || first >= last) {
@@ -253,7 +251,7 @@ void paged_attention(
         v_head, table, tile, 0, min(COLUMNS, DV), t0, first, last, thread_index);
     for (int r = int(simd); r < 8 * tiles; r += SIMDS) {
       const int pos = start + r / GQA, at = t0 + int(lane);
-      const bool seen = r < count && at >= lowest && at <= pos && (WINDOW == 0 || at > pos - WINDOW);
+      const bool seen = r < count && at >= first && at <= pos && (WINDOW == 0 || at > pos - WINDOW);
       const float score = seen ? scores[r * PAGED_PITCH + lane] * scale : PAGED_LOW;
       const ushort owner = ushort(r / SIMDS);
       const float before = simd_shuffle(top, owner);
@@ -360,8 +358,7 @@ void paged_merge(
     return;
   }
   const int pos = sequence[0] + row;
-  const int low = WINDOW > 0 ? max(sequence[5], pos - WINDOW + 1) : sequence[5];
-  const int first = paged_part<WINDOW>(low) - sequence[3];
+  const int first = paged_part<WINDOW>(WINDOW > 0 ? max(sequence[5], pos - WINDOW + 1) : sequence[5]) - sequence[3];
   const int last = paged_part<WINDOW>(pos) - sequence[3];
   const size_t of = size_t(sequence[1] + row) * heads + head;
   float top = SINKS ? float(sinks[head]) * M_LOG2E_F : PAGED_LOW;

@@ -85,7 +85,13 @@ class Recorder:
         for runner in filter(None, runners.values()):  # a head's is the engine's
             runner.model = Timed(runner.model, {"__call__": self._clock("model", runner.model)})
         for head in filter(None, (getattr(d, "head", None) for d in drafters)):
-            head.module = Timed(head.module, {"__call__": self._clock("model", head.module)})
+            inner = head.module
+            verbs = {
+                name: self._clock("model", getattr(inner, name))
+                for name in ("__call__", "store")  # the latter: K and V of context rows
+                if hasattr(inner, name)
+            }
+            head.module = Timed(inner, verbs)
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:

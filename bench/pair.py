@@ -177,6 +177,8 @@ def convert(file: Path, target: Path, bar: Progress) -> None:
 
     reader = GGUFReader(file)
     meta = {name: field.contents() for name, field in reader.fields.items()}
+    kinds = "tokenizer.ggml.token_type"
+    meta[kinds] = np.array(meta[kinds])  # as MLX reads it of other files
     if meta["general.architecture"] != "qwen2" or meta["tokenizer.ggml.pre"] != "qwen2":
         raise UserError(f"{file.name} is no qwen2 model; only that is known here")
     config = _config(meta)

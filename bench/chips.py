@@ -80,15 +80,26 @@ class Curve:
         return self.points[0][1]
 
 
-# Measured ones: of MLX's own kernels, relative to one row of the same source.
+# Those of a chip were measured, of MLX's own kernels, relative to one row of the same source.
 CURVES: dict[str, Curve] = {
     "ideal": Curve(
         ((1, 1), (64, 1)), True, "the roofline: every weight is read once, whatever the rows"
+    ),
+    "tile-of-8": Curve(
+        ((1, 1), (8, 1), (9, 2), (16, 2), (17, 3), (24, 3), (25, 4), (32, 4)),
+        True,
+        "a kernel that reads every weight once for 8 rows, without other costs: an assumption",
     ),
     "m4pro-4bit": Curve(
         ((1, 1), (2, 1.03), (3, 1.22), (4, 1.47), (6, 2.07), (8, 2.69)),
         False,
         "M4 Pro, 4 bits, 4096x24576, mlx 0.32.0: https://github.com/ml-explore/mlx/issues/3839",
+    ),
+    "m4pro-dspark": Curve(
+        ((1, 1), (5, 1.41), (8, 1.41), (9, 2.43), (16, 2.43)),
+        False,
+        "M4 Pro, 4 bits, whole steps of a 27B with kernels of its own: "
+        "https://github.com/ARahim3/mlx-dspark",
     ),
     "m4pro-8bit": Curve(
         ((1, 1), (5, 1), (6, 1.61), (8, 1.61)),
@@ -96,23 +107,32 @@ CURVES: dict[str, Curve] = {
         "M4 Pro, 8 bits, MLP of a 27B: https://github.com/ARahim3/mlx-dspark",
     ),
     "m3max-4bit": Curve(
-        ((1, 1), (2, 1), (4, 1.28), (6, 2.04), (8, 2.5)),
+        ((1, 1), (2, 1), (4, 1.28), (6, 2.04), (8, 2.5), (16, 3.95), (32, 3.98)),
         False,
         "M3 Max, 4 bits, 5120x17408: https://github.com/ml-explore/mlx/pull/3863",
     ),
     "m3ultra-4bit": Curve(
-        ((1, 1), (2, 1.83), (4, 3.26), (7, 5.28), (8, 6.12)),
+        ((1, 1), (2, 1.83), (4, 3.26), (7, 5.28), (8, 6.12), (16, 6.32)),
         False,
         "M3 Ultra, 4 bits, 5120x17408, queued calls: https://github.com/ml-explore/mlx/issues/4265",
     ),
     "m5max-4bit": Curve(
-        ((1, 1), (3, 1.12), (5, 1.45), (8, 2.23)),
+        ((1, 1), (3, 1.12), (5, 1.45), (8, 2.23), (16, 3.89)),
         False,
         "M5 Max, a 70B model, whole steps: https://github.com/ml-explore/mlx/pull/3791",
     ),
     "linear": Curve(
         ((1, 1), (64, 64)), False, "every row reads all weights (MLX's affine matvec on M1 and M2)"
     ),
+}
+# MLX's own kernels, by the chip's generation and the bits of weights; not where nobody measured.
+STOCK = {
+    ("M1", 4): "linear",
+    ("M2", 4): "linear",
+    ("M3", 4): "m3max-4bit",
+    ("M4", 4): "m4pro-4bit",
+    ("M4", 8): "m4pro-8bit",
+    ("M5", 4): "m5max-4bit",
 }
 
 

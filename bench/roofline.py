@@ -8,7 +8,7 @@ needs at the chip's whole bandwidth; nothing here was run on a Mac.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from rich.box import MARKDOWN  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from bench.chips import CHIPS, CURVES, PUBLISHED, Curve  # noqa: E402
+from bench.chips import CHIPS, CURVES, PUBLISHED, STOCK, Curve  # noqa: E402
+from bench.heads import REACHED, Head, Pairing, pairings  # noqa: E402
 from bench.synthetic import expected  # noqa: E402
 from mlxspec.model.layout import geometry  # noqa: E402
 
@@ -39,6 +40,7 @@ TOP_K = (
     "moe_k",
     "top_k_experts",
 )
+HEAD_CHIPS = ("M1 Max", "M2 Ultra", "M3 Max", "M4 Pro", "M5 Pro", "M5 Max")
 NOTE = "A PREDICTION from a formula. Nothing of it was run on these chips."
 
 
@@ -55,6 +57,7 @@ class Model:
     chosen: float = 0.0
     windows: tuple[tuple[int, int], ...] = ()
     state: int = 0
+    matrices: int = field(default=0, compare=False)  # of weights that a step multiplies with
 
     def read(self, rows: int, context: int, curve: Curve) -> float:
         """Bytes that a step with `rows` rows of one sequence behind `context` tokens is charged
@@ -122,9 +125,10 @@ def sized(config: dict[str, Any], bits: int = 0) -> Model:
             "what this model keeps of a token is not known: mlx-lm's code of it does not run here"
         )
     dense = _bytes(model) - experts - sum(map(_bytes, skipped))
-    return Model(
-        dense, token, experts, _chosen(text, switches) if switches else 0.0, windows, state
-    )
+    chosen = _chosen(text, switches) if switches else 0.0
+    linear = (nn.Linear, nn.QuantizedLinear, *kinds)
+    matrices = sum(isinstance(m, linear) for m in model.modules())
+    return Model(dense, token, experts, chosen, windows, state, matrices)
 
 
 def _bytes(module: nn.Module) -> int:
@@ -216,6 +220,71 @@ def compared() -> Table:
     return made
 
 
+def with_heads(chips: Sequence[str], context: int) -> Table:
+    """A line for each head and target, for each chip two speeds: with the rows of MLX's own kernels
+    where these were measured on such chips, and if weights were read once for 8 rows."""
+    names = {name: json.loads((CONFIGS / f"{name}.json").read_text("utf-8")) for name in REACHED}
+    found = pairings({name: c.get("text_config", c) for name, c in names.items()})
+    columns = ("target", "head", "tokens/round", "draft GB", "matrices")
+    made = _empty((*columns, *(f"{chip}*" for chip in chips), "published"), 2)
+    models: dict[tuple[str, int], Model] = {}
+    for p in found:
+        key = p.target, p.bits
+        if key not in models:
+            model = models[key] = sized(names[p.target], p.bits)
+            plain = Pairing(*key, Head(), "none", 0, 1.0, "")
+            plain_gb = model.read(1, context, CURVES["ideal"]) / 1e9
+            cells = _speeds(model, plain, chips, context)
+            about = f"{p.target}, {p.bits} bits", "none", "1", f"({plain_gb:.1f})"
+            made.add_row(*about, f"({model.matrices})", *cells, "")
+        guess = "?" if p.source.startswith("assumed") else ""
+        about = "", f"{p.name}, {p.depth}", f"{p.tokens:.2f}{guess}"
+        draft = f"{p.head.draft(p.depth) / 1e9:.2f}", f"{p.head.matrices(p.depth)}"
+        cells = _speeds(models[key], p, chips, context)
+        made.add_row(*about, *draft, *cells, p.published)
+    return made
+
+
+def _speeds(model: Model, p: Pairing, chips: Sequence[str], context: int) -> list[str]:
+    made = []
+    for chip in chips:
+        stock = STOCK.get((chip.split()[0], p.bits), "")
+        both = []
+        for name in (stock, "tile-of-8"):
+            if not name:
+                both.append("?")
+                continue
+            width = CHIPS[chip][0] * 1e9 * REACHED[p.target]
+            both.append(f"{head_speed(model, p, width, context, CURVES[name]):.0f}")
+        made.append(" / ".join(both))
+    return made
+
+
+def head_speed(model: Model, p: Pairing, width: float, context: int, curve: Curve) -> float:
+    """Tokens per second at `width` bytes per second and at the depth that is best, up to that of
+    the pairing, if each token is accepted with the same chance."""
+    chance = fitted(p.tokens, p.depth)
+    found = []
+    for depth in range(p.depth + 1):
+        read = model.read(depth + 1, context, curve)
+        if depth:
+            read += p.head.block * curve.at(depth + 1) + depth * p.head.token
+        found.append(expected(chance, depth) * width / read)
+    return max(found)
+
+
+def fitted(tokens: float, depth: int) -> float:
+    """The chance with which a round that drafts `depth` tokens gives so many."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if expected(middle, depth) < tokens:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def _empty(columns: Sequence[str], words: int) -> Table:
     """The first `words` columns are words, the others figures."""
     made = Table(box=MARKDOWN)
@@ -257,10 +326,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--reached", type=float, default=1.0, help="part of the bandwidth that is reached"
     )
+    parser.add_argument(
+        "--heads", action="store_true", help="predict trained heads for four targets instead"
+    )
     args = parser.parse_args(argv)
     console = Console()
     try:
-        if args.config:
+        if args.heads:
+            made = with_heads(HEAD_CHIPS, args.context)
+            console.print(
+                f"tokens/s at {args.context} tokens of context; * is predicted, rows of MLX's own"
+                " kernels / a tile of 8 rows; published figures are others'."
+            )
+        elif args.config:
             model = sized(json.loads(Path(args.config).read_text("utf-8")), args.bits)
             made = table(model, args)
             plain = model.read(1, args.context, CURVES["ideal"]) / 1e9

@@ -19,9 +19,10 @@ from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
 from mlxspec.speculate.heads.block import Block
 from mlxspec.speculate.heads.block_pass import BlockPass
-from mlxspec.speculate.heads.chained import ChainedPass
+from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.eagle import Eagle3, Logits
+from mlxspec.speculate.heads.medusa import Medusa, MedusaPass
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
 from mlxspec.speculate.ngram import NgramDrafter
@@ -31,7 +32,7 @@ from tests import tiny
 
 KINDS = ["lookup", "suffix", "model", "chain"]
 HEADS = ["mtp", "told"]  # with random weights, and a KnownHead
-OTHER_HEADS = ["dflash", "eagle3", "dspark"]  # with random weights
+OTHER_HEADS = ["dflash", "eagle3", "dspark", "peagle", "medusa"]  # with random weights
 
 Answers = Callable[[Request, int], list[int]]
 
@@ -84,7 +85,9 @@ def random_head(model: Any, kind: str = "mtp") -> HeadModel:
     mx.random.seed(5)
     if kind in ("dflash", "dspark"):
         return _random_block(model, kind)
-    return _random_eagle(model) if kind == "eagle3" else _random_mtp(model)
+    if kind == "medusa":
+        return _random_medusa(model)
+    return _random_mtp(model) if kind == "mtp" else _random_eagle(model, kind)
 
 
 def _random_mtp(model: Any) -> HeadModel:
@@ -123,15 +126,26 @@ def _head_config(model: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
     return config, tuple(range(len(decoder_layers(model))))[-2:]
 
 
-def _random_eagle(model: Any) -> HeadModel:
+def _random_medusa(model: Any) -> HeadModel:
+    own = embedding_and_lm_head(model)
+    size = own[0](mx.array([0])).shape[-1]
+    head = _sharpened(Medusa(3, 2, size, tiny.VOCAB))
+    return HeadModel("medusa", MedusaPass, head, *own, size, kv_layers=0, depth=3)
+
+
+def _random_eagle(model: Any, kind: str) -> HeadModel:
     """With a reduced vocabulary: every second token."""
     config, taps = _head_config(model)
     embed, lm_head = embedding_and_lm_head(model)
     head = Eagle3(config | {"model_type": "llama"}, len(taps), config["hidden_size"])
+    drafts = ChainedPass
+    if kind == "peagle":
+        drafts, head.mask = ParallelPass, 3
+        head.mask_hidden = mx.random.normal((1, len(taps) * config["hidden_size"]))
     ids = mx.arange(0, tiny.VOCAB, 2)
     logits = Logits(_sharpened(head).normed, lambda x: lm_head(x)[:, ids], ids, tiny.VOCAB)
     width = len(taps) * config["hidden_size"]
-    return HeadModel("eagle3", ChainedPass, head, embed, logits, width, taps, head.prepare)
+    return HeadModel(kind, drafts, head, embed, logits, width, taps, head.prepare)
 
 
 def _random_block(model: Any, kind: str) -> HeadModel:

@@ -5,6 +5,7 @@ Rule: a pass is submitted before the next is built, and nothing is waited for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import mlx.core as mx
 
@@ -91,6 +92,12 @@ def shift_after(previous: Step | None, entries: Plan) -> mx.array | None:
     if previous is None or not any(e.inflight_drafts for e in entries):
         return None
     return previous.shift_of(entries)
+
+
+def logits_by_row(logits: mx.array) -> NextLogits:
+    """From logits [n, depth, vocab] that one pass made of all tokens."""
+    row = count()
+    return lambda entries, last, shift: logits[: len(entries), next(row)]
 
 
 def fill_drafts(

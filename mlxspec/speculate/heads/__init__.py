@@ -19,6 +19,7 @@ from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
 from mlxspec.speculate.heads.block import load_block
 from mlxspec.speculate.heads.eagle import load_eagle
 from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.medusa import load_medusa
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import load_mtp
 from mlxspec.speculate.heads.nextn import load_nextn
@@ -29,6 +30,7 @@ LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel]] = {
     "nextn": load_nextn,
     "eagle3": load_eagle,
     "block": load_block,
+    "medusa": load_medusa,
 }
 
 log = logging.getLogger("mlxspec")

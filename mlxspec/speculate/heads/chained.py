@@ -5,15 +5,16 @@ Rule: the rows of drafted tokens are written over by those with the target's hid
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 
 from mlxspec.model.batch import bucket, fill_view, sampled_rows
-from mlxspec.speculate.chain import NextLogits
+from mlxspec.speculate.chain import NextLogits, logits_by_row
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
-from mlxspec.types import Plan
+from mlxspec.types import Draft, Entry, Plan
 
 
 class ChainedPass(Pass):
@@ -72,3 +73,44 @@ class ChainedPass(Pass):
             out.append(x)
             first, row = last, end
         return mx.concatenate(out)
+
+
+class ParallelPass(ChainedPass):
+    """P-EAGLE's (arXiv 2602.01469): rows of `module.mask` with `module.mask_hidden` behind the
+    newest token's draft the tokens after the first, in the same pass."""
+
+    def __init__(self, head: HeadModel, *args: Any) -> None:
+        super().__init__(head, *args)
+        self._hidden = head.prepare(head.module.mask_hidden)
+
+    def start(
+        self,
+        rows: Rows,
+        drafting: Plan,
+        tokens: mx.array,
+        shift: mx.array | None,
+    ) -> NextLogits:
+        mask = len(rows.tokens)
+        runs: list[Entry] = []
+        index: list[int] = []
+        behind: list[int] = []  # rows behind the first of the samples
+        owners: list[int] = []
+        row = 0
+        for n, (run, e) in enumerate(zip(rows.entries, drafting, strict=True)):
+            drafts = run.sampled + e.depth - 2
+            last = row + run.rows
+            index += [*range(row, last), *(mask for _ in range(1, e.depth))]
+            behind += range(run.sampled - run.rows, run.sampled + e.depth - 1)
+            runs.append(replace(run, draft=Draft([0 for _ in range(drafts)])))
+            owners += [n for _ in range(runs[-1].rows)]
+            row = last
+        places = mx.array(index)
+        if shift is not None:  # a rejected draft's row is a mask too
+            places = mx.where(mx.array(behind) > shift[mx.array(owners)], mask, places)
+        hidden = mx.concatenate([rows.hidden, self._hidden])
+        all_tokens = mx.concatenate([rows.tokens, mx.array([self.head.module.mask])])
+        made = Rows(runs, all_tokens[places], hidden[places])
+        out = self._forward(made, None)
+        at = made.newest(shift)[:, None] + mx.arange(drafting[0].depth)
+        wanted = out[mx.minimum(at, len(out) - 1).flatten()]  # shallower drafts have fewer rows
+        return logits_by_row(self.head.lm_head(wanted).reshape(*at.shape, -1))

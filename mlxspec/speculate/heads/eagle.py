@@ -2,6 +2,7 @@
 fused from three of the target's layers, or the head's own output for a drafted token.
 
 Reads the speculators format and the authors' own. Drafts may come from a reduced vocabulary.
+P-EAGLE (arXiv 2602.01469) puts a learned vector in the place of hidden states that are not there.
 """
 
 from collections.abc import Callable
@@ -13,10 +14,10 @@ import mlx.nn as nn
 
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
-from mlxspec.speculate.heads.chained import ChainedPass
+from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.speculate.heads.tensors import check_taps, load_tensors
+from mlxspec.speculate.heads.tensors import check_taps, flat_config, load_tensors, mask_of
 from mlxspec.types import Tap, UnsupportedModel
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -111,7 +112,7 @@ class Eagle3(nn.Module):
 
 def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
-    config = _config(files.config)
+    config = flat_config(files.config)
     tensors = {name.replace("midlayer.", "layers.0."): x for name, x in files.tensors.items()}
     added = tensors.get("d2t")
     embed, lm_head = embedding_and_lm_head(target)
@@ -122,11 +123,15 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     check_taps(files, taps, has)
     size = config["hidden_size"]
     module = Eagle3(config, len(taps), config.get("target_hidden_size") or width)
+    parallel = "mask_hidden" in tensors
+    if parallel:
+        module.mask_hidden = tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     if "lm_head.weight" in tensors:
         rows = tensors["lm_head.weight"].shape[0]
         module.lm_head = nn.Linear(size, rows, bias=False)
     ignored = IGNORED
-    if "embed_tokens.weight" in tensors and (config.get("embed_requires_grad") or size != width):
+    own = config.get("embed_requires_grad", parallel) or size != width
+    if own and "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(tensors["embed_tokens.weight"].shape[0], size)
     else:
         ignored += ("embed_tokens.",)
@@ -139,9 +144,11 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     reduced = None if added is None and rows == vocab else ids
     logits = Logits(module.normed, module.get("lm_head", lm_head), reduced, vocab)
     embed = module.get("embed_tokens", embed)
+    if parallel:
+        module.mask = mask_of(files, config, embed)
     return HeadModel(
-        "eagle3",
-        ChainedPass,
+        "peagle" if parallel else "eagle3",
+        ParallelPass if parallel else ChainedPass,
         module,
         embed,
         logits,
@@ -150,14 +157,6 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
         module.prepare,
         len(module.layers),
     )
-
-
-def _config(files: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the head and of its layers, in one."""
-    inner = files.get("transformer_layer_config")
-    if not isinstance(inner, dict):
-        return files | {"model_type": "llama"}
-    return inner | {name: value for name, value in files.items() if name != "model_type"}
 
 
 def _taps(config: dict[str, Any], layers: int) -> tuple[Tap, ...]:

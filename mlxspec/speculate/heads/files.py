@@ -22,6 +22,7 @@ MARKS = {
     "layers.0.hidden_norm.weight": "eagle3",
     "midlayer.hidden_norm.weight": "eagle3",
     "hidden_norm.weight": "block",
+    "0.0.linear.weight": "medusa",
 }
 
 

@@ -10,7 +10,16 @@ from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.types import Tap, UnsupportedModel, line_of
 
+MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # one setting's names
 MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
+
+
+def flat_config(files: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a head and of its layers, which the speculators format has apart, in one."""
+    inner = files.get("transformer_layer_config")
+    if not isinstance(inner, dict):
+        return files | {"model_type": "llama"}
+    return inner | {name: value for name, value in files.items() if name != "model_type"}
 
 
 def load_tensors(
@@ -59,6 +68,17 @@ def check_taps(
         raise UnsupportedModel(
             f"the head in {files.path} reads layers {list(taps)}, this model has {layers}"
         )
+
+
+def mask_of(files: HeadFiles, config: dict[str, Any], embed: Any) -> int:
+    """The token in the place of those that are not drafted yet."""
+    found = next((config[name] for name in MASKS if config.get(name) is not None), None)
+    if not isinstance(found, int) or not 0 <= found < len(embed.weight):
+        raise UnsupportedModel(
+            f"the head in {files.path} has mask_token_id = {found}, not a token of this model:"
+            " take its config.json from the same revision as its tensors"
+        )
+    return found
 
 
 def _quantize(module: nn.Module, tensors: dict[str, mx.array]) -> None:

@@ -1,0 +1,94 @@
+"""Medusa (arXiv 2401.10774): small heads on the target's last hidden state, each of which drafts a
+token one place further on.
+
+Reads the tensors of Medusa-1 and Medusa-2. The heads make a chain of their likeliest tokens, not
+the paper's tree; none sees what those before it drafted.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.model.batch import sampled_rows
+from mlxspec.model.trunk import embedding_and_lm_head
+from mlxspec.speculate.chain import NextLogits
+from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
+from mlxspec.speculate.heads.tensors import load_tensors
+from mlxspec.types import Plan
+
+
+class ResBlock(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.linear = nn.Linear(size, size)
+
+    def __call__(self, x: mx.array) -> Any:
+        return x + nn.silu(self.linear(x))
+
+
+class Medusa(nn.Module):
+    """`heads`: of each its blocks and its lm_head, in the order of the tokens that they draft."""
+
+    def __init__(
+        self,
+        heads: int,
+        blocks: int,
+        size: int,
+        vocab: int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heads = [
+            [*(ResBlock(size) for _ in range(blocks)), nn.Linear(size, vocab, bias=False)]
+            for _ in range(heads)
+        ]
+
+
+class MedusaPass(Pass):
+    """`head.module` is a Medusa."""
+
+    def start(
+        self,
+        rows: Rows,
+        drafting: Plan,
+        tokens: mx.array,
+        shift: mx.array | None,
+    ) -> NextLogits:
+        hidden = rows.hidden[sampled_rows(rows.entries)[rows.newest(shift)]]
+        heads = iter(self.head.module.heads)
+
+        def next_logits(
+            entries: Plan,
+            last: mx.array | None,
+            shift: mx.array | None,
+        ) -> mx.array:
+            x = hidden[: len(entries)]
+            for layer in next(heads):
+                x = layer(x)
+            self.submit(x)
+            return x
+
+        return next_logits
+
+
+def load_medusa(files: HeadFiles, target: nn.Module) -> HeadModel:
+    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    embed, lm_head = embedding_and_lm_head(target)
+    size = embed(mx.array([0])).shape[-1]
+    vocab = lm_head(mx.zeros((1, size))).shape[-1]
+    places = [name.split(".") for name in files.tensors]
+    heads = 1 + max(int(place[0]) for place in places)
+    blocks = max(int(place[1]) for place in places)
+    module = Medusa(heads, blocks, size, vocab)
+    load_tensors(files, module, {f"heads.{name}": x for name, x in files.tensors.items()})
+    return HeadModel(
+        "medusa",
+        MedusaPass,
+        module,
+        embed,
+        lm_head,
+        width=size,
+        kv_layers=0,
+        depth=heads,
+    )

@@ -1,0 +1,193 @@
+"""The logits that EAGLE-3, P-EAGLE and block heads draft from in the engine are those of the modules
+that train them, on random weights. Needs speculators and torch, which nothing else does: pip
+install speculators==0.9.0.
+
+These modules train many places of a text at once; here they are given one, the engine's.
+"""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.heads import kinds, make_more
+from tests.heads.kinds import Config, Tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its imports
+
+VERSION = "0.9.0"
+CLOSE = 1e-4  # of the largest logit
+DEPTH = 7
+PAD = 16  # rows behind the text, which nothing sees
+
+
+@pytest.fixture(autouse=True)
+def _speculators() -> None:
+    try:
+        found = importlib.metadata.version("speculators")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != VERSION:
+        pytest.skip(f"this compares with speculators {VERSION}; {found} is installed")
+
+
+def then(*changes: kinds.Writer) -> kinds.Writer:
+    def change(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+        for each in changes:
+            tensors, config = each(tensors, config)
+        return tensors, config
+
+    return change
+
+
+def sliding(non_causal: bool) -> kinds.Writer:
+    """A window that is wider than the prompts: at its edge, training differs by a row."""
+    kinds_of_layers = ["sliding_attention", "full_attention", "sliding_attention"]
+
+    def change(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+        layer = config["transformer_layer_config"] | dict(layer_types=kinds_of_layers)
+        layer |= dict(sliding_window=400, use_sliding_window=True)
+        more = dict(sliding_window_non_causal=non_causal, transformer_layer_config=layer)
+        return tensors, config | more
+
+    return change
+
+
+MASKED, BLOCKS = kinds.parallel, kinds.speculators
+VARIANTS: dict[str, tuple[str, str, kinds.Writer]] = {
+    "eagle3": ("eagle3", "eagle3", kinds.as_it_is),
+    "eagle3, two layers": ("eagle3", "eagle3", kinds.two_layers),
+    "eagle3, normed output": ("eagle3", "eagle3", kinds.setting(norm_output=True)),
+    "peagle": ("peagle", "eagle3", MASKED),
+    "peagle, two layers": ("peagle", "eagle3", then(kinds.two_layers, MASKED)),
+    "peagle, normed taps": ("peagle", "eagle3", then(kinds.normed_taps, MASKED)),
+    "dflash": ("dflash", "dflash", BLOCKS),
+    "dflash, sliding": ("dflash", "dflash", then(BLOCKS, sliding(False))),
+    "dflash, sliding both ways": ("dflash", "dflash", then(BLOCKS, sliding(True))),
+    "dspark": ("dspark", "dspark", BLOCKS),
+    "dspark, sliding": ("dspark", "dspark", then(BLOCKS, sliding(False))),
+}
+
+
+def their_module(kind: str, tensors: Tensors, config: Config) -> Any:
+    import torch
+
+    module = importlib.import_module(f"speculators.models.{kind}.core")
+    model = next(
+        x
+        for name, x in vars(module).items()
+        if name.endswith("DraftModel") and x.__module__ == module.__name__
+    )
+    verifier = dict(name_or_path=None, architectures=[])
+    method = dict(proposal_type="greedy", speculative_tokens=DEPTH)
+    own = dict(algorithm=kind, proposal_methods=[method], default_proposal_method="greedy")
+    settings = model.config_class(**config | dict(speculators_config=own | dict(verifier=verifier)))
+    settings.transformer_layer_config._attn_implementation = "eager"
+    theirs = model(settings)
+    target = dict(mx.load(str(kinds.TARGET / "model.safetensors")))
+    made = {"lm_head.weight": target["lm_head.weight"]} | tensors
+    if not config.get("embed_requires_grad"):
+        made["embed_tokens.weight"] = target["model.embed_tokens.weight"]
+    arrays = {name: np.array(x.astype(mx.float32)) for name, x in made.items()}
+    if "d2t" in tensors:
+        arrays |= {name: np.array(tensors[name]) for name in ("d2t", "t2d")}
+    found = theirs.load_state_dict({n: torch.tensor(x) for n, x in arrays.items()}, strict=False)
+    assert not found.unexpected_keys
+    assert all(name.startswith("verifier_") for name in found.missing_keys)
+    return theirs.float().eval()
+
+
+# ---- the places that are trained
+# -----------------------------------------------------------------------------------
+
+
+def one_chain(newest: int) -> Callable[..., Any]:
+    """Rows of the text, and masks behind the newest token's, in the place of a random choice."""
+    import torch
+
+    def chosen(seq_length: int, **_: Any) -> tuple[Any, Any]:
+        masks = range(1, DEPTH)
+        anchors = [*range(newest + 1), *(newest for _ in masks)]
+        depths = [*(0 for _ in range(newest + 1)), *masks]
+        return torch.tensor(anchors), torch.tensor(depths)
+
+    return chosen
+
+
+def their_logits(
+    theirs: Any, kind: str, known: list[int], draft: list[int], taps: mx.array
+) -> tuple[np.ndarray, list[int]]:
+    """Their logits where our draft is, and the tokens of these, each behind those of our draft."""
+    import torch
+
+    found: list[Any] = []
+    theirs.lm_head.register_forward_hook(lambda module, inputs, out: found.append(out[0].detach()))
+    told = known + draft
+    told = told[1:] if kind in ("eagle3", "peagle") else told
+    newest = len(taps) - 1 if kind in ("eagle3", "peagle") else len(taps)
+    rows = len(told) + PAD
+    hidden = torch.zeros((1, rows, taps.shape[-1]))
+    hidden[0, : len(taps)] = torch.tensor(np.array(taps))
+    tokens = torch.zeros((1, rows), dtype=torch.long)
+    tokens[0, : len(told)] = torch.tensor(told)
+    place = torch.zeros((1, rows))
+    place[0, newest] = 1
+    more: dict[str, Any] = dict(
+        loss_mask=place, verifier_last_hidden_states=torch.zeros((1, rows, 64))
+    )
+    if kind == "eagle3":
+        more = dict(ttt_steps=DEPTH)
+    more |= dict(document_ids=torch.zeros((1, rows), dtype=torch.long), max_anchors=1)
+    with torch.no_grad():
+        theirs(hidden_states=hidden, input_ids=tokens, **more)
+    if kind == "eagle3":
+        logits = torch.stack([out[newest] for out in found])
+    else:
+        logits = found[0][-DEPTH:]
+    scores = logits
+    if kind == "dspark":
+        before = torch.tensor([[known[-1], *draft[:-1]]])
+        with torch.no_grad():
+            scores = (
+                logits + theirs.markov_head.block_bias(prev_token_ids=before, hidden_states=None)[0]
+            )
+    chosen = scores.argmax(-1)
+    if theirs.d2t is not None:
+        chosen = chosen + theirs.d2t[chosen]
+    return np.array(logits), chosen.tolist()
+
+
+@pytest.mark.parametrize("kind, of, change", VARIANTS.values(), ids=VARIANTS)
+def test_logits_are_those_of_speculators(
+    kind: str, of: str, change: kinds.Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, config = change(*kinds.trained(of))
+    tensors = kinds.random_tensors(tensors)
+    path = kinds.save_head(tmp_path, tensors, config)
+    known, draft, logits = kinds.first_round(path, kinds.reference(of)["prompts"][0], DEPTH)
+    if "d2t" in tensors:
+        logits = logits[:, kinds.kept_ids(tensors)]
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or config["aux_hidden_state_layer_ids"]
+    text = mx.array([known[:-1]])
+    taps, _ = make_more.hidden_states(kinds.plain_target(), text, [i - 1 for i in ids])
+    theirs = their_module(kind, tensors, config)
+    core = importlib.import_module(f"speculators.models.{kind}.core")
+    monkeypatch.setattr(core, "compute_metrics", lambda *args, **kwargs: (0.0, {}))  # needs a GPU
+    if kind == "peagle":
+        chain = one_chain(len(known) - 2)
+        monkeypatch.setattr(core, "generate_cod_sample_indices", chain)
+    found, tokens = their_logits(theirs, kind, known, draft, taps[0])
+    ours = np.array(logits)
+
+    def off(found: np.ndarray) -> float:
+        return float(np.abs(ours - found).max() / np.abs(found).max())
+
+    print(f"{kind}: off by {off(found):.1e} of the largest logit")
+    assert off(found) <= CLOSE and draft == tokens
+    wrong, _ = their_logits(theirs, kind, known, draft, taps[0, ::-1])
+    assert off(wrong) > 100 * CLOSE

@@ -15,6 +15,7 @@ from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
 from tests import tiny
+from tests.heads import runs
 from tests.heads.packagings import Tensors, quantized, read_json, save, write_json
 
 DATA = Path(__file__).parent / "data"
@@ -51,6 +52,23 @@ def engine(path: Path) -> tuple[Engine, Any]:
     head = head_of(path, model)
     e = tiny.engine(model, block=8, blocks=256, budget=256)
     return e, HeadDrafter(head, e.runner)
+
+
+def first_round(path: Path, prompt: list[int], depth: int) -> tuple[list[int], list[int], mx.array]:
+    """Of the engine's first round with a head: the tokens before it, its draft, and the logits of
+    that, before a selector or Markov head."""
+    e, drafter = engine(path)
+    inner, found = drafter.head.lm_head, []
+
+    def lm_head(hidden: mx.array) -> mx.array:
+        found.append(inner(hidden))
+        return found[-1]
+
+    drafter.head.lm_head = lm_head
+    run = runs.run(e, drafter, depth, [prompt])
+    first = run.rounds[0][0]
+    logits = mx.concatenate([each.reshape(-1, each.shape[-1]) for each in found])[:depth]
+    return (prompt + run.answers[0])[: first.start + 1], first.draft, logits
 
 
 def trained(kind: str) -> tuple[Tensors, Config]:
@@ -155,6 +173,47 @@ def four_bits(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     return quantized(named, how), config | dict(quantization=FOUR_BITS)
 
 
+def setting(**changed: Any) -> Writer:
+    return lambda tensors, config: (tensors, config | changed)
+
+
+def normed_taps(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    return tensors | {"input_norm.weight": mx.ones(192)}, config | dict(norm_before_fc=True)
+
+
+def two_layers(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """The second sees no embeddings."""
+    more = {}
+    for name, array in tensors.items():
+        if name.startswith("layers.0.") and "hidden_norm" not in name:
+            wide = any(part in name for part in ("q_proj", "k_proj", "v_proj"))
+            more[name.replace("layers.0.", "layers.1.")] = array[:, :64] if wide else array
+    layer = config["transformer_layer_config"] | dict(num_hidden_layers=2)
+    return tensors | more, config | dict(transformer_layer_config=layer)
+
+
+def parallel(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """EAGLE-3 as P-EAGLE in the speculators format, which brings embeddings of its own."""
+    mask = 0.5 * mx.random.normal((1, 1, 192), key=mx.random.key(7))
+    own = dict(speculators_model_type="peagle", architectures=["PEagleSpeculator"])
+    own |= dict(mask_token_id=3, embed_requires_grad=True)
+    return tensors | {"mask_hidden": mask}, config | own
+
+
+def speculators(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """A block head as speculators writes it: ids count the hidden states before the layers."""
+    inner = config["dflash_config"]
+    layer = {name: x for name, x in config.items() if name != "dflash_config"}
+    kind = (
+        "dflash2" if "selector_rank" in inner else "dspark" if "markov_rank" in inner else "dflash"
+    )
+    taps = [i + 1 for i in inner["target_layer_ids"]]
+    own = {n: x for n, x in inner.items() if n not in ("target_layer_ids", "projector_type")}
+    own |= dict(speculators_model_type=kind, aux_hidden_state_layer_ids=taps)
+    own |= dict(transformer_layer_config=layer, block_size=config["block_size"])
+    return tensors, own | dict(draft_vocab_size=config["vocab_size"])
+
+
 PACKAGINGS: dict[str, dict[str, Writer]] = {
     "eagle3": {
         "speculators": as_it_is,
@@ -163,9 +222,19 @@ PACKAGINGS: dict[str, dict[str, Writer]] = {
         "embedding": own_embedding,
         "4bit": four_bits,
     },
-    "dflash": {"z-lab": as_it_is, "prefixed": prefixed, "4bit": four_bits},
+    "dflash": {
+        "z-lab": as_it_is,
+        "prefixed": prefixed,
+        "speculators": speculators,
+        "4bit": four_bits,
+    },
     "dflash2": {"incoai": as_it_is, "named": named_codebooks, "4bit": four_bits},
-    "dspark": {"dflash-config": as_it_is, "deepspec": deepspec, "4bit": four_bits},
+    "dspark": {
+        "dflash-config": as_it_is,
+        "deepspec": deepspec,
+        "speculators": speculators,
+        "4bit": four_bits,
+    },
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.speculate.heads.chained import ParallelPass
 from mlxspec.speculate.heads.files import find_head
 from tests.heads import kinds, runs
 from tests.heads.kinds import KINDS, PACKAGINGS, Config, Tensors
@@ -204,6 +205,26 @@ def test_newer_names_of_rope_settings(tmp_path: Path) -> None:
     assert float(mx.abs(off).max()) > 0.01 * float(mx.abs(want).max())
 
 
+# ---- P-EAGLE
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "ptd_token_id", "pard_token"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_learned_mask_makes_a_parallel_head(name: str, legacy: bool, tmp_path: Path) -> None:
+    """In both formats, whatever the mask's token is called; its embeddings are its own."""
+    tensors, config = kinds.parallel(*kinds.own_embedding(*kinds.trained("eagle3")))
+    own = {"embed_tokens.weight": tensors["embed_tokens.weight"]}
+    if legacy:
+        tensors, config = kinds.legacy(tensors, config)
+    config |= {"mask_token_id": None} | {name: 3}
+    head = head_of(kinds.save_head(tmp_path, tensors | own, config))
+    assert (head.name, head.drafts, head.module.mask) == ("peagle", ParallelPass, 3)
+    assert head.embed is head.module.embed_tokens
+    assert mx.array_equal(head.embed(mx.array([5])), own["embed_tokens.weight"][5:6])
+    assert mx.array_equal(head.module.mask_hidden, tensors["mask_hidden"][0])
+
+
 # ---- drafts
 # ---------------------------------------------------------------------------------------------
 
@@ -280,6 +301,11 @@ def ids(change: Callable[[mx.array], mx.array]) -> kinds.Writer:
     return lambda tensors, config: (tensors | {"d2t": change(tensors["d2t"])}, config)
 
 
+def unmasked(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    tensors, config = kinds.parallel(tensors, config)
+    return tensors, config | dict(mask_token_id=None)
+
+
 EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"
 UNFIT: dict[str, tuple[str, kinds.Writer, str]] = {
@@ -292,18 +318,15 @@ UNFIT: dict[str, tuple[str, kinds.Writer, str]] = {
     "eagle3: strange layers": ("eagle3", inner(LAYER, model_type="gpt_oss"), "'gpt_oss'"),
     "eagle3: no size": ("eagle3", setting(**{LAYER: {"model_type": "llama"}}), "hidden_size"),
     "eagle3: ids too high": ("eagle3", ids(lambda d: d + 640), "more than 640 tokens"),
+    "peagle: no mask": ("eagle3", unmasked, "mask_token_id = None, not"),
     "eagle3: ids below zero": ("eagle3", ids(lambda d: d - 640), "more than 640 tokens"),
     "dflash: another model": ("dflash", setting(num_target_layers=8), "8 layers, this one has 7"),
-    "dspark: interleaved rope": (
-        "dspark",
-        setting(rope_is_neox_style=False),
-        "rope_is_neox_style = False, which is not supported",
-    ),
-    "dflash: softcapped logits": (
+    "dflash: sinks": (
         "dflash",
-        setting(final_logit_softcapping=30.0),
-        "final_logit_softcapping = 30.0, which",
+        inner("dflash_config", attention_sink_bias=True),
+        "attention_sink_bias = True, which is not supported",
     ),
+    "dspark: no such mask": ("dspark", inner("dflash_config", mask_token_id=640), "id = 640, not"),
     "dflash: no fc": ("dflash", without("fc.weight"), "fc.weight"),
     "dflash: half the hidden size": ("dflash", narrow, "fc.weight"),
     "dflash: no mask token": (

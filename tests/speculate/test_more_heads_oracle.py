@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.heads import kinds, oracle, runs
+from tests.heads import kinds, oracle
 from tests.heads.kinds import Config, Tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its imports
@@ -27,43 +27,42 @@ def _mlx_vlm() -> None:
 # -------------------------------------------------------------------------------------------
 
 
-def setting(**changed: Any) -> kinds.Writer:
-    return lambda tensors, config: (tensors, config | changed)
-
-
-def normed_taps(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
-    return tensors | {"input_norm.weight": mx.ones(192)}, config | dict(norm_before_fc=True)
-
-
-def two_layers(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
-    """The second sees no embeddings."""
-    more = {}
-    for name, array in tensors.items():
-        if name.startswith("layers.0.") and "hidden_norm" not in name:
-            wide = any(part in name for part in ("q_proj", "k_proj", "v_proj"))
-            more[name.replace("layers.0.", "layers.1.")] = array[:, :64] if wide else array
-    layer = config["transformer_layer_config"] | dict(num_hidden_layers=2)
-    return tensors | more, config | dict(transformer_layer_config=layer)
-
-
 def from_masks(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     """The newest token's own row predicts nothing."""
     inner = config["dflash_config"] | dict(sample_from_anchor=False)
     return tensors, config | dict(sample_from_anchor=False, dflash_config=inner)
 
 
-# mlx-vlm's default differs from ours, which is vLLM's: sliding layers are causal, others are not.
-WINDOW = dict(layer_types=[SLIDING, "full_attention", SLIDING], sliding_window=24, is_causal=False)
+def inner(**changed: Any) -> kinds.Writer:
+    def change(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+        return tensors, config | dict(dflash_config=config["dflash_config"] | changed)
+
+    return change
+
+
+def other_window(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """The inner setting overrides that of the layers."""
+    return inner(swa_window_size=24)(tensors, config | SLIDES | dict(sliding_window=4))
+
+
+SLIDES = dict(layer_types=[SLIDING, "full_attention", SLIDING], sliding_window=24)
+WINDOW = SLIDES | dict(is_causal=False)
 VARIANTS: dict[str, tuple[str, kinds.Writer]] = {
     **{kind: (kind, kinds.as_it_is) for kind in kinds.KINDS},
     "eagle3, full vocabulary": ("eagle3", kinds.full_vocabulary),
-    "eagle3, hidden states not normed": ("eagle3", setting(norm_before_residual=False)),
-    "eagle3, normed taps": ("eagle3", normed_taps),
-    "eagle3, two layers": ("eagle3", two_layers),
-    "dflash, sliding": ("dflash", setting(**WINDOW)),
-    "dflash, causal": ("dflash", setting(**WINDOW | dict(is_causal=True))),
-    "dflash2, sliding": ("dflash2", setting(**WINDOW)),
-    "dspark, sliding": ("dspark", setting(**WINDOW)),
+    "eagle3, hidden states not normed": ("eagle3", kinds.setting(norm_before_residual=False)),
+    "eagle3, normed taps": ("eagle3", kinds.normed_taps),
+    "eagle3, two layers": ("eagle3", kinds.two_layers),
+    "dflash, sliding": ("dflash", kinds.setting(**WINDOW)),
+    "dflash, sliding as by default": ("dflash", kinds.setting(**SLIDES)),
+    "dflash, softcapped": ("dflash", kinds.setting(final_logit_softcapping=2.0)),
+    "dflash, the last rows": ("dflash", inner(draft_window_size=24)),
+    "dflash, causal": ("dflash", kinds.setting(**WINDOW | dict(is_causal=True))),
+    "dflash2, sliding": ("dflash2", kinds.setting(**WINDOW)),
+    "dspark, sliding": ("dspark", kinds.setting(**WINDOW)),
+    "dspark, another window": ("dspark", other_window),
+    "dspark, interleaved rope": ("dspark", kinds.setting(rope_is_neox_style=False)),
+    "dspark, softcapped": ("dspark", kinds.setting(final_logit_softcapping=2.0)),
     "dspark, from masks": ("dspark", from_masks),
 }
 
@@ -72,21 +71,14 @@ VARIANTS: dict[str, tuple[str, kinds.Writer]] = {
 # -----------------------------------------------------------------------------------------
 
 
-def ours(path: Path, prompt: list[int]) -> tuple[list[int], list[int], mx.array]:
-    """Of the engine's first round: the tokens before it, its draft, and the logits of that, before
-    a selector or Markov head."""
-    e, drafter = kinds.engine(path)
-    inner, found = drafter.head.lm_head, []
-
-    def lm_head(hidden: mx.array) -> mx.array:
-        found.append(inner(hidden))
-        return found[-1]
-
-    drafter.head.lm_head = lm_head
-    run = runs.run(e, drafter, DEPTH, [prompt])
-    first = run.rounds[0][0]
-    logits = mx.concatenate([each.reshape(-1, each.shape[-1]) for each in found])[:DEPTH]
-    return (prompt + run.answers[0])[: first.start + 1], first.draft, logits
+def their_drafter(path: Path, kind: str, config: Config) -> Any:
+    """Causal where we are by default, as vLLM is: in sliding layers, but of DSpark. mlx-vlm's
+    default is nowhere."""
+    drafter = oracle.load_drafter(path)
+    if kind in ("dflash", "dflash2") and "is_causal" not in config:
+        for layer in drafter.layers:
+            layer.self_attn.is_causal = layer.self_attn.is_sliding
+    return drafter
 
 
 def taps_of(drafter: Any, known: list[int]) -> mx.array:
@@ -138,11 +130,13 @@ THEIRS: dict[str, Callable[..., tuple[mx.array, list[int]]]] = {
 def test_logits_are_those_of_mlx_vlm(kind: str, change: kinds.Writer, tmp_path: Path) -> None:
     tensors, config = change(*kinds.trained(kind))
     path = kinds.save_head(tmp_path, kinds.random_tensors(tensors), config)
-    known, draft, logits = ours(path, kinds.reference(kind)["prompts"][0])
+    prompt = kinds.reference(kind)["prompts"][0]
+    known, draft, logits = kinds.first_round(path, prompt, DEPTH)
     if "d2t" in tensors:
         logits = logits[:, kinds.kept_ids(tensors)]
-    drafter = oracle.load_drafter(path)
-    taps = taps_of(drafter, known)
+    drafter = their_drafter(path, kind, config)
+    rows = config.get("dflash_config", {}).get("draft_window_size", 0)
+    taps = taps_of(drafter, known)[:, -rows:]  # its own window lets some more rows in
     theirs, tokens = THEIRS[kind](drafter, known, draft, taps)
 
     def off(found: mx.array) -> float:

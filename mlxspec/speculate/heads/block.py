@@ -18,15 +18,21 @@ from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
 from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.speculate.heads.tensors import add_ends, check_taps, ends_of, load_tensors
+from mlxspec.speculate.heads.tensors import (
+    add_ends,
+    check_taps,
+    ends_of,
+    flat_config,
+    load_tensors,
+    mask_of,
+)
 from mlxspec.types import UnsupportedModel
 
 INNER = "dflash_config"  # settings in it override those beside it
+AUX_LAYERS = "aux_hidden_state_layer_ids"  # id i stands for the hidden state before layer i
 SLIDING = "sliding_attention"
 # Settings that change what a head computes and are not read, with the values that change nothing.
 UNREAD = {
-    "rope_is_neox_style": (True,),
-    "final_logit_softcapping": (),
     "attention_sink_bias": (False,),
     "dflash_query_causal": (False,),
     "input_embedding_scale": (1,),
@@ -190,11 +196,20 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
         kinds = config.get("layer_types") or [""] * count
         self.layers = []
+        reach = config.get("draft_window_size")  # rows of the context
         for kind in kinds[:count]:
-            window = config["sliding_window"] if kind == SLIDING else None
-            usual = window is not None and not config.get("markov_rank")
+            layer: Any = decoder_layer(config)
+            if config.get("rope_is_neox_style") is False:
+                layer.self_attn.rope.traditional = True
+            window = None
+            if kind == SLIDING:
+                window = config.get("swa_window_size") or config["sliding_window"]
+            both_ways = config.get("sliding_window_non_causal", config.get("markov_rank"))
+            usual = kind == SLIDING and not both_ways
             causal = bool(config.get("is_causal", config.get("causal", usual)))
-            self.layers.append(BlockLayer(decoder_layer(config), config, window, causal))
+            if reach:
+                window = min(window or reach + 1, reach + 1)
+            self.layers.append(BlockLayer(layer, config, window, causal))
         if config.get("selector_rank"):
             self.candidate_selector = Selector(config)
         dspark = bool(config.get("markov_rank"))
@@ -232,8 +247,10 @@ class Block(nn.Module):
 
 def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
-    config = files.config | (files.config.get(INNER) or {})
+    config = flat_config(files.config) | (files.config.get(INNER) or {})
     config |= {"model_type": "qwen3"}
+    if ids := config.get(AUX_LAYERS):
+        config["target_layer_ids"] = [i - 1 for i in ids]
     layers = config.get("num_target_layers")
     has = len(decoder_layers(target))
     if layers and layers != has:
@@ -256,17 +273,27 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     add_ends(module, tensors, config["vocab_size"], config["hidden_size"])
     tensors = {name: x for name, x in tensors.items() if not name.startswith("confidence_head")}
     load_tensors(files, module, tensors)
+    embed, lm_head = ends_of(module, target)
+    mask_of(files, config, embed)
+    if cap := config.get("final_logit_softcapping"):
+        lm_head = softcapped(lm_head, cap)
     return HeadModel(
         "dspark" if dspark else "dflash",
         BlockPass,
         module,
-        *ends_of(module, target),
+        embed,
+        lm_head,
         width=len(taps) * width,
         taps=taps,
         kv_layers=len(module.layers),
         lead=0,
         depth=depth,
     )
+
+
+def softcapped(lm_head: Callable[[mx.array], mx.array], cap: float) -> Any:
+    """`lm_head` with logits between -cap and cap."""
+    return lambda hidden: mx.tanh(lm_head(hidden) / cap) * cap
 
 
 def _named(name: str) -> str:

@@ -43,7 +43,7 @@ class Head(BaseModel):
     model_config = STRICT
 
     id: str
-    kind: Literal["mtp", "dflash", "dspark", "eagle3", "assistant", "medusa"]
+    kind: Literal["mtp", "dflash", "dspark", "eagle3", "peagle", "assistant", "medusa"]
     verified: bool = False
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.chained import ParallelPass
@@ -76,6 +77,16 @@ def test_what_a_head_brings_is_used(tmp_path: Path) -> None:
     deepspec = read("dspark", "deepspec", tmp_path)
     assert deepspec.embed is deepspec.module.embed_tokens
     assert deepspec.lm_head is deepspec.module.lm_head
+
+
+def test_embeddings_that_the_target_scales(tmp_path: Path) -> None:
+    """Gemma's: a block head reads them as the model's own layers do, unless they are its own."""
+    target = load_model(kinds.TARGET)[0]
+    target.model.embed_scale = 8.0
+    token = mx.array([5])
+    for packaging, scale in {"dflash-config": 8, "deepspec": 1}.items():
+        head = kinds.head_of(kinds.write("dspark", packaging, tmp_path / packaging), target)
+        assert mx.array_equal(head.embed(token), scale * target.model.embed_tokens(token))
 
 
 def test_a_reduced_vocabulary(tmp_path: Path) -> None:

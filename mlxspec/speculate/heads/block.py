@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.pages import Pages
-from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
+from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head, trunk_of
 from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
@@ -271,10 +271,14 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     check_taps(files, taps, has)
     tensors = {_named(name): x for name, x in files.tensors.items()}
     add_ends(module, tensors, config["vocab_size"], config["hidden_size"])
+    # What a confidence head says of a draft comes too late for it: see NOTES.md.
     tensors = {name: x for name, x in tensors.items() if not name.startswith("confidence_head")}
     load_tensors(files, module, tensors)
     embed, lm_head = ends_of(module, target)
     mask_of(files, config, embed)
+    scale = getattr(trunk_of(target), "embed_scale", 1)
+    if scale != 1 and "embed_tokens" not in module:
+        embed = scaled(embed, scale)
     if cap := config.get("final_logit_softcapping"):
         lm_head = softcapped(lm_head, cap)
     return HeadModel(
@@ -289,6 +293,11 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
         lead=0,
         depth=depth,
     )
+
+
+def scaled(embed: Callable[[mx.array], mx.array], scale: float) -> Any:
+    """`embed` as Gemma's trunk uses it."""
+    return lambda tokens: embed(tokens) * scale
 
 
 def softcapped(lm_head: Callable[[mx.array], mx.array], cap: float) -> Any:

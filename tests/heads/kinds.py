@@ -228,7 +228,12 @@ PACKAGINGS: dict[str, dict[str, Writer]] = {
         "speculators": speculators,
         "4bit": four_bits,
     },
-    "dflash2": {"incoai": as_it_is, "named": named_codebooks, "4bit": four_bits},
+    "dflash2": {
+        "incoai": as_it_is,
+        "named": named_codebooks,
+        "speculators": speculators,
+        "4bit": four_bits,
+    },
     "dspark": {
         "dflash-config": as_it_is,
         "deepspec": deepspec,

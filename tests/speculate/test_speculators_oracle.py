@@ -69,6 +69,8 @@ VARIANTS: dict[str, tuple[str, str, kinds.Writer]] = {
     "dflash": ("dflash", "dflash", BLOCKS),
     "dflash, sliding": ("dflash", "dflash", then(BLOCKS, sliding(False))),
     "dflash, sliding both ways": ("dflash", "dflash", then(BLOCKS, sliding(True))),
+    "dflash2": ("dflash2", "dflash2", BLOCKS),
+    "dflash2, sliding": ("dflash2", "dflash2", then(BLOCKS, sliding(True))),
     "dspark": ("dspark", "dspark", BLOCKS),
     "dspark, sliding": ("dspark", "dspark", then(BLOCKS, sliding(False))),
 }
@@ -119,14 +121,30 @@ def one_chain(newest: int) -> Callable[..., Any]:
     return chosen
 
 
+def corrected(theirs: Any, kind: str, logits: Any, hidden: Any, before: Any) -> Any:
+    """The likeliest tokens after those before them."""
+    if kind == "dspark":
+        bias = theirs.markov_head.block_bias(prev_token_ids=before[None], hidden_states=hidden)
+        return (logits + bias[0]).argmax(-1)
+    if kind == "dflash2":
+        ids, scores = theirs.candidate_selector.select(logits, hidden, before)
+        return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
+    return logits.argmax(-1)
+
+
 def their_logits(
     theirs: Any, kind: str, known: list[int], draft: list[int], taps: mx.array
 ) -> tuple[np.ndarray, list[int]]:
     """Their logits where our draft is, and the tokens of these, each behind those of our draft."""
     import torch
 
-    found: list[Any] = []
-    theirs.lm_head.register_forward_hook(lambda module, inputs, out: found.append(out[0].detach()))
+    read, found = [], []
+
+    def hook(module: Any, inputs: Any, out: Any) -> None:
+        read.append(inputs[0][0].detach())
+        found.append(out[0].detach())
+
+    theirs.lm_head.register_forward_hook(hook)
     told = known + draft
     told = told[1:] if kind in ("eagle3", "peagle") else told
     newest = len(taps) - 1 if kind in ("eagle3", "peagle") else len(taps)
@@ -149,14 +167,9 @@ def their_logits(
         logits = torch.stack([out[newest] for out in found])
     else:
         logits = found[0][-DEPTH:]
-    scores = logits
-    if kind == "dspark":
-        before = torch.tensor([[known[-1], *draft[:-1]]])
-        with torch.no_grad():
-            scores = (
-                logits + theirs.markov_head.block_bias(prev_token_ids=before, hidden_states=None)[0]
-            )
-    chosen = scores.argmax(-1)
+    before = torch.tensor([known[-1], *draft[:-1]])
+    with torch.no_grad():
+        chosen = corrected(theirs, kind, logits, read[0][-DEPTH:], before)
     if theirs.d2t is not None:
         chosen = chosen + theirs.d2t[chosen]
     return np.array(logits), chosen.tolist()

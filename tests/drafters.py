@@ -25,6 +25,7 @@ from mlxspec.speculate.heads.eagle import Eagle3, Logits
 from mlxspec.speculate.heads.medusa import Medusa, MedusaPass
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
+from mlxspec.speculate.heads.tensors import Vocabulary
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Plan, Request
@@ -143,7 +144,9 @@ def _random_eagle(model: Any, kind: str) -> HeadModel:
         drafts, head.mask = ParallelPass, 3
         head.mask_hidden = mx.random.normal((1, len(taps) * config["hidden_size"]))
     ids = mx.arange(0, tiny.VOCAB, 2)
-    logits = Logits(_sharpened(head).normed, lambda x: lm_head(x)[:, ids], ids, tiny.VOCAB)
+    logits = Logits(
+        _sharpened(head).normed, lambda x: lm_head(x)[:, ids], Vocabulary(ids, tiny.VOCAB)
+    )
     width = len(taps) * config["hidden_size"]
     return HeadModel(kind, drafts, head, embed, logits, width, taps, head.prepare)
 

@@ -214,6 +214,18 @@ def speculators(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     return tensors, own | dict(draft_vocab_size=config["vocab_size"])
 
 
+def reduced(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """A block head of speculators that drafts every third token only, with an lm_head of its own."""
+    tensors, config = speculators(tensors, config)
+    kept = mx.arange(1, 640, 3)
+    target = mx.load(str(TARGET / "model.safetensors"))
+    own = {"lm_head.weight": target["lm_head.weight"][kept], "d2t": kept - mx.arange(len(kept))}
+    own["t2d"] = mx.array([i % 3 == 1 for i in range(640)])
+    if "markov_head.markov_w2.weight" in tensors:
+        own["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][kept]
+    return tensors | own, config | dict(draft_vocab_size=len(kept))
+
+
 PACKAGINGS: dict[str, dict[str, Writer]] = {
     "eagle3": {
         "speculators": as_it_is,

@@ -100,6 +100,19 @@ def test_a_reduced_vocabulary(tmp_path: Path) -> None:
     assert int(mx.isfinite(reduced).sum()) == 3 * ids.size
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_head_of_a_reduced_vocabulary(kind: str, tmp_path: Path) -> None:
+    full = read(kind, "speculators", tmp_path)
+    tensors, config = kinds.reduced(*kinds.trained(kind))
+    reduced = head_of(kinds.save_head(tmp_path / "reduced", tensors, config))
+    hidden, before = mx.random.normal((3, 64), key=mx.random.key(1)), mx.array([5, 6, 7])
+    want, got = (h.module.scores(h.lm_head(hidden), hidden, before) for h in (full, reduced))
+    ids = kinds.kept_ids(tensors)
+    assert got.shape == want.shape == (3, 640)
+    assert mx.allclose(got[:, ids], want[:, ids], atol=1e-5)
+    assert int(mx.isfinite(got).sum()) == 3 * ids.size
+
+
 def close(got: mx.array, want: mx.array) -> None:
     assert float(mx.abs(got - want).max()) <= 1e-4 * float(mx.abs(want).max())
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its 
 VERSION = "0.9.0"
 CLOSE = 1e-4  # of the largest logit
 DEPTH = 7
+CHAINS = ("eagle3", "peagle")  # their rows join a token with the hidden state before it
 PAD = 16  # rows behind the text, which nothing sees
 
 
@@ -69,9 +70,11 @@ VARIANTS: dict[str, tuple[str, str, kinds.Writer]] = {
     "dflash": ("dflash", "dflash", BLOCKS),
     "dflash, sliding": ("dflash", "dflash", then(BLOCKS, sliding(False))),
     "dflash, sliding both ways": ("dflash", "dflash", then(BLOCKS, sliding(True))),
+    "dflash, reduced": ("dflash", "dflash", kinds.reduced),
     "dflash2": ("dflash2", "dflash2", BLOCKS),
     "dflash2, sliding": ("dflash2", "dflash2", then(BLOCKS, sliding(True))),
     "dspark": ("dspark", "dspark", BLOCKS),
+    "dspark, reduced": ("dspark", "dspark", kinds.reduced),
     "dspark, sliding": ("dspark", "dspark", then(BLOCKS, sliding(False))),
 }
 
@@ -146,8 +149,8 @@ def their_logits(
 
     theirs.lm_head.register_forward_hook(hook)
     told = known + draft
-    told = told[1:] if kind in ("eagle3", "peagle") else told
-    newest = len(taps) - 1 if kind in ("eagle3", "peagle") else len(taps)
+    told = told[1:] if kind in CHAINS else told
+    newest = len(taps) - 1 if kind in CHAINS else len(taps)
     rows = len(told) + PAD
     hidden = torch.zeros((1, rows, taps.shape[-1]))
     hidden[0, : len(taps)] = torch.tensor(np.array(taps))
@@ -183,7 +186,7 @@ def test_logits_are_those_of_speculators(
     tensors = kinds.random_tensors(tensors)
     path = kinds.save_head(tmp_path, tensors, config)
     known, draft, logits = kinds.first_round(path, kinds.reference(of)["prompts"][0], DEPTH)
-    if "d2t" in tensors:
+    if kind in CHAINS:
         logits = logits[:, kinds.kept_ids(tensors)]
     ids = config.get("eagle_aux_hidden_state_layer_ids") or config["aux_hidden_state_layer_ids"]
     text = mx.array([known[:-1]])

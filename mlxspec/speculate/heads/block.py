@@ -19,12 +19,15 @@ from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
+    IGNORED,
+    Vocabulary,
     add_ends,
     check_taps,
     ends_of,
     flat_config,
     load_tensors,
     mask_of,
+    vocabulary_of,
 )
 from mlxspec.types import UnsupportedModel
 
@@ -166,7 +169,8 @@ class Markov(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.markov_w1 = nn.Embedding(config["vocab_size"], config["markov_rank"])
-        self.markov_w2 = nn.Linear(config["markov_rank"], config["vocab_size"], bias=False)
+        rows = config.get("draft_vocab_size") or config["vocab_size"]
+        self.markov_w2 = nn.Linear(config["markov_rank"], rows, bias=False)
 
     def __call__(
         self,
@@ -216,6 +220,7 @@ class Block(nn.Module):
         if dspark:
             self.markov_head = Markov(config)
         self.mask = config["mask_token_id"]
+        self.vocabulary = Vocabulary(None, config["vocab_size"])
         self.from_anchor = dspark and config.get("sample_from_anchor", True)
 
     def store(self, taps: mx.array, pages: Sequence[Pages]) -> None:
@@ -240,9 +245,8 @@ class Block(nn.Module):
         """What a row's token is drawn from, [n, vocab], once the token before it is drawn."""
         for name in ("candidate_selector", "markov_head"):
             if name in self:
-                scored: mx.array = self[name](logits, hidden, before)
-                return scored
-        return logits
+                logits = self[name](logits, hidden, before)
+        return self.vocabulary(logits)
 
 
 def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
@@ -270,12 +274,14 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     depth = config["block_size"] - (not dspark or bool(config.get("dspark_bonus_anchor")))
     check_taps(files, taps, has)
     tensors = {_named(name): x for name, x in files.tensors.items()}
-    add_ends(module, tensors, config["vocab_size"], config["hidden_size"])
+    size = config["hidden_size"]
+    add_ends(module, tensors, config["vocab_size"], size, config.get("draft_vocab_size"))
     # What a confidence head says of a draft comes too late for it: see NOTES.md.
-    tensors = {name: x for name, x in tensors.items() if not name.startswith("confidence_head")}
-    load_tensors(files, module, tensors)
+    ignored = *IGNORED, "confidence_head"
+    load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
     embed, lm_head = ends_of(module, target)
     mask_of(files, config, embed)
+    module.vocabulary = vocabulary_of(files, lm_head, size, target)
     scale = getattr(trunk_of(target), "embed_scale", 1)
     if scale != 1 and "embed_tokens" not in module:
         embed = scaled(embed, scale)

@@ -17,11 +17,18 @@ from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
 from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.speculate.heads.tensors import check_taps, flat_config, load_tensors, mask_of
-from mlxspec.types import Tap, UnsupportedModel
+from mlxspec.speculate.heads.tensors import (
+    IGNORED,
+    Vocabulary,
+    check_taps,
+    flat_config,
+    load_tensors,
+    mask_of,
+    vocabulary_of,
+)
+from mlxspec.types import Tap
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-IGNORED: tuple[str, ...] = ("t2d", "d2t", "verifier_")
 
 
 class FirstLayer(nn.Module):
@@ -114,10 +121,8 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
     config = flat_config(files.config)
     tensors = {name.replace("midlayer.", "layers.0."): x for name, x in files.tensors.items()}
-    added = tensors.get("d2t")
     embed, lm_head = embedding_and_lm_head(target)
     width = embed(mx.array([0])).shape[-1]
-    vocab = rows = lm_head(mx.zeros((1, width))).shape[-1]
     has = len(decoder_layers(target))
     taps = _taps(config, has)
     check_taps(files, taps, has)
@@ -127,8 +132,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     if parallel:
         module.mask_hidden = tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     if "lm_head.weight" in tensors:
-        rows = tensors["lm_head.weight"].shape[0]
-        module.lm_head = nn.Linear(size, rows, bias=False)
+        module.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
     ignored = IGNORED
     own = config.get("embed_requires_grad", parallel) or size != width
     if own and "embed_tokens.weight" in tensors:
@@ -136,13 +140,8 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     else:
         ignored += ("embed_tokens.",)
     load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
-    ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))
-    if ids.min() < 0 or ids.max() >= vocab:
-        raise UnsupportedModel(
-            f"the head in {files.path} is for a model of more than {vocab} tokens"
-        )
-    reduced = None if added is None and rows == vocab else ids
-    logits = Logits(module.normed, module.get("lm_head", lm_head), reduced, vocab)
+    lm_head = module.get("lm_head", lm_head)
+    logits = Logits(module.normed, lm_head, vocabulary_of(files, lm_head, size, target))
     embed = module.get("embed_tokens", embed)
     if parallel:
         module.mask = mask_of(files, config, embed)
@@ -168,18 +167,11 @@ def _taps(config: dict[str, Any], layers: int) -> tuple[Tap, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Logits [n, vocab] of a head's output [n, D]. `ids` int32: the tokens of a reduced vocabulary,
-    where others are never drafted; None: lm_head has all."""
+    """Logits [n, vocab] of a head's output [n, D]."""
 
     norm: Callable[[mx.array], mx.array]
     lm_head: Callable[[mx.array], mx.array]
-    ids: mx.array | None
-    vocab: int
+    vocabulary: Vocabulary
 
     def __call__(self, out: mx.array) -> mx.array:
-        logits = self.lm_head(self.norm(out))
-        if self.ids is None:
-            return logits
-        wide = mx.full((len(logits), self.vocab), -mx.inf, logits.dtype)
-        wide[:, self.ids] = logits
-        return wide
+        return self.vocabulary(self.lm_head(self.norm(out)))

@@ -1,6 +1,7 @@
 """Loads a head's tensors into its module."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.types import Tap, UnsupportedModel, line_of
 
 MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # one setting's names
+IGNORED: tuple[str, ...] = ("t2d", "d2t", "verifier_")
 MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
 
 
@@ -44,12 +46,14 @@ def add_ends(
     tensors: dict[str, mx.array],
     vocab: int,
     size: int,
+    drafted: int | None = None,
 ) -> None:
-    """Give a module the embedding and the lm_head that its tensors hold."""
+    """Give a module the embedding and the lm_head that its tensors hold. `drafted`: the size of a
+    reduced vocabulary."""
     if "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(vocab, size)
     if "lm_head.weight" in tensors:
-        module.lm_head = nn.Linear(size, vocab, bias=False)
+        module.lm_head = nn.Linear(size, drafted or vocab, bias=False)
 
 
 def ends_of(module: nn.Module, target: nn.Module) -> tuple[Any, Any]:
@@ -68,6 +72,41 @@ def check_taps(
         raise UnsupportedModel(
             f"the head in {files.path} reads layers {list(taps)}, this model has {layers}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Logits [n, size] of those for the tokens `ids`, int32, where others are never drafted; None:
+    they are for all."""
+
+    ids: mx.array | None
+    size: int
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        if self.ids is None:
+            return logits
+        wide = mx.full((len(logits), self.size), -mx.inf, logits.dtype)
+        wide[:, self.ids] = logits
+        return wide
+
+
+def vocabulary_of(
+    files: HeadFiles,
+    lm_head: Any,
+    width: int,
+    target: nn.Module,
+) -> Vocabulary:
+    """What the logits of a head's lm_head, which reads hidden states of this width, stand for."""
+    embed, own = embedding_and_lm_head(target)
+    size = own(embed(mx.array([0]))).shape[-1]
+    rows = lm_head(mx.zeros((1, width))).shape[-1]
+    added = files.tensors.get("d2t")
+    ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))
+    if ids.min() < 0 or ids.max() >= size:
+        raise UnsupportedModel(
+            f"the head in {files.path} is for a model of more than {size} tokens"
+        )
+    return Vocabulary(None if added is None and rows == size else ids, size)
 
 
 def mask_of(files: HeadFiles, config: dict[str, Any], embed: Any) -> int:

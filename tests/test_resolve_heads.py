@@ -61,7 +61,9 @@ def test_every_head_has_one_card_and_a_target() -> None:
     assert len({*ids, *targets}) == len(ids) + len(targets) and len(cards) > 20
     for name, head in heads:
         assert target_of(head["id"]) == cards[name]["targets"][0]
-        assert head["kind"] in ("mtp", "eagle3", "dflash", "dspark") and not head.get("verified")
+        assert head["kind"] in ("mtp", "eagle3", "peagle", "dflash", "dspark") and not head.get(
+            "verified"
+        )
     for name, card in cards.items():
         fetched = next((head["id"] for head in card["heads"] if head["kind"] == "mtp"), "")
         assert {head_of(target) for target in card["targets"]} == {fetched}

@@ -142,3 +142,37 @@ def test_drafts_of_six_are_those_of_each_alone(
     assert {1, DEPTHS[kind]} <= lengths
     tried, kept = e.spec_metrics.drafted.total(), e.spec_metrics.accepted.total()
     assert tried / 20 < kept < tried / 2, "some are right, some wrong"
+
+
+@pytest.mark.parametrize("model, layout", LAYOUTS[:2])
+def test_p_eagle_takes_one_pass_a_round(
+    model: str, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in flight, it waits for nothing."""
+    e = tiny.engine(
+        tiny.model(model), layout=layout, block=BLOCK, blocks=128, budget=16, whole=True
+    )
+    head = attach_head(e, depth=5, kind="peagle").head
+    module, inner, passes = head.module, e.proposer.draft, []
+    calls: list[int] = []
+
+    def counted(embedded: mx.array, *args: Any) -> Any:
+        calls.append(len(embedded))
+        return module(embedded, *args)
+
+    def draft(plan: Any, previous: Any) -> None:
+        before = len(calls)
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "eval", lambda *_: pytest.fail("drafting waited for the device"))
+            inner(plan, previous)
+        if any(entry.depth for entry in plan):
+            passes.append((len(calls) - before, any(entry.inflight_drafts for entry in plan)))
+
+    counted.mask = module.mask  # type: ignore[attr-defined]
+    head.module, e.proposer.draft = counted, draft
+    for i in range(3):
+        e.add(few(f"r{i}", some(5 + i, i), 20 + 3 * i))
+    tiny.run(e)
+    assert e.proposer.drafters, "the head failed"
+    assert {made for made, _ in passes} == {1}
+    assert any(flying for _, flying in passes)

@@ -1,5 +1,5 @@
-"""The logits that EAGLE-3, P-EAGLE and block heads draft from in the engine are those of the modules
-that train them, on random weights. Needs speculators and torch, which nothing else does: pip
+"""The logits that EAGLE-3, P-EAGLE, block and MTP heads draft from are those of the modules that train
+them, on random weights. Needs speculators and torch, which nothing else does: pip
 install speculators==0.9.0.
 
 These modules train many places of a text at once; here they are given one, the engine's.
@@ -15,8 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.heads import kinds, make_more
+from tests.heads import kinds, make_more, packagings, runs
 from tests.heads.kinds import Config, Tensors
+from tests.heads.packagings import TARGET
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its imports
 
@@ -207,3 +208,64 @@ def test_logits_are_those_of_speculators(
     assert off(found) <= CLOSE and draft == tokens
     wrong, _ = their_logits(theirs, kind, known, draft, taps[0, ::-1])
     assert off(wrong) > 100 * CLOSE
+
+
+# ---- MTP
+# -------------------------------------------------------------------------------------------
+
+NAMES = {
+    "fc.": "mtp_layers.0.input_proj.",
+    "pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+    "pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+    "norm.": "mtp_layers.0.final_layernorm.",
+    "layers.": "mtp_layers.",
+}
+
+
+def renamed(tensors: Tensors) -> dict[str, np.ndarray]:
+    """Under their names, norms zero-centred."""
+    made = {}
+    for name, array in tensors.items():
+        old = next(start for start in NAMES if name.startswith(start))
+        made[NAMES[old] + name.removeprefix(old)] = np.array(array - (array.ndim == 1))
+    return made
+
+
+def test_logits_of_mtp_are_those_of_speculators(tmp_path: Path) -> None:
+    """Of rows with the target's hidden states; chained ones are trained without those before."""
+    import torch
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+
+    target, config = runs.plain_target(), packagings.read_json(TARGET / "config.json")
+    text, ends = config["text_config"], target.language_model
+    tensors = runs.random_tensors(target)
+    path = packagings.write_sidecar(tmp_path, tensors, packagings.sidecar_config(text))
+    tokens = mx.random.randint(0, text["vocab_size"], (40,), key=mx.random.key(4))
+    hidden = mx.random.normal((40, text["hidden_size"]), key=mx.random.key(5))
+    head = runs.head_of(path, target)
+    ours = np.array(head.lm_head(runs.DenseHead(head)(tokens[1:39].tolist(), hidden[:38])))
+
+    method = dict(proposal_type="greedy", speculative_tokens=1)
+    verifier = dict(name_or_path=None, architectures=[])
+    own = dict(algorithm="mtp", proposal_methods=[method], default_proposal_method="greedy")
+    theirs = MTPDraftModel(
+        MTPSpeculatorConfig(
+            transformer_layer_config=text, speculators_config=own | dict(verifier=verifier)
+        )
+    )
+    arrays = renamed(tensors)
+    arrays["embed_tokens.weight"] = np.array(ends.model.embed_tokens.weight)
+    arrays["lm_head.weight"] = np.array(ends.lm_head.weight)
+    found = theirs.load_state_dict({n: torch.tensor(x) for n, x in arrays.items()}, strict=False)
+    assert not found.unexpected_keys
+    assert all(name.startswith("verifier_") for name in found.missing_keys)
+    with torch.no_grad():
+        ids, states = torch.tensor(np.array(tokens))[None], torch.tensor(np.array(hidden))[None]
+        logits = theirs.float().eval()(ids, states)[0][0][0].numpy()
+
+    def off(found: np.ndarray) -> float:
+        return float(np.abs(ours - found).max() / np.abs(found).max())
+
+    print(f"mtp: off by {off(logits):.1e} of the largest logit")
+    assert logits.shape == ours.shape and off(logits) <= CLOSE
+    assert off(logits[::-1]) > 100 * CLOSE

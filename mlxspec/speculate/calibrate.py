@@ -94,17 +94,21 @@ def _time(
 ) -> float:
     """Seconds of a step with `rows` rows after `context` tokens, sampled at temperature 1, half of
     whose draft is rejected. What the blocks and the state hold does not matter."""
-    request = Request("measure", (0,), 1)
-    seq = Seq(request, table=table)
-    seq.tokens = [0 for _ in range(context + 1)]
-    unused = [NULL_BLOCK for _ in table]
-    seq.windows = [unused for _ in runner.view.num_blocks][1:]
-    entry = Entry(seq, context, 1, True)
+    entry = Entry(unused_seq(runner, table, context), context, 1, True)
     entry.draft = Draft([0 for _ in range(rows - 1)])
     began = time.perf_counter()
     sampled = runner.sample(runner.forward([entry], None))
     assert sampled is not None
     mx.eval(sampled.tokens, sampled.accepted)
     if runner.states.layers:
-        mx.eval(seq.state)
+        mx.eval(entry.seq.state)
     return time.perf_counter() - began
+
+
+def unused_seq(runner: Runner, table: list[int], context: int) -> Seq:
+    """A sequence of a token more than `context`, in blocks that nobody uses."""
+    seq = Seq(Request("measure", (0,), 1), table=table)
+    seq.tokens = [0 for _ in range(context + 1)]
+    passed = [NULL_BLOCK for _ in table]
+    seq.windows = [passed for _ in runner.view.num_blocks][1:]
+    return seq

@@ -15,6 +15,7 @@ from mlxspec.model.batch import Step, build_inputs
 from mlxspec.model.pages import DensePages, Pages, View
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import Proposals
+from mlxspec.speculate.calibrate import unused_seq
 from mlxspec.speculate.chain import (
     DraftCosts,
     deepest_first,
@@ -25,7 +26,7 @@ from mlxspec.speculate.chain import (
 from mlxspec.speculate.controller import Proposal
 from mlxspec.speculate.heads.followers import Follower, Followers, joined
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.types import Accepted, Entry, Plan, Request, Seq, Tap
+from mlxspec.types import Accepted, Entry, Plan, Seq, Tap
 
 
 class HeadDrafter:
@@ -130,9 +131,8 @@ class HeadDrafter:
 
     def _seconds(self, table: list[int], depth: int) -> float:
         """Seconds that a draft of so many tokens takes behind one row."""
-        seq = Seq(Request("measure", (0,), 1), table=table)
         context = min(64, len(table) * self.runner.view.block_size - depth - 1)
-        seq.tokens = [0 for _ in range(context + 1)]
+        seq = unused_seq(self.runner, table, context)
         dtype = self.head.embed(mx.array([0])).dtype
         hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
         read = context - 1 + self.head.lead

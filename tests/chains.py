@@ -85,9 +85,41 @@ class Chain:
         return int(mx.argmax(logits).item())
 
 
+class AssistantChain(Chain):
+    """Of Gemma 4's assistant: attends to the target's K/V of all tokens but the newest, in sliding
+    layers to as many as that token would; with `kv_bits`, to what quantizing leaves of them."""
+
+    def __init__(self, model: Any, kv_bits: int = 0) -> None:
+        self.model, self.kv_bits = model, kv_bits
+        self.head = random_head(model, "assistant")
+        self.known = {}
+
+    def _drafts(
+        self, r: Request, index: int, tokens: tuple[int, ...], n: int
+    ) -> tuple[list[int], np.ndarray]:
+        m, trunk, position = self.head.module, trunk_of(self.model), len(tokens) - 2
+        caches = tiny.rounded(self.model.make_cache(), self.kv_bits)
+        hidden = trunk(mx.array([tokens[:-1]]), cache=caches)[0, -1:]
+        seen = {}  # by the type of a layer: of the last one
+        for cache, kind in zip(caches, trunk.config.layer_types, strict=False):
+            first = max(0, len(tokens) - getattr(cache, "max_size", len(tokens)))
+            seen[kind] = [x[:, :, first : position + 1] for x in (cache.keys, cache.values)]
+        made, outputs = [tokens[-1]], []
+        for at in range(len(tokens), len(tokens) + n):
+            embedded = trunk.embed_tokens(mx.array(made[-1:])) * trunk.embed_scale
+            x = m.pre_projection(mx.concatenate([embedded, hidden], axis=-1))[None]
+            for layer in m.layers:
+                x = layer(x, shared_kv=seen[layer.layer_type], offset=position)[0]
+            out = m.norm(x[0])
+            hidden = m.post_projection(out)
+            outputs.append(out[0])
+            made.append(self._draw(r, index, out, at))
+        return made[1:], np.array(mx.stack(outputs))
+
+
 @functools.cache
 def chain(kind: str) -> Chain:
-    return Chain(kind)
+    return AssistantChain(tiny.model(kind)) if kind == "gemma4_text" else Chain(kind)
 
 
 def recorded(e: Engine, head: HeadDrafter) -> list[Drafted]:

@@ -30,10 +30,12 @@ from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Plan, Request
 from tests import tiny
+from tests.heads.assistant import random_assistant
 
 KINDS = ["lookup", "suffix", "model", "chain"]
 HEADS = ["mtp", "told"]  # with random weights, and a KnownHead
 OTHER_HEADS = ["dflash", "eagle3", "dspark", "peagle", "medusa"]  # with random weights
+OWN_HEADS = ["assistant"]  # for one kind of model, with random weights
 
 Answers = Callable[[Request, int], list[int]]
 
@@ -83,6 +85,8 @@ class KnownAnswers:
 
 def random_head(model: Any, kind: str = "mtp") -> HeadModel:
     """A head for a model. An MTP head's layer is of the model's own kind with full attention."""
+    if kind == "assistant":
+        return random_assistant(model)
     mx.random.seed(5)
     if kind in ("dflash", "dspark"):
         return _random_block(model, kind)
@@ -199,7 +203,7 @@ def attach_head(
     head = random_head(e.runner.model, kind)
     told = answers and head.lead
     drafter = KnownHead(head, e.runner, answers) if told else HeadDrafter(head, e.runner)
-    e.scheduler.kv.rereads = head.lead > 0 and e.scheduler.kv.states is None
+    e.scheduler.kv.rereads = head.lead * head.kv_layers > 0 and e.scheduler.kv.states is None
     _propose(e, [drafter], row, depth)
     return drafter
 

@@ -20,6 +20,7 @@ from tests.drafters import (
     HEADS,
     KINDS,
     OTHER_HEADS,
+    OWN_HEADS,
     KnownAnswers,
     attach,
     attach_head,
@@ -75,8 +76,12 @@ HEAD_RUNS += in_turn(
 )
 HEAD_RUNS += in_turn([(*HYBRIDS[0], False)], OTHER_HEADS, [7], [0.8], every=3)
 MORE_HEADS += in_turn([(*layout, True) for layout in HYBRIDS + ATTENTION], OTHER_HEADS, every=5)
+GEMMA4 = ("gemma4_text", "rows")
+HEAD_RUNS += in_turn([(*GEMMA4, False)], OWN_HEADS, [1, 7, 64], [0.0, 0.8], every=3)
+MORE_HEADS += in_turn([(*GEMMA4, True)], OWN_HEADS)
 ON_QWEN3 = in_turn(["qwen3"], HEADS, [0.0, 0.8], every=3)
 ON_QWEN3 += in_turn(["qwen3"], OTHER_HEADS, [0.0, 0.8], every=4)
+ON_GEMMA4 = in_turn(["gemma4_text"], OWN_HEADS, [0.0, 0.8])
 
 
 @functools.cache
@@ -142,7 +147,7 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> dict[s
     sent."""
     if name == "liar":
         e.proposer = liar(kind, all_of)
-    elif name in HEADS + OTHER_HEADS:
+    elif name in HEADS + OTHER_HEADS + OWN_HEADS:
         told = partial(truth, kind) if name == "told" else None
         attach_head(e, told, kind="mtp" if told else name)
     elif name != "plain":
@@ -161,9 +166,9 @@ def drafted(e: Engine, name: str) -> bool:
         return True
     assert not isinstance(e.proposer, NoSpeculation), "the drafter failed"
     tried, kept = e.spec_metrics.drafted.total(), e.spec_metrics.accepted.total()
-    if name in HEADS + OTHER_HEADS:
+    if name in HEADS + OTHER_HEADS + OWN_HEADS:
         assert e.proposer.drafters, "the head failed"
-    if name in ("mtp", *OTHER_HEADS):  # their weights are random
+    if name in ("mtp", *OTHER_HEADS, *OWN_HEADS):  # their weights are random
         return kept < tried
     return 0 < kept and (name == "model" or kept < tried)
 
@@ -235,7 +240,7 @@ def test_more_kinds(kind: str, layout: str, rollback: bool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3,
+    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3 + ON_GEMMA4,
 )
 def test_hits(kind: str, name: str, temperature: float) -> None:
     """Every prompt again, alone, when everything is cached: the same tokens, one token of
@@ -302,7 +307,7 @@ def test_restart(kind: str, layout: str, rollback: bool, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "kind, name, temperature",
-    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3,
+    in_turn(PAGED, DRAFTERS, [0.0, 0.8], every=3) + ON_QWEN3 + ON_GEMMA4,
 )
 def test_preemption(kind: str, name: str, temperature: float) -> None:
     """A pool so small that sequences push each other out and come back."""

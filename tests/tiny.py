@@ -171,10 +171,7 @@ class Plain:
     def _decode(
         self, tokens: list[int], n: int, temperature: float, seed: int, index: int
     ) -> list[int]:
-        cache = self.caches(self.model)
-        if self.kv_bits:
-            for c in cache:
-                c.update_and_fetch = functools.partial(_round, c.update_and_fetch, self.kv_bits)
+        cache = rounded(self.caches(self.model), self.kv_bits)
         x, out = mx.array([tokens]), []
         for position in range(len(tokens), len(tokens) + n):
             logits = self.model(x, cache=cache)[:, -1].astype(mx.float32)
@@ -200,6 +197,13 @@ def stats(worker: Any) -> Stats:
 def windows_of(m: nn.Module) -> list[int]:
     """The sliding windows of a model's layers."""
     return sorted({c.max_size for c in make_prompt_cache(m) if isinstance(c, RotatingKVCache)})
+
+
+def rounded(caches: list[Any], bits: int) -> list[Any]:
+    """Caches that get what is left of K and V after quantizing to so many bits and back; 0: all."""
+    for c in caches if bits else ():
+        c.update_and_fetch = functools.partial(_round, c.update_and_fetch, bits)
+    return caches
 
 
 def _round(put: Callable[..., Any], bits: int, k: mx.array, v: mx.array) -> Any:

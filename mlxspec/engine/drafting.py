@@ -162,7 +162,7 @@ def _attach(
         return None
     kv = engine.scheduler.kv
     head = HeadDrafter(drafting.head, engine.runner)
-    kv.rereads = drafting.head.lead > 0 and kv.states is None
+    kv.rereads = drafting.head.lead * drafting.head.kv_layers > 0 and kv.states is None
     key = fingerprint(drafting.path, {})
     try:
         head.measure(table)

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlxspec.model import quantized
 from mlxspec.model.cards import head_of
 from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
+from mlxspec.speculate.heads.assistant import load_assistant
 from mlxspec.speculate.heads.block import load_block
 from mlxspec.speculate.heads.eagle import load_eagle
 from mlxspec.speculate.heads.files import HeadFiles
@@ -31,6 +32,7 @@ LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel]] = {
     "eagle3": load_eagle,
     "block": load_block,
     "medusa": load_medusa,
+    "assistant": load_assistant,
 }
 
 log = logging.getLogger("mlxspec")

@@ -23,6 +23,7 @@ MARKS = {
     "midlayer.hidden_norm.weight": "eagle3",
     "hidden_norm.weight": "block",
     "0.0.linear.weight": "medusa",
+    "post_projection.weight": "assistant",
 }
 
 

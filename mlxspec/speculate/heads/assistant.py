@@ -1,0 +1,185 @@
+"""Gemma 4's assistant: a chain of passes over the newest token, in which each layer attends to the
+target's own keys and values, those of its last layer of the same type.
+
+It has none itself. The row's position stays that of the newest token with keys and values in the
+target over the whole chain, as in vLLM and mlx-vlm; only token and hidden state change.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.model.batch import fill_view, sampled_rows
+from mlxspec.model.pages import Pages, View
+from mlxspec.model.runner import Runner
+from mlxspec.model.trunk import decoder_layers, trunk_of
+from mlxspec.speculate.chain import NextLogits
+from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
+from mlxspec.speculate.heads.tensors import load_tensors
+from mlxspec.types import Plan, UnsupportedModel
+
+CENTROIDS, ORDERING = "centroids.weight", "token_ordering"
+
+
+class Assistant(nn.Module):
+    """The head's modules under their published names, for a target of hidden size `width`, whose
+    layers `reads` have the keys and values for each of its own. With `clusters` of tokens, those of
+    the `best` ones are drafted: token_ordering [vocab] has each cluster's one after the other."""
+
+    def __init__(
+        self,
+        layers: list[Any],
+        args: Any,
+        width: int,
+        reads: tuple[int, ...],
+        clusters: int,
+        best: int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        size, vocab = args.hidden_size, args.vocab_size
+        self.reads, self.best = reads, best
+        self.embed_tokens = nn.Embedding(vocab, size)
+        self.pre_projection = nn.Linear(2 * width, size, bias=False)
+        self.layers = layers
+        self.norm = nn.RMSNorm(size, args.rms_norm_eps)
+        self.post_projection = nn.Linear(size, width, bias=False)
+        if clusters:
+            self.centroids = nn.Linear(size, clusters, bias=False)
+            self.token_ordering = mx.zeros(vocab, mx.int32)
+
+    def __call__(
+        self,
+        embedded: mx.array,
+        hidden: mx.array,
+        pages: Sequence[Pages],
+    ) -> tuple[mx.array, mx.array]:
+        """What logits are made of, [n, D], and what stands for the target's next hidden states,
+        [n, width]; for embedded tokens and hidden states [n, width], a row for each sequence in
+        the pages' view."""
+        x = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))[:, None]
+        for layer, cache in zip(self.layers, pages, strict=True):
+            mask = cache.make_mask(1, return_array=True, window_size=cache.window)
+            kv = cache.keys_and_values()
+            x, _, _ = layer(x, mask, shared_kv=kv, offset=cache.offset)
+        out = self.norm(x[:, 0])
+        return out, self.post_projection(out)
+
+    def logits(self, out: mx.array) -> mx.array:
+        """[n, vocab]; -inf for tokens that are not among the best clusters'."""
+        if "centroids" not in self:
+            logits: mx.array = self.embed_tokens.as_linear(out)
+            return logits
+        scores = self.centroids(out)
+        found = mx.argpartition(scores, -self.best)[:, -self.best :]
+        clusters = self.token_ordering.reshape(scores.shape[-1], -1)
+        ids = clusters[found].flatten(1)
+        logits = (self.embed_tokens(ids) @ out[..., None])[..., 0]
+        none = mx.full((len(out), clusters.size), -mx.inf, out.dtype)
+        return mx.put_along_axis(none, ids, logits, axis=-1)
+
+
+class AssistantPass(Pass):
+    """`head.module` is an Assistant."""
+
+    def __init__(
+        self,
+        head: HeadModel,
+        runner: Runner,
+        view: View,
+        pages: Sequence[Pages],
+    ) -> None:
+        # A sliding layer sees what the newest token would, less that token itself.
+        blocks = {window and window - 1: n for window, n in runner.view.num_blocks.items()}
+        super().__init__(head, runner, View(view.block_size, blocks, {}), pages)
+        self.read_from = [runner.caches[i] for i in head.module.reads]
+
+    def start(
+        self,
+        rows: Rows,
+        drafting: Plan,
+        tokens: mx.array,
+        shift: mx.array | None,
+    ) -> NextLogits:
+        hidden = rows.hidden[sampled_rows(rows.entries)[rows.newest(shift)]]
+        newest = [replace(e, start=e.start - 1) for e in drafting]  # with keys and values
+        pages = [self._lent(each) for each in self.read_from]
+
+        def next_logits(
+            entries: Plan,
+            last: mx.array | None,
+            shift: mx.array | None,
+        ) -> mx.array:
+            nonlocal hidden
+            n = len(entries)
+            if last is None or n < len(hidden):
+                fill_view(self.view, newest[:n], shift, one_group=self.dense)
+            embedded = self.head.embed(tokens if last is None else last)
+            out, hidden = self.head.module(embedded, hidden[:n], pages)
+            mx.async_eval(out, hidden)
+            return self.head.lm_head(out)
+
+        return next_logits
+
+    def _lent(self, pages: Pages) -> Pages:
+        """The pages of a layer of the target, as this head sees them. To be dropped after a draft:
+        a pool that is named would be copied by the next step."""
+        lent = copy(pages)
+        lent.view = self.view
+        lent.window = pages.window and pages.window - 1
+        return lent
+
+
+def load_assistant(files: HeadFiles, target: nn.Module) -> HeadModel:
+    """The head of `files` for a loaded target. Raises UnsupportedModel."""
+    found: list[Any] = decoder_layers(target)
+    holders = {
+        layer.layer_type: i
+        for i, layer in enumerate(found)
+        if getattr(layer.get("self_attn"), "has_kv", False)
+    }
+    if not holders:
+        raise UnsupportedModel(f"the head in {files.path} is for Gemma 4, which this model is not")
+    owner: Any = getattr(target, "language_model", target)
+    tensors = {
+        name.removeprefix("model.").removeprefix("masked_embedding."): array
+        for name, array in files.tensors.items()
+        if name != "lm_head.weight"  # the embedding again
+    }
+    size, vocab = owner.args.hidden_size, owner.args.vocab_size
+    has = len(tensors["post_projection.weight"]), len(tensors["embed_tokens.weight"])
+    if has != (size, vocab):
+        raise UnsupportedModel(
+            f"the head in {files.path} is for a model of hidden size {has[0]} with {has[1]} tokens;"
+            f" this one has {size} and {vocab}"
+        )
+    clusters = 0
+    if ORDERING in tensors:
+        order = tensors[ORDERING] = tensors[ORDERING].astype(mx.int32)
+        clusters = len(tensors[CENTROIDS])
+        if order.min() < 0 or order.max() >= vocab:
+            raise UnsupportedModel(f"the head in {files.path} is damaged: {ORDERING}")
+    text = files.config["text_config"]
+    count = text["num_hidden_layers"]
+    shared = {"num_kv_shared_layers": count, "hidden_size_per_layer_input": 0}
+    args = type(owner.args).from_dict(text | shared)
+    make: Any = type(found[0])
+    layers = [make(args, i) for i in range(count)]
+    reads = tuple(holders[layer.layer_type] for layer in layers)
+    best = files.config.get("centroid_intermediate_top_k", 32)
+    module = Assistant(layers, args, size, reads, clusters, best)
+    load_tensors(files, module, tensors)
+    trunk = trunk_of(target)
+    return HeadModel(
+        "assistant",
+        AssistantPass,
+        module,
+        lambda tokens: trunk.embed_tokens(tokens) * trunk.embed_scale,
+        module.logits,
+        size,
+        kv_layers=0,
+    )

@@ -19,9 +19,10 @@ from mlxspec.model.layout import load
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.types import UnsupportedModel
 from tests.heads import packagings
-from tests.heads.packagings import SIDECAR, TARGET
+from tests.heads.packagings import SIDECAR, TARGET, write_json
 
 DOWNLOAD = hub._download
+RUN = ("mtp", "eagle3", "peagle", "dflash", "dspark", "assistant")
 MODEL, HEAD = "mlx-community/Qwen3.8-27B-4bit", "mlx-community/Qwen3.8-27B-MTP-4bit"
 
 
@@ -61,9 +62,7 @@ def test_every_head_has_one_card_and_a_target() -> None:
     assert len({*ids, *targets}) == len(ids) + len(targets) and len(cards) > 20
     for name, head in heads:
         assert target_of(head["id"]) == cards[name]["targets"][0]
-        assert head["kind"] in ("mtp", "eagle3", "peagle", "dflash", "dspark") and not head.get(
-            "verified"
-        )
+        assert head["kind"] in RUN and not head.get("verified")
     for name, card in cards.items():
         fetched = next((head["id"] for head in card["heads"] if head["kind"] == "mtp"), "")
         assert {head_of(target) for target in card["targets"]} == {fetched}
@@ -165,6 +164,10 @@ def test_a_head_is_no_model(tmp_path: Path) -> None:
     named = shutil.copytree(SIDECAR, tmp_path / HEAD.partition("/")[2])
     with pytest.raises(UnsupportedModel, match=f"serve {MODEL} and give this as --draft"):
         hub.resolve(str(named), tmp_path, False)
+    write_json(named / "config.json", {"model_type": "gemma4_assistant"})
+    other = named.rename(tmp_path / "gemma-4-31B-it-assistant-bf16")
+    with pytest.raises(UnsupportedModel, match="serve google/gemma-4-31B-it and give"):
+        hub.resolve(str(other), tmp_path, False)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "mtp.safetensors"])

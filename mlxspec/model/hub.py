@@ -153,10 +153,11 @@ def _checked(path: Path, draft: bool = False) -> Path:
 def _refuse_head(path: Path, name: str) -> None:
     """Raises UnsupportedModel for the directory of a head, which is not a model."""
     kind = str(read_json(path / "config.json").get("model_type", ""))
-    if kind.endswith("_mtp"):
-        target = target_of(name) or f"a model of type {kind.removesuffix('_mtp')}"
+    model, _, last = kind.rpartition("_")
+    if last in ("mtp", "assistant"):
+        target = target_of(name) or f"a model of type {model}"
         raise UnsupportedModel(
-            f"{name} is an MTP head, which drafts for a model and cannot answer alone: serve"
+            f"{name} is a head, which drafts for a model and cannot answer alone: serve"
             f" {target} and give this as --draft"
         )
 

@@ -81,7 +81,7 @@ def _head_in(none: HeadFiles, found: dict[str, mx.array]) -> HeadFiles:
 
 
 def _is_sidecar(config: dict[str, Any]) -> bool:
-    return str(config.get("model_type", "")).endswith("_mtp")
+    return str(config.get("model_type", "")).endswith(("_mtp", "_assistant"))
 
 
 def _named(config: dict[str, Any]) -> str:

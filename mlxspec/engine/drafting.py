@@ -162,7 +162,8 @@ def _attach(
         return None
     kv = engine.scheduler.kv
     head = HeadDrafter(drafting.head, engine.runner)
-    kv.rereads = drafting.head.lead * drafting.head.kv_layers > 0 and kv.states is None
+    reads = drafting.head.lead > 0 and drafting.head.kv_layers > 0
+    kv.rereads = reads and kv.states is None
     key = fingerprint(drafting.path, {})
     try:
         head.measure(table)

@@ -20,6 +20,7 @@ from tests.maze import Maze
 
 LENGTH, VOCAB = 40, 640
 PACKAGINGS = {"eagle3": "speculators", "dflash": "z-lab", "dspark": "dflash-config"}
+PACKAGINGS |= {"assistant": "google"}
 
 
 class WideMaze(Maze):
@@ -55,7 +56,8 @@ def answers(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("kind", PACKAGINGS)
 def test_a_mixed_batch_is_as_without_drafts(kind: str, tmp_path: Path) -> None:
-    engine, head = kinds.engine(kinds.write(kind, PACKAGINGS[kind], tmp_path))
+    path = kinds.write(kind, PACKAGINGS[kind], tmp_path)
+    engine, head = kinds.engine(path, kinds.target_of(kind))
     requests = eight(kinds.reference(kind)["prompts"])
     engine.proposer = NoSpeculation()
     plain = answers(engine, requests)

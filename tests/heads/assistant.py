@@ -8,8 +8,7 @@ import mlx.core as mx
 from mlxspec.speculate.heads.assistant import load_assistant
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from tests.heads.kinds import FOUR_BITS, save_head
-from tests.heads.packagings import Tensors, quantized
+from tests.heads.packagings import NARROW_FOUR_BITS, Tensors, quantized, save_head
 
 SIZE, MLP, HEADS, CLUSTERS, BEST = 32, 96, 4, 16, 3
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -87,8 +86,8 @@ def write(out: Path, target: Any, bits: bool = False, **changed: Any) -> Path:
     config = config_of(target, **changed)
     tensors = tensors_of(config)
     if bits:
-        config |= dict(quantization=FOUR_BITS)
+        config |= dict(quantization=NARROW_FOUR_BITS)
         left = ("layer_scalar", "token_ordering")
         left += ("embed_tokens.weight",) if config["use_ordered_embeddings"] else ()
-        tensors = quantized(tensors, lambda name: None if name.endswith(left) else FOUR_BITS)
+        tensors = quantized(tensors, lambda name: None if name.endswith(left) else NARROW_FOUR_BITS)
     return save_head(out, tensors, config)

@@ -16,21 +16,27 @@ from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.files import find_head
 from tests import tiny
 from tests.heads import runs
-from tests.heads.packagings import Tensors, quantized, read_json, save, write_json
+from tests.heads.packagings import NARROW_FOUR_BITS, Tensors, quantized, read_json, save_head
 
 DATA = Path(__file__).parent / "data"
 TARGET = DATA / "qwen3/target"
 KINDS = ("eagle3", "dflash", "dflash2", "dspark")
-FOUR_BITS = dict(group_size=32, bits=4, mode="affine")  # codebooks are narrow
+TRAINED = (*KINDS, "assistant")  # the last for a target of its own
 
 Config = dict[str, Any]
 Writer = Callable[[Tensors, Config], tuple[Tensors, Config]]
 
 
+def target_of(kind: str) -> Path:
+    """The directory of what a kind's head was trained for."""
+    return DATA / "gemma4/target" if kind == "assistant" else TARGET
+
+
 @functools.cache
 def reference(kind: str) -> Any:
     """mlx-vlm's results with a head, and the prompts and answers that all have in common."""
-    return read_json(DATA / "qwen3/reference.json") | read_json(DATA / kind / "reference.json")
+    common = read_json(target_of(kind).parent / "reference.json")
+    return dict(common | read_json(DATA / kind / "reference.json"))
 
 
 @functools.cache
@@ -46,9 +52,9 @@ def head_of(path: Path, target: Any) -> Any:
     return head
 
 
-def engine(path: Path) -> tuple[Engine, Any]:
+def engine(path: Path, target: Path = TARGET) -> tuple[Engine, Any]:
     """An engine over the target, and the head at `path` for its proposer."""
-    model, _ = load(TARGET)
+    model, _ = load(target)
     head = head_of(path, model)
     e = tiny.engine(model, block=8, blocks=256, budget=256)
     return e, HeadDrafter(head, e.runner)
@@ -77,13 +83,6 @@ def trained(kind: str) -> tuple[Tensors, Config]:
 
 def config_of(kind: str) -> Config:
     return dict(read_json(DATA / kind / "config.json"))
-
-
-def save_head(out: Path, tensors: Tensors, config: Mapping[str, Any]) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", config)
-    save(out / "model.safetensors", tensors, "pt")
-    return out
 
 
 def random_tensors(tensors: Tensors) -> Tensors:
@@ -168,9 +167,9 @@ def four_bits(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
     named, config = named_codebooks(tensors, config)
 
     def how(name: str) -> Mapping[str, Any] | None:
-        return None if "base_kernel" in name else FOUR_BITS
+        return None if "base_kernel" in name else NARROW_FOUR_BITS
 
-    return quantized(named, how), config | dict(quantization=FOUR_BITS)
+    return quantized(named, how), config | dict(quantization=NARROW_FOUR_BITS)
 
 
 def setting(**changed: Any) -> Writer:
@@ -252,6 +251,7 @@ PACKAGINGS: dict[str, dict[str, Writer]] = {
         "speculators": speculators,
         "4bit": four_bits,
     },
+    "assistant": {"google": as_it_is},
 }
 
 

@@ -3,6 +3,7 @@
     python -m tests.heads.make mtp OUT
     python -m tests.heads.make eagle3 OUT
     python -m tests.heads.make dflash OUT --target OUT/target
+    python -m tests.heads.make assistant OUT
 
 writes OUT/target, the head and a reference.json: prompts, mlx-lm's plain greedy answers, and tokens
 per round and drafts of mlx-vlm's own loop by depth. The files in data were made so, on a CPU with
@@ -30,7 +31,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from tests.heads import make_more, make_mtp, oracle, packagings  # noqa: E402
+from tests.heads import make_assistant, make_more, make_mtp, oracle, packagings  # noqa: E402
 from tests.heads.language import CHAT_TEMPLATE, END, SPECIAL, Language  # noqa: E402
 from tests.heads.training import batches, train_target  # noqa: E402
 
@@ -125,7 +126,7 @@ def reference_of(kind: str) -> Callable[[Path, Any, list[list[int]], list[list[i
     ) -> None:
         common = dict(oracle=f"mlx-vlm {oracle.VERSION}", max_tokens=oracle.LENGTH)
         write(out / "reference.json", common | dict(prompts=prompts, greedy=answers))
-        path, theirs = out / kind, oracle.Qwen3(target)
+        path, theirs = out / kind, oracle.target_of(kind, target, out / "target")
         made = dict(by_depth=by_depth(theirs, path, kind, prompts, answers))
         made |= dict(mistakes_at_4=mistakes(theirs, path, kind, prompts, answers))
         write(path / "reference.json", made)
@@ -181,6 +182,13 @@ KINDS = {
         make_more, 250, make_more.train_eagle3, make_more.write_eagle3, reference_of("eagle3")
     ),
 }
+KINDS["assistant"] = Kind(
+    make_assistant,
+    300,
+    make_assistant.train_assistant,
+    make_assistant.write_assistant,
+    reference_of("assistant"),
+)
 for block in ("dflash", "dflash2", "dspark"):
     KINDS[block] = Kind(
         make_more,

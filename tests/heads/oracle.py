@@ -17,6 +17,7 @@ from tests.heads.packagings import read_json, write_json
 
 VERSION = "0.7.10"
 LENGTH = 64  # tokens of an answer
+FAMILIES = {"mtp": "mtp", "assistant": "mtp", "eagle3": "eagle3"}  # others are DFlash's
 FIRST = 2  # prompts whose drafts are kept
 
 Tokens = list[int]
@@ -61,6 +62,21 @@ class Qwen3:
             cache.trim(block_size - 1 - int(accepted))
 
 
+def load_gemma4(path: Path) -> Any:
+    """Gemma 4 in mlx-vlm, whose text-only twin hands out no keys and values."""
+    from mlx_vlm.models.gemma4.config import TextConfig
+    from mlx_vlm.models.gemma4.language import LanguageModel
+
+    model = LanguageModel(TextConfig.from_dict(read_json(path / "config.json")))
+    model.load_weights(str(path / "model.safetensors"))
+    return model
+
+
+def target_of(kind: str, model: Any, path: Path) -> Any:
+    """What a kind's head drafts for, loaded by mlx-lm from `path`, as mlx-vlm's loops want it."""
+    return load_gemma4(path) if kind == "assistant" else Qwen3(model)
+
+
 def load_drafter(path: Path) -> Any:
     from mlx_vlm.speculative.drafters import load_drafter
 
@@ -75,7 +91,7 @@ def rounds(
 
     prompts = mx.array([prompt])
     cache = target.make_cache()
-    family = kind if kind in ("mtp", "eagle3") else "dflash"
+    family = FAMILIES.get(kind, "dflash")
     asked = speculative.speculative_prefill_kwargs(family, drafter)
     out = target(prompts, cache=cache, **asked)
     first = int(out.logits[0, -1].argmax())
@@ -95,7 +111,7 @@ def rounds(
         drafter,
         cache,
         speculative.speculative_hidden_state(family, out),
-        *([{}] if family == "mtp" else []),
+        *([out.shared_kv_states or {}] if family == "mtp" else []),
         **({} if family == "dflash" else {"prompt_tokens": prompts}),
         first_bonus=first,
         max_tokens=LENGTH,
@@ -151,6 +167,12 @@ def without(ending: str) -> Mistake:
     return lambda drafter: change(drafter, ending, mx.zeros_like)
 
 
+def scales(w: mx.array) -> mx.array:
+    """By how much the columns of Gemma's embedding are scaled, and those of the hidden state."""
+    half = w.shape[1] // 2
+    return mx.concatenate([mx.full(half, half**0.5), mx.ones(half)])
+
+
 # Well-known mistakes of a loader, to see how far below the right one they fall.
 MISTAKES: dict[str, dict[str, Mistake]] = {
     "mtp": {
@@ -158,6 +180,15 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         "hidden_first": lambda drafter: change(
             drafter, "fc.weight", lambda w: mx.roll(w, w.shape[0], 1)
         ),
+    },
+    "assistant": {
+        "hidden_first": lambda drafter: change(
+            drafter, "pre_projection.weight", lambda w: mx.roll(w, w.shape[1] // 2, 1)
+        ),
+        "embedding_not_scaled": lambda drafter: change(
+            drafter, "pre_projection.weight", lambda w: w / scales(w)
+        ),
+        "no_full_attention": without("layers.3.self_attn.o_proj.weight"),
     },
     "eagle3": {
         "layers_one_late": other_layers(1),

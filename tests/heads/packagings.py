@@ -43,6 +43,14 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
+def save_head(out: Path, tensors: Tensors, config: Mapping[str, Any]) -> Path:
+    """Write a head with these tensors in the directory `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", config)
+    save(out / "model.safetensors", tensors, "pt")
+    return out
+
+
 def save(path: Path, tensors: Mapping[str, mx.array], made_with: str = "mlx") -> None:
     whole = {name: mx.contiguous(array) for name, array in tensors.items()}
     mx.save_safetensors(str(path), whole, metadata={"format": made_with})
@@ -184,6 +192,7 @@ def _start(out: Path, data: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------
 
 FOUR_BITS = dict(group_size=64, bits=4, mode="affine")
+NARROW_FOUR_BITS = dict(group_size=32, bits=4, mode="affine")  # also for codebooks
 MXFP4 = dict(group_size=32, bits=4, mode="mxfp4")
 MIXED = {  # oQ leaves fc as it was and gives each projection what it needs
     "fc": None,

@@ -309,6 +309,7 @@ def test_what_lies_too_deep_is_refused(qwen: Any) -> None:
 
 def test_many_marks_cost_little(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the tokenizer are by messages, not by marks, and no pattern runs back and forth."""
+    render_chat(qwen, [{"role": "user", "content": "a"}])  # what is found once for a tokenizer
     calls = []
     own = type(qwen._tokenizer).encode
     monkeypatch.setattr(

@@ -232,7 +232,12 @@ void paged_attention(
 #pragma unroll
           for (int n = 0; n < BAND; n++) {
             if (band + n * BANDS < tiles) {
-              const vec<T, 2> a = HELD ? held[n][(c0 + d) / 8] : *(const device vec<T, 2>*)(queries[n] + c0 + d);
+              vec<T, 2> a;  // not by ?:, whose operands would lie in two address spaces
+              if (HELD) {
+                a = held[n][(c0 + d) / 8];
+              } else {
+                a = *(const device vec<T, 2>*)(queries[n] + c0 + d);
+              }
               dots[n] = paged_mac<MATRIX>(dots[n], float2(float(a.x), float(a.y)), b, lane);
             }
           }

@@ -174,6 +174,8 @@ def _launch(
     # Templates take no floats: the bits of the scale in fp32, times log2(e) for exp2.
     scale = np.float32(a.scale * log2(e)).view(np.int32)
     count = len(sequences)
+    heads = len(a.q) * shape.heads
+    most_parts = max(most_parts, ceil(SMALLEST / 2 / heads))  # of `stats`
     parts = (len(a.q), shape.heads, most_parts)
     sums, stats = PART(
         [a.q, a.keys, a.values, sequences, tables],

@@ -443,3 +443,11 @@ def test_longer_groups_go_through_the_reference(shapes: Shapes, rows: slice) -> 
     same = np.array((got == want).all(axis=(1, 2)))
     assert not same[rows].any() and np.delete(same, rows).all()
     assert mx.allclose(got, want, atol=1e-5)
+
+
+@both
+@pytest.mark.parametrize("heads, kv", [(1, 1), (2, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("start", [3, 40, 140])
+def test_few_heads(start: int, heads: int, kv: int, matrix: bool) -> None:
+    """One row of a short context has few sums: MLX passes fewer than 8 values otherwise."""
+    check(Step(((1, (start,)),), heads=heads, kv=kv, dims=(16, 16)), matrix=matrix)

@@ -223,6 +223,7 @@ def judge(mutant: Mutant) -> str:
     from mlxspec import blas
 
     blas.load()
+    from mlxspec.kernels.metal import source
     from tests import metalsim
     from tests.kernels.battery import BATTERY, STRICT
 
@@ -231,7 +232,7 @@ def judge(mutant: Mutant) -> str:
 
     def made(self: metalsim.Kernel, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
-        self.header = self.header.replace(original(mutant.file), mutant.text())
+        self.header = self.header.replace(source(mutant.file), mutant.text())
 
     def endless() -> None:
         print("caught a launch without an end", flush=True)

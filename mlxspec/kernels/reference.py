@@ -58,7 +58,7 @@ class Group:
     shift: mx.array | None = None
     max_shift: int = 0
     first: int = 0
-    _selections: dict[int | None, Selection] = field(default_factory=dict)
+    _selections: dict[tuple[int | None, int], Selection] = field(default_factory=dict)
 
     def visible(self, window: int | None) -> list[tuple[int, list[int]]]:
         """For each sequence the first position that its rows see, and the blocks from there on."""
@@ -74,15 +74,21 @@ class Group:
     def select(
         self,
         window: int | None,
+        repeats: int = 0,
     ) -> Selection:
-        """What attention with this sliding window reads; made once per step, shared by layers.
+        """What attention with this sliding window reads; made once per step, shared by layers. With
+        `repeats`, for several sequences, the mask is [1, B * repeats, rows, width].
 
         Consecutive blocks need no gathering, which would copy all K/V in every layer. A single
         sequence is sliced to its exact slots; several are padded with null blocks and masked.
         """
-        if window not in self._selections:
-            self._selections[window] = self._select(window)
-        return self._selections[window]
+        key = window, repeats
+        if key not in self._selections:
+            blocks, mask, keep = self._select(window)
+            if repeats and isinstance(mask, mx.array):
+                mask = mx.repeat(mask, repeats, axis=0).swapaxes(0, 1)
+            self._selections[key] = blocks, mask, keep
+        return self._selections[key]
 
     def _select(self, window: int | None) -> Selection:
         size = self.block_size
@@ -179,24 +185,39 @@ class Attention:
 
 
 def paged_attention(a: Attention) -> mx.array:
-    """[T, heads, Dv] in q's dtype."""
+    """[T, heads, Dv] in q's dtype.
+
+    Blocks of several sequences are gathered head first. Attention of MLX would copy their
+    transpose, so heads of K and V are its batch then, and sequences its heads of K and V.
+    """
     of_k, of_v = a.packings
     out = []
     first = a.groups[0].lo
     for group in a.groups:
-        blocks, mask, keep = group.select(a.window)
         rows = a.q[group.lo - first : group.hi - first]
-        q = rows.reshape(-1, group.length, *rows.shape[1:])
+        sequences = len(group.starts)
+        turned = sequences > 1 and a.sinks is None
+        repeats = rows.shape[1] // len(a.keys) if turned else 0
+        blocks, mask, keep = group.select(a.window, repeats)
+        q = rows.reshape(-1, group.length, *rows.shape[1:]).swapaxes(1, 2)
+        keys = gather(a.keys, blocks, group.block_size, keep, of_k)
+        values = gather(a.values, blocks, group.block_size, keep, of_v)
+        if turned:
+            q = _turn(q, len(a.keys))
+            keys = keys.swapaxes(0, 1)
+            values = values.swapaxes(0, 1)
         o = mx.fast.scaled_dot_product_attention(
-            q.swapaxes(1, 2),
-            gather(a.keys, blocks, group.block_size, keep, of_k),
-            gather(a.values, blocks, group.block_size, keep, of_v),
-            scale=a.scale,
-            mask=mask,
-            sinks=a.sinks,
+            q, keys, values, scale=a.scale, mask=mask, sinks=a.sinks
         )
+        if turned:
+            o = _turn(o, sequences)
         out.append(o.swapaxes(1, 2).flatten(0, 1))
     return mx.concatenate(out)
+
+
+def _turn(x: mx.array, n: int) -> mx.array:
+    """x [m, n * k, L, D] as [n, m * k, L, D]."""
+    return mx.unflatten(x, 1, (n, -1)).swapaxes(0, 1).flatten(1, 2)
 
 
 @dataclass(slots=True)

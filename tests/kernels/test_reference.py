@@ -5,9 +5,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from bench.graph import on_metal, work_of
+from mlxspec.kernels import reference
 from mlxspec.kernels.attention import paged_attention
 from mlxspec.kernels.quantized_kv import Packing
-from mlxspec.kernels.reference import Attention, Group
+from mlxspec.kernels.reference import Attention, Group, gather
 
 HEADS, KV, DIM, SIZE, BLOCKS = 4, 2, 16, 8, 24
 WIDE = 32  # what a head must divide into to be quantized
@@ -111,3 +113,47 @@ def test_a_window_gathers_only_its_blocks() -> None:
     group = Group(0, 2, 1, [150, 20], {None: [list(range(1, 20)), [20, 21, 22]]}, SIZE)
     assert group.select(16)[0].ids.shape == (2, 3)
     assert group.select(None)[0].ids.shape == (2, 19)
+
+
+def batch(length: int, dtype: mx.Dtype, sinks: bool) -> Attention:
+    """Three sequences with as many rows, their blocks scattered."""
+    rng = np.random.default_rng(2)
+    keys, values = (
+        mx.array(rng.normal(size=(KV, BLOCKS * SIZE, DIM)), mx.float32).astype(dtype) for _ in "kv"
+    )
+    tables = np.split(1 + rng.permutation(21), 3)
+    group = Group(
+        0, 3 * length, length, [3, 40, 17], {None: [each.tolist() for each in tables]}, SIZE
+    )
+    q = mx.array(rng.normal(size=(3 * length, HEADS, DIM)), mx.float32).astype(dtype)
+    sink = mx.array(rng.normal(size=HEADS), mx.float32).astype(dtype) if sinks else None
+    return Attention(q, keys, values, [group], 0.3, None, sink)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("length", [1, 5, 11])
+def test_a_batch_has_the_bits_of_attention_over_sequences(length, dtype, sinks) -> None:
+    a = batch(length, dtype, sinks)
+    group = a.groups[0]
+    blocks, mask, keep = group.select(None)
+    want = mx.fast.scaled_dot_product_attention(
+        a.q.reshape(3, length, HEADS, DIM).swapaxes(1, 2),
+        gather(a.keys, blocks, SIZE, keep),
+        gather(a.values, blocks, SIZE, keep),
+        scale=a.scale,
+        mask=mask,
+        sinks=a.sinks,
+    )
+    assert mx.array_equal(paged_attention(a), want.swapaxes(1, 2).flatten(0, 1))
+
+
+def test_of_a_batch_only_q_and_the_result_are_copied_for_attention() -> None:
+    a = batch(1, mx.float32, sinks=False)
+    blocks, mask, _ = a.groups[0].select(None, HEADS // KV)  # made once for all layers
+    mx.eval(a.q, a.keys, a.values, mask, blocks.places(KV, BLOCKS))
+    with on_metal() as stand_ins:
+        work = work_of([reference.paged_attention(a)], stand_ins)
+    gathered = 2 * KV * 3 * 7 * SIZE * DIM * 4
+    assert work.launches == {"Gather": 2, "Copy": 2, "ScaledDotProductAttention": 1}
+    assert work.written - gathered < gathered / 4

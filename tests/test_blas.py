@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxspec import blas
+from mlxspec.types import UserError
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a BLAS")
 
 PROGRAM = """
@@ -74,9 +77,59 @@ def test_loading_after_mlx_is_a_warning() -> None:
     assert "MLX was imported before" in said and "loaded None None" in said
 
 
+MAC = """
+import os
+blas.sys = type("s", (), {{"platform": "darwin", "modules": {{}}}})
+def check_output(command, text):
+    assert command == ("/usr/sbin/sysctl", "-n", "kern.osproductversion", "machdep.cpu.brand_string")
+    assert "mlx.core" not in sys.modules
+    return "{version}\\n{chip}\\n"
+blas.subprocess = type("s", (), {{"check_output": staticmethod(check_output)}})
+import atexit
+atexit.register(lambda: print("a buffer has", os.environ.get("MLX_MAX_OPS_PER_BUFFER")))
+"""
+
+
+def mac(version: str, chip: str, **env: str) -> str:
+    return run(MAC.format(version=version, chip=chip), **env)
+
+
 def test_macos_needs_no_openblas() -> None:
-    said = run("blas.sys = type('s', (), {'platform': 'darwin', 'modules': {}})")
+    said = mac("15.7.1", "Apple M1")
     assert "loaded None None" in said and "OpenBLAS" not in said
+
+
+def test_command_buffers_are_short_before_the_device_exists() -> None:
+    assert f"a buffer has {blas.BUFFER_LAUNCHES}\n" in mac("26.2", "Apple M5 Max")
+    assert "a buffer has 33\n" in mac("26.2", "Apple M5", MLX_MAX_OPS_PER_BUFFER="33")
+
+
+@pytest.mark.parametrize(
+    ("version", "chip", "fails"),
+    [
+        ("26.0", "Apple M5", True),
+        ("26.0.1", "Apple M5 Pro", True),
+        ("26.1", "Apple M5", True),
+        ("26.2", "Apple M5", False),
+        ("26.10", "Apple M5", False),
+        ("27.0", "Apple M5", False),
+        ("26.1", "Apple M4 Max", False),
+        ("15.6", "Apple M5", False),
+    ],
+)
+def test_an_m5_is_told_to_update_before_mlx_is_imported(
+    version: str, chip: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blas.sys, "platform", "darwin")
+    monkeypatch.setattr(blas.subprocess, "check_output", lambda *_, **__: f"{version}\n{chip}\n")
+    monkeypatch.setattr(blas, "_import_mlx_lm", lambda: None)
+    monkeypatch.delenv("MLX_METAL_GPU_ARCH", raising=False)
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1")
+    if fails:
+        with pytest.raises(UserError, match=rf"macOS {version} .* update to 26.2"):
+            blas.load.__wrapped__()
+        monkeypatch.setenv("MLX_METAL_GPU_ARCH", "applegpu_g16s")  # which turns those kernels off
+    assert blas.load.__wrapped__() is None
 
 
 LIMITS = """

@@ -65,6 +65,8 @@ def examine(model: str | None) -> Iterator[Check]:
         yield from _kernels(config)
     except ImportError as error:
         yield Check("install", f"{error}; install mlxspec again", broken=True)
+    except UserError as error:
+        yield Check("system", str(error), broken=True)
 
 
 def _system() -> Check:

@@ -15,6 +15,7 @@ from mlxspec import cli
 from mlxspec.engine.loader import KERNELS_DIR
 from mlxspec.kernels.verify import Verdict, VerdictFile
 from mlxspec.service.status import Status
+from mlxspec.types import UserError
 from tests import tiny
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -142,6 +143,15 @@ def test_the_system(
     monkeypatch.setattr("mlxspec.commands.doctor.platform.mac_ver", lambda: (version, (), ""))
     monkeypatch.setattr("mlxspec.commands.doctor.platform.machine", lambda: arch)
     assert report(str(model))[0] == code
+
+
+def test_a_system_that_mlx_fails_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise UserError("update to 26.2")
+
+    monkeypatch.setattr("mlxspec.commands.doctor.blas.load", load)
+    code, texts, broken = report(str(model))
+    assert code == 1 and broken == "update to 26.2" and len(texts["system"]) == 2
 
 
 def test_a_port_with_something_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

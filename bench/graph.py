@@ -2,7 +2,7 @@
 
 MLX's rules are those of mlx/backend/metal and mlx/backend/gpu in 0.32: which primitives only change
 strides, which copy first what is laid out otherwise. Layouts are followed with numpy's views of no
-memory. Not followed: a buffer that is still held when it is updated, which costs a copy of it.
+memory. A buffer that is still held when it is updated is copied: tests/metalsim/host.py counts that.
 """
 
 from collections import Counter
@@ -43,13 +43,23 @@ class StandIn:
     read: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What an operation reads, and the array that it updates in place, by numbers of buffers."""
+
+    reads: frozenset[int]
+    updates: int | None = None
+
+
 @dataclass(slots=True)
 class Work:
-    """What a graph takes: launches by primitive, and bytes that they read and write."""
+    """What a graph takes: launches by primitive, and bytes that they read and write. `order`: the
+    launches as the graph has them."""
 
     launches: Counter[str] = field(default_factory=Counter)
     read: int = 0
     written: int = 0
+    order: list[Launch] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -57,7 +67,8 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         both = self.launches + other.launches
-        return Work(both, self.read + other.read, self.written + other.written)
+        order = self.order + other.order
+        return Work(both, self.read + other.read, self.written + other.written, order)
 
     def launch(self, name: str, read: Sequence[np.ndarray[Any, Any]], written: int) -> None:
         self.launches[name] += 1
@@ -75,6 +86,14 @@ def layout(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray[Any, Any]:
 def itemsize(dtype: mx.Dtype) -> int:
     name = str(dtype).rpartition(".")[2]
     return BYTES.get(name) or int(name.lstrip("uint")) // 8
+
+
+def buffer(x: np.ndarray[Any, Any]) -> int:
+    """The number of the buffer that an array lies in; views of it have the same."""
+    base: Any = x
+    while getattr(base, "base", None) is not None:
+        base = base.base
+    return id(base)
 
 
 def touched(x: np.ndarray[Any, Any]) -> int:
@@ -105,7 +124,14 @@ class Reader:
                 if array.ndim == 0 and array.dtype == MARK:
                     self.marks[name] = array.item()
         for node in nodes:
+            before = self.work.total
             self.read(node["name"], node["inputs"], node["outputs"], node["arguments"])
+            inputs = [buffer(self.at[name]) for name, _, _ in node["inputs"]]
+            updated = inputs.pop(0) if node["name"] in UPDATES else None
+            launches = [Launch(frozenset(inputs)) for _ in range(self.work.total - before)]
+            if updated and launches:
+                launches[-1] = Launch(frozenset(inputs), updated)
+            self.work.order += launches
 
     def read(self, kind: str, inputs: list[Name], outputs: list[Name], args: list[Any]) -> None:
         given = [self.at[name] for name, _, _ in inputs]

@@ -86,7 +86,7 @@ def serve(
             from mlxspec.server.process import serve_model  # fails in a broken installation
 
             status = serve_model(config, listener.dup(), note=note, ended=ended)
-        except (UserError, ImportError) as error:
+        except (UserError, ImportError, OSError) as error:
             ended(0)  # it is no crash, however it ends
             refuse(listener, f"{error}; then run: mlxspec service restart")
             return 0

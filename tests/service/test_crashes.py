@@ -1,5 +1,6 @@
 """Crash counting and safe mode, and the real program on a socket that it was handed."""
 
+import errno
 import json
 import os
 import signal
@@ -203,6 +204,24 @@ def test_a_server_that_cannot_start_says_why(model: Path, settings: str) -> None
         running.signal(signal.SIGTERM)
         wait_for(lambda: running.statuses)
     assert crashes.read(model / STATE, time.time()) == []
+
+
+def test_a_file_that_may_not_be_read_is_told(
+    bare_settings: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """macOS keeps some folders from what launchd starts."""
+
+    def serve_model(config: Any, handed: socket.socket, **_: Any) -> int:
+        handed.close()
+        raise PermissionError(errno.EPERM, "Operation not permitted", "/Volumes/disk/model")
+
+    told: list[str] = []
+    monkeypatch.setattr("mlxspec.server.process.serve_model", serve_model)
+    monkeypatch.setattr(crashes, "refuse", lambda listener, reason: told.append(reason))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert crashes.serve({}, listener, tmp_path / "log") == 0
+    assert "Operation not permitted: '/Volumes/disk/model'" in told[0]
+    assert crashes.read(crashes.files()[0], time.time()) == []
 
 
 def test_a_refusal_bears_idle_clients_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine import structured
-from mlxspec.engine.pressure import NORMAL, MemoryMonitor
+from mlxspec.engine.pressure import CRITICAL, NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.model import meter
 from mlxspec.model.batch import Step
@@ -206,14 +206,13 @@ class Engine:
             return
         kv = self.scheduler.kv
         level = self.monitor.poll()
-        low = level > NORMAL
-        if low:
-            meter.trim()
-        self.scheduler.low_memory = low
+        self.scheduler.low_memory = level == CRITICAL
         if level > self._pressure:
-            kv.evict_cached()
+            meter.trim()
+            if level == CRITICAL:
+                kv.evict_cached()
         for pool in kv.pools:
-            pool.save_memory = low
+            pool.save_memory = level > NORMAL  # then cached blocks are evicted as others are needed
         self._pressure = level
 
     def close(self, seconds: float) -> None:

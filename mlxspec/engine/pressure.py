@@ -15,7 +15,7 @@ from mlxspec.files import format_size
 log = logging.getLogger("mlxspec")
 
 NORMAL, WARN, CRITICAL = 0, 1, 2
-LEVELS = ("normal", "short: requests run one at a time", "very short: new requests are refused")
+LEVELS = ("normal", "short: caches do not grow", "very short: new requests are refused")
 MACOS_LEVELS = {2: WARN, 4: CRITICAL}
 POLL_S = 1.0
 HOLD_S = 10  # seconds before the level falls

@@ -90,6 +90,12 @@ class Config:
         "Memory limit in GiB for weights, caches and headroom; 0: what is free.",
         65_536,
     )
+    wired: str = option(
+        "off",
+        "Wire the first model's weights and caches, so that macOS never pages them out; macOS may"
+        " panic under it.",
+        choices=("on", "off"),
+    )
     kv_bits: int = option(
         0,
         "Bits per value of the KV cache; 0: unquantized, in the model's own precision.",

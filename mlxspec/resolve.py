@@ -203,7 +203,11 @@ def make_manager(
         return f"{sizes}; close other programs, unpin models or raise --memory-gb"
 
     return ModelManager(
-        list(slots.values()), memory_check, config.idle_ttl, load_on_request=load_on_request
+        list(slots.values()),
+        memory_check,
+        config.idle_ttl,
+        load_on_request=load_on_request,
+        wired=config.wired,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.engine.pressure import MemoryMonitor
 from mlxspec.model import meter
@@ -33,6 +34,7 @@ log = logging.getLogger("mlxspec")
 
 CLOSE_S = 2.0  # for a model's disk cache to finish writing, before the process ends
 UNLOAD_S = 0.5  # likewise, while other models wait
+LARGE = 0.6  # of the machine's memory: weights that macOS was seen to page out
 RETRY_S = 10.0  # after a failed load; until then requests are answered with its error
 
 Start = Callable[[], tuple[Engine, ModelInfo]]
@@ -108,6 +110,7 @@ class ModelManager:
     clock: Callable[[], float] = time.monotonic
     monitor: MemoryMonitor = field(default_factory=MemoryMonitor)
     load_on_request: bool = False
+    wired: str = "off"  # "on": the first model that is loaded; then "done"
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
     _leaving: list[ModelSlot] = field(default_factory=list)  # to unload for the first that waits
@@ -311,6 +314,15 @@ class ModelManager:
         slot.used = self.clock()
         slot.error = ""
         slot.loads += 1
+        if self.wired == "on":
+            meter.wire(slot.nbytes)
+            self.wired = "done"
+        elif memory.DARWIN and self.wired == "off" and info.weight_bytes > LARGE * memory.total():
+            log.warning(
+                "%s takes over 60 %% of memory and is not wired: macOS may page weights out, which"
+                " makes it crawl; docs/memory.md tells what --wired on costs",
+                info.name,
+            )
 
     def _fail(self, slot: ModelSlot, reason: str) -> list[Output]:
         """Answer all orders that wait for this load."""

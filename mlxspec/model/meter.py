@@ -1,6 +1,6 @@
 """The memory that MLX holds.
 
-Rule: the wired limit is never set, because macOS panics under it.
+Rule: the wired limit is set at a user's wish alone, once, because macOS panics under it.
 """
 
 import sys
@@ -8,11 +8,20 @@ import sys
 import mlx.core as mx
 
 
+def working_set() -> int:
+    """Bytes of the GPU's recommended working set; huge if the device recommends none."""
+    return int(mx.device_info().get("max_recommended_working_set_size", 1 << 62))
+
+
 def device_free() -> int:
-    """Bytes left of the GPU's recommended working set; huge if the device recommends none."""
-    info = mx.device_info()
-    most = int(info.get("max_recommended_working_set_size", 1 << 62))
-    return max(0, most - mx.get_active_memory())
+    """Bytes left of the GPU's recommended working set."""
+    return max(0, working_set() - mx.get_active_memory())
+
+
+def wire(size: int) -> None:
+    """Let MLX wire `size` bytes of arrays, at most the recommended working set. No effect before
+    macOS 15."""
+    mx.set_wired_limit(min(size, working_set()))
 
 
 def bound(size: int) -> None:

@@ -581,3 +581,65 @@ def test_an_unload_frees_memory(smollm2: Path, tmp_path: Path) -> None:
     assert all(abs(active - before[0]) < 1 << 20 for active, _ in seen)
     assert all(held - before[1] < size // 10 for _, held in seen)
     assert seen[-1][1] - seen[0][1] < size // 50
+
+
+@pytest.mark.parametrize(
+    ("wired", "working_set", "limits"),
+    [("off", 1 << 40, []), ("on", 1 << 40, [5000]), ("on", 3000, [3000])],
+)
+def test_memory_is_wired_once_and_never_again(
+    wired: str, working_set: int, limits: list[int], launched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is loaded later: a limit that changes while the GPU works panics macOS."""
+    set_to: list[int] = []
+    monkeypatch.setattr(mx, "set_wired_limit", set_to.append)
+    info = {"max_recommended_working_set_size": working_set}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+
+    def start(name: str) -> tuple[Any, ModelInfo]:
+        engine, info = load(name)
+        assert not engine.counters["steps"]
+        return engine, replace(info, weight_bytes=4000, kv_bytes=1000)
+
+    worker = launched("ab", wired=wired, starts={name: partial(start, name) for name in "ab"})
+    assert set_to == limits
+
+    async def main() -> None:
+        for model in "abab":
+            await collect(ask(worker, model, model))
+
+    asyncio.run(main())
+    assert set_to == limits
+
+
+@pytest.mark.parametrize(
+    ("darwin", "wired", "weights", "told"),
+    [
+        (True, "off", 61, True),
+        (True, "off", 59, False),
+        (True, "on", 61, False),
+        (False, "off", 61, False),
+    ],
+)
+def test_a_large_model_that_is_not_wired_is_told(
+    darwin: bool,
+    wired: str,
+    weights: int,
+    told: bool,
+    launched: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("mlxspec.engine.memory.DARWIN", darwin)
+    monkeypatch.setattr("mlxspec.engine.memory.total", lambda: 100)
+    monkeypatch.setattr("mlxspec.engine.memory.available", lambda: 50)
+    monkeypatch.setattr("mlxspec.engine.pressure.system_level", lambda: 0)
+    monkeypatch.setattr("mlxspec.engine.memory.footprint", lambda: 1)
+
+    def start() -> tuple[Any, ModelInfo]:
+        engine, info = load("a")
+        return engine, replace(info, weight_bytes=weights)
+
+    with caplog.at_level("WARNING", "mlxspec"):
+        launched("a", wired=wired, starts={"a": start})
+    assert ("--wired" in caplog.text) == told

@@ -36,13 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(params=["simulator", pytest.param("gpu", marks=pytest.mark.metal)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What `metalsim.patch` brings inside a test: the simulator, or nothing but MLX's own
-    metal_kernel."""
+    metal_kernel, and the GPU as MLX's device."""
     if request.param == "simulator":
         if sys.platform != "linux":
             pytest.skip("the simulator runs on Linux; here `pytest -m metal` runs this on the GPU")
         monkeypatch.setattr(metalsim.config, "severity", STRICT)
+        yield
         return
     if not mx.metal.is_available():
         say: Any = pytest.fail if sys.platform == "darwin" else pytest.skip  # not an empty run
@@ -58,3 +59,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(metalsim, "metal_kernel", real)
     monkeypatch.setattr(metalsim, "last", lambda: metalsim.Report("not simulated"))
     monkeypatch.setattr(mx.fast, "metal_kernel", real)  # back at the end, whatever a test put there
+    mx.set_default_device(mx.gpu)
+    yield
+    mx.set_default_device(mx.cpu)

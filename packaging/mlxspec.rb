@@ -10,6 +10,9 @@ class Mlxspec < Formula
   depends_on macos: :sonoma # MLX's wheels need macOS 14
   depends_on "python@3.13"
 
+  # Homebrew would rewrite the names of the wheels' libraries, and there is no room for longer ones.
+  preserve_rpath
+
   def install
     system Formula["python@3.13"].opt_bin/"python3.13", "-m", "venv", libexec
     # Wheels, not sources: MLX's holds the compiled Metal library.

@@ -163,6 +163,7 @@ def environment(home: Path) -> dict[str, str]:
     cores, and nobody's own settings."""
     home.mkdir(parents=True, exist_ok=True)
     own = ("MLXSPEC_", "PYTHON", "XDG_", "HF_", "VLLM_", "RAPID_")
+    own += ("MLX_MAX_OPS",)  # which we set for ourselves, in mlxspec/blas.py
     return {
         "OPENBLAS_NUM_THREADS": str(os.cpu_count()),
         **{name: value for name, value in os.environ.items() if not name.startswith(own)},

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from bench import cells, measure, probes, report, run, tiny
 from bench.cells import Setting
 from bench.rows import Rows, read
-from bench.servers import SERVERS, Server
+from bench.servers import SERVERS, Server, environment
 from mlxspec.commands.bench import Task
 from mlxspec.text.chat import load_tokenizer
 
@@ -166,3 +166,12 @@ def test_the_report_has_it_all(measured: Rows, tmp_path: Path) -> None:
     assert (tmp_path / "m.md").read_text("utf-8").startswith("# ") and read(
         tmp_path / "m.csv"
     ) == measured
+
+
+def test_other_servers_get_the_command_buffers_that_mlx_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "16")
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    env = environment(tmp_path)
+    assert "MLX_MAX_OPS_PER_BUFFER" not in env and env["MLX_DISABLE_COMPILE"] == "1"

@@ -2,6 +2,7 @@
 MLX's own backend; ours are held beside mlx-lm's for the same model."""
 
 import os
+import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,8 @@ import mlx.core as mx
 import pytest
 
 from bench.dispatches import of_engine, of_mlx_lm
-from bench.graph import Work, on_metal, work_of
+from bench.graph import Compiled, Work, on_metal, work_of
+from mlxspec.model import pages
 from tests import tiny
 from tests.drafters import attach_head
 
@@ -71,6 +73,23 @@ def test_keys_of_several_sequences_are_copied_for_attention_unless_heads_come_fi
         )
         assert work_of([plain], stand_ins).total == 1
         assert work_of([swapped], stand_ins).launches["Copy"] == 2
+
+
+def test_keeping_half_precision_finite_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "compile", Compiled)
+    module = runpy.run_path(pages.__file__)  # with functions that this graph's reader can take
+
+    def write(dtype: mx.Dtype) -> Counter[str]:
+        view = module["View"](8, {None: 4}, {None: 4}, slots={None: slice(3, 5)})
+        layer = module["Pages"](view, None)
+        rows = mx.zeros((2, 1, 1, 4), dtype)
+        layer.write(rows, rows)
+        mx.eval(rows, layer.keys, layer.values)
+        with on_metal() as stand_ins:
+            layer.write(rows, rows)
+            return work_of([layer.keys, layer.values], stand_ins).launches
+
+    assert write(mx.float16) - write(mx.bfloat16) == {"Compiled": 1}
 
 
 def per_layer(count: Callable[[Any], Work]) -> int:

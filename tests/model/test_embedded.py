@@ -5,6 +5,8 @@ import hashlib
 import io
 import json
 import struct
+import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -305,6 +307,17 @@ def test_the_model_is_downloaded_once(serve: Serve, source: Path, tmp_path: Path
     assert list(path.parent.iterdir()) == [path]
     serve(b"other")
     assert embedded.embedded("tiny", card, tmp_path / "cache", "fp32") == path
+
+
+def test_the_download_needs_no_pip(
+    serve: Serve, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environments of uv and pipx have none."""
+    monkeypatch.setitem(sys.modules, "pip", None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program is run"))
+    card = serve(source.read_bytes())
+    embedded.fetch_file(card.source, tmp_path / "m.gguf")
+    assert (tmp_path / "m.gguf").read_bytes() == source.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from mlxspec.speculate import Proposals
 from mlxspec.speculate.chain import (
     MAX_DEPTH,
     MAX_LAG,
+    DraftCosts,
     deepest_first,
     fill_drafts,
+    proposals,
     shift_after,
 )
 from mlxspec.speculate.controller import Proposal, corrected
@@ -110,8 +112,9 @@ class DraftModel:
         most = min(MAX_DEPTH, seq.room - 1)
         if most < 1 or not self._ready(seq):
             return []
-        keys = [(self.name, i + 1) for i in range(most)]
-        return [Proposal(self.name, seconds=self.seconds, rate_keys=keys)]
+        return proposals(
+            self.name, most, DraftCosts(self.seconds), seq.request.sampling.temperature
+        )
 
     def _ready(self, seq: Seq) -> bool:
         """Whether it can draft in the next step: it has read all but the last few tokens."""

@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 MAX_PADDED_DEPTH = 15  # of a draft outside the rows layout: the attention kernel takes 16 rows
 
-# The rate to start from of the first token of a model or head, drawn or (-1) its likeliest; the
-# latter is tried unless the former does better than this.
-FIRST_TOKEN = {1: 0.6, -1: 0.75}
+# The rate to start from of the first token of a model or head.
+FIRST_TOKEN = 0.6
+LIKELIEST = 0.75  # of a head's likeliest tokens, which are tried unless drawn ones do better
 
 
 class Proposer:
@@ -166,8 +166,8 @@ class Proposer:
         source, n = key
         if source not in self._by_name:
             return FIRST_RATE[n]
-        if n in (1, -1):
-            return FIRST_TOKEN[n]
+        if n in (1, -1):  # a small model's noise keeps more than its likeliest tokens: NOTES.md
+            return LIKELIEST if n < 0 and source != "model" else FIRST_TOKEN
         return self.control.overall((source, n - 1 if n > 0 else n + 1))
 
     # ---- after a step ------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Learned:
         place = key[1]
         if self.prior and self.means[place - 1]:
             return float(np.mean(self.means[place - 1]))
-        return FIRST_TOKEN[1] if place == 1 else self.control.rate.of((key[0], place - 1))
+        return FIRST_TOKEN if place == 1 else self.control.rate.of((key[0], place - 1))
 
     def begin(self) -> None:
         self.stats: AcceptanceRate = self.control.begin()

@@ -319,6 +319,19 @@ def test_logits_of_another_width(
     assert out[-1].drafted == dict(out[-1].accepted)["model"] > 10
 
 
+def test_its_likeliest_tokens_are_drafted_where_the_target_is_surer() -> None:
+    """What it draws with the target's noise is rarely right there."""
+    unsure = tiny.model("qwen3")
+    unsure.model.norm.weight = 0.2 * unsure.model.norm.weight
+    e = tiny.engine(model(), block=BLOCK)
+    attach(e, "model", unsure)
+    r = tiny.request("r", some(20), 120, temperature=0.3, seed=1)
+    e.add(r)
+    out = tiny.run(e)
+    assert tiny.tokens(out, "r") == truth(r)
+    assert out[-1].rounds < 40  # 95 with drawn tokens alone
+
+
 def test_it_follows_a_target_that_rolls_drafts_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draft is what the small model itself would say behind the tokens that stand."""
     e = tiny.engine(model("mamba2"), layout="rect", block=BLOCK)

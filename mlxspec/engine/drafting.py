@@ -135,7 +135,7 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     if costs:
         drafters: list[Drafter] = [NgramDrafter()]
         if drafting.fitted:
-            drafters.append(_draft_model(engine, drafting.fitted, table))
+            drafters.append(_draft_model(engine, drafting.fitted, drafting.path, table))
         if head := _attach(engine, drafting, table, costs, cache):
             drafters.append(head)
         padded = engine.runner.layout != "rows"
@@ -146,11 +146,12 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
     pool.highest = highest  # the measurement left nothing worth keeping
 
 
-def _draft_model(engine: Engine, small: SmallModel, table: list[int]) -> DraftModel:
+def _draft_model(engine: Engine, small: SmallModel, path: Path, table: list[int]) -> DraftModel:
     pool = engine.scheduler.pool
     runner = Runner(small.model, "rows", pool.block_size, pool.size, trunk=small.fit.trunk)
     runner.grow_on_demand(lambda: [pool.highest])
     seconds = one_row(runner, table)
+    log.info("a small model drafts: %.1f ms a token; model: %s", 1e3 * seconds, path)
     return DraftModel(runner, engine.vocab, seconds, small.fit.vocab, small.context)
 
 

@@ -26,7 +26,7 @@ from mlxspec.model import meter
 from mlxspec.model.cards import head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, resolve
 from mlxspec.model.layout import context_of
-from mlxspec.speculate.heads.files import find_head
+from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel, blame
 
@@ -68,7 +68,7 @@ class ResolvedModel:
             ) from error
         weights = weight_bytes(self.path)
         # A head is left out if it does not fit.
-        if self.draft and not find_head(self.draft.path).alone:
+        if self.draft and not find_draft(self.draft.path, self.path).alone:
             weights += weight_bytes(self.draft.path)
         return ModelInfo(
             name=self.name,
@@ -124,7 +124,7 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
                 log.warning("decoding without a head: %s", error)
                 config = replace(config, draft=NONE)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
-    if config.draft and draft and not find_head(draft.path).alone:
+    if config.draft and draft and not find_draft(draft.path, found.path).alone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
 

@@ -16,7 +16,7 @@ from mlxspec.files import weight_bytes
 from mlxspec.model import hub
 from mlxspec.model.cards import head_of, target_of
 from mlxspec.model.layout import load
-from mlxspec.speculate.heads.files import find_head
+from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.types import UnsupportedModel
 from tests.heads import packagings
 from tests.heads.packagings import SIDECAR, TARGET, write_json
@@ -198,3 +198,30 @@ def test_draft_off_leaves_a_model_s_own_head(tmp_path: Path) -> None:
     assert load_drafting(model, path, None, Config()).head is not None
     assert load_drafting(model, path, None, Config(draft="off")).head is None
     assert load_drafting(model, path, None, Config(speculate="off")).head is None
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_draft_takes_only_the_head_of_the_same_model(tmp_path: Path, part: bool) -> None:
+    """Also of a part of its files: that with the head, and config.json."""
+    raw = packagings.write("raw", tmp_path / "raw")
+    found = find_head(raw)
+    assert found.kind and not found.alone
+    if part:
+        for file in raw.iterdir():
+            if not file.name.startswith(("config", "model.safetensors-00002")):
+                file.unlink()
+    made = resolve.resolve_model(Config(cache_dir=str(tmp_path), model=str(TARGET), draft=str(raw)))
+    assert made.draft and made.draft.path == raw
+    assert made.info.weight_bytes == weight_bytes(TARGET)
+    model, _ = load(TARGET)
+    drafting = load_drafting(model, TARGET, raw, Config())
+    assert drafting.head is not None and drafting.small is None
+
+
+def test_a_small_model_that_holds_a_head_drafts_as_a_whole(tmp_path: Path) -> None:
+    raw, large = packagings.write("raw", tmp_path / "raw"), tmp_path / "large"
+    large.mkdir()
+    config = json.loads((TARGET / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] *= 2
+    write_json(large / "config.json", config)
+    assert find_draft(raw, TARGET).alone and not find_draft(raw, large).alone

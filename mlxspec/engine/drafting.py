@@ -28,7 +28,7 @@ from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel, SmallModel, fit_small
 from mlxspec.speculate.heads import cache_bytes, load_head, read_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
-from mlxspec.speculate.heads.files import find_head
+from mlxspec.speculate.heads.files import find_draft
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
@@ -115,7 +115,7 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
     UnsupportedModel."""
     if config.speculate != "on" or config.draft == NONE:
         return Drafting(path)
-    found = find_head(draft or path)
+    found = find_draft(draft or path, path)
     if draft and not found.alone:
         small, files = load(draft)
         return Drafting(draft, small, files=files)

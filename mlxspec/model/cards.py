@@ -74,8 +74,8 @@ def target_of(head: str) -> str:
 
 
 def _names(known: str, name: str) -> bool:
-    """Whether a name is this hub id, or that of a copy."""
-    return name in (known, known.partition("/")[2])
+    """Whether a name is this hub id, that of a copy, or its directory's in the hub's cache."""
+    return name in (known, known.partition("/")[2], f"models--{known.replace('/', '--')}")
 
 
 def _head_cards() -> list[HeadCard]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,16 @@ def test_a_promise_without_tensors(caplog: pytest.LogCaptureFixture) -> None:
     assert load_head(find_head(TARGET), runs.plain_target()) is None
     assert len(lines(caplog)) == 1
     assert str(TARGET) in lines(caplog)[0] and "--draft" in lines(caplog)[0]
+
+
+def test_a_promise_names_the_head_of_a_model_in_the_hub_s_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There, a directory's name is that of a commit."""
+    path = tmp_path / "models--mlx-community--Qwen3.8-27B-4bit/snapshots/0123abc"
+    shutil.copytree(TARGET, path)
+    assert load_head(find_head(path), runs.plain_target()) is None
+    assert "--draft mlx-community/Qwen3.8-27B-MTP-4bit" in lines(caplog)[0]
 
 
 def test_neither_head_nor_promise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,10 +48,10 @@ def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
         if not files.kind:
             if files.promised:
                 log.warning(
-                    "config.json in %s promises an MTP head, but no file has its tensors; give it"
-                    " with --draft %s",
+                    "config.json in %s promises an MTP head, but no file has its tensors; give"
+                    " what holds it, such as the unconverted model, as --draft %s",
                     path,
-                    head_of(path.name) or "HEAD",
+                    next(filter(None, map(head_of, path.parts)), "HEAD"),
                 )
             return None
         head = LOADERS[files.kind](files, target)

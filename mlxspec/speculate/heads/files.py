@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec.files import read_json
-from mlxspec.types import UnsupportedModel, line_of
+from mlxspec.types import Json, UnsupportedModel, line_of
 
 BESIDE = ("mtp.safetensors", "mtp/weights.safetensors")
 # A tensor that only heads of this kind have.
@@ -34,7 +34,7 @@ class HeadFiles:
     config.json tells whether it is a head's."""
 
     path: Path
-    config: dict[str, Any]
+    config: Json
     alone: bool = False
     kind: str = ""
     tensors: dict[str, mx.array] = field(default_factory=dict)
@@ -45,8 +45,7 @@ class HeadFiles:
         """How many MTP layers a model's config.json promises; 0 for a head's own directory."""
         if _is_sidecar(self.config):
             return 0
-        inner = self.config.get("text_config")
-        config = self.config | (inner if isinstance(inner, dict) else {})
+        config = _flat(self.config)
         layers = config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0
         return layers if isinstance(layers, int) else 0
 
@@ -70,6 +69,15 @@ def find_head(path: Path) -> HeadFiles:
     return _head_in(none, found)
 
 
+def find_draft(path: Path, target: Path) -> HeadFiles:
+    """What --draft names, for the model in `target`: of the same model, unconverted for example,
+    only its head is wanted."""
+    found = find_head(path)
+    if found.kind and _sizes(found.config) == _sizes(read_json(target / "config.json")):
+        return replace(found, alone=True)
+    return found
+
+
 def _head_in(none: HeadFiles, found: dict[str, mx.array]) -> HeadFiles:
     for mark, kind in MARKS.items():
         if prefixes := [name.removesuffix(mark) for name in found if name.endswith(mark)]:
@@ -80,11 +88,22 @@ def _head_in(none: HeadFiles, found: dict[str, mx.array]) -> HeadFiles:
     return none
 
 
-def _is_sidecar(config: dict[str, Any]) -> bool:
+def _flat(config: Json) -> Json:
+    """The config with its text model's fields in place of its own."""
+    inner = config.get("text_config")
+    return config | (inner if isinstance(inner, dict) else {})
+
+
+def _sizes(config: Json) -> list[Any]:
+    """What is equal in all precisions of a model."""
+    return [_flat(config).get(name) for name in ("hidden_size", "num_hidden_layers")]
+
+
+def _is_sidecar(config: Json) -> bool:
     return str(config.get("model_type", "")).endswith(("_mtp", "_assistant"))
 
 
-def _named(config: dict[str, Any]) -> str:
+def _named(config: Json) -> str:
     """The file of its head that a model's config.json names."""
     extra = config.get("mlx_lm_extra_tensors")
     named = extra.get("mtp_file") if isinstance(extra, dict) else None

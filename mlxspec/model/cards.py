@@ -38,13 +38,12 @@ class Card(BaseModel):
 
 
 class Head(BaseModel):
-    """A trained head that was published for a model. `verified`: somebody ran it here."""
+    """A trained head that was published for a model."""
 
     model_config = STRICT
 
     id: str
     kind: Literal["mtp", "dflash", "dspark", "eagle3", "peagle", "assistant", "medusa"]
-    verified: bool = False
 
 
 class HeadCard(BaseModel):

@@ -115,14 +115,16 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
     name, model = _split_name(config.model)
     found = resolve(model, cache, METAL)
     if config.speculate == "on" and config.draft != NONE:
-        if config.draft:
-            draft = resolve(config.draft, cache, METAL, draft=True)
-        else:
-            try:
+        try:
+            if config.draft:
+                draft = resolve(config.draft, cache, METAL, draft=True)
+            else:
                 draft = _fetch_head(_sidecar(found.name, found.path), cache)
-            except UnsupportedModel as error:
-                log.warning("decoding without a head: %s", error)
-                config = replace(config, draft=NONE)
+        except UnsupportedModel as error:
+            if config.draft:
+                raise UnsupportedModel(f"--draft: {error}; or give --draft off") from error
+            log.warning("decoding without a head: %s", error)
+            config = replace(config, draft=NONE)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
     if config.draft and draft and not find_draft(draft.path, found.path).alone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))

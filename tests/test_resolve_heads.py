@@ -18,7 +18,7 @@ from mlxspec.model.cards import head_of, target_of
 from mlxspec.model.layout import load
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.types import UnsupportedModel
-from tests.heads import packagings
+from tests.heads import kinds, packagings
 from tests.heads.packagings import SIDECAR, TARGET, write_json
 
 DOWNLOAD = hub._download
@@ -158,7 +158,9 @@ def test_a_hub_that_never_answers_is_not_waited_for(
 
 
 def test_a_head_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="serve a model of type qwen3_5 and give this as"):
+    with pytest.raises(
+        UnsupportedModel, match="serve the model that it was made for and give this as"
+    ):
         hub.resolve(str(SIDECAR), tmp_path, False)
     assert hub.resolve(str(SIDECAR), tmp_path, False, draft=True).path == SIDECAR
     named = shutil.copytree(SIDECAR, tmp_path / HEAD.partition("/")[2])
@@ -168,6 +170,29 @@ def test_a_head_is_no_model(tmp_path: Path) -> None:
     other = named.rename(tmp_path / "gemma-4-31B-it-assistant-bf16")
     with pytest.raises(UnsupportedModel, match="serve google/gemma-4-31B-it and give"):
         hub.resolve(str(other), tmp_path, False)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dflash2", "dspark"])
+def test_a_head_of_any_kind_is_no_model(kind: str, tmp_path: Path) -> None:
+    for packaging in kinds.PACKAGINGS[kind]:
+        path = kinds.write(kind, packaging, tmp_path / packaging)
+        with pytest.raises(UnsupportedModel, match=r"is a head, which .* the model that it was"):
+            hub.resolve(str(path), tmp_path, False)
+
+
+def test_a_head_s_id_is_refused_before_it_is_downloaded(
+    tmp_path: Path, online: dict[str, Path]
+) -> None:
+    with pytest.raises(UnsupportedModel, match="serve Qwen/Qwen3-8B and give this as --draft"):
+        hub.resolve("AngelSlim/Qwen3-8B_eagle3", tmp_path, False)
+
+
+@pytest.mark.parametrize("draft", ["none", "OFF", "some/head"])
+def test_what_is_wrong_with_draft_is_said_of_it(
+    draft: str, online: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=f"^--draft: .*{draft}.*--draft off"):
+        resolved(tmp_path, model=MODEL, draft=draft)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "mtp.safetensors"])

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from mlxspec.config import Config
 from mlxspec.files import WEIGHT_FILES, read_json
 from mlxspec.model.cards import Mode, cards, target_of
-from mlxspec.types import UnsupportedModel, line_of
+from mlxspec.types import Json, UnsupportedModel, line_of
 
 DEFAULT = "smollm2-135m-instruct"
 HUB_FILES = (
@@ -26,6 +26,8 @@ HUB_FILES = (
     "*.jsonl",
     "*.jinja",
 )
+# Fields that only a head's config.json has.
+OF_HEADS = {"speculators_model_type", "dflash_config", "markov_rank", "draft_vocab_size"}
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -82,6 +84,8 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
             f"{name} is a file; give the directory that holds it, in mlx-lm's format"
         )
     if _is_hub_id(name):
+        if not draft:  # before gigabytes come
+            _refuse_head(name, {})
         return _found(_download(name), name, draft)
     raise UnsupportedModel(
         f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME,"
@@ -127,7 +131,7 @@ def _is_hub_id(name: str) -> bool:
 def _found(path: Path, name: str, draft: bool) -> Resolved:
     """A model's directory, or with `draft` a head's. Raises UnsupportedModel."""
     if not draft:
-        _refuse_head(path, name)
+        _refuse_head(name, read_json(path / "config.json"))
     return Resolved(_checked(path, draft), name)
 
 
@@ -150,12 +154,12 @@ def _checked(path: Path, draft: bool = False) -> Path:
     return path
 
 
-def _refuse_head(path: Path, name: str) -> None:
-    """Raises UnsupportedModel for the directory of a head, which is not a model."""
-    kind = str(read_json(path / "config.json").get("model_type", ""))
-    model, _, last = kind.rpartition("_")
-    if last in ("mtp", "assistant"):
-        target = target_of(name) or f"a model of type {model}"
+def _refuse_head(name: str, config: Json) -> None:
+    """Raises UnsupportedModel for a head, which is not a model, by its name or config.json."""
+    target = target_of(name)
+    kind = str(config.get("model_type", ""))
+    if target or kind.endswith(("_mtp", "_assistant")) or not OF_HEADS.isdisjoint(config):
+        target = target or "the model that it was made for"
         raise UnsupportedModel(
             f"{name} is a head, which drafts for a model and cannot answer alone: serve"
             f" {target} and give this as --draft"
@@ -200,5 +204,5 @@ def _download(name: str) -> Path:
     except Exception as error:  # the hub's client lets its HTTP library's own errors through
         raise UnsupportedModel(
             f"{name} is not on this machine and cannot be downloaded: {line_of(error)}. Check the"
-            " name and the network, or serve a model directory: mlxspec serve PATH"
+            " name and the network, or give a directory"
         ) from error

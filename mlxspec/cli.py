@@ -126,7 +126,7 @@ def bench(
     draft: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="A small model or a head that drafts tokens; off: none."
+            metavar="MODEL", help="A head or small model that drafts tokens; off: neither."
         ),
     ] = None,
     workload: Annotated[Workload, typer.Option(help="Prompts: edits, code, chat or all.")] = "all",

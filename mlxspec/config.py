@@ -126,12 +126,13 @@ class Config:
     )
     draft: str = option(
         "",
-        "Small model or head that drafts for the (first) model; empty: what belongs to it; off:"
-        " none.",
+        "Head or small model that drafts for the (first) model, a directory or Hugging Face id;"
+        " empty: the model's own head, if it has one; off: neither.",
     )
     draft_depth: int = option(
         0,
-        "Tokens that the small model or head drafts each time, without copies; 0: as many as pay.",
+        "Tokens that the head or small model drafts in every step, and nothing else drafts; 0: as"
+        " many as pay.",
         8,
     )
     max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)

@@ -17,7 +17,7 @@ from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.types import Request, Sampling
 from tests import tiny
-from tests.heads import packagings, runs
+from tests.heads import kinds, packagings, runs
 from tests.heads.packagings import FOUR_BITS, SIDECAR, TARGET, Tensors
 from tests.rows import in_turn
 
@@ -198,6 +198,51 @@ def test_a_head_of_another_architecture(tmp_path: Path, caplog: pytest.LogCaptur
     assert load_head(find_head(SIDECAR), tiny.model("qwen3_5_moe")) is None
     assert load_head(find_head(SIDECAR), tiny.model("mamba2")) is None
     assert len(lines(caplog)) == 2
+
+
+# ---- heads of other kinds
+# --------------------------------------------------------------------------------
+
+
+def few_embeddings(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
+    """Trained with the head."""
+    tensors, config = kinds.own_embedding(tensors, config)
+    return tensors | {"embed_tokens.weight": tensors["embed_tokens.weight"][:639]}, config
+
+
+def few_tokens(packaging: kinds.Writer) -> kinds.Writer:
+    """Of a model with 600 tokens; the target has 640."""
+
+    def change(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
+        tensors, config = packaging(tensors, config)
+        few = {name: x[:600] if len(x) == 640 else x for name, x in tensors.items()}
+        return few, config | dict(vocab_size=600)
+
+    return change
+
+
+MISFITS: dict[str, tuple[str, kinds.Writer, str]] = {
+    "few embeddings": ("eagle3", few_embeddings, "fewer than 640 tokens"),
+    "few tokens": ("eagle3", few_tokens(kinds.full_vocabulary), "fewer than 640 tokens"),
+    "a short codebook": ("dflash2", few_tokens(kinds.as_it_is), "fewer than 640 tokens"),
+    "a short Markov head": ("dspark", few_tokens(kinds.as_it_is), "fewer than 640 tokens"),
+    "few tokens of its own": ("dspark", few_tokens(kinds.deepspec), "fewer than 640 tokens"),
+}
+
+
+@pytest.mark.parametrize("kind, change, said", MISFITS.values(), ids=MISFITS)
+def test_other_heads_that_do_not_fit(
+    kind: str,
+    change: kinds.Writer,
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = kinds.save_head(tmp_path, *change(*kinds.trained(kind)))
+    assert load_head(find_head(path), kinds.plain_target()) is None
+    assert len(lines(caplog)) == 1 and "\n" not in lines(caplog)[0]
+    assert f"decoding without a head: the head in {path} " in lines(caplog)[0]
+    assert said in lines(caplog)[0]
 
 
 # ---- a head that fails

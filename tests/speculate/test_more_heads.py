@@ -343,9 +343,9 @@ UNFIT: dict[str, tuple[str, kinds.Writer, str]] = {
     "eagle3: one layer too few": ("eagle3", setting(**{EAGLE_LAYERS: [2, 3]}), "fc.weight"),
     "eagle3: strange layers": ("eagle3", inner(LAYER, model_type="gpt_oss"), "'gpt_oss'"),
     "eagle3: no size": ("eagle3", setting(**{LAYER: {"model_type": "llama"}}), "hidden_size"),
-    "eagle3: ids too high": ("eagle3", ids(lambda d: d + 640), "more than 640 tokens"),
+    "eagle3: ids too high": ("eagle3", ids(lambda d: d + 640), "than 640 tokens"),
     "peagle: no mask": ("eagle3", unmasked, "mask_token_id = None, not"),
-    "eagle3: ids below zero": ("eagle3", ids(lambda d: d - 640), "more than 640 tokens"),
+    "eagle3: ids below zero": ("eagle3", ids(lambda d: d - 640), "than 640 tokens"),
     "dflash: another model": ("dflash", setting(num_target_layers=8), "8 layers, this one has 7"),
     "dflash: sinks": (
         "dflash",

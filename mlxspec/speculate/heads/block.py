@@ -281,7 +281,7 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
     embed, lm_head = ends_of(module, target)
     mask_of(files, config, embed)
-    module.vocabulary = vocabulary_of(files, lm_head, size, target)
+    module.vocabulary = vocabulary_of(files, module, lm_head, size, target)
     scale = getattr(trunk_of(target), "embed_scale", 1)
     if scale != 1 and "embed_tokens" not in module:
         embed = scaled(embed, scale)

@@ -141,7 +141,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
         ignored += ("embed_tokens.",)
     load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
     lm_head = module.get("lm_head", lm_head)
-    logits = Logits(module.normed, lm_head, vocabulary_of(files, lm_head, size, target))
+    logits = Logits(module.normed, lm_head, vocabulary_of(files, module, lm_head, size, target))
     embed = module.get("embed_tokens", embed)
     if parallel:
         module.mask = mask_of(files, config, embed)

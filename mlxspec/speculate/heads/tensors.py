@@ -92,21 +92,27 @@ class Vocabulary:
 
 def vocabulary_of(
     files: HeadFiles,
+    module: nn.Module,
     lm_head: Any,
     width: int,
     target: nn.Module,
 ) -> Vocabulary:
-    """What the logits of a head's lm_head, which reads hidden states of this width, stand for."""
+    """What the logits of a head's lm_head, which reads hidden states of this width, stand for.
+    Raises UnsupportedModel for a head of other tokens: MLX does not check indices."""
     embed, own = embedding_and_lm_head(target)
     size = own(embed(mx.array([0]))).shape[-1]
     rows = lm_head(mx.zeros((1, width))).shape[-1]
     added = files.tensors.get("d2t")
     ids = mx.arange(rows) + (0 if added is None else added.astype(mx.int32))
-    if ids.min() < 0 or ids.max() >= size:
+    known = [rows if added is None else size]
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.QuantizedEmbedding):
+            known.append(len(part.weight))
+    if min(known) < size or ids.min() < 0 or ids.max() >= size:
         raise UnsupportedModel(
-            f"the head in {files.path} is for a model of more than {size} tokens"
+            f"the head in {files.path} is for a model of more or fewer than {size} tokens"
         )
-    return Vocabulary(None if added is None and rows == size else ids, size)
+    return Vocabulary(None if added is None else ids, size)
 
 
 def mask_of(files: HeadFiles, config: dict[str, Any], embed: Any) -> int:

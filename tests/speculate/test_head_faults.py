@@ -221,11 +221,16 @@ def few_tokens(packaging: kinds.Writer) -> kinds.Writer:
     return change
 
 
+def no_hidden_size(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
+    return tensors, {name: x for name, x in config.items() if name != "hidden_size"}
+
+
 MISFITS: dict[str, tuple[str, kinds.Writer, str]] = {
     "few embeddings": ("eagle3", few_embeddings, "fewer than 640 tokens"),
     "few tokens": ("eagle3", few_tokens(kinds.full_vocabulary), "fewer than 640 tokens"),
     "a short codebook": ("dflash2", few_tokens(kinds.as_it_is), "fewer than 640 tokens"),
     "a short Markov head": ("dspark", few_tokens(kinds.as_it_is), "fewer than 640 tokens"),
+    "no hidden size": ("dflash", no_hidden_size, "lacks 'hidden_size'"),
     "few tokens of its own": ("dspark", few_tokens(kinds.deepspec), "fewer than 640 tokens"),
 }
 

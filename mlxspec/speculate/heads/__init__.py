@@ -59,10 +59,12 @@ def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
         log.warning("decoding without a head: %s", error)
         return None
     except KeyError as error:
-        log.warning("decoding without a head: that in %s lacks %s", path, error)
+        log.warning("decoding without a head: the head in %s lacks %s", path, error)
         return None
     except Exception as error:  # mlx-lm's own code, with the tensors of another model
-        log.warning("decoding without a head: that in %s does not fit: %s", path, line_of(error))
+        log.warning(
+            "decoding without a head: the head in %s does not fit: %s", path, line_of(error)
+        )
         return None
     quantized.install(head.module)
     return head

@@ -9,11 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxspec.config import Config
 from mlxspec.engine.drafting import load_drafting
 from mlxspec.engine.loader import load_engine
 from mlxspec.speculate.heads import load_head, read_weights
+from mlxspec.speculate.heads.block import Block
+from mlxspec.speculate.heads.eagle import Eagle3
 from mlxspec.speculate.heads.files import find_head
 from mlxspec.types import Request, Sampling
 from tests import tiny
@@ -221,6 +224,33 @@ def few_tokens(packaging: kinds.Writer) -> kinds.Writer:
     return change
 
 
+def half_as_wide(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
+    """Of a model whose hidden size is 32, without embeddings; the target's is 64."""
+    layer = config["transformer_layer_config"] | dict(hidden_size=32)
+    head = Eagle3(layer, 3, 32)
+    own = dict(tree_flatten(head.parameters()))
+    own |= {"lm_head.weight": tensors["lm_head.weight"][:, :32], "d2t": tensors["d2t"]}
+    return own, config | dict(transformer_layer_config=layer, target_hidden_size=32)
+
+
+def with_embeddings(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
+    own, config = half_as_wide(tensors, config)
+    return own | {"embed_tokens.weight": tensors["embed_tokens.weight"][:, :32]}, config
+
+
+def narrow_within(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
+    """Reads the target's hidden states, but not its embeddings."""
+    own, config = half_as_wide(tensors, config)
+    return own | {"fc.weight": mx.ones((32, 192))}, config | dict(target_hidden_size=64)
+
+
+def narrow_block(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
+    """Of half the hidden size, with an lm_head but no embeddings of its own."""
+    config |= dict(hidden_size=32)
+    own = dict(tree_flatten(Block(config | config["dflash_config"], 3, 64).parameters()))
+    return own | {"lm_head.weight": mx.ones((640, 32))}, config
+
+
 def no_hidden_size(tensors: Tensors, config: kinds.Config) -> tuple[Tensors, kinds.Config]:
     return tensors, {name: x for name, x in config.items() if name != "hidden_size"}
 
@@ -230,6 +260,10 @@ MISFITS: dict[str, tuple[str, kinds.Writer, str]] = {
     "few tokens": ("eagle3", few_tokens(kinds.full_vocabulary), "fewer than 640 tokens"),
     "a short codebook": ("dflash2", few_tokens(kinds.as_it_is), "fewer than 640 tokens"),
     "a short Markov head": ("dspark", few_tokens(kinds.as_it_is), "fewer than 640 tokens"),
+    "half the hidden size": ("eagle3", half_as_wide, "fc.weight"),
+    "half the hidden size, embeddings": ("eagle3", with_embeddings, "fc.weight"),
+    "narrow": ("eagle3", narrow_within, "does not fit: ValueError"),
+    "a narrow block": ("dflash", narrow_block, "does not fit: ValueError"),
     "no hidden size": ("dflash", no_hidden_size, "lacks 'hidden_size'"),
     "few tokens of its own": ("dspark", few_tokens(kinds.deepspec), "fewer than 640 tokens"),
 }

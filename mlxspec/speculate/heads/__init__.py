@@ -55,6 +55,7 @@ def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
                 )
             return None
         head = LOADERS[files.kind](files, target)
+        cache_bytes(head)  # may fail too
     except UnsupportedModel as error:
         log.warning("decoding without a head: %s", error)
         return None

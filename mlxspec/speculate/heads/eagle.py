@@ -127,7 +127,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     taps = _taps(config, has)
     check_taps(files, taps, has)
     size = config["hidden_size"]
-    module = Eagle3(config, len(taps), config.get("target_hidden_size") or width)
+    module = Eagle3(config, len(taps), width)
     parallel = "mask_hidden" in tensors
     if parallel:
         module.mask_hidden = tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
@@ -136,7 +136,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     ignored = IGNORED
     own = config.get("embed_requires_grad", parallel) or size != width
     if own and "embed_tokens.weight" in tensors:
-        module.embed_tokens = nn.Embedding(tensors["embed_tokens.weight"].shape[0], size)
+        module.embed_tokens = nn.Embedding(len(tensors["embed_tokens.weight"]), size)
     else:
         ignored += ("embed_tokens.",)
     load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})

@@ -88,7 +88,7 @@ class Drafting:
         except OutOfMemory as error:
             if not self.head:
                 raise
-            self.head, self.nbytes = None, 0
+            self.drop_head()
             plan = self.plan(make, size, own)
             log.warning("decoding without a head: with it, %s", error)
             return plan
@@ -98,7 +98,7 @@ class Drafting:
         if self.small:
             load_weights(self.small)
         if self.head and not read_weights(self.head):
-            self.head = None
+            self.drop_head()
 
     def fit(self, target: LayoutChoice) -> None:
         """Find the small model's layout, or whether the target can use a head. Raises
@@ -107,7 +107,10 @@ class Drafting:
             self.fitted = fit_small(self.path, self.small, self.files or {}, target)
         if self.head and not (target.can_draft and target.trunk):
             log.warning("decoding without a head: this model cannot use one here")
-            self.head = None
+            self.drop_head()
+
+    def drop_head(self) -> None:
+        self.head, self.nbytes = None, 0
 
 
 def load_drafting(model: Module, path: Path, draft: Path | None, config: Config) -> Drafting:

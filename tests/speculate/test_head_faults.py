@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,24 @@ def test_the_model_starts_without_a_damaged_head(
     tensors = packagings.head_tensors()
     path = sidecar(tmp_path / "head", tensors | {"fc.weight": tensors["fc.weight"] * mx.inf})
     config = Config(cache_dir=str(tmp_path), kv_blocks=64, context=256)
-    e, _ = load_engine(TARGET, "tiny", config, path)
+    _, plain = load_engine(TARGET, "tiny", replace(config, draft="off"))
+    e, info = load_engine(TARGET, "tiny", config, path)
     assert len(lines(caplog)) == 1 and "fc.weight is not finite" in lines(caplog)[0]
+    assert info.weight_bytes == plain.weight_bytes
     e.add(Request("r", tuple(runs.reference()["prompts"][0]), 16, runs.GREEDY))
     out = tiny.run(e)
     assert tiny.tokens(out, "r") == runs.reference()["greedy"][0][:16]
     assert not dict(out[-1].accepted).get("mtp")
+
+
+def test_a_model_that_cannot_use_a_head_plans_no_memory_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(cache_dir=str(tmp_path), kv_blocks=64, context=256, layout="solo")
+    _, plain = load_engine(TARGET, "tiny", replace(config, draft="off"))
+    _, info = load_engine(TARGET, "tiny", config, SIDECAR)
+    assert "this model cannot use one here" in caplog.text
+    assert info.weight_bytes == plain.weight_bytes
 
 
 # ---- tensors

@@ -57,18 +57,16 @@ def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:
         head = LOADERS[files.kind](files, target)
         cache_bytes(head)  # may fail too
     except UnsupportedModel as error:
-        log.warning("decoding without a head: %s", error)
-        return None
+        why = str(error)
     except KeyError as error:
-        log.warning("decoding without a head: the head in %s lacks %s", path, error)
-        return None
+        why = f"the head in {path} lacks {error}"
     except Exception as error:  # mlx-lm's own code, with the tensors of another model
-        log.warning(
-            "decoding without a head: the head in %s does not fit: %s", path, line_of(error)
-        )
-        return None
-    quantized.install(head.module)
-    return head
+        why = f"the head in {path} does not fit: {line_of(error)}"
+    else:
+        quantized.install(head.module)
+        return head
+    log.warning("decoding without a head: %s", why)
+    return None
 
 
 def read_weights(head: HeadModel) -> bool:

@@ -7,6 +7,7 @@ is left out, and the log says why.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ def add_drafters(engine: Engine, cache: WarmupCache, drafting: Drafting, config:
         if head := _attach(engine, drafting, table, costs, cache):
             drafters.append(head)
         padded = engine.runner.layout != "rows"
-        engine.proposer = Proposer(costs, drafters, config.draft_depth, padded)
+        depth = config.draft_depth if len(drafters) > 1 else 0
+        engine.proposer = Proposer(costs, drafters, depth, padded)
     else:
         log.warning("no speculation: the KV pool is too small to measure what a draft costs")
     pool.free(table)
@@ -168,6 +170,7 @@ def _attach(
     head = HeadDrafter(drafting.head, engine.runner)
     reads = drafting.head.lead > 0 and drafting.head.kv_layers > 0
     kv.rereads = reads and kv.states is None
+    head.on_close = partial(setattr, kv, "rereads", False)
     key = fingerprint(drafting.path, {})
     try:
         head.measure(table)
@@ -183,7 +186,6 @@ def _attach(
         for n in range(TRIED_ANSWERS):
             engine.abort(f"try-{n}")
         head.detach()
-        kv.rereads = False
         engine.proposer = NoSpeculation()
         while engine.busy:
             engine.step()

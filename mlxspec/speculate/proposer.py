@@ -128,7 +128,7 @@ class Proposer:
         lazy = [proposal.drafter.lazy for some in options for proposal in some]
         if not lazy or (in_flight and all(lazy)):
             return  # nothing to draft, or nothing to wait for
-        if self.depth and self._overlaps():
+        if self.depth:
             for seq, some in zip(seqs, options, strict=True):
                 models = [proposal for proposal in some if proposal.drafter.lazy]
                 if models:

@@ -337,3 +337,30 @@ def test_a_head_that_fails_is_dropped(
         assert tiny.tokens(out, str(i)) == plain(prompt, 24, temperature, i)
     assert proposer.drafters == []
     assert caplog.text.count("drafting by mtp failed") == 1
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_head_that_is_dropped_costs_nothing_more(depth: int, tmp_path: Path) -> None:
+    """No hidden states are handed out, a prompt that is known costs as little as without a head,
+    and at a fixed depth nothing else drafts in its place."""
+    config = Config(cache_dir=str(tmp_path), block_size=8, kv_blocks=64, context=256, cache_gb=0)
+    prompt = kinds.reference("eagle3")["prompts"][0][:33]
+    found = []
+    for draft in ("off", ""):
+        settings = replace(config, draft=draft, draft_depth=depth)
+        e, _ = load_engine(kinds.TARGET, "tiny", settings, kinds.DATA / "eagle3")
+        if draft != "off":
+            head = e.proposer.drafters[-1]  # type: ignore[attr-defined]
+            head.head.module = failing(head.head.module, 3)
+        e.add(tiny.request("first", prompt, 24))
+        answer = tiny.tokens(tiny.run(e), "first")
+        before = e.spec_metrics.drafted.total()
+        e.add(replace(tiny.request("again", prompt, 24), prediction=tuple(answer)))
+        outputs = e.step()
+        assert e.in_flight is not None and not e.in_flight.taps
+        outputs += tiny.run(e)
+        assert tiny.tokens(outputs, "again") == answer
+        copied = e.spec_metrics.drafted.total() - before
+        assert bool(copied) == (draft == "off" or not depth)
+        found.append(outputs[-1].cached)
+    assert found[0] == found[1] == 32

@@ -6,7 +6,7 @@ after the last accepted one are written again before they are read.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -40,6 +40,7 @@ class HeadDrafter:
         self.head = head
         self.runner = runner
         self.costs = DraftCosts()
+        self.on_close: Callable[[], None] = lambda: None  # ends what others do for it
         target = runner.view
         view = View(
             target.block_size,
@@ -68,13 +69,16 @@ class HeadDrafter:
 
     def detach(self) -> None:
         """Leave the runner as if the head had never been there."""
-        self.runner.adopt(())
+        self.close()
         self.use(())
 
     def close(self) -> None:
-        # Hidden states are handed out still: states with and without them cannot share a batch.
         self.runner.adopt(())  # else blocks would be saved whose rows it did not read
         self._followers.live.clear()
+        self.on_close()
+        # Recurrent states with and without hidden states cannot share a batch.
+        if not self.runner.states.layers:
+            self.use(())
 
     def clear(self) -> None:
         """Its blocks go with the prefix cache's."""

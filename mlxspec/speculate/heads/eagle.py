@@ -151,10 +151,10 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
         module,
         embed,
         logits,
-        len(taps) * width,
-        taps,
-        module.prepare,
-        len(module.layers),
+        width=len(taps) * width,
+        taps=taps,
+        prepare=module.prepare,
+        kv_layers=len(module.layers),
     )
 
 

@@ -177,6 +177,9 @@ UNFIT: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "no biases": (lambda t: without("biases")(four_bits(t)), "(64, 4)"),
     "scales alone": (lambda t: without("up_proj.weight")(four_bits(t)), f"{MLP}.up_proj.weight"),
     "odd experts": (adding(**{f"{MLP}.experts.gate_up_proj": (4, 3, 64)}), "(4,3,64)"),
+    "few rows of logits": (adding(**{"lm_head.weight": (639, 64)}), "fewer than 640 tokens"),
+    "few embeddings": (adding(**{"embed_tokens.weight": (639, 64)}), "fewer than 640 tokens"),
+    "many rows of logits": (adding(**{"lm_head.weight": (641, 64)}), "more or fewer than 640"),
     "no down_proj": (adding(**{f"{MLP}.experts.gate_up_proj": (4, 64, 64)}), "down_proj"),
 }
 

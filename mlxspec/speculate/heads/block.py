@@ -275,7 +275,7 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     check_taps(files, taps, has)
     tensors = {_named(name): x for name, x in files.tensors.items()}
     size = config["hidden_size"]
-    add_ends(module, tensors, config["vocab_size"], size, config.get("draft_vocab_size"))
+    add_ends(module, tensors, size)
     # What a confidence head says of a draft comes too late for it: see NOTES.md.
     ignored = *IGNORED, "confidence_head"
     load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})

@@ -20,7 +20,9 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
     IGNORED,
     Vocabulary,
+    add_ends,
     check_taps,
+    ends_of,
     flat_config,
     load_tensors,
     mask_of,
@@ -121,7 +123,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     """The head of `files` for a loaded target. Raises UnsupportedModel and KeyError."""
     config = flat_config(files.config)
     tensors = {name.replace("midlayer.", "layers.0."): x for name, x in files.tensors.items()}
-    embed, lm_head = embedding_and_lm_head(target)
+    embed, _ = embedding_and_lm_head(target)
     width = embed(mx.array([0])).shape[-1]
     has = len(decoder_layers(target))
     taps = _taps(config, has)
@@ -131,18 +133,14 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     parallel = "mask_hidden" in tensors
     if parallel:
         module.mask_hidden = tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
-    if "lm_head.weight" in tensors:
-        module.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
-    ignored = IGNORED
     own = config.get("embed_requires_grad", parallel) or size != width
-    if own and "embed_tokens.weight" in tensors:
-        module.embed_tokens = nn.Embedding(len(tensors["embed_tokens.weight"]), size)
-    else:
-        ignored += ("embed_tokens.",)
-    load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
-    lm_head = module.get("lm_head", lm_head)
-    logits = Logits(module.normed, lm_head, vocabulary_of(files, module, lm_head, size, target))
-    embed = module.get("embed_tokens", embed)
+    ignored = IGNORED if own else (*IGNORED, "embed_tokens.")
+    tensors = {name: x for name, x in tensors.items() if not name.startswith(ignored)}
+    add_ends(module, tensors, size)
+    load_tensors(files, module, tensors)
+    embed, lm_head = ends_of(module, target)
+    vocabulary = vocabulary_of(files, module, lm_head, size, target)
+    logits = Logits(module.normed, lm_head, vocabulary)
     if parallel:
         module.mask = mask_of(files, config, embed)
     return HeadModel(

@@ -44,16 +44,13 @@ def load_tensors(
 def add_ends(
     module: nn.Module,
     tensors: dict[str, mx.array],
-    vocab: int,
     size: int,
-    drafted: int | None = None,
 ) -> None:
-    """Give a module the embedding and the lm_head that its tensors hold. `drafted`: the size of a
-    reduced vocabulary."""
+    """Give a module the embedding and the lm_head that its tensors hold."""
     if "embed_tokens.weight" in tensors:
-        module.embed_tokens = nn.Embedding(vocab, size)
+        module.embed_tokens = nn.Embedding(len(tensors["embed_tokens.weight"]), size)
     if "lm_head.weight" in tensors:
-        module.lm_head = nn.Linear(size, drafted or vocab, bias=False)
+        module.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
 
 
 def ends_of(module: nn.Module, target: nn.Module) -> tuple[Any, Any]:

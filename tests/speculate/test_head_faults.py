@@ -136,6 +136,29 @@ def test_a_model_that_cannot_use_a_head_plans_no_memory_for_it(
     assert info.weight_bytes == plain.weight_bytes
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.layers.0.hidden_norm.weight", "model.norm.weight"],
+        ["model.hidden_norm.weight", "model.embed_tokens.weight"],
+        ["hidden_norm.weight", "layers.3.fc.weight"],
+        ["my_hidden_norm.weight", "my_fc.weight", "fc.weight"],
+        ["tower.post_projection.weight", "pre_projection.weight"],
+        ["blocks.0.0.linear.weight", "blocks.0.1.linear.weight"],
+        ["10.0.linear.weight", "10.0.linear.bias", "0.0.linear.bias"],
+        ["my_pre_fc_norm_hidden.weight", "my_eh_proj.weight"],
+    ],
+)
+def test_a_plain_model_is_no_head(
+    names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its tensors are called."""
+    packagings.save(tmp_path / "model.safetensors", {name: mx.ones((4,)) for name in names})
+    found = find_head(tmp_path)
+    assert not found.kind and not found.alone
+    assert load_head(found, runs.plain_target()) is None and not lines(caplog)
+
+
 # ---- tensors
 # --------------------------------------------------------------------------------------------
 

@@ -335,7 +335,7 @@ def unmasked(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
 EAGLE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "transformer_layer_config"
 UNFIT: dict[str, tuple[str, kinds.Writer, str]] = {
-    "eagle3: no fc": ("eagle3", without("fc.weight"), "fc.weight"),
+    "eagle3: no o_proj": ("eagle3", without("o_proj.weight"), "o_proj.weight"),
     "eagle3: no norm": ("eagle3", without("post_attention_layernorm.weight"), "layernorm.weight"),
     "eagle3: half the hidden size": ("eagle3", narrow, "fc.weight"),
     "eagle3: a layer too high": ("eagle3", setting(**{EAGLE_LAYERS: [2, 3, 8]}), "has 7"),
@@ -353,7 +353,7 @@ UNFIT: dict[str, tuple[str, kinds.Writer, str]] = {
         "attention_sink_bias = True, which is not supported",
     ),
     "dspark: no such mask": ("dspark", inner("dflash_config", mask_token_id=640), "id = 640, not"),
-    "dflash: no fc": ("dflash", without("fc.weight"), "fc.weight"),
+    "dflash: no k_norm": ("dflash", without("k_norm.weight"), "k_norm.weight"),
     "dflash: half the hidden size": ("dflash", narrow, "fc.weight"),
     "dflash: no mask token": (
         "dflash",

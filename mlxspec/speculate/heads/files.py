@@ -25,6 +25,13 @@ MARKS = {
     "0.0.linear.weight": "medusa",
     "post_projection.weight": "assistant",
 }
+# What lies beside it, where a model may have a tensor of the same name.
+BESIDE_MARK = {
+    "eagle3": "fc.weight",
+    "block": "fc.weight",
+    "medusa": "0.0.linear.bias",
+    "assistant": "pre_projection.weight",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,9 @@ def find_draft(path: Path, target: Path) -> HeadFiles:
 
 def _head_in(none: HeadFiles, found: dict[str, mx.array]) -> HeadFiles:
     for mark, kind in MARKS.items():
-        if prefixes := [name.removesuffix(mark) for name in found if name.endswith(mark)]:
+        other = BESIDE_MARK.get(kind, mark)
+        ends = [name.removesuffix(mark) for name in found if f".{name}".endswith(f".{mark}")]
+        if prefixes := [prefix for prefix in ends if prefix + other in found]:
             prefix = min(prefixes)  # the first of several layers
             within = "" if prefix == "model." else prefix  # a sidecar's lm_head lies outside
             own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}

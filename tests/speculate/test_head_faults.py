@@ -69,6 +69,22 @@ def test_a_truncated_head_is_still_no_small_model(
     assert not drafting.modules and len(lines(caplog)) == 1
 
 
+@pytest.mark.parametrize(
+    "outside", ["../head/model.safetensors", "{path}", "/{path}", "x/../../head"]
+)
+def test_a_file_outside_the_directory(
+    outside: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not read, whoever wrote the config.json."""
+    file = packagings.write("sidecar", tmp_path / "head") / "model.safetensors"
+    target = tmp_path / "target"
+    target.mkdir()
+    name = outside.format(path=file)
+    packagings.write_json(target / "config.json", dict(mlx_lm_extra_tensors=dict(mtp_file=name)))
+    assert load_head(find_head(target), runs.plain_target()) is None
+    assert len(lines(caplog)) == 1 and f"mtp_file = {name!r}" in lines(caplog)[0]
+
+
 def test_a_promise_without_tensors(caplog: pytest.LogCaptureFixture) -> None:
     assert load_head(find_head(TARGET), runs.plain_target()) is None
     assert len(lines(caplog)) == 1

@@ -60,11 +60,11 @@ class HeadFiles:
 def find_head(path: Path) -> HeadFiles:
     """What a directory holds of a head."""
     config = read_json(path / "config.json")
-    beside = {path / name for name in (*BESIDE, _named(config))}
     none = HeadFiles(path, config)
     found: dict[str, mx.array] = {}
     file = path
     try:
+        beside = {path / name for name in (*BESIDE, _named(config))}
         for file in sorted({*path.glob("*.safetensors"), *filter(Path.is_file, beside)}):
             tensors = dict(mx.load(str(file)))  # type: ignore[arg-type]
             if file in beside and (head := _head_in(none, tensors)).kind:
@@ -113,7 +113,10 @@ def _is_sidecar(config: Json) -> bool:
 
 
 def _named(config: Json) -> str:
-    """The file of its head that a model's config.json names."""
+    """The file of its head that a model's config.json names. Raises ValueError."""
     extra = config.get("mlx_lm_extra_tensors")
     named = extra.get("mtp_file") if isinstance(extra, dict) else None
-    return named if isinstance(named, str) and named else BESIDE[0]
+    name = str(named or BESIDE[0])
+    if {"", ".."} & set(name.split("/")):
+        raise ValueError(f"config.json has mtp_file = {name!r}, which is not beside it")
+    return name

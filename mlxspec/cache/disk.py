@@ -195,6 +195,13 @@ class DiskCache:
         then evicted after its tail."""
         self._submit(TOUCH_BYTES, self._touch, *reversed(self.files(keys)))
 
+    def discard(self, path: Path) -> None:
+        """Delete a damaged file."""
+        self.stats["disk_runs_damaged"] += 1
+        self._forget(path)
+        with suppress(OSError):
+            path.unlink()
+
     def flush(self, timeout: float) -> bool:
         """Wait until all that is queued was written; False if that took too long."""
         try:
@@ -223,7 +230,7 @@ class DiskCache:
                     label = read_label(file)
                 self._add(path, label.run_keys())
             except ValueError:
-                self._discard(path)
+                self.discard(path)
 
     def _add(self, path: Path, keys: tuple[bytes, ...]) -> None:
         self._keys[path] = keys
@@ -234,13 +241,6 @@ class DiskCache:
         for key in self._keys.pop(path, ()):
             if self._paths.get(key) == path:
                 del self._paths[key]
-
-    def _discard(self, path: Path) -> None:
-        """Delete a damaged file."""
-        self.stats["disk_runs_damaged"] += 1
-        self._forget(path)
-        with suppress(OSError):
-            path.unlink()
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -308,7 +308,7 @@ class DiskCache:
             return None
         run = decode(data, self.fingerprint)
         if run is None or path != self._path(run.keys):
-            self._discard(path)
+            self.discard(path)
             return None
         self.stats["disk_runs_found"] += 1
         self.stats["disk_read_bytes"] += len(data)

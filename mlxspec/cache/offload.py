@@ -115,7 +115,9 @@ class KVOffloader:
 
     def _unsaved(self, number: int, hashes: Hashes) -> dict[bytes, Any]:
         """What memory has and the disk lacks, by key on disk: blocks of a pool, or states."""
-        found = {}
+        found: dict[bytes, Any] = {}
+        if not self.transfer.complete:  # the next start would miss a head's arrays
+            return found
         for key in hashes:
             name = _disk_key(key, number)
             content = self._in_memory(number, key)
@@ -203,7 +205,11 @@ class KVOffloader:
             finally:
                 read.cancel()
             run = read.result()
-            if run is None or not self._enter(seq, hashes, lacking, run):
+            try:
+                if run is None or not self._enter(seq, hashes, lacking, run):
+                    return
+            except KeyError:  # a run that lacks an array
+                self.disk.discard(file)
                 return
             yield True
 

@@ -5,7 +5,7 @@ shapes and dtypes depend on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +20,15 @@ class Transfer:
     """For the pools of one runner; a group is the index of a pool. Engine thread only."""
 
     runner: Runner
+    _count: int = field(init=False)  # arrays of a block at first
+
+    def __post_init__(self) -> None:
+        self._count = len(self._pools(0))
+
+    @property
+    def complete(self) -> bool:
+        """Whether blocks hold all that they did at first: not after a head has failed."""
+        return len(self._pools(0)) >= self._count
 
     def export(
         self,
@@ -46,7 +55,8 @@ class Transfer:
         arrays: Arrays,
         which: Sequence[int],
     ) -> None:
-        """Write blocks number `which` of an export into `blocks`."""
+        """Write blocks number `which` of an export into `blocks`. Raises KeyError if an array is
+        missing, before anything is written."""
         self.runner.grow()
         source = np.array(self.runner.view.slots_of(which))
         rows = []
@@ -57,7 +67,7 @@ class Transfer:
         mx.async_eval(self._pools(group))
 
     def place_state(self, arrays: Arrays) -> tuple[mx.array, ...]:
-        """A recurrent state."""
+        """A recurrent state. Raises KeyError if an array is missing."""
         dtypes = enumerate(self.runner.states.dtypes)
         return tuple(mx.array(arrays[str(i)]).view(dtype) for i, dtype in dtypes)
 

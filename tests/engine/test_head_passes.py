@@ -1,10 +1,12 @@
 """What a head costs: the passes of a round, of prompts and of answers for which it is parked; and
 what it keeps."""
 
+from collections.abc import Callable
 from itertools import chain, groupby, pairwise
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxspec.model.batch import Step
@@ -12,8 +14,9 @@ from mlxspec.speculate import NoSpeculation, heads
 from mlxspec.speculate.chain import MAX_LAG, deepest_first
 from mlxspec.speculate.controller import Proposal
 from mlxspec.types import Plan
-from tests import tiny
+from tests import tiny, waiting
 from tests.chains import check, few
+from tests.drafters import OTHER_HEADS, OWN_HEADS, attach_head
 from tests.engine.test_heads import BLOCK, SOME, ask, counted, head_of, loud, some, start
 
 WITH_KV = SOME[:4]  # those whose head has K/V of its own
@@ -70,7 +73,7 @@ def test_a_round_is_one_pass_for_each_drafted_token(
     def draft(plan: Plan, previous: Any) -> None:
         before = len(rows)
         with monkeypatch.context() as patch:
-            patch.setattr(mx, "eval", lambda *_: pytest.fail("drafting waited for the device"))
+            waiting.forbid(patch)
             inner(plan, previous)
         depths = {entry.seq: entry.depth for entry in plan if entry.depth}
         rounds.append((depths, passes_of(plan, layout), rows[before:]))
@@ -94,6 +97,54 @@ def test_a_round_is_one_pass_for_each_drafted_token(
         n for n in submitted[:-1] if events.index(("submit", n + 1)) > events.index(("read", n))
     ]
     assert len(late) <= 2, "only steps that sample nothing are read at once"
+
+
+@pytest.mark.parametrize("head", ["mtp", *OTHER_HEADS, *OWN_HEADS])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_draft_waits_for_the_device(
+    head: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of several sequences, whose last tokens and drafts are in flight."""
+    kind = "gemma4_text" if head in OWN_HEADS else "qwen3"
+    e = tiny.engine(tiny.model(kind), block=BLOCK, blocks=128, budget=16, whole=True)
+    attach_head(e, depth=3, kind=head)
+    inner, flying = e.proposer.draft, []
+
+    def draft(plan: Plan, previous: Any) -> None:
+        with monkeypatch.context() as patch:
+            waiting.forbid(patch)
+            inner(plan, previous)
+        flying.append(sum(each.inflight_drafts > 0 for each in plan if each.depth))
+
+    e.proposer.draft = draft  # type: ignore[method-assign]
+    ask(e, *(few(f"r{i}", some(5 + i, i), 12, temperature=temperature) for i in range(3)))
+    assert max(flying) == 3
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[0].item(),
+        lambda x: x.tolist(),
+        lambda x: bool(x[0]),
+        lambda x: int(x[0]),
+        lambda x: float(x[0]),
+        lambda x: range(x[0]),
+        lambda x: str(x),
+        lambda x: mx.eval(x),
+        lambda x: np.array(x),
+        lambda x: np.asarray([x, x]),
+    ],
+)
+def test_each_way_to_wait_is_seen(
+    read: Callable[[mx.array], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = mx.array([1, 2])
+    with monkeypatch.context() as patch:
+        waiting.forbid(patch)
+        with pytest.raises(pytest.fail.Exception, match="waits for the device"):
+            read(x)
+    read(x)
 
 
 @pytest.mark.parametrize("kind, layout", WITH_KV)

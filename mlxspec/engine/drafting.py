@@ -38,8 +38,10 @@ from mlxspec.types import FINAL_NORM, OutOfMemory, Request, Sampling, Tap
 log = logging.getLogger("mlxspec")
 
 NONE = "off"  # --draft off: neither small model nor head
-TRIED_ANSWERS, TRIED_TOKENS = 4, 26  # to choose what a head reads
-CLEARLY = 1.15  # times as many accepted drafts: less may be chance
+TRIED_ANSWERS, TRIED_TOKENS = 4, 64  # to choose what a head reads
+# Of these answers. At 1 a head that fits guesses too little of what they ramble to stand out.
+TRIED_TEMPERATURE = 0.7
+CLEARLY = 1.15  # times the acceptance rate: less may be chance
 
 
 @dataclass(slots=True)
@@ -174,8 +176,9 @@ def _attach(
     key = fingerprint(drafting.path, {})
     try:
         head.measure(table)
-        free = len(engine.scheduler.pool.free_blocks)
-        if drafting.head.tries_taps and free > TRIED_TOKENS:
+        pool = engine.scheduler.pool
+        needed = TRIED_ANSWERS * (TRIED_TOKENS // pool.block_size + 2)
+        if drafting.head.tries_taps and len(pool.free_blocks) > needed:
             if key not in cache.taps:
                 cache.taps = {key: _choose_tap(engine, head, costs)}
             head.use((cache.taps[key],))
@@ -205,11 +208,11 @@ def _attach(
 
 
 def _choose_tap(engine: Engine, head: HeadDrafter, costs: Costs) -> Tap:
-    """The hidden state with which more drafts are accepted, where that is clear, else the head's
-    default: after the final norm or before it. Checkpoints do not say which theirs was trained
-    with."""
+    """The hidden state with which drafts are accepted more often, where that is clear, else the
+    head's default: after the final norm or before it. Checkpoints do not say which theirs was
+    trained with."""
     usual = head.taps[0]
-    accepted: dict[Tap, int] = {}
+    rates: dict[Tap, float] = {}
     with progress("Trying the head") as report:
         for done, tap in enumerate((FINAL_NORM, engine.runner.last_layer)):
             report(done, 2)
@@ -217,17 +220,18 @@ def _choose_tap(engine: Engine, head: HeadDrafter, costs: Costs) -> Tap:
             once = replace(costs, factors={})  # what steps take now says nothing
             engine.proposer = trial = Proposer(once, [head], depth=1)
             for n in range(TRIED_ANSWERS):
-                sampling = Sampling(temperature=1.0, seed=n)
+                sampling = Sampling(temperature=TRIED_TEMPERATURE, seed=n)
                 engine.add(Request(f"try-{n}", (n + 1, n + 2), TRIED_TOKENS - 2, sampling))
             while engine.busy:
                 engine.step()
             if not trial.drafters:
                 raise RuntimeError("it failed in a trial")
-            accepted[tap] = engine.spec_metrics.accepted.total()
+            counts = engine.spec_metrics
+            rates[tap] = counts.accepted.total() / max(1, counts.drafted.total())
             engine.reset()
-    best = max(accepted, key=lambda tap: accepted[tap])
-    log.debug("accepted drafts by hidden state: %s", accepted)
-    return best if accepted[best] > CLEARLY * accepted[usual] + 1 else usual
+    best = max(rates, key=lambda tap: rates[tap])
+    log.debug("acceptance rates by hidden state: %s", rates)
+    return best if rates[best] > CLEARLY * rates[usual] else usual
 
 
 def _measure_steps(engine: Engine, cache: WarmupCache, table: list[int]) -> Costs | None:

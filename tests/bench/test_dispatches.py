@@ -9,12 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from bench.dispatches import of_engine, of_mlx_lm
 from bench.graph import Compiled, Work, on_metal, work_of
 from mlxspec.model import pages
 from tests import tiny
-from tests.drafters import attach_head
+from tests.drafters import attach_head, random_head
 
 X = mx.zeros((2, 3, 4))
 POOL = mx.zeros((2, 64, 4))
@@ -129,3 +130,32 @@ def test_a_round_launches_the_target_once_and_a_pass_for_each_drafted_token(kind
     for name in ("RMSNorm", "RoPE", "ScaledDotProductAttention"):
         assert (three[name] == two[name]) == block
     assert (three - two).total() <= (20 if block else 75), three - two
+
+
+def weight_bytes(module: Any) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_a_round_reads_the_targets_weights_once_and_a_heads_with_each_pass(kind: str) -> None:
+    """With lm_head, which is the target's embedding here. Matrices are so large that all else is a
+    small part, and pools so small."""
+
+    def round_of(depth: int) -> int:
+        model = tiny.model("qwen3", hidden_size=256, intermediate_size=1024)
+        engine = tiny.engine(model, block=64, blocks=4, budget=512, whole=True)
+        if depth:
+            attach_head(engine, depth=depth, kind=kind)
+        return of_engine(engine, 1).read
+
+    model = tiny.model("qwen3", hidden_size=256, intermediate_size=1024)
+    target, lm_head = weight_bytes(model), model.model.embed_tokens.weight.nbytes
+    head = weight_bytes(random_head(model, kind).module)
+    plain, one, two, three = map(round_of, (0, 1, 2, 3))
+    assert target < plain < 1.03 * target
+    assert head + lm_head < one - plain < (1.07 if kind == "mtp" else 1.2) * (head + lm_head)
+    for more in (two - one, three - two):
+        if kind == "mtp":
+            assert head + lm_head < more < 1.07 * (head + lm_head)
+        else:
+            assert more < 0.1 * head, "its block is one pass"

@@ -290,14 +290,6 @@ def test_as_much_is_accepted_as_by_mlx_vlm(kind: str, depth: int) -> None:
     assert ours(kind, depth).tokens_per_round(depth) >= 0.97 * want
 
 
-@pytest.mark.parametrize("kind", kinds.TRAINED)
-def test_mistakes_would_show(kind: str) -> None:
-    """Well-known mistakes of a loader are accepted so rarely that the test above would fail."""
-    reference = kinds.reference(kind)
-    for mistake, rate in reference["mistakes_at_4"].items():
-        assert rate < 0.97 * reference["by_depth"]["4"]["tokens_per_round"], mistake
-
-
 # ---- heads that do not fit
 # ------------------------------------------------------------------------------
 

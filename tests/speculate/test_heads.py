@@ -120,6 +120,16 @@ def test_the_engine_drafts_what_a_simulation_drafts(depth: int) -> None:
     assert sum(overlaps) > 0.9 * len(overlaps)
 
 
+@pytest.mark.parametrize("depth", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
+def test_the_first_draft_of_an_answer_is_mlx_vlms(depth: int) -> None:
+    """Before anything was drafted, both have read the same hidden states."""
+    drafts = runs.reference()["by_depth"]["sidecar"][str(depth)]["drafts_of_first"]
+    run = ours(depth)
+    for prompt, rounds, want in zip(run.prompts, run.rounds, drafts, strict=False):
+        first = next(each for each in rounds if each.start >= len(prompt))
+        assert first.draft == want[0]
+
+
 def test_drafts_are_drawn_with_the_targets_noise() -> None:
     """At a temperature too the engine drafts what a simulation drafts."""
     prompts, sampling = runs.reference()["prompts"][:2], Sampling(temperature=0.8, seed=1)

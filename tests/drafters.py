@@ -17,11 +17,13 @@ from mlxspec.speculate import Proposals
 from mlxspec.speculate.chain import deepest_first
 from mlxspec.speculate.controller import Costs
 from mlxspec.speculate.draft_model import DraftModel
+from mlxspec.speculate.heads import load_head, read_weights
 from mlxspec.speculate.heads.block import Block
 from mlxspec.speculate.heads.block_pass import BlockPass
 from mlxspec.speculate.heads.chained import ChainedPass, ParallelPass
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.eagle import Eagle3, Logits
+from mlxspec.speculate.heads.files import find_head
 from mlxspec.speculate.heads.medusa import Medusa, MedusaPass
 from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.mtp import MTP
@@ -31,11 +33,13 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Entry, Plan, Request
 from tests import tiny
 from tests.heads.assistant import random_assistant
+from tests.heads.packagings import SIDECAR
 
 KINDS = ["lookup", "suffix", "model", "chain"]
 HEADS = ["mtp", "told"]  # with random weights, and a KnownHead
 OTHER_HEADS = ["dflash", "eagle3", "dspark", "peagle", "medusa"]  # with random weights
 OWN_HEADS = ["assistant"]  # for one kind of model, with random weights
+ALL_HEADS = [*HEADS, *OTHER_HEADS, *OWN_HEADS, tiny.TRAINED]  # the last for tiny.TRAINED
 
 Answers = Callable[[Request, int], list[int]]
 
@@ -84,7 +88,12 @@ class KnownAnswers:
 
 
 def random_head(model: Any, kind: str = "mtp") -> HeadModel:
-    """A head for a model. An MTP head's layer is of the model's own kind with full attention."""
+    """A head for a model. An MTP head's layer is of the model's own kind with full attention. For
+    tiny.TRAINED, the one that was trained with it."""
+    if kind == tiny.TRAINED:
+        head = load_head(find_head(SIDECAR), model)
+        assert head is not None and read_weights(head)
+        return head
     if kind == "assistant":
         return random_assistant(model)
     mx.random.seed(5)

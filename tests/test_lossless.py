@@ -17,6 +17,7 @@ from mlxspec.speculate import NoSpeculation
 from mlxspec.types import Request
 from tests import tiers, tiny
 from tests.drafters import (
+    ALL_HEADS,
     HEADS,
     KINDS,
     OTHER_HEADS,
@@ -79,6 +80,9 @@ MORE_HEADS += in_turn([(*layout, True) for layout in HYBRIDS + ATTENTION], OTHER
 GEMMA4 = ("gemma4_text", "rows")
 HEAD_RUNS += in_turn([(*GEMMA4, False)], OWN_HEADS, [1, 7, 64], [0.0, 0.8], every=3)
 MORE_HEADS += in_turn([(*GEMMA4, True)], OWN_HEADS)
+TRAINED = (tiny.TRAINED, "rect")  # with the head that was trained for it
+HEAD_RUNS += in_turn([(*TRAINED, False)], [tiny.TRAINED], [1, 7, 64], [0.0, 0.8], every=3)
+MORE_HEADS += in_turn([(*TRAINED, True)], [tiny.TRAINED])
 ON_QWEN3 = in_turn(["qwen3"], HEADS, [0.0, 0.8], every=3)
 ON_QWEN3 += in_turn(["qwen3"], OTHER_HEADS, [0.0, 0.8], every=4)
 ON_GEMMA4 = in_turn(["gemma4_text"], OWN_HEADS, [0.0, 0.8])
@@ -147,7 +151,7 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> dict[s
     sent."""
     if name == "liar":
         e.proposer = liar(kind, all_of)
-    elif name in HEADS + OTHER_HEADS + OWN_HEADS:
+    elif name in ALL_HEADS:
         told = partial(truth, kind) if name == "told" else None
         attach_head(e, told, kind="mtp" if told else name)
     elif name != "plain":
@@ -166,7 +170,7 @@ def drafted(e: Engine, name: str) -> bool:
         return True
     assert not isinstance(e.proposer, NoSpeculation), "the drafter failed"
     tried, kept = e.spec_metrics.drafted.total(), e.spec_metrics.accepted.total()
-    if name in HEADS + OTHER_HEADS + OWN_HEADS:
+    if name in ALL_HEADS:
         assert e.proposer.drafters, "the head failed"
     if name in ("mtp", *OTHER_HEADS, *OWN_HEADS):  # their weights are random
         return kept < tried

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import load_model
 
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.prefix import KVCacheManager, Window
@@ -29,8 +30,10 @@ from mlxspec.model.runner import Layout, Runner, pools_of
 from mlxspec.model.sampler import seed32
 from mlxspec.speculate import NoSpeculation, Speculator
 from mlxspec.types import MAX_DEPTH, ModelInfo, Output, Request, Sampling, Stats
+from tests.heads.packagings import TARGET
 
 VOCAB = 320
+TRAINED = "trained"
 SALT = b"tiny"
 STRIDE = 3  # blocks between two states of a long prompt
 WIDE = {"llama": {"head_dim": 128}, "gpt_oss": {"head_dim": 64}}  # heads that can be quantized
@@ -130,8 +133,10 @@ def config(kind: str, **change: Any) -> dict[str, Any]:
 
 def model(kind: str, **change: Any) -> nn.Module:
     """A fresh model with the same random weights every time: of CONFIGS, where `change` overrides
-    the config, or of tests.architectures."""
+    the config, or of tests.architectures; or the one that was trained with an MTP head."""
     name = kind.partition(":")[0]
+    if name == TRAINED:
+        return load_model(TARGET)[0]
     if name not in CONFIGS:
         from tests import architectures
 

@@ -40,17 +40,17 @@ def test_a_parked_head_reads_few_and_large_passes(kind: str, layout: Any, block:
     assert check(kind, drafted) > 5
 
 
-def passes_of(plan: Plan, layout: str) -> list[list[int]]:
+def passes_of(plan: Plan, layout: str, own_kv: bool) -> list[list[int]]:
     """The rows of each pass of a round, where all before the last step had been read: those of the
-    drafts in flight, then for each further token. Dense K/V are gathered for neighbours with as
-    many rows and blocks, up to the next power of two."""
+    drafts in flight if the head has K/V of its own, then for each further token. Dense K/V are
+    gathered for neighbours with as many rows and blocks, up to the next power of two."""
     drafting = deepest_first(plan, {e.seq: Proposal("mtp") for e in plan if e.depth})
     found = []
     for n in range(drafting[0].depth if drafting else 0):
         rows = []
         for e in drafting:
             if e.depth > n:
-                count = 1 if n else e.count + e.inflight_drafts
+                count = e.count + e.inflight_drafts if own_kv and not n else 1
                 blocks = (e.start + n + count - 1) // BLOCK
                 rows.append((layout == "gather" and (count, blocks.bit_length()), count))
         batches = groupby(rows, lambda row: row[0])
@@ -68,7 +68,7 @@ def test_a_round_is_one_pass_for_each_drafted_token(
     e, _ = start(kind, layout, depth=depth, whole=True)
     rows, events, rounds = counted(e), [], []
     e.trace = lambda *event: events.append(event)
-    inner = e.proposer.draft
+    inner, own_kv = e.proposer.draft, head_of(e).head.kv_layers > 0
 
     def draft(plan: Plan, previous: Any) -> None:
         before = len(rows)
@@ -76,7 +76,7 @@ def test_a_round_is_one_pass_for_each_drafted_token(
             waiting.forbid(patch)
             inner(plan, previous)
         depths = {entry.seq: entry.depth for entry in plan if entry.depth}
-        rounds.append((depths, passes_of(plan, layout), rows[before:]))
+        rounds.append((depths, passes_of(plan, layout, own_kv), rows[before:]))
 
     e.proposer.draft = draft  # type: ignore[method-assign]
     ask(e, *(few(f"r{i}", some(5 + i, i), 20 + 3 * i) for i in range(3)))

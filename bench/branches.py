@@ -258,7 +258,7 @@ def head_trees(
     coupled: bool = False,
 ) -> list[Tree]:
     """The tree behind each token of the answer but the last. `coupled`: drawn with its noise."""
-    block = issubclass(head.drafts, BlockPass)
+    block = issubclass(head.pass_type, BlockPass)
     sessions = block_sessions if block else chain_sessions
     at = sessions(head, target, answer)
     depth = min(DEPTH, head.depth) if block else DEPTH

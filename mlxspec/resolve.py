@@ -68,7 +68,7 @@ class ResolvedModel:
             ) from error
         weights = weight_bytes(self.path)
         # A head is left out if it does not fit.
-        if self.draft and not find_draft(self.draft.path, self.path).alone:
+        if self.draft and not find_draft(self.draft.path, self.path).standalone:
             weights += weight_bytes(self.draft.path)
         return ModelInfo(
             name=self.name,
@@ -126,7 +126,7 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
             log.warning("decoding without a head: %s", error)
             config = replace(config, draft=NONE)
     made = ResolvedModel(config.name or name or found.name, found.path, draft, config, share)
-    if config.draft and draft and not find_draft(draft.path, found.path).alone:
+    if config.draft and draft and not find_draft(draft.path, found.path).standalone:
         check_draft(made.tokenizer, load_tokenizer(draft.path), (made.name, draft.name))
     return made
 
@@ -148,7 +148,7 @@ def _fetch_head(sidecar: str, cache: Path) -> Resolved | None:
     if not find_local(sidecar, cache, METAL, draft=True):
         log.info("fetching %s, which drafts for this model; --draft off leaves it", sidecar)
     found = resolve(sidecar, cache, METAL, draft=True)
-    if not find_head(found.path).alone:
+    if not find_head(found.path).standalone:
         raise UnsupportedModel(f"{sidecar} holds no head that can be read")
     return found
 

@@ -172,7 +172,7 @@ def _random_block(model: Any, kind: str) -> HeadModel:
     head = _sharpened(Block(config, len(taps), size))
     own = embedding_and_lm_head(model)
     return HeadModel(
-        kind, BlockPass, head, *own, width=len(taps) * size, taps=taps, lead=0, depth=6
+        kind, BlockPass, head, *own, width=len(taps) * size, taps=taps, slot_offset=0, depth=6
     )
 
 
@@ -210,9 +210,9 @@ def attach_head(
     """Give the engine a head, as the program does; with `answers` a KnownHead. `depth` tokens are
     drafted always, 0: what pays where a row costs `row` steps."""
     head = random_head(e.runner.model, kind)
-    told = answers and head.lead
+    told = answers and head.slot_offset
     drafter = KnownHead(head, e.runner, answers) if told else HeadDrafter(head, e.runner)
-    e.scheduler.kv.rereads = head.lead * head.kv_layers > 0 and e.scheduler.kv.states is None
+    e.scheduler.kv.rereads = head.slot_offset * head.kv_layers > 0 and e.scheduler.kv.states is None
     _propose(e, [drafter], row, depth)
     return drafter
 

@@ -209,12 +209,12 @@ def test_only_tensors_tell_what_a_directory_holds(tmp_path: Path) -> None:
     """Also where config.json is the model's own, or a head without a prefix lies beside a model."""
     copied = shutil.copytree(SIDECAR, tmp_path / "copied")
     shutil.copy(TARGET / "config.json", copied)
-    assert find_head(copied).alone and not find_head(TARGET).alone
+    assert find_head(copied).standalone and not find_head(TARGET).standalone
     beside = shutil.copytree(TARGET, tmp_path / "beside")
     shutil.copy(SIDECAR / "model.safetensors", beside / "mtp.safetensors")
     found, alone = find_head(beside), find_head(SIDECAR)
     assert found and alone and found.tensors.keys() == alone.tensors.keys()
-    assert not find_head(beside).alone
+    assert not find_head(beside).standalone
 
 
 def test_draft_off_leaves_a_model_s_own_head(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_draft_takes_only_the_head_of_the_same_model(tmp_path: Path, part: bool)
     """Also of a part of its files: that with the head, and config.json."""
     raw = packagings.write("raw", tmp_path / "raw")
     found = find_head(raw)
-    assert found.kind and not found.alone
+    assert found.kind and not found.standalone
     if part:
         for file in raw.iterdir():
             if not file.name.startswith(("config", "model.safetensors-00002")):
@@ -249,4 +249,4 @@ def test_a_small_model_that_holds_a_head_drafts_as_a_whole(tmp_path: Path) -> No
     config = json.loads((TARGET / "config.json").read_text())
     config["text_config"]["num_hidden_layers"] *= 2
     write_json(large / "config.json", config)
-    assert find_draft(raw, TARGET).alone and not find_draft(raw, large).alone
+    assert find_draft(raw, TARGET).standalone and not find_draft(raw, large).standalone

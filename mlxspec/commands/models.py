@@ -40,7 +40,7 @@ def local_models(config: Config) -> list[LocalModel]:
             size = weight_bytes(path)
         elif name in known:
             size = known[name].source.bytes
-        head = find_head(path).alone if path else target_of(name)
+        head = find_head(path).standalone if path else target_of(name)
         found.append(LocalModel(name, "head" if head else "model", path, size))
     return found
 

@@ -122,7 +122,7 @@ def load_drafting(model: Module, path: Path, draft: Path | None, config: Config)
     if config.speculate != "on" or config.draft == NONE:
         return Drafting(path)
     found = find_draft(draft or path, path)
-    if draft and not found.alone:
+    if draft and not found.standalone:
         small, files = load(draft)
         return Drafting(draft, small, files=files)
     return Drafting(found.path, head=load_head(found, model))
@@ -170,7 +170,7 @@ def _attach(
         return None
     kv = engine.scheduler.kv
     head = HeadDrafter(drafting.head, engine.runner)
-    reads = drafting.head.lead > 0 and drafting.head.kv_layers > 0
+    reads = drafting.head.slot_offset > 0 and drafting.head.kv_layers > 0
     kv.rereads = reads and kv.states is None
     head.on_close = partial(setattr, kv, "rereads", False)
     key = fingerprint(drafting.path, {})

@@ -61,7 +61,7 @@ def build() -> Any:
 def test_every_packaging_is_a_head(bits: bool, clusters: bool, tmp_path: Path) -> None:
     target = tiny.model(KIND)
     path = assistant.write(tmp_path, target, bits, use_ordered_embeddings=clusters)
-    assert find_head(path).alone
+    assert find_head(path).standalone
     module = loaded(path, target).module
     assert ("scales" in module.pre_projection) == bits
     out = mx.random.normal((5, SIZE))

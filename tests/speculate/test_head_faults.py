@@ -171,7 +171,7 @@ def test_a_plain_model_is_no_head(
     """Whatever its tensors are called."""
     packagings.save(tmp_path / "model.safetensors", {name: mx.ones((4,)) for name in names})
     found = find_head(tmp_path)
-    assert not found.kind and not found.alone
+    assert not found.kind and not found.standalone
     assert load_head(found, runs.plain_target()) is None and not lines(caplog)
 
 

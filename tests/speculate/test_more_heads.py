@@ -243,7 +243,7 @@ def test_a_learned_mask_makes_a_parallel_head(name: str, legacy: bool, tmp_path:
         tensors, config = kinds.legacy(tensors, config)
     config |= {"mask_token_id": None} | {name: 3}
     head = head_of(kinds.save_head(tmp_path, tensors | own, config))
-    assert (head.name, head.drafts, head.module.mask) == ("peagle", ParallelPass, 3)
+    assert (head.name, head.pass_type, head.module.mask) == ("peagle", ParallelPass, 3)
     assert head.embed is head.module.embed_tokens
     assert mx.array_equal(head.embed(mx.array([5])), own["embed_tokens.weight"][5:6])
     assert mx.array_equal(head.module.mask_hidden, tensors["mask_hidden"][0])

@@ -165,7 +165,7 @@ def test_mlx_lm_reads_the_same_checkpoint(tmp_path: Path) -> None:
     target, _ = load(tmp_path)
     tokens = mx.array([[3, 1, 4]])
     close(target(tokens), reference.target(tokens))
-    assert load_head(find_head(tmp_path), target) and not find_head(tmp_path).alone
+    assert load_head(find_head(tmp_path), target) and not find_head(tmp_path).standalone
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -257,7 +257,7 @@ def test_a_sidecar_may_be_quantized(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), kept)
     config = {"model_type": "glm4_moe_lite_mtp", "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert find_head(tmp_path).alone
+    assert find_head(tmp_path).standalone
     head = check_logits(reference, tmp_path, 1e-4)
     assert isinstance(head.module.fc, nn.QuantizedLinear)
     assert head.embed is head.module.embed_tokens

@@ -86,6 +86,6 @@ def read_weights(head: HeadModel) -> bool:
 def cache_bytes(head: HeadModel) -> CacheBytes:
     """What a head caches: K/V of each token, and hidden states with each recurrent state, where a
     row is made of those before it."""
-    state = head.lead * head.width * head.embed(mx.array([0])).dtype.size
-    run = partial(head.drafts.fill, head)
+    state = head.slot_offset * head.width * head.embed(mx.array([0])).dtype.size
+    run = partial(head.pass_type.fill, head)
     return bytes_of_layers(head.kv_layers, run)._replace(state=state)

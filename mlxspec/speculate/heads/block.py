@@ -21,9 +21,9 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
     IGNORED,
     Vocabulary,
-    add_ends,
+    add_embedding_and_lm_head,
     check_taps,
-    ends_of,
+    embedding_and_lm_head_of,
     flat_config,
     load_tensors,
     mask_of,
@@ -275,11 +275,11 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     check_taps(files, taps, has)
     tensors = {_named(name): x for name, x in files.tensors.items()}
     size = config["hidden_size"]
-    add_ends(module, tensors, size)
+    add_embedding_and_lm_head(module, tensors, size)
     # What a confidence head says of a draft comes too late for it: see NOTES.md.
     ignored = *IGNORED, "confidence_head"
     load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
-    embed, lm_head = ends_of(module, target)
+    embed, lm_head = embedding_and_lm_head_of(module, target)
     mask_of(files, config, embed)
     module.vocabulary = vocabulary_of(files, module, lm_head, size, target)
     scale = getattr(trunk_of(target), "embed_scale", 1)
@@ -296,7 +296,7 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
         width=len(taps) * width,
         taps=taps,
         kv_layers=len(module.layers),
-        lead=0,
+        slot_offset=0,
         depth=depth,
     )
 

@@ -46,14 +46,14 @@ class HeadDrafter:
             target.block_size,
             {None: target.num_blocks[None]},
             target.allocated,
-            first=head.lead,
+            first=head.slot_offset,
         )
         make = DensePages if runner.layout == "gather" else Pages  # its layers are like the model's
         pages = [make(view, None) for _ in range(head.kv_layers)]
         runner.adopt(pages)
         self.use(head.taps)
-        self._pass = head.drafts(head, runner, view, pages)
-        self._followers = Followers(head.lead, target.block_size, self._before)
+        self._pass = head.pass_type(head, runner, view, pages)
+        self._followers = Followers(head.slot_offset, target.block_size, self._before)
 
     def begin(self, seq: Seq) -> None:
         self._followers.live[seq] = Follower()
@@ -65,7 +65,7 @@ class HeadDrafter:
         """Read these hidden states of the target from now on."""
         self.taps = taps
         self.runner.tap(taps)
-        self.runner.states.taps = taps if self.head.lead else ()
+        self.runner.states.taps = taps if self.head.slot_offset else ()
 
     def detach(self) -> None:
         """Leave the runner as if the head had never been there."""
@@ -120,7 +120,7 @@ class HeadDrafter:
 
     def _before(self, e: Entry) -> list[mx.array]:
         """The hidden state before a sequence's first row, which a recurrent state brings."""
-        if not (self.head.lead and e.start and self.runner.states.layers):
+        if not (self.head.slot_offset and e.start and self.runner.states.layers):
             return []
         return [self.head.prepare(e.seq.state[-1].reshape(1, -1))]
 
@@ -139,7 +139,7 @@ class HeadDrafter:
         seq = unused_seq(self.runner, table, context)
         dtype = self.head.embed(mx.array([0])).dtype
         hidden = self.head.prepare(mx.zeros((1, self.head.width), dtype))
-        read = context - 1 + self.head.lead
+        read = context - 1 + self.head.slot_offset
         self._followers.live[seq] = Follower(read, [hidden], table)
         entry = Entry(seq, context, 1, True, depth=depth)
         began = time.perf_counter()

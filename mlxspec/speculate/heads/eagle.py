@@ -20,9 +20,9 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
     IGNORED,
     Vocabulary,
-    add_ends,
+    add_embedding_and_lm_head,
     check_taps,
-    ends_of,
+    embedding_and_lm_head_of,
     flat_config,
     load_tensors,
     mask_of,
@@ -136,9 +136,9 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     own = config.get("embed_requires_grad", parallel) or size != width
     ignored = IGNORED if own else (*IGNORED, "embed_tokens.")
     tensors = {name: x for name, x in tensors.items() if not name.startswith(ignored)}
-    add_ends(module, tensors, size)
+    add_embedding_and_lm_head(module, tensors, size)
     load_tensors(files, module, tensors)
-    embed, lm_head = ends_of(module, target)
+    embed, lm_head = embedding_and_lm_head_of(module, target)
     vocabulary = vocabulary_of(files, module, lm_head, size, target)
     logits = Logits(module.normed, lm_head, vocabulary)
     if parallel:

@@ -37,12 +37,12 @@ BESIDE_MARK = {
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
     """The tensors of a head by their names in its module, lazy; `kind` is the loader's, "" where
-    there is no head. `alone`: there is no model beside it. `error`: why a file cannot be read; then
-    config.json tells whether it is a head's."""
+    there is no head. `standalone`: there is no model beside it. `error`: why a file cannot be read;
+    then config.json tells whether it is a head's."""
 
     path: Path
     config: Json
-    alone: bool = False
+    standalone: bool = False
     kind: str = ""
     tensors: dict[str, mx.array] = field(default_factory=dict)
     error: UnsupportedModel | None = None
@@ -68,11 +68,11 @@ def find_head(path: Path) -> HeadFiles:
         for file in sorted({*path.glob("*.safetensors"), *filter(Path.is_file, beside)}):
             tensors = dict(mx.load(str(file)))  # type: ignore[arg-type]
             if file in beside and (head := _head_in(none, tensors)).kind:
-                return replace(head, alone=not any(path.glob("model*.safetensors")))
+                return replace(head, standalone=not any(path.glob("model*.safetensors")))
             found |= tensors
     except (OSError, RuntimeError, ValueError) as error:
         why = UnsupportedModel(f"{file} cannot be read: {line_of(error)}; download it again")
-        return replace(none, alone=_is_sidecar(config), error=why)
+        return replace(none, standalone=_is_sidecar(config), error=why)
     return _head_in(none, found)
 
 
@@ -81,7 +81,7 @@ def find_draft(path: Path, target: Path) -> HeadFiles:
     only its head is wanted."""
     found = find_head(path)
     if found.kind and _sizes(found.config) == _sizes(read_json(target / "config.json")):
-        return replace(found, alone=True)
+        return replace(found, standalone=True)
     return found
 
 
@@ -93,7 +93,7 @@ def _head_in(none: HeadFiles, found: dict[str, mx.array]) -> HeadFiles:
             prefix = min(prefixes)  # the first of several layers
             within = "" if prefix == "model." else prefix  # a sidecar's lm_head lies outside
             own = {n.removeprefix(prefix): a for n, a in found.items() if n.startswith(within)}
-            return replace(none, alone=len(own) == len(found), kind=kind, tensors=own)
+            return replace(none, standalone=len(own) == len(found), kind=kind, tensors=own)
     return none
 
 

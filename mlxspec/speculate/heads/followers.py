@@ -28,10 +28,10 @@ class Follower:
 
 @dataclass(slots=True)
 class Followers:
-    """The row that is made of the hidden state at position p lies in slot p + `lead`, 0 or 1.
-    `before(entry)`: the hidden states before a sequence's first row, where these are known."""
+    """The row that is made of the hidden state at position p lies in slot p + `slot_offset`, 0 or
+    1. `before(entry)`: the hidden states before a sequence's first row, where these are known."""
 
-    lead: int
+    slot_offset: int
     block_size: int
     before: Callable[[Entry], list[mx.array]] = lambda entry: []
     live: dict[Seq, Follower] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Followers:
                 live.table = e.seq.table
                 live.step = None
                 live.hidden = self.before(e)
-                live.read = e.start + self.lead - len(live.hidden)
+                live.read = e.start + self.slot_offset - len(live.hidden)
 
     def unread(
         self,
@@ -63,8 +63,8 @@ class Followers:
         runs = []
         for e in drafting:
             live = self.live[e.seq]
-            end = e.start + e.count - 1 + self.lead
-            pending = e.pending and self.lead > 0
+            end = e.start + e.count - 1 + self.slot_offset
+            pending = e.pending and self.slot_offset > 0
             run = Entry(e.seq, live.read, end - live.read, True, pending=pending)
             states = live.hidden
             if e.seq in flying:
@@ -74,7 +74,7 @@ class Followers:
                 live.read = end
                 live.hidden = []
             if e.inflight_drafts and previous and previous.sampled:
-                first = previous.first_row[e.seq] + self.lead
+                first = previous.first_row[e.seq] + self.slot_offset
                 run.draft = Draft(previous.sampled.tokens[first : first + e.inflight_drafts])
             if states:
                 runs.append((run, joined(states)))
@@ -99,7 +99,7 @@ class Followers:
             if live.step is step:
                 live.step = None
                 live.hidden = []
-                live.read = end + self.lead
+                live.read = end + self.slot_offset
             else:
                 rows = hidden[first[e] : first[e] + end - e.start]
                 live.hidden.append(rows + 0 if len(hidden) > MAX_LAG else rows)  # a slice pins all
@@ -111,7 +111,8 @@ class Followers:
                 rows = joined(live.hidden)
                 due.append((Entry(owner, live.read, lag, False), rows[:lag]))
                 live.read = end
-                live.hidden = [rows[lag:] + 0] if self.lead else []  # a slice would pin the step
+                # A slice would pin the step.
+                live.hidden = [rows[lag:] + 0] if self.slot_offset else []
                 mx.async_eval(live.hidden)
             if ends:
                 live.table = None  # its blocks may be another's from the next plan on

@@ -20,8 +20,8 @@ from mlxspec.types import FINAL_NORM, Entry, Plan, Tap
 @dataclass(slots=True)
 class Rows:
     """Runs of rows that a head reads, one for each entry: tokens int32 [T] and what `prepare` made
-    of the target's hidden states [T, D], those `lead` positions before. Where drafts are in flight,
-    a run has the rows of all samples, of which one is of the newest token."""
+    of the target's hidden states [T, D], those `slot_offset` positions before. Where drafts are in
+    flight, a run has the rows of all samples, of which one is of the newest token."""
 
     entries: Sequence[Entry]
     tokens: mx.array
@@ -78,29 +78,29 @@ class Pass:
         mx.async_eval(out if len(out) else [pool.flatten()[:1] + 0 for pool in pools])
 
 
-def as_it_is(hidden: mx.array) -> mx.array:
+def unchanged(hidden: mx.array) -> mx.array:
     return hidden
 
 
 @dataclass(slots=True)
 class HeadModel:
-    """A loaded head. `drafts` says how it works. `prepare` makes what it reads of the target's
+    """A loaded head. `pass_type` says how it works. `prepare` makes what it reads of the target's
     `taps` side by side, [T, width]; `embed` and `lm_head` are those that it drafts with, as a rule
     the target's own.
 
     It has K and V of its own in `kv_layers` layers, whose row in slot p is made of the hidden state
-    at p - `lead`, 0 or 1. `depth`: tokens that it drafts at most. `tries_taps`: whether it reads
-    the hidden state before or after the final norm is to be tried."""
+    at p - `slot_offset`, 0 or 1. `depth`: tokens that it drafts at most. `tries_taps`: whether it
+    reads the hidden state before or after the final norm is to be tried."""
 
     name: str
-    drafts: type[Pass]
+    pass_type: type[Pass]
     module: Any
     embed: Callable[[mx.array], mx.array]
     lm_head: Callable[[mx.array], mx.array]
     width: int
     taps: tuple[Tap, ...] = (FINAL_NORM,)
-    prepare: Callable[[mx.array], mx.array] = as_it_is
+    prepare: Callable[[mx.array], mx.array] = unchanged
     kv_layers: int = 1
-    lead: int = 1
+    slot_offset: int = 1
     depth: int = MAX_DEPTH
     tries_taps: bool = False

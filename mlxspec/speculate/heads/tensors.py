@@ -41,7 +41,7 @@ def load_tensors(
     module.eval()
 
 
-def add_ends(
+def add_embedding_and_lm_head(
     module: nn.Module,
     tensors: dict[str, mx.array],
     size: int,
@@ -53,7 +53,7 @@ def add_ends(
         module.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
 
 
-def ends_of(module: nn.Module, target: nn.Module) -> tuple[Any, Any]:
+def embedding_and_lm_head_of(module: nn.Module, target: nn.Module) -> tuple[Any, Any]:
     """The embedding and the lm_head that a head drafts with: its own, or the target's."""
     embed, lm_head = embedding_and_lm_head(target)
     return module.get("embed_tokens", embed), module.get("lm_head", lm_head)

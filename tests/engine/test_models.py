@@ -560,6 +560,7 @@ def test_an_unload_frees_memory(smollm2: Path, tmp_path: Path) -> None:
     start = partial(load_engine, smollm2, "a", config)
     made = ModelManager([ModelSlot(start, replace(INFO, name="a"))])
     seen: list[tuple[int, int]] = []
+    gc.collect()  # models of other tests
     before = (mx.get_active_memory(), rss())
     made.launch()
     size = made.slots[0].info.weight_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.model.batch import fill_view, sampled_rows
+from mlxspec.model.batch import fill_view
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import decoder_layers, trunk_of
@@ -105,7 +105,7 @@ class AssistantPass(Pass):
         tokens: mx.array,
         shift: mx.array | None,
     ) -> NextLogits:
-        hidden = rows.hidden[sampled_rows(rows.entries)[rows.newest(shift)]]
+        hidden = rows.newest_hidden(shift)
         newest = [replace(e, start=e.start - 1) for e in drafting]  # with keys and values
         pages = [self._lent(each) for each in self.read_from]
 

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.model.batch import sampled_rows
 from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.chain import NextLogits
 from mlxspec.speculate.heads.files import HeadFiles
@@ -55,7 +54,7 @@ class MedusaPass(Pass):
         tokens: mx.array,
         shift: mx.array | None,
     ) -> NextLogits:
-        hidden = rows.hidden[sampled_rows(rows.entries)[rows.newest(shift)]]
+        hidden = rows.newest_hidden(shift)
         heads = iter(self.head.module.heads)
 
         def next_logits(

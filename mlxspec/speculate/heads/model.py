@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxspec.model import attention
+from mlxspec.model.batch import sampled_rows
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
 from mlxspec.speculate.chain import MAX_DEPTH, NextLogits
@@ -32,6 +33,10 @@ class Rows:
         sampled = [e.sampled for e in self.entries]
         first = mx.array([0, *accumulate(sampled[:-1])])
         return first if shift is None else first + shift
+
+    def newest_hidden(self, shift: mx.array | None) -> mx.array:
+        """[entries, D]: the hidden states of the newest tokens' rows."""
+        return self.hidden[sampled_rows(self.entries)[self.newest(shift)]]
 
 
 class Pass:

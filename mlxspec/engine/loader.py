@@ -82,13 +82,15 @@ def load_engine(
     plan = plan_for(layout.cache_bytes)  # with what the layouts really keep
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
     facts = versions() | {"kept": kept}  # what a KV block depends on, beside its tokens
-    engine = _build(model, layout, plan, context, fingerprint(path, facts), config)
+    identity = fingerprint(path, facts)
+    engine = _build(model, layout, plan, context, identity, config)
     _warm_up(engine, config)
     if config.speculate == "on":
         add_drafters(engine, cache, drafting, config)
     cache.save(file)
     if config.disk_bytes and layout.sharing:
-        identity = fingerprint(path, facts | drafting.facts)
+        if drafting.facts:
+            identity = fingerprint(path, facts | drafting.facts)
         disk = DiskCache(prompts_of(config), identity, config.disk_bytes, name)
         offloader = KVOffloader(disk, engine.scheduler.kv, Transfer(engine.runner))
         engine.offloader = engine.scheduler.offloader = offloader

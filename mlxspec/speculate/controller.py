@@ -6,7 +6,6 @@ temperature or a large batch need no rule of their own: they lower a rate or rai
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -115,21 +114,8 @@ class Costs:
         context: float,
         mode: str,
     ) -> float:
-        """Seconds of a step with `rows` rows: the curve's last, without the others."""
-        short, long = self.contexts
-        position = max(0, context - short) / max(1, long - short)
-        known = self.rows
-        i = min(bisect_left(known, rows, 1), len(known) - 1)
-        before, after = (
-            self.measured[0][j] + position * (self.measured[1][j] - self.measured[0][j])
-            for j in (i - 1, i)
-        )
-        rise = (after - before) / (known[i] - known[i - 1])
-        if rows > known[i]:
-            seconds = after + max(0.0, rise) * (rows - known[i])
-        else:
-            seconds = before + rise * (rows - known[i - 1])
-        return max(1e-9, seconds) * self.factors.get(mode, 1.0)
+        """Seconds of a step with `rows` rows."""
+        return float(self.curve(rows, context, mode)[-1])
 
     def learn(
         self,

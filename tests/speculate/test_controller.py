@@ -56,15 +56,6 @@ def test_costs_lie_between_what_was_measured_and_go_on_behind_it() -> None:
     assert (falling.curve(4, 50, "exact") > 0).all()
 
 
-@pytest.mark.parametrize("measured", [(1.0, 1.4, 3.0), (1.0, 1.2, 1.1)], ids=["rising", "falling"])
-def test_a_steps_cost_is_its_curves_last(measured: tuple[float, ...]) -> None:
-    costs = Costs((64, 1024), (1, 4, 16), (measured, tuple(2 * x for x in measured)))
-    for rows in (1, 2, 4, 5, 16, 17, 40):
-        for context in (10, 64, 500, 5000):
-            curve = costs.curve(rows, context, "exact")
-            assert costs.step(rows, context, "exact") == pytest.approx(curve[-1], rel=1e-12)
-
-
 @given(st.floats(0.05, 20), st.integers(1, 20), st.integers(1, 2000))
 def test_costs_follow_what_steps_take_each_way_apart(truth: float, rows: int, context: int) -> None:
     costs = table(curve(0.1, 0.01))

@@ -21,13 +21,10 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
     IGNORED,
     Vocabulary,
-    add_embedding_and_lm_head,
     check_taps,
-    embedding_and_lm_head_of,
     flat_config,
-    load_tensors,
+    load_module,
     mask_of,
-    vocabulary_of,
 )
 from mlxspec.types import UnsupportedModel
 
@@ -275,13 +272,11 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     check_taps(files, taps, has)
     tensors = {_named(name): x for name, x in files.tensors.items()}
     size = config["hidden_size"]
-    add_embedding_and_lm_head(module, tensors, size)
     # What a confidence head says of a draft comes too late for it: see NOTES.md.
     ignored = *IGNORED, "confidence_head"
-    load_tensors(files, module, {n: x for n, x in tensors.items() if not n.startswith(ignored)})
-    embed, lm_head = embedding_and_lm_head_of(module, target)
+    tensors = {name: x for name, x in tensors.items() if not name.startswith(ignored)}
+    embed, lm_head, module.vocabulary = load_module(files, module, tensors, size, target)
     mask_of(files, config, embed)
-    module.vocabulary = vocabulary_of(files, module, lm_head, size, target)
     scale = getattr(trunk_of(target), "embed_scale", 1)
     if scale != 1 and "embed_tokens" not in module:
         embed = scaled(embed, scale)

@@ -20,13 +20,10 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.heads.tensors import (
     IGNORED,
     Vocabulary,
-    add_embedding_and_lm_head,
     check_taps,
-    embedding_and_lm_head_of,
     flat_config,
-    load_tensors,
+    load_module,
     mask_of,
-    vocabulary_of,
 )
 from mlxspec.types import Tap
 
@@ -136,10 +133,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     own = config.get("embed_requires_grad", parallel) or size != width
     ignored = IGNORED if own else (*IGNORED, "embed_tokens.")
     tensors = {name: x for name, x in tensors.items() if not name.startswith(ignored)}
-    add_embedding_and_lm_head(module, tensors, size)
-    load_tensors(files, module, tensors)
-    embed, lm_head = embedding_and_lm_head_of(module, target)
-    vocabulary = vocabulary_of(files, module, lm_head, size, target)
+    embed, lm_head, vocabulary = load_module(files, module, tensors, size, target)
     logits = Logits(module.normed, lm_head, vocabulary)
     if parallel:
         module.mask = mask_of(files, config, embed)

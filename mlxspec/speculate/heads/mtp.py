@@ -15,12 +15,7 @@ from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.chained import ChainedPass
 from mlxspec.speculate.heads.files import HeadFiles
 from mlxspec.speculate.heads.model import HeadModel
-from mlxspec.speculate.heads.tensors import (
-    add_embedding_and_lm_head,
-    embedding_and_lm_head_of,
-    load_tensors,
-    vocabulary_of,
-)
+from mlxspec.speculate.heads.tensors import load_module
 from mlxspec.types import UnsupportedModel
 
 # Norms are zero-centred (w - 1 is stored) iff the larger mean of the norms of queries and keys is
@@ -86,10 +81,7 @@ def build(
     """The head of these decoder layers with `tensors` as its weights, which may be an embedding and
     lm_head of its own. Raises UnsupportedModel."""
     module = MTP(layers, args.hidden_size, args.rms_norm_eps)
-    add_embedding_and_lm_head(module, tensors, args.hidden_size)
-    load_tensors(files, module, tensors)
-    embed, lm_head = embedding_and_lm_head_of(module, target)
-    vocabulary_of(files, module, lm_head, args.hidden_size, target)
+    embed, lm_head, _ = load_module(files, module, tensors, args.hidden_size, target)
     return HeadModel(
         "mtp",
         ChainedPass,

@@ -41,22 +41,25 @@ def load_tensors(
     module.eval()
 
 
-def add_embedding_and_lm_head(
+def load_module(
+    files: HeadFiles,
     module: nn.Module,
     tensors: dict[str, mx.array],
     size: int,
-) -> None:
-    """Give a module the embedding and the lm_head that its tensors hold."""
+    target: nn.Module,
+) -> tuple[Any, Any, "Vocabulary"]:
+    """As `load_tensors`, also an embedding and an lm_head where the tensors hold them. Returns
+    those that the head drafts with, its own or the target's, and what its logits stand for. `size`
+    is that of its hidden states."""
     if "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(len(tensors["embed_tokens.weight"]), size)
     if "lm_head.weight" in tensors:
         module.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
-
-
-def embedding_and_lm_head_of(module: nn.Module, target: nn.Module) -> tuple[Any, Any]:
-    """The embedding and the lm_head that a head drafts with: its own, or the target's."""
+    load_tensors(files, module, tensors)
     embed, lm_head = embedding_and_lm_head(target)
-    return module.get("embed_tokens", embed), module.get("lm_head", lm_head)
+    lm_head = module.get("lm_head", lm_head)
+    vocabulary = vocabulary_of(files, module, lm_head, size, target)
+    return module.get("embed_tokens", embed), lm_head, vocabulary
 
 
 def check_taps(

@@ -139,17 +139,19 @@ def stored_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 # ---- the directory
 
 
+@dataclass
 class DiskCache:
     """One model's runs: `<root>/<fingerprint>/<last key in hex>.safetensors`. `model` is its name.
 
     `limit` bytes are for all models under `root`; the least recently used file, by mtime, goes
     first. Methods are for the engine thread; only `flush` and `close` wait."""
 
-    def __init__(self, root: Path, fingerprint: str, limit: int, model: str = "") -> None:
-        self.root = root
-        self.fingerprint = fingerprint
-        self.limit = limit
-        self.model = model
+    root: Path
+    fingerprint: str
+    limit: int
+    model: str = ""
+
+    def __post_init__(self) -> None:
         self._submitted = 0  # bytes, counted by the caller's thread
         self._done = 0  # of these, counted by the writer's
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will

@@ -78,24 +78,21 @@ class PrefixMatch:
     known: int = 0
 
 
+@dataclass
 class KVCacheManager:
     """`pool` is that of full attention; `states` is there if the model has recurrent layers.
 
     `groups` and `pools` are all of them: full attention first, then the windows."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        windows: Sequence[Window] = (),
-        states: StateCache | None = None,
-    ) -> None:
-        self.pool = pool
-        self.block_size = pool.block_size
-        self.windows = windows
-        self.states = states
-        # A hit leaves one token more to compute, whose blocks hold what a head keeps of it.
-        self.rereads = False
-        self.groups = [Window(FULL_ATTENTION, pool), *windows]
+    pool: BlockPool
+    windows: Sequence[Window]
+    states: StateCache | None
+    # A hit leaves one token more to compute, whose blocks hold what a head keeps of it.
+    rereads: bool = False
+
+    def __post_init__(self) -> None:
+        self.block_size = self.pool.block_size
+        self.groups = [Window(FULL_ATTENTION, self.pool), *self.windows]
         self.pools = [group.pool for group in self.groups]
 
     @property

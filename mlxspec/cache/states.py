@@ -6,22 +6,22 @@ tokens after it. The number of states is bounded; the least recently used is evi
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 StateKey = tuple[bytes, tuple[int, ...]]  # the hash of the last full block, the tokens after it
 
 
+@dataclass(slots=True)
 class StateCache:
     """Up to `capacity` states. A long prompt leaves one every `stride` blocks; `copy` gives a state
     memory of its own, so that it keeps no larger buffer alive. Engine thread only."""
 
-    def __init__(
-        self, capacity: int, stride: int, copy: Callable[[Any], Any] = lambda state: state
-    ) -> None:
-        self.capacity = capacity
-        self.stride = stride
-        self.copy = copy
-        self._states: OrderedDict[StateKey, Any] = OrderedDict()  # least recently used first
+    capacity: int
+    stride: int
+    copy: Callable[[Any], Any] = lambda state: state
+    # Least recently used first.
+    _states: OrderedDict[StateKey, Any] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self._states)

@@ -4,6 +4,7 @@ Rule: nothing is computed or kept for a hidden state that no drafter asked for.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -56,19 +57,14 @@ def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
     return embed, found[0].get("lm_head") or embed.as_linear
 
 
+@dataclass(eq=False)
 class TappedLayer:
     """Stands in for a decoder layer, or for the trunk: puts its output [B, L, D] into the view
     where `tap` is asked for. All else is looked up on the inner module."""
 
-    def __init__(
-        self,
-        inner: Module,
-        tap: Tap,
-        view: View,
-    ) -> None:
-        self._inner = inner
-        self._tap = tap
-        self._view = view
+    _inner: Module
+    _tap: Tap
+    _view: View
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._inner(*args, **kwargs)

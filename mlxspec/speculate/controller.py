@@ -136,20 +136,18 @@ def corrected(ratio: float) -> float:
     return 1 + CORRECTION * change
 
 
+@dataclass
 class Controller:
     """Decides from measured `costs` and learned rates; `prior(key)` is the rate of a key that was
     never tried. `padded`: in a step, all sequences have as many rows as the longest draft."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        prior: Callable[[Key], float],
-        padded: bool = False,
-    ) -> None:
-        self.costs = costs
-        self.rate = AcceptanceRate(prior)
+    costs: Costs
+    prior: Callable[[Key], float]
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        self.rate = AcceptanceRate(self.prior)
         self.overall = cache(self.rate.of)  # until the next round is learned
-        self.padded = padded
 
     def begin(self) -> AcceptanceRate:
         """The rates of a sequence, which start from those of all."""

@@ -7,6 +7,7 @@ parked, and probed now and then.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mlxspec.model.batch import Step
@@ -26,27 +27,25 @@ FIRST_TOKEN = 0.6
 LIKELIEST = 0.75  # of a head's likeliest tokens, which are tried unless drawn ones do better
 
 
+@dataclass
 class Proposer:
     """Holds the drafters and one controller. `costs` are those of the target's steps; `depth`:
     models and heads always draft so many tokens, and nothing else drafts; 0: what pays. `padded`:
     the other sequences' rows are padded to the longest draft, which is limited then."""
 
-    def __init__(
-        self,
-        costs: Costs,
-        drafters: list[Drafter],
-        depth: int = 0,
-        padded: bool = False,
-    ) -> None:
-        self.costs = costs
-        self.drafters = drafters
-        self.max_depth = MAX_PADDED_DEPTH if padded else MAX_DEPTH
-        self.depth = depth
-        self.control = Controller(costs, self._prior, padded)
+    costs: Costs
+    drafters: list[Drafter]
+    depth: int = 0
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        self.max_depth = MAX_PADDED_DEPTH if self.padded else MAX_DEPTH
+        self.control = Controller(self.costs, self._prior, self.padded)
         self._stats: dict[Seq, AcceptanceRate] = {}
         self._chosen: dict[Seq, Proposal] = {}
         self._asked: dict[Seq, list[Proposal]] = {}  # until a step is read or drafted for
-        self._by_name = {drafter.name: drafter for drafter in drafters}  # also those that failed
+        # Also those that failed.
+        self._by_name = {drafter.name: drafter for drafter in self.drafters}
 
     def begin(self, seq: Seq) -> None:
         self._stats[seq] = self.control.begin()
@@ -196,7 +195,7 @@ class Proposer:
         if any(e.count > 1 for e in plan):
             return
         rows = sum(e.rows for e in plan)
-        if self.control.padded:
+        if self.padded:
             rows = len(plan) * max(e.rows for e in plan)
         context = sum(e.end for e in plan)
         mode = "overlap" if step.overlaps else "exact"

@@ -146,16 +146,17 @@ class Vocabulary:
         return f"start: {think} @answer"
 
 
+@dataclass(slots=True)
 class GrammarMatcher:
-    """The matcher of one answer. `compile_again` compiles its grammar once more."""
+    """The matcher of one answer. `_compile_again` compiles its grammar once more."""
 
-    def __init__(
-        self, inner: LLMatcher, compile_again: Callable[[], LLMatcher], vocabulary: Vocabulary
-    ) -> None:
-        self._inner, self._compile_again, self._vocabulary = inner, compile_again, vocabulary
-        self._consumed: list[int] = []
-        self._restarts = self._slow = 0
-        self._drafts = True  # until one fails or is slow: plain decoding may never meet that
+    _inner: LLMatcher
+    _compile_again: Callable[[], LLMatcher]
+    _vocabulary: Vocabulary
+    _consumed: list[int] = field(default_factory=list)
+    _restarts: int = 0
+    _slow: int = 0
+    _drafts: bool = True  # until one fails or is slow: plain decoding may never meet that
 
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """The masks of the next token and of those after each drafted token that is allowed:

@@ -33,8 +33,6 @@ from mlxspec.server.state import Model, ServerState, report, run_on_text_thread,
 from mlxspec.text.chat import Tokenizer, conversation_of, render
 from mlxspec.types import Served
 
-ANTHROPIC_HEADER = "anthropic-version"  # sent by all of Anthropic's clients
-
 
 def create_app(
     worker: Worker,
@@ -104,31 +102,35 @@ async def prometheus(http: HttpRequest) -> Response:
 
 
 async def models(http: HttpRequest) -> Response:
-    """In Anthropic's format for its clients, else in OpenAI's."""
-    served = http.app.state.server.worker.models().values()
-    if ANTHROPIC_HEADER in http.headers:
-        return JSONResponse(anthropic.models_of(one.info for one in served))
-    return JSONResponse({"object": "list", "data": [_model(one) for one in served]})
+    """OpenAI's list and Anthropic's in one."""
+    data = list(map(_model, http.app.state.server.worker.models().values()))
+    found = {"object": "list", "data": data, "has_more": False}
+    return JSONResponse({**found, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
 
 
 async def model(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
-    served = state.worker.models()[state.resolve_name(http.path_params["name"])]
-    if ANTHROPIC_HEADER in http.headers:
-        return JSONResponse(anthropic.model_of(served.info))
-    return JSONResponse(_model(served))
+    name = state.resolve_name(http.path_params["name"])
+    return JSONResponse(_model(state.worker.models()[name]))
 
 
 def _model(served: Served) -> Json:
-    """OpenAI's model object, with the context under vLLM's name too, and the model's status."""
+    """OpenAI's model object and Anthropic's in one, with the context under vLLM's name too, and the
+    model's status."""
     info = served.info
     body = {
         "id": info.name,
         "object": "model",
+        "type": "model",
+        "display_name": info.name,
         "created": info.created,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created)),
         "owned_by": "mlxspec",
+        "lifecycle": "active",
         "context_window": info.context,
         "max_model_len": info.context,
+        "max_input_tokens": info.context,
+        "max_tokens": info.context,
         "status": served.status,
         "pinned": served.pinned,
         "weight_bytes": info.weight_bytes,

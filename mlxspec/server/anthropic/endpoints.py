@@ -1,8 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens, and Anthropic's form of the models."""
+"""POST /v1/messages and /v1/messages/count_tokens."""
 
 import secrets
-import time
-from collections.abc import Iterable
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -17,10 +15,8 @@ from mlxspec.server.chat_request import (
     render_prompt,
     template_options,
 )
-from mlxspec.server.errors import Json
 from mlxspec.server.state import Model, report, run_on_text_thread
 from mlxspec.text.messages import TooLong
-from mlxspec.types import ModelInfo
 
 THINKING = {"enabled": True, "disabled": False}  # other values leave it to the template
 
@@ -58,22 +54,3 @@ def _request(body: Prompt) -> ChatRequest:
         body.functions(deferred=True),
         template_options(None, enable_thinking=thinking),
     )
-
-
-def model_of(info: ModelInfo) -> Json:
-    """Anthropic's model object; it has the context window also as `context_window`."""
-    return {
-        "type": "model",
-        "id": info.name,
-        "display_name": info.name,
-        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(info.created)),
-        "lifecycle": "active",
-        "max_input_tokens": info.context,
-        "max_tokens": info.context,
-        "context_window": info.context,
-    }
-
-
-def models_of(infos: Iterable[ModelInfo]) -> Json:
-    made = [model_of(info) for info in infos]
-    return {"data": made, "has_more": False, "first_id": made[0]["id"], "last_id": made[-1]["id"]}

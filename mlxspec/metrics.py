@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import (
@@ -17,7 +16,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mlxspec.types import Served
+from mlxspec.types import Json, Served
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -123,7 +122,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _values(one: Served) -> dict[str, Any]:
+def _values(one: Served) -> Json:
     """The values of COUNTERS, GAUGES and PROCESS."""
     return asdict(one.stats) | {
         "speculation_parked_seconds": one.stats.parked_seconds,

@@ -11,9 +11,9 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from mlxspec.client import MAX_LINE, ClientError, printable, request
+from mlxspec.types import Json
 
 HELP = "/exit or Ctrl-D ends the chat, /reset starts a new conversation"
 
@@ -23,7 +23,7 @@ def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
     with request(url, api_key, "GET", "/v1/models") as response:
         model = json.load(response)["data"][0]["id"]
     opening = [{"role": "system", "content": system}] if system else []
-    body: dict[str, Any] = {
+    body: Json = {
         "model": model,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -49,7 +49,7 @@ def run(url: str, api_key: str, system: str, temperature: float | None) -> None:
                 _note(f"error: {error}")
 
 
-def answer(url: str, api_key: str, body: dict[str, Any], text: str) -> None:
+def answer(url: str, api_key: str, body: Json, text: str) -> None:
     """Print one answer as it streams, and append both turns to `body["messages"]`. Ctrl-C stops it;
     what came stays in the conversation."""
     messages = [*body["messages"], {"role": "user", "content": text}]
@@ -77,7 +77,7 @@ def answer(url: str, api_key: str, body: dict[str, Any], text: str) -> None:
         _note(f"{tokens} tokens, {rate:.1f} tokens/s, first token after {first:.2f} s")
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(response: http.client.HTTPResponse) -> Iterator[Json]:
     """The JSON events of a stream, which is complete only with its [DONE]."""
     while line := response.readline(MAX_LINE):
         if line.startswith(b"data:"):

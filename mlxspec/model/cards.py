@@ -2,12 +2,12 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlxspec.config import data_dir
-from mlxspec.types import UnsupportedModel, line_of
+from mlxspec.types import Json, UnsupportedModel, line_of
 
 Mode = Literal["fp32", "4bit"]
 C = TypeVar("C", bound=BaseModel)
@@ -34,7 +34,7 @@ class Card(BaseModel):
     title: str
     license: str
     source: WheelFile
-    files: dict[str, dict[str, Any]]
+    files: dict[str, Json]
 
 
 class Head(BaseModel):

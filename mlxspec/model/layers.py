@@ -1,16 +1,15 @@
 """mlx-lm's decoder layers for a head's own config.json."""
 
 import importlib
-from typing import Any
 
 from mlx.nn.layers.base import Module
 
-from mlxspec.types import UnsupportedModel, line_of
+from mlxspec.types import Json, UnsupportedModel, line_of
 
 KINDS = {"llama": "TransformerBlock", "qwen3": "TransformerBlock"}  # model_type -> class
 
 
-def decoder_layer(config: dict[str, Any]) -> Module:
+def decoder_layer(config: Json) -> Module:
     """A layer with random weights. Raises UnsupportedModel."""
     kind = str(config.get("model_type"))
     if kind not in KINDS:

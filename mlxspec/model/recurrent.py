@@ -19,7 +19,7 @@ from mlx import nn
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
-from mlxspec.types import Entry, Plan, Seq, Tap, UnsupportedModel
+from mlxspec.types import Entry, Json, Plan, Seq, Tap, UnsupportedModel
 
 StateArrays = tuple[mx.array, ...]
 # int32 [B], the rows that stand of each sequence, at least 1 -> the batch's state [B, ...] after.
@@ -98,7 +98,7 @@ def _recorded(
     """`update`, which also records how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
 
-    def masked(given: dict[str, Any], rows: mx.array) -> Any:
+    def masked(given: Json, rows: mx.array) -> Any:
         """By its own mask, which leaves the state of the masked rows as it is."""
         length = given[inputs[0]].shape[axis]
         given = given | {"mask": mx.arange(length) < rows[:, None]}
@@ -106,7 +106,7 @@ def _recorded(
             given["lengths"] = rows
         return update(**given)[1]
 
-    def chosen(given: dict[str, Any], rows: mx.array) -> Any:
+    def chosen(given: Json, rows: mx.array) -> Any:
         """For an update without a mask: the state after every row, of which one is chosen."""
         length = given[inputs[0]].shape[axis]
         states = []

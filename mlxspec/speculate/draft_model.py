@@ -8,7 +8,6 @@ bring is taken lazily from it.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -30,6 +29,7 @@ from mlxspec.speculate.controller import Proposal, corrected
 from mlxspec.types import (
     Accepted,
     Entry,
+    Json,
     Plan,
     Seq,
     Tap,
@@ -51,9 +51,7 @@ class SmallModel:
     context: int
 
 
-def fit_small(
-    path: Path, model: Module, config: dict[str, Any], target: LayoutChoice
-) -> SmallModel:
+def fit_small(path: Path, model: Module, config: Json, target: LayoutChoice) -> SmallModel:
     """The loaded model of `path` with its layout. Raises UnsupportedModel where it cannot draft, or
     where `target` cannot roll drafts back."""
     if not target.can_draft:

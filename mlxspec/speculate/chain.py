@@ -9,7 +9,7 @@ from itertools import count
 
 import mlx.core as mx
 
-from mlxspec.model.batch import Step
+from mlxspec.model.batch import Shift, Step
 from mlxspec.model.sampler import SampledRow, sample
 from mlxspec.speculate import Proposals
 from mlxspec.speculate.controller import Proposal, corrected
@@ -20,7 +20,7 @@ MAX_LAG = 32  # tokens that a drafter may fall behind a sequence for which it do
 
 # (sequences that want one more token, each as an entry that ends at its last one; these tokens if
 # they were drafted, int32 [n]; the shift of the entries) -> logits [n, vocab]
-NextLogits = Callable[[Plan, mx.array | None, mx.array | None], mx.array]
+NextLogits = Callable[[Plan, mx.array | None, Shift], mx.array]
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def deepest_first(plan: Plan, chosen: Proposals) -> list[Entry]:
     return drafting
 
 
-def shift_after(previous: Step | None, entries: Plan) -> mx.array | None:
+def shift_after(previous: Step | None, entries: Plan) -> Shift:
     """int32 [entries]: the shift of entries by drafts in flight in `previous`; None: all are 0."""
     if previous is None or not any(e.inflight_drafts for e in entries):
         return None
@@ -104,7 +104,7 @@ def fill_drafts(
     drafting: Sequence[Entry],
     chosen: Proposals,
     source: str,
-    shift: mx.array | None,
+    shift: Shift,
     next_logits: NextLogits,
 ) -> None:
     """Fill the drafts of entries, the deepest first, of which each further pass has the first.

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlxspec.model.batch import Step, build_inputs, starts_of
+from mlxspec.model.batch import Shift, Step, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import Proposals
@@ -38,8 +38,6 @@ from mlxspec.types import (
 )
 
 CATCH_UP = 256  # rows that it reads in one step, besides a prompt's own
-
-Shift = mx.array | None  # int32 [entries]; see Step.shift_of
 
 
 @dataclass(frozen=True, slots=True)

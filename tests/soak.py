@@ -142,7 +142,7 @@ async def churn(worker: Worker, seconds: float, seen: Seen, tell: Callable[[str]
         if now - told > SAMPLE_S:
             told = now
             seen.sizes.append((now, memory.footprint(), meter.arrays(), mx.get_active_memory()))
-            loads = sum(m.loads for m in worker.models().values())
+            loads = sum(m.loads for m in worker.models.values())
             size = seen.sizes[-1][1] >> 20
             tell(f"{now:5.0f} s  {seen.counts['answered']} answered, {loads} loads, {size} MiB")
     seen.wrong += [repr(e) for e in await asyncio.gather(*running, return_exceptions=True) if e]
@@ -156,7 +156,7 @@ def soak(seconds: float, tell: Callable[[str], None] = lambda line: None) -> See
         worker.launch()
         asyncio.run(churn(worker, seconds, seen, tell))
         stats = tiny.stats(worker)
-        seen.counts.update(loads=sum(m.loads for m in worker.models().values()))
+        seen.counts.update(loads=sum(m.loads for m in worker.models.values()))
         seen.counts.update(
             preemptions=stats.preemptions, cached=stats.cached_tokens, steps=stats.steps
         )

@@ -192,7 +192,7 @@ class Plain:
 def stats(worker: Any) -> Stats:
     """Of all models of a worker together; what is not a number is left out."""
     merged: dict[str, Any] = {}
-    for served in worker.models().values():
+    for served in worker.models.values():
         for name, value in asdict(served.stats).items():
             if isinstance(value, int):
                 merged[name] = merged.get(name, 0) + value

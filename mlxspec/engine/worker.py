@@ -94,12 +94,12 @@ class Worker:
         self._limit = max_sequences + max_queue
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._inbox: SimpleQueue[Order] = SimpleQueue()
-        self._stopping = self._draining = False
+        self._stopping = self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, OutputStream] = {}  # on the loop's thread
         self._started: Future[None] = Future()
         self._error: BaseException | None = None
-        self._models: Mapping[str, Served] = {}
+        self.models: Mapping[str, Served] = {}  # by name, the default first
         self._busy = False
         self._progress = time.monotonic()
 
@@ -119,11 +119,7 @@ class Worker:
     @property
     def info(self) -> ModelInfo:
         """The default model's."""
-        return next(iter(self._models.values())).info
-
-    def models(self) -> Mapping[str, Served]:
-        """All models by name, the default first."""
-        return self._models
+        return next(iter(self.models.values())).info
 
     def loading(self) -> str:
         """The model being loaded, while all others wait; or ""."""
@@ -135,9 +131,6 @@ class Worker:
     def stalled(self) -> float:
         """Seconds since the engine last finished a step while it had work; 0.0 when idle."""
         return time.monotonic() - self._progress if self._busy else 0.0
-
-    def draining(self) -> bool:
-        return self._draining
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one choice, before the next step; unknown ids do nothing."""
@@ -182,7 +175,7 @@ class Worker:
 
     @property
     def _closed(self) -> bool:
-        return self._stopping or self._draining or not self.alive()
+        return self._stopping or self.draining or not self.alive()
 
     async def load(self, name: str, pin: bool | None = None) -> None:
         """Load a model, after the loads that wait already; pin or unpin it unless `pin` is None.
@@ -210,7 +203,7 @@ class Worker:
     async def drain(self, timeout: float) -> None:
         """Admit nothing more; wait until all requests have ended, at most `timeout` seconds, then
         end their streams. The process is expected to stop the engine next."""
-        self._draining = True
+        self.draining = True
         try:
             async with asyncio.timeout(timeout):
                 while self._streams and self.alive():
@@ -295,7 +288,7 @@ class Worker:
     def _publish(self, outputs: list[Output]) -> None:
         """Deliver outputs on the loop's thread, and renew what any thread may read."""
         self._progress = time.monotonic()
-        self._models = self._manager.snapshot()
+        self.models = self._manager.snapshot()
         if outputs:
             self._call_loop(lambda: self._deliver_or_die(outputs))
 

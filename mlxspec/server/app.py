@@ -56,7 +56,9 @@ def create_app(
     )
     name = worker.info.name
     paths = {name: path, **(others or {})}
-    app.state.server = ServerState(worker, config, Metrics(worker.models), paths, verdicts or {})
+    app.state.server = ServerState(
+        worker, config, Metrics(lambda: worker.models), paths, verdicts or {}
+    )
     app.state.server.open(name, tokenizer)
     app.state.responses = Store()
     return app
@@ -86,7 +88,7 @@ async def health(http: HttpRequest) -> Response:
     reason = state.unwell()
     if reason:
         return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-    served = state.worker.models()
+    served = state.worker.models
     running = sum(model.stats.running for model in served.values())
     waiting = sum(model.stats.waiting for model in served.values())
     loaded = [name for name, model in served.items() if model.status == "loaded"]
@@ -103,7 +105,7 @@ async def prometheus(http: HttpRequest) -> Response:
 
 async def models(http: HttpRequest) -> Response:
     """OpenAI's list and Anthropic's in one."""
-    data = list(map(_model, http.app.state.server.worker.models().values()))
+    data = list(map(_model, http.app.state.server.worker.models.values()))
     found = {"object": "list", "data": data, "has_more": False}
     return JSONResponse({**found, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
 
@@ -111,7 +113,7 @@ async def models(http: HttpRequest) -> Response:
 async def model(http: HttpRequest) -> Response:
     state: ServerState = http.app.state.server
     name = state.resolve_name(http.path_params["name"])
-    return JSONResponse(_model(state.worker.models()[name]))
+    return JSONResponse(_model(state.worker.models[name]))
 
 
 def _model(served: Served) -> Json:
@@ -151,7 +153,7 @@ async def unload(http: HttpRequest) -> Response:
     """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
     body, ignored, model = await receive(http, Unload)
     name, server = model.name, model.server
-    if server.worker.models()[name].pinned and not body.force:
+    if server.worker.models[name].pinned and not body.force:
         why = f"{name} is pinned; send force: true, or load it with pin: false"
         raise ApiError(409, why, "model")
     seconds = max(1.0, server.config.drain_s)
@@ -170,7 +172,7 @@ async def _change(
     worker, began = model.server.worker, time.monotonic()
     await while_connected(http.receive, work)
     seconds = round(time.monotonic() - began, 3)
-    body = {**_model(worker.models()[model.name]), "seconds": seconds}
+    body = {**_model(worker.models[model.name]), "seconds": seconds}
     return JSONResponse(body, headers=report(ignored))
 
 

@@ -109,7 +109,7 @@ def _api_error(http: HttpRequest, error: Any) -> ApiError:
         return ApiError(429, why, headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, Dead):
         why = "the engine has stopped; the server's log says why"
-        if http.app.state.server.worker.draining():
+        if http.app.state.server.worker.draining:
             why = "the server is stopping; send the request again in 5 s"
         return ApiError(503, why, headers={"Retry-After": "5"})
     if isinstance(error, HTTPException):  # an unknown path or method

@@ -170,7 +170,7 @@ class Generation:
                 row["rate"] = (row["generated"] - len(self.last)) / seconds
             return row
         # The engine lists each running choice in order; the first one has the prefix match.
-        stats = self.model.server.worker.models()[self.model.name].stats
+        stats = self.model.server.worker.models[self.model.name].stats
         running = dict(reversed(stats.running_requests))
         matched = [running[request.id] for request in self.requests if request.id in running]
         if matched:

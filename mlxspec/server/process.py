@@ -196,7 +196,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     await server.startup([listener])
     listener.listen(BACKLOG)  # uvicorn's is ACCEPTS
-    announce(greeting(config, list(worker.models()), listener.getsockname()[1]))
+    announce(greeting(config, list(worker.models), listener.getsockname()[1]))
     await server.main_loop()
     await server.shutdown([listener])
     return 0 if worker.alive() else 1

@@ -79,7 +79,7 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        return self.server.worker.models()[self.name].info
+        return self.server.worker.models[self.name].info
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class ServerState:
         """Why the server is unhealthy, "" if it is healthy."""
         if not self.worker.alive():
             return "the engine has stopped"
-        if self.worker.draining():
+        if self.worker.draining:
             return "the server is stopping"
         limit = LOADING_S if self.worker.loading() else STALLED_S
         if (seconds := self.worker.stalled()) > limit:
@@ -120,7 +120,7 @@ class ServerState:
         done = asyncio.wrap_future(job)
         try:
             while not (await asyncio.wait((done,), timeout=POLL_S))[0]:
-                if self.worker.draining() or not self.worker.alive():
+                if self.worker.draining or not self.worker.alive():
                     raise Dead
             return done.result()
         finally:
@@ -148,7 +148,7 @@ class ServerState:
     def resolve_name(self, name: str | None) -> str:
         """The served model that `name` means. Names that agents have built in mean the default one.
         Raises ApiError 404."""
-        served = self.worker.models()
+        served = self.worker.models
         if name in served:
             return str(name)
         lenient = self.config.strict_model_names == "off"
@@ -172,7 +172,7 @@ class ServerState:
             path = self.paths[name]
             tokenizer = tokenizer or load_tokenizer(path)
             # Loading the weights may change the vocabulary's size, and masks fit any.
-            grammars = Grammars(tokenizer, self.worker.models()[name].info.vocab)
+            grammars = Grammars(tokenizer, self.worker.models[name].info.vocab)
             defaults = generation_defaults(path)
             self.models[name] = Model(self, name, tokenizer, defaults, grammars)
 

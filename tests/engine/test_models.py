@@ -87,7 +87,7 @@ def right(outputs: list[Output], model: str, name: str, n: int = 8) -> bool:
 
 
 def states(worker: Worker) -> dict[str, str]:
-    return {name: served.status for name, served in worker.models().items()}
+    return {name: served.status for name, served in worker.models.items()}
 
 
 def test_alternating_requests_swap_twice(launched: Any) -> None:
@@ -99,7 +99,7 @@ def test_alternating_requests_swap_twice(launched: Any) -> None:
 
     for (model, name), outputs in zip(names, asyncio.run(main()), strict=True):
         assert right(outputs, model, name), (model, name)
-    served = worker.models()
+    served = worker.models
     assert (served["a"].loads, served["b"].loads) == (2, 1)
     assert states(worker) == {"a": "loaded", "b": "unloaded"}
 
@@ -114,7 +114,7 @@ def test_models_that_fit_share_the_thread(launched: Any) -> None:
     jobs, found = asyncio.run(main())
     assert all(right(o, *job, 20) for job, o in zip(jobs, found, strict=True))
     assert set(states(worker).values()) == {"loaded"}
-    each = [served.stats for served in worker.models().values()]
+    each = [served.stats for served in worker.models.values()]
     assert [s.generated_tokens for s in each] == [60] * 3 and tiny.stats(
         worker
     ).generated_tokens == 180
@@ -150,8 +150,8 @@ def test_later_requests_wait_behind_a_load(launched: Any) -> None:
         return ended
 
     assert asyncio.run(main()) == ["long", "swap", "late"]
-    assert {name: served.loads for name, served in worker.models().items()} == {"a": 2, "b": 1}
-    total_of_a = worker.models()["a"].stats
+    assert {name: served.loads for name, served in worker.models.items()} == {"a": 2, "b": 1}
+    total_of_a = worker.models["a"].stats
     assert total_of_a.generated_tokens == 62 and total_of_a.running == 0  # counted across the swap
 
 
@@ -183,7 +183,7 @@ def test_a_failed_load_is_reported(launched: Any) -> None:
         assert right(await collect(good), "a", "good", 40)
 
     asyncio.run(main())
-    assert worker.alive() and "broken" in worker.models()["b"].error
+    assert worker.alive() and "broken" in worker.models["b"].error
 
 
 def test_a_model_that_cannot_fit_evicts_nobody(launched: Any) -> None:
@@ -224,9 +224,7 @@ def test_an_unloaded_model_reports_process_stats(launched: Any) -> None:
     worker = launched("a", 1)
     asyncio.run(worker.unload("a"))
     assert states(worker) == {"a": "unloaded"}
-    assert (
-        worker.models()["a"].stats.live_arrays > 0 and worker.models()["a"].stats.blocks_free == 0
-    )
+    assert worker.models["a"].stats.live_arrays > 0 and worker.models["a"].stats.blocks_free == 0
 
 
 def test_lru_eviction_spares_pinned_models(launched: Any) -> None:

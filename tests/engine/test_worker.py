@@ -226,9 +226,9 @@ def test_health_is_progress(worker: Worker) -> None:
 def test_drain_waits_then_aborts(worker: Worker) -> None:
     async def main():
         short = worker.submit(tiny.request("short", [1], 5))
-        assert not worker.draining()
+        assert not worker.draining
         await worker.drain(30)
-        assert worker.draining()
+        assert worker.draining
         with pytest.raises(Dead):
             worker.submit(tiny.request("late", [1], 5))
         return await collect(short)

@@ -155,6 +155,7 @@ class Scripted:
         self.aborted.append((request_id, index))
         self.changed.set()
 
+    @property
     def models(self) -> dict[str, Served]:
         return {s.info.name: s for s in (Served(self.info, stats=self.stats()), *self.others)}
 
@@ -194,6 +195,7 @@ class Scripted:
     def stalled(self) -> float:
         return self.silent
 
+    @property
     def draining(self) -> bool:
         return self.ending
 

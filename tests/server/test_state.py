@@ -93,7 +93,7 @@ async def test_text_work_fails_when_the_engine_stops(
     gate = threading.Event()
     waiting = [asyncio.ensure_future(state.on_text_thread(gate.wait, 10)) for _ in range(2)]
     await asyncio.sleep(0.1)
-    monkeypatch.setattr(type(state.worker), "draining", lambda self: True)
+    monkeypatch.setattr(type(state.worker), "draining", property(lambda self: True))
     for job in waiting:
         with pytest.raises(Dead):
             await asyncio.wait_for(job, 2)

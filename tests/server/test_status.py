@@ -160,7 +160,7 @@ def test_the_states(state: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setattr(engine, "stats", lambda self: stats)
         if state == "asleep":
             served = {"tiny": Served(INFO, "unloaded", stats)}
-            monkeypatch.setattr(engine, "models", lambda self: served)
+            monkeypatch.setattr(engine, "models", property(lambda self: served))
         found = status.get_status(url)
         assert found.state == state
         assert (run("status", "--url", url).exit_code == 0) == (state != "unwell")

@@ -79,7 +79,7 @@ async def _feed(server: ServerState) -> AsyncIterator[bytes]:
     try:
         while True:
             yield event(snapshot(server))
-            if server.worker.draining() or not server.worker.alive():
+            if server.worker.draining or not server.worker.alive():
                 return
             await asyncio.sleep(TICK_S)
     finally:
@@ -88,7 +88,7 @@ async def _feed(server: ServerState) -> AsyncIterator[bytes]:
 
 def snapshot(server: ServerState) -> Json:
     """All that the page shows: counters since the start, bytes, seconds of the monotonic clock."""
-    worker, models = server.worker, list(server.worker.models().values())
+    worker, models = server.worker, list(server.worker.models.values())
     process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
     kernels = [
         {**asdict(verdict), "name": name, "gains": sorted(verdict.gains.items())}

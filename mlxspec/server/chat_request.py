@@ -10,12 +10,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
-from starlette.requests import Request as HttpRequest
-from starlette.types import ASGIApp
-
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Generation
-from mlxspec.server.state import Model, run_on_text_thread
+from mlxspec.server.state import Model
 from mlxspec.server.stream import Choice, ResponseWriter, message
 from mlxspec.text.chat import (
     Conversation,
@@ -68,17 +65,10 @@ class ChatRequest:
     arrived: float = field(default_factory=time.monotonic)
 
 
-async def chat_response(
-    http: HttpRequest, model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
-) -> ASGIApp:
-    """The response to `chat`. Raises ApiError."""
-    return await run_on_text_thread(http, _chat_generation, model, chat, writer, ignored)
-
-
-def _chat_generation(
+def chat_generation(
     model: Model, chat: ChatRequest, writer: ResponseWriter, ignored: list[str]
 ) -> Generation:
-    """On the text thread. Raises RejectedRequest and ApiError."""
+    """The response to `chat`, on the text thread. Raises RejectedRequest and ApiError."""
     body, name, grammars = chat.body, writer.id, model.grammars
     talk, prompt = render_prompt(model, chat)
     request = engine_request(model, body, name, prompt.ids, chat.source)

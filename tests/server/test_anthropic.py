@@ -282,12 +282,12 @@ async def test_a_schema_for_the_answer_is_passed_on(
 ) -> None:
     asked: list[Any] = []
 
-    async def chat_response(http: Any, model: Any, ask: Any, *rest: Any) -> Any:
+    def chat_generation(model: Any, ask: Any, *rest: Any) -> Any:
         asked.append(ask.body.format)
-        return await real(http, model, ask, *rest)
+        return real(model, ask, *rest)
 
-    real = endpoints.chat_response
-    monkeypatch.setattr(endpoints, "chat_response", chat_response)
+    real = endpoints.chat_generation
+    monkeypatch.setattr(endpoints, "chat_generation", chat_generation)
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     form = {"type": "json_schema", "schema": schema}
     await ask(make(), output_config={"format": form, "effort": "high"}, stream=True, tools=[])

@@ -11,7 +11,7 @@ from mlxspec.server.anthropic.writer import MessageWriter
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import (
     ChatRequest,
-    chat_response,
+    chat_generation,
     render_prompt,
     template_options,
 )
@@ -24,7 +24,7 @@ THINKING = {"enabled": True, "disabled": False}  # other values leave it to the 
 async def messages(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Messages)
     writer = MessageWriter(f"msg_{secrets.token_hex(12)}", model.name)
-    return await chat_response(http, model, _request(body), writer, ignored)
+    return await run_on_text_thread(http, chat_generation, model, _request(body), writer, ignored)
 
 
 async def count_tokens(http: HttpRequest) -> Response:

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import (
     ChatRequest,
-    chat_response,
+    chat_generation,
     encode_prompt,
     engine_request,
     template_options,
@@ -30,7 +30,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
     options = template_options(kwargs, reasoning_effort=effort)
     request = ChatRequest(body, body.messages, body.tools, body.choice, options=options)
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
-    return await chat_response(http, model, request, writer, ignored)
+    return await run_on_text_thread(http, chat_generation, model, request, writer, ignored)
 
 
 async def completions(http: HttpRequest) -> ASGIApp:

@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import Strict, receive, validate, wrong
-from mlxspec.server.chat_request import ChatRequest, chat_response, template_options
+from mlxspec.server.chat_request import ChatRequest, chat_generation, template_options
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
-from mlxspec.server.state import Model
+from mlxspec.server.state import Model, run_on_text_thread
 
 # The `encrypted_content` of reasoning, for clients that only send it back with one.
 NOT_ENCRYPTED = "not encrypted: the summary is all of it"
@@ -65,7 +65,7 @@ async def create(http: HttpRequest) -> ASGIApp:
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
     ignored = list(dict.fromkeys(ignored + tools.ignored + left_out))
-    return await chat_response(http, model, request, writer, ignored)
+    return await run_on_text_thread(http, chat_generation, model, request, writer, ignored)
 
 
 async def stored(http: HttpRequest) -> Response:

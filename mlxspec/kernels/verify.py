@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from mlxspec.config import data_dir
 from mlxspec.files import lock, write_atomic
 from mlxspec.kernels.trial import CALL_LIMIT_S, Case, Verdict, judge
+from mlxspec.progress import Report
 
 log = logging.getLogger("mlxspec")
 
@@ -109,7 +110,7 @@ def missing() -> str:
 def verify(
     cases: Iterable[Case],
     file: VerdictFile,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Report = lambda done, total: None,
 ) -> dict[str, Verdict]:
     """Fill KERNELS for these cases and return their verdicts, within about AT_START_S seconds."""
     todo = {case.name: case for case in cases}
@@ -135,7 +136,7 @@ def verify(
 def _try_all(
     cases: list[Case],
     file: VerdictFile,
-    report: Callable[[int, int], None],
+    report: Report,
 ) -> dict[str, Verdict]:
     """The verdicts of the cases that there is time for, none if another process tries kernels.
     Raises OSError if a trial cannot be recorded."""

@@ -6,12 +6,12 @@ controller corrects it by the steps that follow.
 
 import logging
 import time
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 
 from mlxspec.model.runner import Runner
+from mlxspec.progress import Report
 from mlxspec.speculate.controller import GRID, Costs
 from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Seq
 
@@ -21,8 +21,6 @@ SECONDS = 1.7
 TURNS = 4
 CONTEXTS = (64, 2048)  # tokens; less where the pool is smaller
 MEASURED = CONTEXTS[1] + max(GRID) + 1  # tokens that the blocks of a measurement should hold
-
-Report = Callable[[int, int], None]
 
 
 def calibrate(

@@ -27,7 +27,7 @@ from mlxspec.config import ConfigError, load
 from mlxspec.engine.warmup import WarmupCache
 from mlxspec.kernels.verify import VerdictFile
 from mlxspec.model.layout import CacheBytes, LayoutChoice
-from mlxspec.server import admin
+from mlxspec.server import app
 from mlxspec.server.anthropic import schema as anthropic_schema
 from mlxspec.server.body import MAX_ITEMS, MAX_VALUES, Strict, parse
 from mlxspec.server.errors import ApiError
@@ -47,10 +47,10 @@ from tests.tiny_tokenizer import AGENT, CALLS, THINK, save_tokenizer
 KINDS: dict[type[Strict], dict[str, Any]] = {
     openai_schema.Chat: {"messages": [{"role": "user", "content": "a"}]},
     openai_schema.Completion: {"prompt": "a"},
-    admin.Tokenize: {"prompt": "a"},
-    admin.Detokenize: {},
-    admin.Load: {"model": "a"},
-    admin.Unload: {"model": "a"},
+    app.Tokenize: {"prompt": "a"},
+    app.Detokenize: {},
+    app.Load: {"model": "a"},
+    app.Unload: {"model": "a"},
     anthropic_schema.Messages: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     anthropic_schema.Prompt: {"messages": [{"role": "user", "content": "a"}]},
     responses_schema.Create: {"input": "a"},
@@ -249,7 +249,7 @@ def test_a_body_has_no_more_values_than_a_context_tokens() -> None:
     many = b'{"tokens": [%s65]}' % (b"65," * (MAX_VALUES + 1))
     messages = b'{"messages": [%s]}' % b",".join([b'{"role": "user"}'] * (MAX_ITEMS + 1))
     for kind, data, param in (
-        (admin.Detokenize, many, "body"),
+        (app.Detokenize, many, "body"),
         (openai_schema.Chat, messages, "messages"),
     ):
         with pytest.raises(ApiError) as caught:

@@ -7,8 +7,9 @@ import asyncio
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
@@ -20,12 +21,12 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.server import page
-from mlxspec.server.admin import Detokenize, Load, Tokenize, Unload
 from mlxspec.server.anthropic import endpoints as anthropic
-from mlxspec.server.body import receive
+from mlxspec.server.body import FIRST, Items, Strict, Token, receive
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
 from mlxspec.server.errors import HANDLERS, ApiError, Json, invalid
 from mlxspec.server.openai import endpoints as openai
+from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.responses.store import Store
 from mlxspec.server.security import protect, wants_html
@@ -142,11 +143,21 @@ def _model(served: Served) -> Json:
     return body
 
 
+class Load(Strict):
+    model: str
+    pin: bool | None = None
+
+
 async def load(http: HttpRequest) -> Response:
     """Responds when the model is loaded."""
     body, ignored, model = await receive(http, Load)
     work = model.server.worker.load(model.name, body.pin)
     return await _change(http, model, work, ignored)
+
+
+class Unload(Strict):
+    model: str
+    force: bool = False
 
 
 async def unload(http: HttpRequest) -> Response:
@@ -176,6 +187,22 @@ async def _change(
     return JSONResponse(body, headers=report(ignored))
 
 
+class Tokenize(Strict):
+    """Of a prompt or of messages; `add_special_tokens` belongs to the prompt, what follows it to
+    the messages."""
+
+    unsupported: ClassVar[Json] = RENDERING
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Items, Field(min_length=1)] | None = None
+    tools: Items | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Json | None = None
+
+
 async def tokenize(http: HttpRequest) -> Response:
     """vLLM's POST /tokenize: the ids of a prompt, or of messages as the model would see them."""
     body, ignored, model = await receive(http, Tokenize)
@@ -198,6 +225,11 @@ def _tokens(model: Model, body: Tokenize) -> list[int]:
     talk = conversation_of(body.messages, body.tools, options, model.history)
     prompted, context = body.add_generation_prompt, model.info.context
     return render(model.tokenizer, talk, model.history, prompted, context).ids
+
+
+class Detokenize(Strict):
+    model: str | None = None
+    tokens: Annotated[list[Token], FIRST]
 
 
 async def detokenize(http: HttpRequest) -> Response:

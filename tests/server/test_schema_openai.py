@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.server.admin import Detokenize, Tokenize
+from mlxspec.server.app import Detokenize, Tokenize
 from mlxspec.server.body import parse
 from mlxspec.server.errors import ApiError
 from mlxspec.server.openai.schema import UNSUPPORTED, Chat, Completion

@@ -155,7 +155,7 @@ class Engine:
                 self.spec_metrics.record(e.draft, new.drafts)
             prompt = e.seq.prompt_len - e.start
             self.counters["prompt_tokens"] += max(0, min(e.count, prompt))
-        failures = structured.advance(zip(step.plan, accepted, strict=True))
+        failures = list(structured.advance(zip(step.plan, accepted, strict=True)))
         outputs = self.scheduler.commit(step.plan, accepted)
         self.counters["generated_tokens"] += sum(len(o.tokens) for o in outputs)
         self.proposer.observe(step, accepted, self.step_seconds)

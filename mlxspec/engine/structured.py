@@ -11,12 +11,12 @@ import numpy as np
 
 from mlxspec.types import Accepted, Draft, Entry, Seq
 
-Failures = list[tuple[Seq, Exception]]
+Failures = Iterable[tuple[Seq, Exception]]
 
 
 def mask(plan: Sequence[Entry]) -> Failures:
-    """Fill the masks of the entries that sample under a grammar, and cut their drafts to it."""
-    failed: Failures = []
+    """Fill the masks of the entries that sample under a grammar, and cut their drafts to it; yields
+    what fails."""
     for e in plan:
         if not e.seq.matcher or not e.samples:
             continue
@@ -28,18 +28,15 @@ def mask(plan: Sequence[Entry]) -> Failures:
             allowed = tokens[: len(e.masks) - 1]
             e.draft = Draft(allowed, draft.source, draft.rate_keys)
         except Exception as error:
-            failed.append((e.seq, error))
-    return failed
+            yield e.seq, error
 
 
 def advance(pairs: Iterable[tuple[Entry, Accepted]]) -> Failures:
-    """Advance the grammars over the tokens that were accepted."""
-    failed: Failures = []
+    """Advance the grammars over the tokens that were accepted; yields what fails."""
     for e, new in pairs:
         if not e.seq.matcher or e.seq.finish or new.finish:
             continue
         try:
             e.seq.matcher.take(new.tokens)
         except Exception as error:
-            failed.append((e.seq, error))
-    return failed
+            yield e.seq, error

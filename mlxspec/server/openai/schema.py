@@ -90,6 +90,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = dict[Annotated[Token, Field(strict=False)], Bias]
 Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
+Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]  # alternatives for each token
 
 
 def _few(value: Any) -> Any:
@@ -179,7 +180,7 @@ class Chat(Common):
 
     messages: Annotated[Items, Field(min_length=1)]
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Tops | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Json | None = None
     tools: Items | None = None
@@ -219,7 +220,7 @@ class Completion(Common):
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | str
     )
     echo: bool = False  # an answer begins with its prompt
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Tops | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -31,44 +31,17 @@ MAX_PARTS = 1024
 RENDERING: Json = {
     "continue_final_message": False,
     "add_generation_prompt": True,
-    "chat_template": None,
-    "thinking": None,
-    "enable_thinking": None,
-    "reasoning": None,
-    "system": None,
-    "documents": None,
-    "functions": None,
-    "truncate_prompt_tokens": None,
+    **dict.fromkeys(
+        "chat_template thinking enable_thinking reasoning system documents functions"
+        " truncate_prompt_tokens".split()
+    ),
 }
 NO_EFFECT_UNSET = (
-    "messages",
-    "prompt",
-    "conversation",
-    "tools",
-    "mcp_servers",
-    "container",
-    "suffix",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "top_logprobs",
-    "prompt_logprobs",
-    "output_format",
-    "grammar",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "mirostat",
-    "xtc_probability",
-    "dry_multiplier",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "max_new_tokens",
-    "web_search_options",
-    "adapters",
-)
+    "messages prompt conversation tools mcp_servers container suffix chat_template_kwargs"
+    " reasoning_effort top_logprobs prompt_logprobs output_format grammar guided_json guided_regex"
+    " guided_choice guided_grammar structured_outputs mirostat xtc_probability dry_multiplier"
+    " min_tokens bad_words allowed_token_ids max_new_tokens web_search_options adapters"
+).split()
 # These, and those that would change the answer: of all APIs, where a body does not have the field.
 UNSUPPORTED: Json = {
     **RENDERING,

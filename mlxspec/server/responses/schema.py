@@ -20,29 +20,16 @@ from mlxspec.text.output_parser import Call
 
 # Items of hosted tools of another server. They are left out of the prompt: the messages around them
 # tell their results.
-HOSTED_ITEMS = {
-    "web_search_call",
-    "file_search_call",
-    "image_generation_call",
-    "code_interpreter_call",
-    "mcp_list_tools",
-    "mcp_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "tool_search_call",
-    "tool_search_output",
-}
+HOSTED_ITEMS = frozenset(
+    "web_search_call file_search_call image_generation_call code_interpreter_call mcp_list_tools"
+    " mcp_call mcp_approval_request mcp_approval_response tool_search_call"
+    " tool_search_output".split()
+)
 # Tools that the client's task depends on; other unknown tools are left out.
-HOSTED_TOOLS = {
-    "file_search",
-    "mcp",
-    "code_interpreter",
-    "computer",
-    "computer_use_preview",
-    "local_shell",
-    "shell",
-    "apply_patch",
-}
+HOSTED_TOOLS = frozenset(
+    "file_search mcp code_interpreter computer computer_use_preview local_shell shell"
+    " apply_patch".split()
+)
 GAP = "\n\n"  # between two messages, or two summaries, that become one text
 
 Objects = Annotated[list[Json], FIRST, Field(max_length=MAX_ITEMS)]

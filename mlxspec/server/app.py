@@ -41,10 +41,9 @@ def create_app(
     path: Path,
     config: Config,
     others: Mapping[str, Path] | None = None,
-    verdicts: Json | None = None,
 ) -> Starlette:
     """The server's application. `tokenizer` and the directory `path` are the default model's,
-    `others` the directories of the other models by name, `verdicts` the kernels' verdicts."""
+    `others` the directories of the other models by name."""
     routes = []
     for endpoint, do in ENDPOINTS.items():
         methods, place = endpoint.split()
@@ -57,9 +56,7 @@ def create_app(
     )
     name = worker.info.name
     paths = {name: path, **(others or {})}
-    app.state.server = ServerState(
-        worker, config, Metrics(lambda: worker.models), paths, verdicts or {}
-    )
+    app.state.server = ServerState(worker, config, Metrics(lambda: worker.models), paths)
     app.state.server.open(name, tokenizer)
     app.state.responses = Store()
     return app

@@ -92,7 +92,6 @@ def _load(
     """The application and its engine, with the default model loaded unless `load_on_request`."""
     blas.load()
     from mlxspec.engine.worker import Worker
-    from mlxspec.kernels.verify import KERNELS
     from mlxspec.resolve import make_manager, resolve_models
 
     chosen, *others = resolve_models(config)
@@ -112,7 +111,7 @@ def _load(
 
     _print(f"mlxspec serve {as_flags(config)}")
     paths = {other.name: other.path for other in others}
-    app = create_app(worker, chosen.tokenizer, chosen.path, config, paths, KERNELS.verdicts)
+    app = create_app(worker, chosen.tokenizer, chosen.path, config, paths)
     app.state.server.note = note
     return app, worker
 

@@ -84,14 +84,13 @@ class Model:
 
 @dataclass(slots=True)
 class ServerState:
-    """What the endpoints of one server share. `paths` are the model directories by name, `verdicts`
-    the kernels' verdicts by kernel and shape, `note` a remark for /health, such as safe mode."""
+    """What the endpoints of one server share. `paths` are the model directories by name, `note` a
+    remark for /health, such as safe mode."""
 
     worker: Worker
     config: Config
     metrics: Metrics
     paths: Mapping[str, Path]
-    verdicts: Json = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     listeners: int = 0  # of the page's event stream
     note: str = ""

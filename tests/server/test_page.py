@@ -12,13 +12,12 @@ import httpx
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.kernels.verify import Verdict
+from mlxspec.kernels.verify import KERNELS, Verdict
 from mlxspec.metrics import PROCESS
 from mlxspec.server import page, state
-from mlxspec.server.app import create_app
 from mlxspec.types import Served, Stats
 from tests.server.live import live
-from tests.server.scripted import INFO, Connection, Scripted, Server, server
+from tests.server.scripted import INFO, Connection, Server, server
 
 pytestmark = pytest.mark.anyio
 
@@ -182,7 +181,8 @@ async def test_what_the_page_itself_fetches_may_not_be_framed(make: Make) -> Non
 # ---------------------------------------------------------------------------------------
 
 
-async def test_a_snapshot(make: Make) -> None:
+async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNELS, "verdicts", {})
     bad = '<img src=x onerror="alert(1)">'
     other = Served(replace(INFO, name=bad), "unloaded", pinned=True, error="it does not fit")
     s = make(others=(other,))
@@ -345,13 +345,13 @@ def test_what_runs_comes_first() -> None:
     assert [r["id"] for r in book.rows()] == ["b", "a"] and not book.live
 
 
-async def test_verdicts_of_kernels(tokenizer: Any, model_dir: Path) -> None:
+async def test_verdicts_of_kernels(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "small_qmm 64x64": Verdict("tall", 2, 8, {8: 1.5, 2: 1.2}),
         "accept 320": Verdict(why="slower"),
     }
-    engine = Scripted(tokenizer)
-    s = Server(engine, create_app(engine, tokenizer, model_dir, Config(), verdicts=table))
+    monkeypatch.setattr(KERNELS, "verdicts", table)
+    s = make()
     one, two = (await snapshot(s))["kernels"]
     assert one["name"] == "small_qmm 64x64" and one["gains"] == [[2, 1.2], [8, 1.5]]
     assert (one["way"], one["least"], one["most"], one["why"]) == (

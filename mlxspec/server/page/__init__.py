@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
+from mlxspec.kernels.verify import KERNELS
 from mlxspec.metrics import PROCESS
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.state import ServerState
@@ -92,7 +93,7 @@ def snapshot(server: ServerState) -> Json:
     process = {name: max(getattr(one.stats, name) for one in models) for name in PROCESS}
     kernels = [
         {**asdict(verdict), "name": name, "gains": sorted(verdict.gains.items())}
-        for name, verdict in list(server.verdicts.items())
+        for name, verdict in list(KERNELS.verdicts.items())
     ]
     return {
         "version": __version__,

@@ -9,16 +9,14 @@ symbols. On macOS MLX uses Accelerate and Metal.
 import ctypes
 import functools
 import importlib
-import logging
 import os
 import re
 import resource
 import subprocess
 import sys
 
+from mlxspec import log
 from mlxspec.types import UserError
-
-log = logging.getLogger("mlxspec")
 
 # Debian's and Arch's OpenBLAS; Fedora's with threads; any other. The linker finds them.
 NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")

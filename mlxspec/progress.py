@@ -1,6 +1,5 @@
 """Progress of long work on stderr: a bar on a terminal, elsewhere a log line every two seconds."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress
 
-log = logging.getLogger("mlxspec")
+from mlxspec import log
 
 LOG_S = 2.0  # between two log lines
 

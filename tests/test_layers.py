@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "types": set(),
     "config": {"mlxspec", "types", "files"},
     "files": set(),
-    "progress": set(),
+    "progress": {"mlxspec"},
     "blas": PLAIN,
     "client": PLAIN,
     "metrics": PLAIN,

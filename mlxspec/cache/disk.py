@@ -6,7 +6,6 @@ directory's lock is held for each write, as models and processes share the direc
 """
 
 import json
-import logging
 import os
 import time
 from collections import Counter
@@ -24,9 +23,8 @@ from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from mlxspec import log
 from mlxspec.files import lock, write_atomic
-
-log = logging.getLogger("mlxspec")
 
 FORMAT = "3"
 MAX_QUEUED = 128 << 20  # bytes that wait to be written

@@ -5,7 +5,6 @@ Rule: only a prompt that gains by it waits for the disk. What is restored enters
 content and is found there by the ordinary prefix match; the rest is computed.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from mlxspec import log
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.cache.prefix import Hashes, KVCacheManager, PrefixMatch
 from mlxspec.types import NULL_BLOCK, Seq
-
-log = logging.getLogger("mlxspec")
 
 RUN_BLOCKS, RUN_BYTES = 16, 1 << 24  # of a file, at most; one block at least
 MIN_GAIN = 4  # blocks that a restore must add to what memory has

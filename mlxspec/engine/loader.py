@@ -3,13 +3,13 @@
 Rule: what is derived here is reported once, in ModelInfo, and never decided again.
 """
 
-import logging
 import time
 from functools import partial
 from pathlib import Path
 
 from mlx.nn.layers.base import Module
 
+from mlxspec import log
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.disk import DiskCache, fingerprint
 from mlxspec.cache.offload import KVOffloader
@@ -39,8 +39,6 @@ from mlxspec.model.quantized import kernel_cases
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
-
-log = logging.getLogger("mlxspec")
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
 

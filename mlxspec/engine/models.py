@@ -5,7 +5,6 @@ is to be unloaded finishes its requests and takes no new ones, so no order starv
 """
 
 import gc
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlxspec import log
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.engine.pressure import MemoryMonitor
@@ -29,8 +29,6 @@ from mlxspec.types import (
     UserError,
     line_of,
 )
-
-log = logging.getLogger("mlxspec")
 
 CLOSE_S = 2.0  # for a model's disk cache to finish writing, before the process ends
 UNLOAD_S = 0.5  # likewise, while other models wait

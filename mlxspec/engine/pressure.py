@@ -3,16 +3,14 @@
 Rule: no MLX and no thread of its own.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlxspec import log
 from mlxspec.engine import memory
 from mlxspec.files import format_size
-
-log = logging.getLogger("mlxspec")
 
 NORMAL, WARN, CRITICAL = 0, 1, 2
 LEVELS = ("normal", "short: caches do not grow", "very short: new requests are refused")

@@ -4,13 +4,12 @@ Rule: a cache file is named by a fingerprint of the model's files, the versions,
 settings. A damaged file is ignored.
 """
 
-import logging
 from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from mlxspec import __version__
+from mlxspec import __version__, log
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.files import write_atomic
@@ -19,8 +18,6 @@ from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
 from mlxspec.speculate.controller import Costs
 from mlxspec.types import Tap
-
-log = logging.getLogger("mlxspec")
 
 
 class WarmupCache(BaseModel):

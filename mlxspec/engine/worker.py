@@ -7,7 +7,6 @@ request that waits gets an error, and a critical line is logged.
 
 import asyncio
 import atexit
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from uuid import uuid4
 
 import mlx.core as mx
 
+from mlxspec import log
 from mlxspec.engine.models import Abort, LoadCommand, ModelManager, Order
 from mlxspec.engine.pressure import CRITICAL, HOLD_S
 from mlxspec.types import (
@@ -32,8 +32,6 @@ from mlxspec.types import (
     UnsupportedModel,
     line_of,
 )
-
-log = logging.getLogger("mlxspec")
 
 DISK_WAIT_S = 0.01  # between steps that only wait for the disk
 RETRY_S = 5  # after which a client may try again when the queue is full

@@ -4,7 +4,6 @@ Rule: a kernel runs only after it matched its reference and beat MLX's own op he
 trial ended the process stays off until the chip, macOS, MLX or the kernels' code changes.
 """
 
-import logging
 import platform
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,12 +17,11 @@ from time import perf_counter
 import mlx.core as mx
 from pydantic import TypeAdapter
 
+from mlxspec import log
 from mlxspec.config import data_dir
 from mlxspec.files import lock, write_atomic
 from mlxspec.kernels.trial import CALL_LIMIT_S, Case, Verdict, judge
 from mlxspec.progress import Report
-
-log = logging.getLogger("mlxspec")
 
 AT_START_S = 20.0  # for all cases
 CASE_S = 4.0  # for one case

@@ -5,7 +5,6 @@ logits is used; why the faster ones were refused is logged. What is tried is wha
 ragged batches, prompts cut anywhere, drafts of which a part is accepted; but not quantized K/V.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
+from mlxspec import log
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.model import quantized
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
 from mlxspec.progress import progress
 from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
-
-log = logging.getLogger("mlxspec")
 
 # Fastest first; the flag: one sequence at a time.
 LAYOUTS: tuple[tuple[Layout, bool], ...] = (

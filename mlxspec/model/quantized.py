@@ -4,7 +4,6 @@ Rule: a layer's kernel runs for the rows that its verdict names, looked up at ea
 own operation. Layers only change their class, so that arrays, names and other models stay.
 """
 
-import logging
 from collections.abc import Callable
 from math import prod
 from typing import Any, get_args
@@ -13,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from mlxspec import log
 from mlxspec.kernels import matmul
 from mlxspec.kernels.metal import SMALLEST
 from mlxspec.kernels.reference import Weights
@@ -21,8 +21,6 @@ from mlxspec.kernels.trial import Case
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.model.runner import Layout, Runner
 from mlxspec.types import Entry, Request, Seq
-
-log = logging.getLogger("mlxspec")
 
 TOKENS = (0, 0, 0)  # of the step whose cases are recorded
 

@@ -4,7 +4,6 @@ Rule: a message names the field, the value and the fix. Every error is logged an
 response is made.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from mlxspec import log
 from mlxspec.text.messages import RejectedRequest
 from mlxspec.types import Busy, Dead, UserError
 from mlxspec.types import Json as Json
-
-log = logging.getLogger("mlxspec")
 
 OPENAI_TYPES = {
     401: "authentication_error",

@@ -5,7 +5,6 @@ is aborted, and it is counted and logged once.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -15,13 +14,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mlxspec import log
 from mlxspec.server import stream
 from mlxspec.server.errors import ApiError, Json, invalid
 from mlxspec.server.state import Model, Row, report, while_connected
 from mlxspec.server.stream import Choice, ResponseWriter
 from mlxspec.types import Busy, Output, Request
-
-log = logging.getLogger("mlxspec")
 
 SSE = {
     "content-type": "text/event-stream; charset=utf-8",

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
-from mlxspec import blas
+from mlxspec import blas, log
 from mlxspec.config import Config, ConfigError, as_flags, url_of
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from mlxspec.engine.worker import Worker
-
-log = logging.getLogger("mlxspec")
 
 GRACE_S = 5  # for the last bytes of finished answers
 STOP_S = 10.0  # for the engine's thread to finish its step

@@ -6,7 +6,6 @@ hold.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
+from mlxspec import log
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
@@ -28,8 +28,6 @@ from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.structured.grammar import Grammars
 from mlxspec.types import Busy, Dead, ModelInfo, Sampling
-
-log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 

@@ -5,7 +5,6 @@ with the reason, so that no client hangs and launchd does not restart it in a lo
 """
 
 import json
-import logging
 import os
 import socket
 import threading
@@ -15,11 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from mlxspec import log
 from mlxspec.config import load
 from mlxspec.files import lock, write_atomic
 from mlxspec.types import UserError
-
-log = logging.getLogger("mlxspec")
 
 SAFE_CRASHES, WINDOW_S = 3, 600.0
 LOG_BYTES, ROTATE_S = 10 << 20, 15.0
@@ -78,7 +76,7 @@ def serve(
         note = ""
         try:
             config = load(flags)
-            logging.getLogger("mlxspec").setLevel(config.log_level.upper())
+            log.setLevel(config.log_level.upper())
             if len(crashed) == SAFE_CRASHES:
                 config = replace(config, speculate="off", kernels="off")
                 note = f"safe mode: {SAFE_CRASHES} crashes in 10 minutes; no drafts, no kernels"

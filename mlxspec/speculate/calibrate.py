@@ -4,18 +4,16 @@ Rule: the measurement takes SECONDS, or as long as it takes to measure each poin
 controller corrects it by the steps that follow.
 """
 
-import logging
 import time
 
 import mlx.core as mx
 import numpy as np
 
+from mlxspec import log
 from mlxspec.model.runner import Runner
 from mlxspec.progress import Report
 from mlxspec.speculate.controller import GRID, Costs
 from mlxspec.types import NULL_BLOCK, Draft, Entry, Request, Seq
-
-log = logging.getLogger("mlxspec")
 
 SECONDS = 1.7
 TURNS = 4

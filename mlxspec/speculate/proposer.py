@@ -5,18 +5,16 @@ Rule: acceptance rates and costs are measured while serving. Where drafting does
 parked, and probed now and then.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mlxspec import log
 from mlxspec.model.batch import Step
 from mlxspec.speculate import Drafter
 from mlxspec.speculate.controller import AcceptanceRate, Controller, Costs, Key, Proposal
 from mlxspec.speculate.ngram import FIRST_RATE, GRAMMAR
 from mlxspec.types import MAX_DEPTH, Accepted, Draft, Plan, Seq
-
-log = logging.getLogger("mlxspec")
 
 T = TypeVar("T")
 

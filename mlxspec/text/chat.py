@@ -5,7 +5,6 @@ string). It is rewritten only where the model's template refuses it, always in t
 """
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer as load_wrapper
 
+from mlxspec import log
 from mlxspec.files import read_json
 from mlxspec.text.control_tokens import MARK, control_tokens_of, marked
 from mlxspec.text.control_tokens import encode as encode_rendered
@@ -34,8 +34,6 @@ from mlxspec.text.messages import (
     spelled_out,
 )
 from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
-
-log = logging.getLogger("mlxspec")
 
 Tokenizer = TokenizerWrapper  # the name that the server knows it by
 

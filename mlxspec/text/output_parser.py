@@ -4,7 +4,6 @@ Works on a stream: the parts are the same however the text is cut into pieces. N
 what looks like a call but cannot be read is content, and the log says why. Markers are mlx-lm's.
 """
 
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlxspec import log
 from mlxspec.text.detokenizer import held_back
 from mlxspec.text.messages import Tools
 from mlxspec.text.tool_calls import (
@@ -23,8 +23,6 @@ from mlxspec.text.tool_calls import (
     read_calls,
     read_untagged,
 )
-
-log = logging.getLogger("mlxspec")
 
 Kind = Literal["reasoning", "content", "call"]
 Edges = dict[str, dict[str, str]]  # state -> marker -> the next state

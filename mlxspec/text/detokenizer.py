@@ -8,6 +8,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import (
@@ -30,6 +31,7 @@ def held_back(text: str, strings: Collection[str]) -> int:
     return 0
 
 
+@dataclass
 class Detokenizer:
     """The detokenizer of one choice. `stop` are stop strings; `stop_tokens` end the text and are
     never shown. An answer does not begin with the space that its first token may carry; with
@@ -41,18 +43,15 @@ class Detokenizer:
     empty it. Nothing is read after the end.
     """
 
-    def __init__(
-        self,
-        tokenizer: TokenizerWrapper,
-        stop: Sequence[str] = (),
-        stop_tokens: frozenset[int] = frozenset(),
-        prompt_text_continues: bool = False,
-    ) -> None:
-        self._stop, self._stop_tokens = tuple(stop), stop_tokens
-        self._tokenizer = tokenizer
+    tokenizer: TokenizerWrapper
+    stop: Sequence[str] = ()
+    stop_tokens: frozenset[int] = frozenset()
+    prompt_text_continues: bool = False
+
+    def __post_init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        trims = getattr(tokenizer.detokenizer, "trim_space", True)
-        self._trim = trims and not prompt_text_continues
+        trims = getattr(self.tokenizer.detokenizer, "trim_space", True)
+        self._trim = trims and not self.prompt_text_continues
         self._pending = ""  # read, not shown: may be the beginning of a stop string
         self._shown = 0  # characters
         self._starts: deque[int] = deque()  # where the text of each unreleased token begins
@@ -68,11 +67,11 @@ class Detokenizer:
             if self.ended:
                 break
             self.count += 1
-            if token in self._stop_tokens:
+            if token in self.stop_tokens:
                 self.ended = True
                 break
             self._starts.append(self._shown + len(self._pending))
-            shown.append(self._take(self._utf8.decode(token_bytes(self._tokenizer, token))))
+            shown.append(self._take(self._utf8.decode(token_bytes(self.tokenizer, token))))
         return "".join(shown)
 
     def finish(self) -> str:
@@ -93,11 +92,11 @@ class Detokenizer:
             text, self._trim = text.removeprefix(" "), False
         self._pending += text
         found = []
-        for stop in self._stop:
+        for stop in self.stop:
             if (at := self._pending.find(stop)) >= 0:
                 found.append((at + len(stop), at, stop))
         if not found:
-            return self._show(len(self._pending) - held_back(self._pending, self._stop))
+            return self._show(len(self._pending) - held_back(self._pending, self.stop))
         _, at, self.stopped = min(found)  # the first to be complete
         self.ended = True
         shown = self._show(at)

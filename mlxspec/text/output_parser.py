@@ -107,31 +107,31 @@ class PartBuffer:
         return made
 
 
+@dataclass
 class OutputParser:
     """The parser of one answer. Without `tools`, what looks like a call is content. `thinking`: the
     prompt has opened the reasoning. `new_id` makes the id of a call. `constrained`: the answer
     follows a grammar, so calls have their tags and none interrupts the reasoning."""
 
-    def __init__(
-        self,
-        tokenizer: TokenizerWrapper,
-        tools: Tools,
-        thinking: bool,
-        new_id: Callable[[], str],
-        constrained: bool = False,
-    ) -> None:
-        self._tokenizer, self._tools, self._new_id = tokenizer, tools, new_id
-        self._edges = transitions(tokenizer, bool(tools), constrained)
+    tokenizer: TokenizerWrapper
+    tools: Tools
+    thinking: bool
+    new_id: Callable[[], str]
+    constrained: bool = False
+
+    def __post_init__(self) -> None:
+        tokenizer, calls = self.tokenizer, bool(self.tools)
+        self._edges = transitions(tokenizer, calls, self.constrained)
         self._patterns = {}
         for state, edges in self._edges.items():
             self._patterns[state] = re.compile("|".join(map(re.escape, edges)) or "(?!)")
-        self._untagged = bool(tools) and not constrained
+        self._untagged = calls and not self.constrained
         self._tail = ""  # of the text: it may begin a marker
         self._held: list[str] = []  # text of a call that has not ended, or of what may be one
         self._tries = 0  # ends of that call that were none
         self._error = ""
         self.calls: list[Call] = []
-        first = tokenizer.response_initial_state or (REASONING if thinking else NORMAL)
+        first = tokenizer.response_initial_state or (REASONING if self.thinking else NORMAL)
         self._parts = PartBuffer("reasoning" if first == REASONING else "content")
         self._enter(first)
 
@@ -190,7 +190,7 @@ class OutputParser:
         if before in CALL_STATES:
             self._leave_call(marker, after)
         elif before in CONTENT_STATES and after == NORMAL:  # a marker that leads nowhere
-            if marker == self._tokenizer.tool_call_end and not self._parts.after_call:
+            if marker == self.tokenizer.tool_call_end and not self._parts.after_call:
                 self._add(marker)
         elif before in CONTENT_STATES and after == REASONING and self._begun():
             self._add(marker)
@@ -213,7 +213,7 @@ class OutputParser:
                 self._tries += 1
                 self._held.append(marker)
                 return
-            self._call_as_text("" if marker == self._tokenizer.think_end else marker)
+            self._call_as_text("" if marker == self.tokenizer.think_end else marker)
         self._enter(after)
 
     def _end_call(self) -> bool:
@@ -234,7 +234,7 @@ class OutputParser:
         if self._state == XML_CALL:
             text = FUNCTION + text + FUNCTION_END
         try:
-            return read_calls(text, self._tokenizer, self._tools)
+            return read_calls(text, self.tokenizer, self.tools)
         except Exception as error:  # a parser raises whatever its author chose
             self._error = f"{type(error).__name__}: {error}"
             return []
@@ -244,20 +244,20 @@ class OutputParser:
         self._say(self._opener() + self._text() + end)
 
     def _opener(self) -> str:
-        return FUNCTION if self._state == XML_CALL else str(self._tokenizer.tool_call_start)
+        return FUNCTION if self._state == XML_CALL else str(self.tokenizer.tool_call_start)
 
     def _end_untagged(self) -> None:
         """The end of what may be a call in JSON without tags."""
         if self._state in (NORMAL, JSON_CALL):
             text = self._text()
-            calls = read_untagged(text, self._tools)
+            calls = read_untagged(text, self.tools)
             self._add_calls(calls)
             if text and not calls:
                 self._say(text)
 
     def _add_calls(self, calls: list[NamedArguments]) -> None:
         for name, arguments in calls:
-            call = Call(self._new_id(), name, arguments)
+            call = Call(self.new_id(), name, arguments)
             self.calls.append(call)
             self._parts.add_call(call)
 

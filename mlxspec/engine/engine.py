@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mlxspec.cache.offload import KVOffloader
 from mlxspec.engine import structured
-from mlxspec.engine.pressure import CRITICAL, NORMAL, MemoryMonitor
+from mlxspec.engine.memory import CRITICAL, NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.model import meter
 from mlxspec.model.batch import Step

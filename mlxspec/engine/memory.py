@@ -1,18 +1,21 @@
-"""Memory: what the machine has, and the plan for one model.
+"""Memory: what the machine has, how short it is, and the plan for one model.
 
 Rule: no MLX. A model that does not fit is refused before a weight is read. A figure that the system
 does not give is estimated conservatively.
 """
 
 import ctypes
+import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlxspec import log
 from mlxspec.cache.prefix import Window
 from mlxspec.config import Config
 from mlxspec.engine.budget import MAX_ROWS
@@ -37,6 +40,13 @@ PROC = Path("/proc")
 RUSAGE_INFO_V4 = 4
 FOOTPRINT = 9  # index of ri_phys_footprint in rusage_info, in words of 8 bytes
 FREE_PAGES = ("vm.page_free_count", "vm.page_pageable_external_count", "vm.page_purgeable_count")
+
+NORMAL, WARN, CRITICAL = 0, 1, 2
+LEVELS = ("normal", "short: caches do not grow", "very short: new requests are refused")
+MACOS_LEVELS = {2: WARN, 4: CRITICAL}
+POLL_S = 1.0
+HOLD_S = 10  # seconds before the level falls
+FREE_PART = 32  # free memory below this part of the machine is short, below half of it very short
 
 # Bytes of one token in layers with full attention, (window, bytes of one token) for those with a
 # sliding window, bytes of one sequence's recurrent state.
@@ -95,6 +105,50 @@ def _proc_table(name: str) -> dict[str, int]:
     """The sizes in a file of /proc, in bytes."""
     rows = re.findall(r"^(\w+):\s+(\d+) kB", (PROC / name).read_text(), re.M)
     return {key: int(size) << 10 for key, size in rows}
+
+
+# ---- how short it is
+
+
+def system_level() -> int:
+    """macOS's own memory pressure level; NORMAL elsewhere."""
+    found = sysctl("kern.memorystatus_vm_pressure_level") if DARWIN else 0
+    return MACOS_LEVELS.get(found, NORMAL)
+
+
+@dataclass(slots=True)
+class MemoryMonitor:
+    """The memory pressure level: the worse of the system's level and that of free  Any
+    thread may poll; figures are read once a second.
+
+    The level rises at once and falls when it was not reached for HOLD_S seconds.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    level: int = NORMAL
+    footprint: int = 0  # bytes of this process, for the metrics
+    _read: float = -math.inf  # time of the last reading
+    _since: float = -math.inf  # time at which the level was last reached
+
+    def poll(self) -> int:
+        """The level now."""
+        now = self.clock()
+        if now - self._read < POLL_S:
+            return self.level
+        self._read = now
+        self.footprint = footprint()
+        free = available()
+        short = total() // FREE_PART
+        found = system_level()
+        if free < short:
+            found = max(found, CRITICAL if free < short // 2 else WARN)
+        before = self.level
+        if found >= self.level or now - self._since >= HOLD_S:
+            self.level = found
+            self._since = now
+        if self.level != before:
+            log.warning("memory is %s (%s free)", LEVELS[self.level], format_size(free))
+        return self.level
 
 
 # ---- the plan for one model

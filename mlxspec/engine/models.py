@@ -16,7 +16,6 @@ import mlx.core as mx
 from mlxspec import log
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
-from mlxspec.engine.pressure import MemoryMonitor
 from mlxspec.model import meter
 from mlxspec.types import (
     Finish,
@@ -106,7 +105,7 @@ class ModelManager:
     memory_check: Callable[[str, int, int], str] = lambda name, held, freed: ""
     ttl: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    monitor: MemoryMonitor = field(default_factory=MemoryMonitor)
+    monitor: memory.MemoryMonitor = field(default_factory=memory.MemoryMonitor)
     load_on_request: bool = False
     wired: str = "off"  # "on": the first model that is loaded; then "done"
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread

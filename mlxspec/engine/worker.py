@@ -19,8 +19,8 @@ from uuid import uuid4
 import mlx.core as mx
 
 from mlxspec import log
+from mlxspec.engine.memory import CRITICAL, HOLD_S
 from mlxspec.engine.models import Abort, LoadCommand, ModelManager, Order
-from mlxspec.engine.pressure import CRITICAL, HOLD_S
 from mlxspec.types import (
     Busy,
     Dead,

@@ -632,7 +632,7 @@ def test_a_large_model_that_is_not_wired_is_told(
     monkeypatch.setattr("mlxspec.engine.memory.DARWIN", darwin)
     monkeypatch.setattr("mlxspec.engine.memory.total", lambda: 100)
     monkeypatch.setattr("mlxspec.engine.memory.available", lambda: 50)
-    monkeypatch.setattr("mlxspec.engine.pressure.system_level", lambda: 0)
+    monkeypatch.setattr("mlxspec.engine.memory.system_level", lambda: 0)
     monkeypatch.setattr("mlxspec.engine.memory.footprint", lambda: 1)
 
     def start() -> tuple[Any, ModelInfo]:

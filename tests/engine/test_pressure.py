@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mlxspec.config import Config
-from mlxspec.engine import memory, pressure
-from mlxspec.engine.pressure import CRITICAL, HOLD_S, NORMAL, WARN, MemoryMonitor
+from mlxspec.engine import memory
+from mlxspec.engine.memory import CRITICAL, HOLD_S, NORMAL, WARN, MemoryMonitor
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import load_tokenizer
@@ -31,14 +31,14 @@ class Clock:
 @pytest.mark.parametrize(("number", "level"), [(1, NORMAL), (2, WARN), (4, CRITICAL), (3, NORMAL)])
 def test_macos_level(number: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_mac(monkeypatch, Libc({"kern.memorystatus_vm_pressure_level": (number, 4)}))
-    assert pressure.system_level() == level
+    assert memory.system_level() == level
 
 
 def test_an_unknown_level_is_normal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_linux(monkeypatch, tmp_path)
-    assert pressure.system_level() == NORMAL
+    assert memory.system_level() == NORMAL
     on_mac(monkeypatch, Libc({}))
-    assert pressure.system_level() == NORMAL and MemoryMonitor(clock=Clock()).poll() == NORMAL, (
+    assert memory.system_level() == NORMAL and MemoryMonitor(clock=Clock()).poll() == NORMAL, (
         "a guess never alarms"
     )
 
@@ -62,7 +62,7 @@ def test_the_level_falls_late_and_is_logged(
     clock, reads = Clock(), []
     monitor = MemoryMonitor(clock)
     now = NORMAL
-    monkeypatch.setattr(pressure, "system_level", lambda: reads.append(clock.now) or now)
+    monkeypatch.setattr(memory, "system_level", lambda: reads.append(clock.now) or now)
     monkeypatch.setattr(memory, "available", memory.total)
 
     def at(seconds: float, level: int) -> int:
@@ -81,7 +81,7 @@ def test_the_level_falls_late_and_is_logged(
         for second in range(30, 60, 2):  # now and then
             assert at(second, WARN) == at(second + 1, NORMAL) == WARN
     said = [record.getMessage().partition(" (")[0] for record in caplog.records]
-    assert said == [f"memory is {pressure.LEVELS[level]}" for level in (2, 1, 0, 1)]
+    assert said == [f"memory is {memory.LEVELS[level]}" for level in (2, 1, 0, 1)]
 
 
 def test_this_machine_is_read() -> None:

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 
 from mlxspec import log
 from mlxspec.cache.blocks import BlockPool

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 from mlx_lm.models import base
 
 from mlxspec.kernels.attention import paged_attention

@@ -2,7 +2,7 @@
 
 import importlib
 
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 
 from mlxspec.types import Json, UnsupportedModel, line_of
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache
 
 from mlxspec.types import Entry, Json, Plan, Seq, Tap, UnsupportedModel

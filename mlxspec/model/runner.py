@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 
 from mlxspec.model.pages import View
 from mlxspec.types import FINAL_NORM, Tap, UnsupportedModel

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 
 from mlxspec.model.batch import Shift, Step, build_inputs, starts_of
 from mlxspec.model.layout import LayoutChoice, context_of, find_layout

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -24,7 +23,7 @@ from mlxspec.server import page
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import FIRST, Items, Strict, Token, receive
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
-from mlxspec.server.errors import HANDLERS, ApiError, Json, invalid
+from mlxspec.server.errors import HANDLERS, ApiError, HttpRequest, Json, invalid
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses

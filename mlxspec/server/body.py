@@ -14,9 +14,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from starlette.requests import Request as HttpRequest
 
-from mlxspec.server.errors import ApiError, Json, invalid
+from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model, read_body
 from mlxspec.types import shown
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
@@ -19,6 +18,8 @@ from mlxspec import log
 from mlxspec.text.messages import RejectedRequest
 from mlxspec.types import Busy, Dead, UserError
 from mlxspec.types import Json as Json
+
+HttpRequest = Request  # for the server: the engine has another
 
 OPENAI_TYPES = {
     401: "authentication_error",

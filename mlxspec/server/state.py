@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from mlxspec import log
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
-from mlxspec.server.errors import ApiError, Json
+from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.structured.grammar import Grammars

@@ -2,7 +2,6 @@
 
 import secrets
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
@@ -15,6 +14,7 @@ from mlxspec.server.chat_request import (
     render_prompt,
     template_options,
 )
+from mlxspec.server.errors import HttpRequest
 from mlxspec.server.state import Model, report, run_on_text_thread
 from mlxspec.text.messages import TooLong
 

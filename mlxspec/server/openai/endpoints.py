@@ -3,7 +3,6 @@
 import secrets
 import time
 
-from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import receive
@@ -14,7 +13,7 @@ from mlxspec.server.chat_request import (
     engine_request,
     template_options,
 )
-from mlxspec.server.errors import invalid
+from mlxspec.server.errors import HttpRequest, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.openai.writer import CompletionWriter

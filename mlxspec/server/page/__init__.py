@@ -12,13 +12,12 @@ from dataclasses import asdict
 from importlib.resources import files
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mlxspec import __version__
 from mlxspec.kernels.verify import KERNELS
 from mlxspec.metrics import PROCESS
-from mlxspec.server.errors import ApiError, Json
+from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.server.state import ServerState
 from mlxspec.server.stream import event
 from mlxspec.types import Served

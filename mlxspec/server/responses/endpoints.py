@@ -6,13 +6,12 @@ import time
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
-from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import Strict, receive, validate, wrong
 from mlxspec.server.chat_request import ChatRequest, chat_generation, template_options
-from mlxspec.server.errors import Json, invalid
+from mlxspec.server.errors import HttpRequest, Json, invalid
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.store import Store
 from mlxspec.server.responses.writer import ResponsesWriter, new_id

@@ -26,6 +26,7 @@ from mlxspec.speculate.chain import (
     shift_after,
 )
 from mlxspec.speculate.controller import Proposal, corrected
+from mlxspec.speculate.heads.followers import Follower
 from mlxspec.types import (
     Accepted,
     Entry,
@@ -64,14 +65,6 @@ def fit_small(path: Path, model: Module, config: Json, target: LayoutChoice) -> 
     return SmallModel(model, fit, context_of(config))
 
 
-@dataclass(slots=True, eq=False)
-class Follower:
-    """How far the model has read a sequence: the KV of the first `read` positions is written."""
-
-    read: int = 0
-    table: list[int] | None = None
-
-
 @dataclass(slots=True)
 class DraftModel:
     """`runner` runs the draft model over as many blocks as the target has; `vocab` is the width of
@@ -86,6 +79,7 @@ class DraftModel:
     name: str = "model"
     taps: tuple[Tap, ...] = ()
     lazy: bool = True
+    # Without hidden states: the KV of the first `read` positions is written.
     _live: dict[Seq, Follower] = field(default_factory=dict)
     _filled: dict[int, bytes] = field(default_factory=dict)  # block -> key of what was read into it
 

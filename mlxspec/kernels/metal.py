@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from mlxspec.config import data_dir
 
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 SMALLEST = 8  # elements; MLX passes smaller arrays in another address space
 Launch = Callable[..., list[mx.array]]
 

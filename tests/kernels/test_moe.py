@@ -5,11 +5,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import matmul, metal, reference
+from mlxspec.kernels import matmul, reference
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import ROUNDING, relative_error
 from tests import metalsim
-from tests.kernels import on_simulator
+from tests.kernels import FLOATS, on_simulator
 
 Arrays = tuple[mx.array, mx.array, mx.array]
 E, N = 6, 13
@@ -84,7 +84,7 @@ def test_each_row_is_that_of_small_qmm(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", metal.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_for_every_count_of_pairs(group: int, bits: int, dtype: mx.Dtype) -> None:

@@ -17,11 +17,10 @@ from mlxspec.kernels.reference import Draws
 from mlxspec.kernels.verify import KERNELS, Verdict
 from mlxspec.types import COLDEST
 from tests import metalsim, test_lossless, tiny
-from tests.kernels import on_simulator
+from tests.kernels import FLOATS, on_simulator
 from tests.maze import Maze
 from tests.metalsim.report import Report
 
-FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 VOCABS = [8, 9, 31, 64, 1000, 1023, 1025, 32_000, 151_936, 151_937, 262_144]
 NAN, INF = float("nan"), float("inf")
 Seen = dict[str, Report]

@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.kernels import matmul, metal, reference
+from mlxspec.kernels import matmul, reference
 from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Rejected, relative_error
 from tests import metalsim
-from tests.kernels import on_simulator
+from tests.kernels import FLOATS, on_simulator
 
 ROUNDING = {mx.float32: 0.0, mx.float16: 2**-10, mx.bfloat16: 2**-7}  # one step of the result
 SUMMING = 1e-6  # of the sum of the products' magnitudes, in fp32
@@ -188,7 +188,7 @@ def test_a_case(bits: int, dtype: mx.Dtype) -> None:
     assert stock.dtype == dtype and mx.abs(stock - want).max() < 0.05 * mx.abs(want).max()
 
 
-@pytest.mark.parametrize("dtype", metal.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_case_sees_small_mistakes(bits: int, dtype: mx.Dtype) -> None:
     """As a kernel would make them that is right but for this: all of it is below what bfloat16

@@ -39,7 +39,7 @@ from mlxspec.speculate.proposer import Proposer
 from tests import tiny
 from tests.model.test_layout import save
 from tests.server.scripted import MESSAGES, Answer, Connection
-from tests.server.test_process import Caller, stop_me
+from tests.server.test_process import Caller, serve, stop_me
 from tests.tiny_tokenizer import save_tokenizer
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
@@ -344,7 +344,7 @@ def test_a_signal_ends_it_in_time(
                 "" if freed or not held else "no room"
             )
         caller = Caller(call)
-        assert process.serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
+        assert serve(app, worker, Config(port=0, drain_s=drain), caller) == 0
         took = time.monotonic() - since[0]
         caller.check()
     left_alone.set()

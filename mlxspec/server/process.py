@@ -107,14 +107,14 @@ def _load(
     worker.launch(meanwhile)
     from mlxspec.server.app import create_app
 
-    _print(f"mlxspec serve {as_flags(config)}")
+    announce(f"mlxspec serve {as_flags(config)}")
     paths = {other.name: other.path for other in others}
     app = create_app(worker, chosen.tokenizer, chosen.path, config, paths)
     app.state.server.note = note
     return app, worker
 
 
-def _print(text: str) -> None:
+def announce(text: str) -> None:
     """Print; a full disk or a closed pipe is no reason to stop serving."""
     try:
         print(text, flush=True)
@@ -140,15 +140,14 @@ def serve(
     app: "Starlette",
     worker: "Worker",
     config: Config,
-    announce: Callable[[str], None] = _print,
     listener: socket.socket | None = None,
     ended: Ended = lambda status: None,
 ) -> int:
     """Serve until a signal or the engine's death; returns the process's exit status. Main thread
-    only. `announce` gets the greeting once requests are accepted. If a thread does not end, the
+    only. The greeting is announced once requests are accepted. If a thread does not end, the
     process is ended here."""
     listener = listener or bind(config)
-    status = asyncio.run(_serve(app, worker, config, announce, listener))
+    status = asyncio.run(_serve(app, worker, config, listener))
     loading = worker.loading()  # which cannot be interrupted
     stopper = threading.Thread(target=worker.stop, name="stop", daemon=True)
     stopper.start()
@@ -166,7 +165,6 @@ async def _serve(
     app: "Starlette",
     worker: "Worker",
     config: Config,
-    announce: Callable[[str], None],
     listener: socket.socket,
 ) -> int:
     server = make_server(app, config)

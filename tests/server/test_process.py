@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec.config import Config, ConfigError
 from mlxspec.server import process
-from mlxspec.server.process import bind, greeting, serve
+from mlxspec.server.process import bind, greeting
 from tests import tiny
 from tests.server.scripted import MESSAGES, Server, server
 from tests.tiny_tokenizer import save_tokenizer
@@ -55,6 +55,13 @@ class Caller:
     def check(self) -> None:
         self.thread.join(10)
         assert not self.thread.is_alive() and self.errors == []
+
+
+def serve(app: Any, engine: Any, config: Config, caller: Caller) -> int:
+    """Until it ends; `caller` gets the greeting."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "announce", caller)
+        return process.serve(app, engine, config)
 
 
 def stop_me(number: int = signal.SIGTERM) -> None:

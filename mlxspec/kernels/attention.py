@@ -11,6 +11,7 @@ from math import ceil, e, log, log2, prod
 
 import mlx.core as mx
 import numpy as np
+from mlx.core import array as Array
 
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
@@ -120,7 +121,7 @@ def _part(
 def _metadata(
     groups: tuple[Group, ...],
     window: int,
-) -> tuple[mx.array, mx.array, int]:
+) -> tuple[Array, Array, int]:
     """The kernel's `sequences` int32 [B, 8] and `tables` [B, width] for adjacent groups, and the
     largest number of parts of a sequence. Made once per step: a Group is hashed by identity."""
     sequences = []
@@ -165,7 +166,7 @@ def _launch(
     a: Attention,
     shape: Shape,
     matrix: bool,
-) -> mx.array:
+) -> Array:
     """For groups of up to ROWS rows for each sequence."""
     sequences, tables, most_parts = _metadata(tuple(a.groups), shape.window)
     length = max(group.length for group in a.groups)
@@ -207,7 +208,7 @@ def _launch(
 def paged_attention(
     a: Attention,
     variant: str = "",
-) -> mx.array:
+) -> Array:
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
     the kernel in one launch, the others through the reference. `variant`: use this one without
     proof, where the kernel supports the shape."""
@@ -270,7 +271,7 @@ def _case(
 
     groups = lru_cache(maxsize=1)(partial(_groups, starts, tables, shape.block_size))
 
-    def run(attend: Call, *arrays: mx.array) -> mx.array:
+    def run(attend: Call, *arrays: Array) -> Array:
         q, keys, values, sinks = arrays
         neighbours = [q[:1] for _ in starts[1:]]
         call = Attention(
@@ -338,7 +339,7 @@ def _inputs(
     return *arrays, sinks.astype(shape.dtype)
 
 
-def _exact(a: Attention) -> mx.array:
+def _exact(a: Attention) -> Array:
     """reference.paged_attention in fp32: on the CPU because a GPU may round products, and by heads
     of K and V because all of them in fp32 need several times their memory."""
     out = []

@@ -8,6 +8,7 @@ from math import ceil, prod
 
 import mlx.core as mx
 import numpy as np
+from mlx.core import array as Array
 
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import MetalKernel, dtype_name
@@ -81,7 +82,7 @@ def _capacity(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def small_qmm(x: mx.array, weights: Weights, matrix: bool = False) -> mx.array:
+def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
     """As reference.small_qmm in x's dtype, for 1 to ROWS rows; `matrix`: by simdgroup_matrix."""
     rows, k = x.shape
     columns = len(weights.w)
@@ -107,11 +108,11 @@ def small_qmm(x: mx.array, weights: Weights, matrix: bool = False) -> mx.array:
 
 
 def gather_small_qmm(
-    x: mx.array,
+    x: Array,
     weights: Weights,
-    experts: mx.array,
+    experts: Array,
     tokens: int = ROWS,
-) -> mx.array:
+) -> Array:
     """As reference.gather_small_qmm in x's dtype, for at most MAX_PAIRS pairs. An expert's weights
     are read again after `tokens` of its pairs."""
     pairs = experts.size
@@ -136,7 +137,7 @@ def _random_weights(
     bits: int,
     group: int,
     dtype: mx.Dtype,
-    key: mx.array,
+    key: Array,
 ) -> Inputs:
     """Arrays of weights [*shape, k] made of random bits: quantizing random weights would take eight
     times their memory."""
@@ -157,7 +158,7 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
         x = mx.random.normal((ROWS, k), key=of_x).astype(dtype)
         return x, *_random_weights((columns,), k, bits, group, dtype, key)
 
-    def run(multiply: Call, *arrays: mx.array) -> mx.array:
+    def run(multiply: Call, *arrays: Array) -> Array:
         x, w, scales, biases = arrays
         return multiply(x, Weights(w, scales, biases, group, bits))
 
@@ -196,7 +197,7 @@ def gather_small_qmm_case(
         experts = mx.array(at.reshape(most, top).astype(np.uint32))
         return x, experts, *_random_weights((len(used), n), k, bits, group, dtype, key)
 
-    def run(multiply: Call, *arrays: mx.array) -> mx.array:
+    def run(multiply: Call, *arrays: Array) -> Array:
         """Many pairs are sorted by expert, as in mlx-lm."""
         x, indices, w, scales, biases = arrays
         rows, experts = x.flatten(0, 1), indices.flatten()
@@ -207,10 +208,10 @@ def gather_small_qmm_case(
         rows = rows[order // (experts.size // len(rows))]
         return multiply(rows, weights, experts[order])[mx.argsort(order)]
 
-    def stock(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+    def stock(x: Array, weights: Weights, experts: Array) -> Array:
         return reference.gather_small_qmm(x, weights, experts, x.dtype, experts.size >= SORTED)
 
-    def kernel(x: mx.array, weights: Weights, experts: mx.array) -> mx.array:
+    def kernel(x: Array, weights: Weights, experts: Array) -> Array:
         return gather_small_qmm(x, weights, experts, tokens=experts.size // top)
 
     shape = f"{e}x{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}, top {top}"

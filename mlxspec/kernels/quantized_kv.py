@@ -7,6 +7,7 @@ scales and biases of a row lie together, so that a quantized pool is one array a
 from dataclasses import dataclass
 
 import mlx.core as mx
+from mlx.core import array as Array
 
 from mlxspec.types import UnsupportedModel
 
@@ -44,7 +45,7 @@ class Packing:
         scales = self.dim // self.group
         return self.words + 2 * scales * self.dtype.size // 4
 
-    def pack(self, x: mx.array) -> mx.array:
+    def pack(self, x: Array) -> Array:
         """[..., dim] -> uint32 [..., width]. What `unpack` returns is finite, also where float16
         overflows."""
         values, scales, biases = mx.quantize(x, self.group, self.bits)
@@ -57,7 +58,7 @@ class Packing:
         tail = mx.concatenate([scales, biases], -1)
         return mx.concatenate([values, tail.view(mx.uint32)], -1)
 
-    def unpack(self, rows: mx.array, compute: mx.Dtype | None = None) -> mx.array:
+    def unpack(self, rows: Array, compute: mx.Dtype | None = None) -> Array:
         """uint32 [..., width] -> [..., dim], computed in `dtype` or `compute`."""
         values, tail = mx.split(rows, [self.words], axis=-1)
         dtype = compute or self.dtype
@@ -70,7 +71,7 @@ class Packing:
             self.bits,
         )
 
-    def exact(self, rows: mx.array) -> mx.array:
+    def exact(self, rows: Array) -> Array:
         """`unpack` in fp32, each value rounded once to `dtype`: what a kernel is compared with."""
         values = self.unpack(rows, mx.float32)
         return values.astype(self.dtype).astype(mx.float32)

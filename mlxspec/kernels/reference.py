@@ -12,6 +12,7 @@ from math import ceil
 
 import mlx.core as mx
 import numpy as np
+from mlx.core import array as Array
 
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.types import NULL_BLOCK
@@ -21,10 +22,10 @@ from mlxspec.types import NULL_BLOCK
 class Blocks:
     """Blocks to gather, by their `ids` int32 [B, n]."""
 
-    ids: mx.array
-    _places: dict[tuple[int, int], mx.array] = field(default_factory=dict)
+    ids: Array
+    _places: dict[tuple[int, int], Array] = field(default_factory=dict)
 
-    def places(self, heads: int, blocks: int) -> mx.array:
+    def places(self, heads: int, blocks: int) -> Array:
         """int32 [heads, B, n]: where they lie in a pool of so many blocks for each head; made once
         per step, shared by layers."""
         key = heads, blocks
@@ -35,7 +36,7 @@ class Blocks:
 
 # What to gather, or the slots of a single sequence with consecutive blocks; the mask; the part of
 # the blocks' slots that is used.
-Selection = tuple[Blocks | slice, mx.array | str | None, slice]
+Selection = tuple[Blocks | slice, Array | str | None, slice]
 PackingPair = tuple[Packing | None, Packing | None]
 
 
@@ -55,7 +56,7 @@ class Group:
     starts: list[int]
     tables: Mapping[int | None, list[list[int]]]
     block_size: int
-    shift: mx.array | None = None
+    shift: Array | None = None
     max_shift: int = 0
     first: int = 0
     _selections: dict[tuple[int | None, int], Selection] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Group:
         low = visible[0][0]
         end = self.starts[0] + self.length
         keep = slice(0, width * size)
-        mask: mx.array | str | None = None
+        mask: Array | str | None = None
         single = len(tables) == 1 and self.shift is None
         if single and (self.length == 1 or not window or end <= window):
             keep = slice(low % size, end - low // size * size)
@@ -116,7 +117,7 @@ class Group:
         self,
         window: int | None,
         width: int,
-    ) -> mx.array:
+    ) -> Array:
         """Bool [B, 1, rows, width]: whether a row sees each of its sequence's visible slots."""
         starts = mx.array(self.starts)
         if self.shift is not None:
@@ -137,7 +138,7 @@ class Group:
 def block_array(
     tables: Sequence[list[int]],
     width: int,
-) -> mx.array:
+) -> Array:
     """int32 [B, width] of block ids, padded with null blocks."""
     shape = (len(tables), width)
     blocks = np.full(shape, NULL_BLOCK, np.int32)
@@ -147,12 +148,12 @@ def block_array(
 
 
 def gather(
-    pool: mx.array,
+    pool: Array,
     blocks: Blocks | slice,
     block_size: int,
     keep: slice,
     packing: Packing | None = None,
-) -> mx.array:
+) -> Array:
     """What a Selection selects of `pool` [H, slots, D]: dense [B, H, S, D], with packed rows
     unpacked."""
     heads, _, dim = pool.shape
@@ -174,17 +175,17 @@ class Attention:
     without a value.
     """
 
-    q: mx.array
-    keys: mx.array
-    values: mx.array
+    q: Array
+    keys: Array
+    values: Array
     groups: Sequence[Group]
     scale: float
     window: int | None = None
-    sinks: mx.array | None = None
+    sinks: Array | None = None
     packings: PackingPair = (None, None)
 
 
-def paged_attention(a: Attention) -> mx.array:
+def paged_attention(a: Attention) -> Array:
     """[T, heads, Dv] in q's dtype.
 
     Blocks of several sequences are gathered head first. Attention of MLX would copy their
@@ -215,7 +216,7 @@ def paged_attention(a: Attention) -> mx.array:
     return mx.concatenate(out)
 
 
-def _turn(x: mx.array, n: int) -> mx.array:
+def _turn(x: Array, n: int) -> Array:
     """x [m, n * k, L, D] as [n, m * k, L, D]."""
     return mx.unflatten(x, 1, (n, -1)).swapaxes(0, 1).flatten(1, 2)
 
@@ -225,17 +226,17 @@ class Weights:
     """A quantized layer's arrays as from mx.quantize: w uint32 [N, K * bits / 32], scales and
     biases [N, K / group_size]; with a dimension of experts before these, [E, N, ...]."""
 
-    w: mx.array
-    scales: mx.array
-    biases: mx.array
+    w: Array
+    scales: Array
+    biases: Array
     group_size: int
     bits: int
 
 
 def small_qmm(
-    x: mx.array,
+    x: Array,
     weights: Weights,
-) -> mx.array:
+) -> Array:
     """x dequantized(w)^T, float32 [M, N] of x [M, K] float: weights, products and sums in fp32.
 
     A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit.
@@ -247,12 +248,12 @@ def small_qmm(
 
 
 def gather_small_qmm(
-    x: mx.array,
+    x: Array,
     weights: Weights,
-    experts: mx.array,
+    experts: Array,
     dtype: mx.Dtype = mx.float32,
     sorted_indices: bool = False,
-) -> mx.array:
+) -> Array:
     """small_qmm with the weights of experts.
 
     `experts` int [P] of P (token, expert) pairs; x [R, K] has a row for P / R pairs in turn.
@@ -282,29 +283,29 @@ class Draws:
     seeds: list[int]
     positions: list[int]
     masks: list[bytes]  # a bit for each allowed token; empty: all
-    shift: mx.array | None = None  # int32 [R], added to the positions
-    min_logits: mx.array | None = None  # float32 [R]: tokens with logits / T below are excluded
+    shift: Array | None = None  # int32 [R], added to the positions
+    min_logits: Array | None = None  # float32 [R]: tokens with logits / T below are excluded
 
 
 def gumbel(
-    seeds: mx.array,
-    positions: mx.array,
+    seeds: Array,
+    positions: Array,
     vocab: int,
-) -> mx.array:
+) -> Array:
     """Standard Gumbel noise float32 [R, vocab], keyed by (seed, position) uint32 [R] each.
 
     Threefry is a counter-based generator: the noise of (seed, position, token) is the same wherever
     and whenever it is drawn. argmax(logits / T + noise) samples softmax(logits / T)
     (Gumbel-max)."""
     keys = mx.stack([seeds, positions], axis=1)
-    noise: mx.array = mx.vmap(partial(mx.random.gumbel, (vocab,), mx.float32))(keys)
+    noise: Array = mx.vmap(partial(mx.random.gumbel, (vocab,), mx.float32))(keys)
     return noise
 
 
 def allow(
-    x: mx.array,
+    x: Array,
     masks: Sequence[bytes],
-) -> mx.array:
+) -> Array:
     """x [R, vocab] with -inf for the tokens that the rows' masks exclude; those beyond a mask's end
     are excluded."""
     if not any(masks):
@@ -323,11 +324,11 @@ def allow(
 
 
 def sample_accept(
-    logits: mx.array,
+    logits: Array,
     draws: Draws,
-    inputs: mx.array | None = None,
+    inputs: Array | None = None,
     drafts: Sequence[tuple[int, int]] = (),
-) -> tuple[mx.array, mx.array | None]:
+) -> tuple[Array, Array | None]:
     """Sampled tokens int32 [R] of float logits [R, vocab]; the lowest of equal ones. A row with a
     NaN samples any token of the vocabulary.
 
@@ -358,10 +359,10 @@ def sample_accept(
 
 
 def count_accepted(
-    tokens: mx.array,
-    inputs: mx.array,
+    tokens: Array,
+    inputs: Array,
     drafts: Sequence[tuple[int, int]],
-) -> mx.array:
+) -> Array:
     """How many drafted tokens of each entry are accepted, see sample_accept: up to the first that
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
     at_tokens, at_inputs, drafted = _compared(tuple(drafts))
@@ -371,7 +372,7 @@ def count_accepted(
 
 
 @lru_cache(maxsize=16)  # steps are often alike
-def _compared(drafts: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array, mx.array]:
+def _compared(drafts: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]:
     """[entries, longest draft] each: which of the tokens is compared with which of the inputs, and
     whether there is a drafted token at all."""
     firsts, counts = np.array(drafts).T[:, :, None]

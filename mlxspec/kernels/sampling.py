@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.core import array as Array
 
 from mlxspec.kernels import reference
 from mlxspec.kernels.metal import SMALLEST, MetalKernel, dtype_name
@@ -45,12 +46,12 @@ MERGE = MetalKernel(
 
 
 def sample_accept(
-    logits: mx.array,
+    logits: Array,
     draws: Draws,
-    inputs: mx.array | None = None,
+    inputs: Array | None = None,
     drafts: Sequence[tuple[int, int]] = (),
     variant: str = "",
-) -> tuple[mx.array, mx.array | None]:
+) -> tuple[Array, Array | None]:
     """As reference.sample_accept, by the kernel where it is proven, or with `variant` without
     proof."""
     rows, vocab = logits.shape
@@ -74,7 +75,7 @@ def sample_accept(
     return tokens, accepted if drafts else None
 
 
-def _parts(logits: mx.array, draws: Draws) -> list[mx.array]:
+def _parts(logits: Array, draws: Draws) -> list[Array]:
     """The highest value and its token in each part of the vocabulary, uint32 [R, parts] each."""
     rows, vocab = logits.shape
     parts = max(SMALLEST, ceil(vocab / (2 * PAIRS)))
@@ -93,7 +94,7 @@ def _parts(logits: mx.array, draws: Draws) -> list[mx.array]:
     )
 
 
-def _params(draws: Draws) -> mx.array:
+def _params(draws: Draws) -> Array:
     """uint32 [R, 8]: the kernel's parameters of each row, listed in its source."""
     params = np.zeros((len(draws.masks), 8), np.uint32)
     params[:, 0] = draws.seeds
@@ -108,7 +109,7 @@ def _params(draws: Draws) -> mx.array:
 def _masks(
     masks: Sequence[bytes],
     vocab: int,
-) -> mx.array:
+) -> Array:
     """uint8 [R, bytes], zeros for rows without a mask; tokens beyond a mask's end are excluded."""
     width = SMALLEST
     if any(masks):
@@ -128,7 +129,7 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
     most = min(ROWS, MAX_LOGITS // vocab)
     mask = np.random.default_rng(vocab).bytes(ceil(vocab / 8))
 
-    def draws(min_logits: mx.array) -> Draws:
+    def draws(min_logits: Array) -> Draws:
         rows = range(len(min_logits))
         return Draws(
             temperatures=[0.0 if row % 4 == 3 else 0.7 + row / 16 for row in rows],
@@ -146,7 +147,7 @@ def sample_accept_case(vocab: int, dtype: mx.Dtype) -> Case:
         sampled, _ = reference.sample_accept(logits, draws(min_logits))
         return logits, min_logits, sampled + (rows == rows.size // 2)
 
-    def run(sample: Callable[..., Any], *arrays: mx.array) -> mx.array:
+    def run(sample: Callable[..., Any], *arrays: Array) -> Array:
         """int32 [R, 2]: the token of each row, and whether all drafts before it are accepted."""
         logits, min_logits, drafted = arrays
         drafts = [(0, len(logits) - 1)]

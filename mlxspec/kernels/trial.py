@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from time import perf_counter
 
 import mlx.core as mx
+from mlx.core import array as Array
 
 from mlxspec.types import line_of
 
@@ -25,8 +26,8 @@ MAX_SETS = 32  # of inputs
 ROUNDING = {mx.float16: 2**-11, mx.bfloat16: 2**-8}  # relative error of rounding once
 CALL_LIMIT_S = 10.0
 
-Call = Callable[..., mx.array]
-Inputs = tuple[mx.array, ...]
+Call = Callable[..., Array]
+Inputs = tuple[Array, ...]
 
 
 class Rejected(Exception):
@@ -141,8 +142,8 @@ def compare(
 
 
 def relative_error(
-    got: mx.array,
-    want: mx.array,
+    got: Array,
+    want: Array,
     tolerance: float,
     dtype: mx.Dtype = mx.float32,
 ) -> float:
@@ -201,7 +202,7 @@ def _run(
     call: Call,
     sets: list[Inputs],
     until: float,
-) -> tuple[list[mx.array], float]:
+) -> tuple[list[Array], float]:
     """Call with each of `sets` in one graph: the results, and seconds per call. Raises TimeoutError
     after `until`, Rejected for calls that hang."""
     began = perf_counter()

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.core import array as Array
 
 from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
@@ -20,7 +21,7 @@ from mlxspec.types import NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
-Shift = mx.array | None
+Shift = Array | None
 Result = tuple[list[int], list[Logprob]]  # of one entry
 
 
@@ -35,11 +36,11 @@ class Step:
     """
 
     plan: Plan
-    ids: mx.array
+    ids: Array
     rows: list[SampledRow]
     shift: Shift
     logits: Any
-    taps: dict[Tap, mx.array]
+    taps: dict[Tap, Array]
     first_row: dict[Seq, int] = field(init=False)
     sampled: Sampled | None = None  # None: no entry samples
     recordings: Sequence[Recording] = ()  # of recurrent layers, where there are drafts
@@ -73,7 +74,7 @@ class Step:
             results.append((tokens[first:stop], asked))
         return results
 
-    def shift_of(self, plan: Plan) -> mx.array:
+    def shift_of(self, plan: Plan) -> Array:
         """int32 [entries]: the shift of the next plan's entries, once this step is submitted."""
         assert self.sampled is not None and self.sampled.accepted is not None
         accepted = mx.pad(self.sampled.accepted, (0, 1))  # with 0 for entries without drafts
@@ -86,10 +87,10 @@ def build_inputs(
     plan: Plan,
     previous: Step | None,
     shift: Shift,
-) -> mx.array:
+) -> Array:
     """Input tokens int32 [T] in plan order. Tokens in flight are taken lazily from `previous`."""
     host: list[int] = []  # with a 0 for each token in flight and each lazy draft
-    lazy: list[tuple[int, mx.array]] = []  # drafts, and where they begin
+    lazy: list[tuple[int, Array]] = []  # drafts, and where they begin
     pending: list[int] = []  # entries whose last known token is in flight,
     targets: list[int] = []  # and where it goes
     for n, e in enumerate(plan):
@@ -230,7 +231,7 @@ def starts_of(plan: Plan) -> dict[Entry, int]:
     return starts
 
 
-def sampled_rows(plan: Plan, length: int = 0) -> mx.array:
+def sampled_rows(plan: Plan, length: int = 0) -> Array:
     """int32 [R]: the indices of the sampled rows among all rows, `length` for each entry, 0: its
     own."""
     rows: list[int] = []
@@ -241,7 +242,7 @@ def sampled_rows(plan: Plan, length: int = 0) -> mx.array:
     return mx.array(rows, mx.int32)
 
 
-def padded_rows(plan: Plan, length: int) -> mx.array:
+def padded_rows(plan: Plan, length: int) -> Array:
     """int32 [B * length]: for each row of a padded batch its index among the plan's rows; padding
     repeats the entry's last row."""
     rows: list[int] = []
@@ -253,7 +254,7 @@ def padded_rows(plan: Plan, length: int) -> mx.array:
     return mx.array(rows, mx.int32)
 
 
-def own_rows(plan: Plan, length: int) -> mx.array:
+def own_rows(plan: Plan, length: int) -> Array:
     """int32 [T]: where the plan's rows lie among those of a padded batch."""
     rows: list[int] = []
     for n, e in enumerate(plan):

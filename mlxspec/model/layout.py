@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.core import array as Array
 from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
@@ -235,7 +236,7 @@ def _cache_bytes(runner: Runner, caches: Sequence[Any], kv_bits: int) -> CacheBy
     return _measure(caches, kv_bits)
 
 
-def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:
+def reference_logits(model: Module) -> tuple[list[Array], list[Any]]:
     """mlx-lm's logits [1 + len(CONTINUATION), vocab] for each prompt, from its last token on; and
     its caches of the last prompt. Raises UnsupportedModel."""
     logits = []
@@ -256,7 +257,7 @@ def reference_logits(model: Module) -> tuple[list[mx.array], list[Any]]:
     return logits, caches
 
 
-def probe_logits(runner: Runner) -> list[mx.array]:
+def probe_logits(runner: Runner) -> list[Array]:
     """The runner's logits for what `reference_logits` computes, all prompts in one batch."""
     seqs = []
     for i, prompt in enumerate(PROMPTS):
@@ -264,7 +265,7 @@ def probe_logits(runner: Runner) -> list[mx.array]:
         table = list(range(first, first + WIDTH))
         request = Request("probe", prompt, 1)
         seqs.append(Seq(request, tokens=list(prompt), table=table))
-    logits: dict[Seq, list[mx.array]] = {seq: [] for seq in seqs}
+    logits: dict[Seq, list[Array]] = {seq: [] for seq in seqs}
 
     def step(plan: Sequence[Entry], accepted: Sequence[int] = (0, 0, 0)) -> None:
         counts = dict(zip(plan, accepted, strict=False))
@@ -293,7 +294,7 @@ def probe_logits(runner: Runner) -> list[mx.array]:
     return [mx.concatenate(logits[seq]) for seq in seqs]
 
 
-def logits_error(logits: Sequence[mx.array], reference: Sequence[mx.array]) -> str:
+def logits_error(logits: Sequence[Array], reference: Sequence[Array]) -> str:
     """How the logits differ by more than rounding explains, or ""."""
     for rows, expected in zip(logits, reference, strict=True):
         tolerance = TOLERANCE_HALF

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.core import array as Array
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlxspec.kernels.quantized_kv import Packing
@@ -33,14 +34,14 @@ class View:
     num_blocks: Mapping[int | None, int]
     allocated: dict[int | None, int]
     positions: Any = None
-    slots: dict[int | None, mx.array | slice] = field(default_factory=dict)
+    slots: dict[int | None, Array | slice] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     sampled: Any = None
     taps: Sequence[Tap] = ()
-    tapped: dict[Tap, mx.array] = field(default_factory=dict)
+    tapped: dict[Tap, Array] = field(default_factory=dict)
     first: int = 0
 
-    def slots_of(self, blocks: Sequence[int]) -> mx.array:
+    def slots_of(self, blocks: Sequence[int]) -> Array:
         """int32 [len(blocks) * block_size]: the slots of whole blocks."""
         first = mx.array(list(blocks), mx.int32) * self.block_size
         slots = first[:, None] + mx.arange(self.block_size)
@@ -81,7 +82,7 @@ class Pages:
             )
         return None
 
-    def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[Any, Any]:
+    def update_and_fetch(self, k: Array, v: Array) -> tuple[Any, Any]:
         """k, v: [T, kv_heads, 1, D]."""
         self.write(k, v)
         return self.keys_and_values()
@@ -90,7 +91,7 @@ class Pages:
         """K and V of the step in the view; models ask for them in layers that share these."""
         return self, self
 
-    def write(self, k: mx.array, v: mx.array) -> None:
+    def write(self, k: Array, v: Array) -> None:
         """k, v: [B, kv_heads, L, D], rows B-major as in the view. Raises UnsupportedModel."""
         if v.dtype == mx.float16:
             # A masked slot still counts as 0 * v. Half precision overflows, and 0 * inf would reach
@@ -107,7 +108,7 @@ class Pages:
             self.values = self._allocate(v)
         self.put(self.view.slots[self.window_key], k, v)
 
-    def _packing(self, x: mx.array) -> Packing | None:
+    def _packing(self, x: Array) -> Packing | None:
         dim = x.shape[3]
         if not dim:  # some reads of such a pool would work, others end the process
             raise UnsupportedModel("a layer keeps keys without values, or the other way round")
@@ -115,7 +116,7 @@ class Pages:
             return Packing(dim, x.dtype, self.kv_bits)
         return None
 
-    def _allocate(self, rows: mx.array) -> mx.array:
+    def _allocate(self, rows: Array) -> Array:
         """A pool of zeros for rows [kv_heads, n, width]."""
         slots = self.view.allocated[self.window_key] * self.view.block_size
         heads, _, width = rows.shape
@@ -123,15 +124,15 @@ class Pages:
 
     def put(
         self,
-        slots: mx.array | slice,
-        k: mx.array,
-        v: mx.array,
+        slots: Array | slice,
+        k: Array,
+        v: Array,
     ) -> None:
         """Write k, v [kv_heads, n, D], as the pools hold them, at `slots` [n], in place."""
         self.keys = _put(self.keys, slots, k)
         self.values = _put(self.values, slots, v)
 
-    def pools(self) -> tuple[mx.array, mx.array]:
+    def pools(self) -> tuple[Array, Array]:
         """K and V of every slot, [kv_heads, slots, D] each; packed, uint32 [kv_heads, slots,
         width]."""
         return self.keys, self.values
@@ -176,14 +177,14 @@ class DensePages(Pages):
 
 
 @partial(mx.compile, shapeless=True)  # else 7 launches
-def _finite(x: mx.array) -> mx.array:
+def _finite(x: Array) -> Array:
     return mx.where(mx.isfinite(x), x, 0)
 
 
 def _rows(
-    x: mx.array,
+    x: Array,
     packing: Packing | None,
-) -> mx.array:
+) -> Array:
     """x [B, kv_heads, L, D] as a pool holds it: [kv_heads, B * L, width]."""
     x = x.swapaxes(0, 1).flatten(1, 2)
     if packing:
@@ -191,7 +192,7 @@ def _rows(
     return x
 
 
-def _put(pool: mx.array, slots: mx.array | slice, rows: mx.array) -> mx.array:
+def _put(pool: Array, slots: Array | slice, rows: Array) -> Array:
     if isinstance(slots, slice):
         pool[:, slots] = rows
         return pool
@@ -210,7 +211,7 @@ def window_of(cache: Any) -> int | None:
     raise UnsupportedModel(f"a layer keeps {type(cache).__name__}, which is not paged")
 
 
-def slot_index(slots: list[int]) -> mx.array | slice:
+def slot_index(slots: list[int]) -> Array | slice:
     """What indexes a pool at `slots`: a slice where they follow each other, which MLX writes as one
     piece and with fewer operations."""
     first = slots[0]

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.core import array as Array
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxspec import log
@@ -27,7 +28,7 @@ TOKENS = (0, 0, 0)  # of the step whose cases are recorded
 
 def _variant(
     layer: Any,
-    x: mx.array,
+    x: Array,
     rows: int,
 ) -> str:
     """The variant of the layer's kernel that runs for `rows` rows; "": MLX's own operation."""
@@ -38,7 +39,7 @@ def _variant(
     return KERNELS.variant(layer.case.name, rows)
 
 
-def _multiply(layer: Any, x: mx.array, otherwise: Callable[[mx.array], Any]) -> Any:
+def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
     """x [..., K] times the layer's weights, [..., N]; `otherwise` is MLX's own operation."""
     *batch, k = x.shape
     variant = _variant(layer, x, prod(batch))
@@ -51,12 +52,12 @@ def _multiply(layer: Any, x: mx.array, otherwise: Callable[[mx.array], Any]) -> 
 
 
 class KernelLinear(nn.QuantizedLinear):
-    def __call__(self, x: mx.array) -> Any:
+    def __call__(self, x: Array) -> Any:
         return _multiply(self, x, super().__call__)
 
 
 class KernelEmbedding(nn.QuantizedEmbedding):
-    def as_linear(self, x: mx.array) -> Any:
+    def as_linear(self, x: Array) -> Any:
         return _multiply(self, x, super().as_linear)
 
 
@@ -73,8 +74,8 @@ class KernelSwitchLinear(QuantizedSwitchLinear):
 
     def __call__(
         self,
-        x: mx.array,
-        indices: mx.array,
+        x: Array,
+        indices: Array,
         sorted_indices: bool = False,
     ) -> Any:
         *batch, rows, k = x.shape

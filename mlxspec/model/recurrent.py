@@ -16,14 +16,15 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
+from mlx.core import array as Array
 from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache
 
 from mlxspec.types import Entry, Json, Plan, Seq, Tap, UnsupportedModel
 
-StateArrays = tuple[mx.array, ...]
+StateArrays = tuple[Array, ...]
 # int32 [B], the rows that stand of each sequence, at least 1 -> the batch's state [B, ...] after.
-Replay = Callable[[mx.array], mx.array]
+Replay = Callable[[Array], Array]
 
 MAX_SLICED_ROWS = 16  # of an entry; after longer ones its state is copied, not a slice
 NOT_RECORDED = "a recurrent layer's state update cannot be recorded"
@@ -40,11 +41,11 @@ RECURRENCES: dict[str, tuple[int, tuple[str, ...]]] = {
 class StateRecorder:
     """What the recurrences of one forward [B, L] read; `replays` has one per state array."""
 
-    convolutions: list[mx.array] = field(default_factory=list)  # in the order of the layers
-    recurrences: list[tuple[mx.array, Replay]] = field(default_factory=list)
+    convolutions: list[Array] = field(default_factory=list)  # in the order of the layers
+    recurrences: list[tuple[Array, Replay]] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
 
-    def finish(self, arrays: Iterable[mx.array]) -> None:
+    def finish(self, arrays: Iterable[Array]) -> None:
         """Find what made each of the layers' new state arrays. Raises UnsupportedModel."""
         made_by = {id(new): replay for new, replay in self.recurrences}
         for array in arrays:
@@ -57,7 +58,7 @@ class StateRecorder:
             self.replays.append(replay)
         self.recurrences.clear()
 
-    def states_after(self, rows: mx.array) -> list[mx.array]:
+    def states_after(self, rows: Array) -> list[Array]:
         """The batch's states [B, ...] after the first `rows` int32 [B] rows of each sequence."""
         return [replay(rows) for replay in self.replays]
 
@@ -72,20 +73,20 @@ _recorder: ContextVar[StateRecorder | None] = ContextVar("recorder", default=Non
 class RecordedConv1d(nn.Conv1d):
     """A layer's convolution over [state ++ rows]; its input is recorded."""
 
-    def __call__(self, x: mx.array) -> Any:
+    def __call__(self, x: Array) -> Any:
         recorder = _recorder.get()
         if recorder:
             recorder.convolutions.append(x)
         return super().__call__(x)  # type: ignore[no-untyped-call]
 
 
-def _window_after(x: mx.array, keep: int, rows: mx.array) -> mx.array:
+def _window_after(x: Array, keep: int, rows: Array) -> Array:
     """A convolution's state: the last `keep` of [state ++ rows], x [B, keep + L, channels]."""
     places = rows[:, None] + mx.arange(keep)
     return mx.take_along_axis(x, places[..., None], axis=1)
 
 
-def _hidden_after(hidden: mx.array, rows: mx.array) -> mx.array:
+def _hidden_after(hidden: Array, rows: Array) -> Array:
     """The hidden state of the last of so many rows, [B, 1, D] of [B, L, D]."""
     return mx.take_along_axis(hidden, rows[:, None, None] - 1, axis=1)
 
@@ -98,7 +99,7 @@ def _recorded(
     """`update`, which also records how to compute its new state for fewer rows."""
     signature = inspect.signature(update)
 
-    def masked(given: Json, rows: mx.array) -> Any:
+    def masked(given: Json, rows: Array) -> Any:
         """By its own mask, which leaves the state of the masked rows as it is."""
         length = given[inputs[0]].shape[axis]
         given = given | {"mask": mx.arange(length) < rows[:, None]}
@@ -106,7 +107,7 @@ def _recorded(
             given["lengths"] = rows
         return update(**given)[1]
 
-    def chosen(given: Json, rows: mx.array) -> Any:
+    def chosen(given: Json, rows: Array) -> Any:
         """For an update without a mask: the state after every row, of which one is chosen."""
         length = given[inputs[0]].shape[axis]
         states = []
@@ -184,7 +185,7 @@ class RecurrentStates:
         if self.rollback_supported and any(len(e.draft) for e in entries):
             _recorder.set(StateRecorder())
 
-    def store(self, entries: Plan, tapped: Mapping[Tap, mx.array]) -> Sequence[mx.array]:
+    def store(self, entries: Plan, tapped: Mapping[Tap, Array]) -> Sequence[Array]:
         """Cut the layers' new states into the sequences' states; returns the arrays [B, ...].
         `tapped` are the forward's hidden states [B, L, D]."""
         arrays: list[Any] = [array for layer in self.layers for array in layer.cache]
@@ -215,7 +216,7 @@ class RecurrentStates:
         for layer in self.layers:
             layer.cache = [None for _ in layer.cache]
 
-    def keep_accepted(self, accepted: mx.array, samplers: Sequence[Seq]) -> list[Recording]:
+    def keep_accepted(self, accepted: Array, samplers: Sequence[Seq]) -> list[Recording]:
         """Bring the states that a forward with drafts left to those after the accepted ones,
         lazily. `accepted` int32 [R]: how many were, for each of `samplers`. Returns what `cut`
         needs."""
@@ -242,12 +243,12 @@ class RecurrentStates:
                 entry.state = state
 
 
-def _slices(arrays: Sequence[mx.array], count: int) -> list[StateArrays]:
+def _slices(arrays: Sequence[Array], count: int) -> list[StateArrays]:
     """The states of the sequences of a batch."""
     return [tuple(array[i : i + 1] for array in arrays) for i in range(count)]
 
 
-def _assign(entries: Plan, arrays: Sequence[mx.array]) -> None:
+def _assign(entries: Plan, arrays: Sequence[Array]) -> None:
     """Give the entries' sequences their parts of the batch's states; the next forward of the same
     sequences takes the arrays as they are."""
     parts = [tuple(arrays)]

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
+from mlx.core import array as Array
 from mlx.nn import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
@@ -47,15 +48,15 @@ def flat_caches(caches: Iterable[Any]) -> list[Any]:
     return flat
 
 
-def arrays_in(tree: Any) -> list[mx.array]:
+def arrays_in(tree: Any) -> list[Array]:
     """All arrays of a tree of lists and dicts."""
     leaves: Any = tree_flatten(tree)
     return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
-def pools_of(layers: Iterable[Pages]) -> list[mx.array]:
+def pools_of(layers: Iterable[Pages]) -> list[Array]:
     """K and V of each layer in turn."""
-    pools: list[mx.array] = []
+    pools: list[Array] = []
     for pages in layers:
         pools += pages.pools()
     return pools
@@ -168,7 +169,7 @@ class Runner:
                 mx.clear_cache()
             view.allocated[window] = blocks  # last: if memory runs out on the way, it is retried
 
-    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[mx.array]:
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[Array]:
         """Lazy K and V of these blocks: [heads, len(blocks) * block_size, D] for each of the
         group's layers."""
         slots = self.view.slots_of(blocks)
@@ -178,7 +179,7 @@ class Runner:
         self,
         group: int,
         blocks: Sequence[int],
-        content: Sequence[mx.array],
+        content: Sequence[Array],
     ) -> None:
         """Write what `read_blocks` read, in place."""
         slots = self.view.slots_of(blocks)
@@ -263,9 +264,9 @@ class Runner:
     def forward_rows(
         self,
         plan: Plan,
-        ids: mx.array,
+        ids: Array,
         shift: Shift,
-    ) -> mx.array:
+    ) -> Array:
         """Logits [R, vocab] of a plan in the rows layout with given tokens int32 [T], submitted at
         once, so that the next forward may write its pages in place. For draft models."""
         logits, _ = self._forward(plan, ids, shift)
@@ -292,9 +293,9 @@ class Runner:
     def _forward(
         self,
         plan: Plan,
-        ids: mx.array,
+        ids: Array,
         shift: Shift,
-    ) -> tuple[mx.array, dict[Tap, mx.array]]:
+    ) -> tuple[Array, dict[Tap, Array]]:
         """Logits [R, vocab] of the sampled rows, and taps [T, D] each, in plan order."""
         batches = [list(plan)]
         if self.lone:
@@ -303,7 +304,7 @@ class Runner:
             batches = [list(batch) for _, batch in groupby(plan, key=self._form)]
         self.states.begin_step(plan)
         logits = []
-        taps: dict[Tap, list[mx.array]] = {tap: [] for tap in self.view.taps}
+        taps: dict[Tap, list[Array]] = {tap: [] for tap in self.view.taps}
         first = row = 0
         for batch in batches:
             last = first + len(batch)
@@ -318,9 +319,9 @@ class Runner:
     def _forward_batch(
         self,
         batch: Plan,
-        ids: mx.array,
+        ids: Array,
         shift: Shift,
-    ) -> mx.array:
+    ) -> Array:
         """Logits [R, vocab] of one forward, [T, 1] in the rows layout and [B, L] in others; its
         taps [T, D] are in the view."""
         view = self.view
@@ -342,7 +343,7 @@ class Runner:
         view.sampled = sampled = sampled_rows(batch, length)
         try:
             self.states.load(batch)
-            logits: mx.array = self.model(ids.reshape(-1, length or 1), cache=caches)
+            logits: Array = self.model(ids.reshape(-1, length or 1), cache=caches)
             states = self.states.store(batch, view.tapped)
         finally:
             self.states.release()

@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import mlx.core as mx
 import numpy as np
+from mlx.core import array as Array
 
 from mlxspec.kernels.reference import Draws, allow
 from mlxspec.kernels.sampling import sample_accept
@@ -24,9 +25,9 @@ class Sampled:
     for them: the log-probabilities [R] of the sampled tokens; then ids and log-probabilities
     [R, k] of the k best, unordered."""
 
-    tokens: mx.array
-    accepted: mx.array | None = None
-    logprobs: Sequence[mx.array] = ()
+    tokens: Array
+    accepted: Array | None = None
+    logprobs: Sequence[Array] = ()
 
 
 @dataclass(slots=True)
@@ -90,10 +91,10 @@ def seed32(
 
 
 def sample(
-    logits: mx.array,
+    logits: Array,
     rows: Rows,
-    inputs: mx.array,
-    shift: mx.array | None = None,
+    inputs: Array,
+    shift: Array | None = None,
 ) -> Sampled:
     """Lazy samples of logits [R, vocab]. `inputs` int32 [T] are the step's input tokens, `shift`
     int32 [R] is added to the rows' positions."""
@@ -111,7 +112,7 @@ def sample(
         _floors(x, rows),
     )
     tokens, accepted = sample_accept(x, draws, inputs, drafts_of(rows))
-    logprobs: Sequence[mx.array] = ()
+    logprobs: Sequence[Array] = ()
     if wanted:
         logprobs = _logprobs(logits, tokens, max(wanted))
     return Sampled(
@@ -129,10 +130,10 @@ def _temperature(
 
 
 def _logprobs(
-    logits: mx.array,
-    tokens: mx.array,
+    logits: Array,
+    tokens: Array,
     k: int,
-) -> list[mx.array]:
+) -> list[Array]:
     """Sampled.logprobs: the model's own, before bias and penalties."""
     own = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(own, tokens[:, None], axis=-1)
@@ -164,9 +165,9 @@ def read(
 
 
 def _add_bias(
-    x: mx.array,
+    x: Array,
     rows: Rows,
-) -> mx.array:
+) -> Array:
     biases = [(r, *bias) for r, row in enumerate(rows) for bias in row.sampling.logit_bias]
     if not biases:
         return x
@@ -175,10 +176,10 @@ def _add_bias(
 
 
 def _penalize(
-    x: mx.array,
+    x: Array,
     rows: Rows,
-    inputs: mx.array,
-) -> mx.array:
+    inputs: Array,
+) -> Array:
     """Presence and frequency penalties count generated tokens, repetition prompt and generated ones
     (vLLM's rules; repetition is Keskar et al., arXiv 1909.05858)."""
     chosen = [r for r, row in enumerate(rows) if row.sampling.penalized]
@@ -205,9 +206,9 @@ def _penalize(
 
 def _token_counts(
     rows: Rows,
-    inputs: mx.array,
+    inputs: Array,
     vocab: int,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[Array, Array]:
     """For each row which tokens stand in the prompt, bool [R, vocab], and how often each was
     generated before it, float32 [R, vocab]; tokens of the step itself are counted lazily."""
     prompts = []
@@ -234,7 +235,7 @@ def _host_counts(
     seq: Seq,
     upto: int,
     vocab: int,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[Array, Array]:
     """Which tokens stand in the prompt, bool [vocab], and how often each was generated before
     position `upto`, float32 [vocab]. Kept with the sequence: a step counts only what is new."""
     if seq.counts is None:
@@ -251,9 +252,9 @@ def _host_counts(
 
 
 def _floors(
-    x: mx.array,
+    x: Array,
     rows: Rows,
-) -> mx.array | None:
+) -> Array | None:
     """float32 [R]: the lowest of x [R, vocab] / temperature that top_k, top_p and min_p keep, -inf
     for rows without them; None if no row has one. A row with a small top_k ranks NARROW tokens
     alone, whichever rows it shares the batch with."""
@@ -287,9 +288,9 @@ def _floors(
 
 
 def _floor(
-    ranked: mx.array,
+    ranked: Array,
     samplings: Sequence[Sampling],
-) -> mx.array:
+) -> Array:
     """float32 [R], the lowest logit that stays: top_k, then top_p over what top_k left, and min_p
     relative to the best; ties at a threshold stay. `ranked` [R, n]: the n >= top_k best, sorted."""
     n = ranked.shape[-1]

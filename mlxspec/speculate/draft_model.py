@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
+from mlx.core import array as Array
 from mlx.nn import Module
 
 from mlxspec.model.batch import Shift, Step, build_inputs, starts_of
@@ -137,7 +138,7 @@ class DraftModel:
         for e in reading:
             self._live[e.seq].read = e.end
 
-        def next_logits(entries: Plan, last: mx.array | None, shift: Shift) -> mx.array:
+        def next_logits(entries: Plan, last: Array | None, shift: Shift) -> Array:
             found = logits if last is None else self._forward(entries, last, shift)
             return self._widened(found)
 
@@ -146,9 +147,9 @@ class DraftModel:
     def _forward(
         self,
         plan: Plan,
-        ids: mx.array,
+        ids: Array,
         shift: Shift,
-    ) -> mx.array:
+    ) -> Array:
         ids = mx.minimum(ids, self.own_vocab - 1)
         return self.runner.forward_rows(plan, ids, shift)
 
@@ -180,7 +181,7 @@ class DraftModel:
         entries: Plan,
         previous: Step | None,
         shift: Shift,
-    ) -> mx.array:
+    ) -> Array:
         """Input tokens int32 [T]; those in flight are taken lazily from `previous`."""
         ids = build_inputs(entries, previous, shift)
         if previous is None or shift is None:
@@ -197,7 +198,7 @@ class DraftModel:
         ids[mx.array(unread)] = previous.ids[rows]
         return ids
 
-    def _widened(self, logits: mx.array) -> mx.array:
+    def _widened(self, logits: Array) -> Array:
         """[n, vocab] of the draft model's logits."""
         lacking = max(0, self.vocab - logits.shape[-1])
         width = [(0, 0), (0, lacking)]

@@ -27,7 +27,6 @@ from mlxspec.server.errors import HANDLERS, ApiError, HttpRequest, Json, invalid
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses
-from mlxspec.server.responses.store import Store
 from mlxspec.server.security import protect, wants_html
 from mlxspec.server.state import Model, ServerState, report, run_on_text_thread, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
@@ -57,7 +56,7 @@ def create_app(
     paths = {name: path, **(others or {})}
     app.state.server = ServerState(worker, config, Metrics(lambda: worker.models), paths)
     app.state.server.open(name, tokenizer)
-    app.state.responses = Store()
+    app.state.responses = responses.Store()
     return app
 
 

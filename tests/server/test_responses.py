@@ -11,8 +11,7 @@ import pytest
 
 from mlxspec.config import Config
 from mlxspec.server.errors import ApiError
-from mlxspec.server.responses.endpoints import NOT_ENCRYPTED
-from mlxspec.server.responses.store import Store
+from mlxspec.server.responses.endpoints import NOT_ENCRYPTED, Store
 from mlxspec.server.responses.writer import plain_input
 from mlxspec.text.chat import encode, render_chat
 from tests.server.scripted import END, INFO, Answer, Connection, Server, server

@@ -13,8 +13,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.prefix import KVCacheManager, Window
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.scheduler import Scheduler

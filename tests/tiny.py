@@ -18,8 +18,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.prefix import KVCacheManager, Window
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.models import ModelManager, ModelSlot, Start

@@ -6,18 +6,19 @@ continue; a block that left the window is freed, and the null block takes its pl
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.cache.blocks import BlockPool, Tokens
-from mlxspec.cache.states import StateCache, StateKey
 from mlxspec.types import NULL_BLOCK, Seq
 
 WINDOW_STRIDE = 256  # blocks between two places of a long prompt where its window stays cached
 MIN_PROMPT = 4  # blocks of a prompt for which a state before its last token is worth a step
 FULL_ATTENTION = 1 << 62  # tokens of a window that never slides
 
+StateKey = tuple[bytes, Tokens]  # the hash of the last full block, the tokens after it
 Hashes = Sequence[bytes]  # the chain of a prefix, one per full block
 Copies = list[tuple[int, int, int]]  # (pool, source block, target block); pool 0 is full attention
 
@@ -59,6 +60,47 @@ class Window:
         blocks = [self.pool.by_key[key] for key in self.seen(hashes)]
         passed = [NULL_BLOCK for _ in hashes[len(blocks) :]]
         return passed + blocks
+
+
+@dataclass(slots=True)
+class StateCache:
+    """Snapshots of recurrent layers' states, from which a later request with the same prefix
+    continues: up to `capacity`, then the least recently used is evicted. A long prompt leaves one
+    every `stride` blocks; `copy` gives a state memory of its own, so that it keeps no larger buffer
+    alive. Engine thread only."""
+
+    capacity: int
+    stride: int
+    copy: Callable[[Any], Any] = lambda state: state
+    # The least recently used first.
+    _states: OrderedDict[StateKey, Any] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[StateKey]:
+        """The keys, the least recently used first."""
+        return iter(self._states)
+
+    def use(self, key: StateKey) -> Any:
+        """The state of `key`, which must exist; it is now the most recently used."""
+        self._states.move_to_end(key)
+        return self._states[key]
+
+    def peek(self, key: StateKey) -> Any:
+        """The state of `key` or None; the order of use does not change."""
+        return self._states.get(key)
+
+    def put(self, key: StateKey, state: Any) -> None:
+        """Keep a state and evict one if full; the first state of a key stays."""
+        if key not in self._states:
+            self._states[key] = self.copy(state)
+        self.use(key)
+        if len(self._states) > self.capacity:
+            self._states.popitem(last=False)
+
+    def clear(self) -> None:
+        self._states.clear()
 
 
 @dataclass(slots=True)

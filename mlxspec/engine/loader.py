@@ -13,8 +13,7 @@ from mlxspec import log
 from mlxspec.cache.blocks import BlockPool
 from mlxspec.cache.disk import DiskCache, fingerprint
 from mlxspec.cache.offload import KVOffloader
-from mlxspec.cache.prefix import KVCacheManager, Window
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
 from mlxspec.engine.budget import PrefillBudget

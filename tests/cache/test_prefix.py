@@ -3,8 +3,7 @@
 import pytest
 
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.prefix import MIN_PROMPT, WINDOW_STRIDE, KVCacheManager, Window
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.prefix import MIN_PROMPT, WINDOW_STRIDE, KVCacheManager, StateCache, Window
 from mlxspec.types import NULL_BLOCK, Request, Seq
 
 SIZE = 4

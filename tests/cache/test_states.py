@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.prefix import StateCache
 
 
 def test_the_least_recently_used_state_is_evicted() -> None:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.cache.blocks import BlockPool
-from mlxspec.cache.prefix import KVCacheManager, Window
-from mlxspec.cache.states import StateCache
+from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.engine.budget import PrefillBudget
 from mlxspec.engine.scheduler import MAX_DEFERRED, Scheduler, cut_at_stop
 from mlxspec.types import Draft, Entry, Output, Request, Seq, UserError

@@ -111,6 +111,9 @@ class Output:
     fault: Literal["engine", "model", "prompt", "client"] = "engine"
 
 
+Outputs = list[Output]  # of a step, or in answer to an order
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the server knows of a model: from its files, or once it is loaded, derived. `context`

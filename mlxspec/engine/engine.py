@@ -19,7 +19,7 @@ from mlxspec.model import meter
 from mlxspec.model.batch import Step
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import Draft, Entry, Output, Request, Seq, Stats
+from mlxspec.types import Draft, Entry, Outputs, Request, Seq, Stats
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Engine:
         self,
         request: str,
         index: int | None = None,
-    ) -> list[Output]:
+    ) -> Outputs:
         """End a request's choices now; their blocks are free when this returns."""
         outputs = self.scheduler.abort(request, index)
         self._end_finished()
@@ -90,9 +90,9 @@ class Engine:
 
     # ---- a step ------------------------------------------------------------------------------
 
-    def step(self) -> list[Output]:
+    def step(self) -> Outputs:
         """Submit one step and commit the one before it."""
-        outputs: list[Output] = []
+        outputs: Outputs = []
         previous = self.in_flight
         self.in_flight = None
         if previous and self._needs_sync():
@@ -139,7 +139,7 @@ class Engine:
                 return True
         return self.proposer.needs_sync(running)
 
-    def _finish(self, step: Step) -> list[Output]:
+    def _finish(self, step: Step) -> Outputs:
         """Read a submitted step: accept, commit, observe."""
         results = step.read()
         self.trace("read", step.number)
@@ -161,7 +161,7 @@ class Engine:
         self.proposer.observe(step, accepted, self.step_seconds)
         return outputs + self._fail(failures)
 
-    def _fail(self, failures: structured.Failures) -> list[Output]:
+    def _fail(self, failures: structured.Failures) -> Outputs:
         """End the choices whose grammars failed."""
         return [
             self.scheduler.end(seq, "error", f"the grammar cannot go on: {error}")

@@ -22,6 +22,7 @@ from mlxspec.types import (
     ModelInfo,
     OutOfMemory,
     Output,
+    Outputs,
     Request,
     Served,
     Stats,
@@ -178,7 +179,7 @@ class ModelManager:
 
     # ---- orders
 
-    def submit(self, order: Order) -> list[Output]:
+    def submit(self, order: Order) -> Outputs:
         """Start an order, or queue it until its model is loaded."""
         if isinstance(order, Abort):
             return self._abort(order)
@@ -187,7 +188,7 @@ class ModelManager:
             outputs += self._choose_evictions()
         return outputs
 
-    def _dispatch(self, order: Request | LoadCommand) -> list[Output]:
+    def _dispatch(self, order: Request | LoadCommand) -> Outputs:
         slot = self._slot(order)
         ready = slot.engine and slot not in self._leaving
         if isinstance(order, LoadCommand):
@@ -206,7 +207,7 @@ class ModelManager:
     def _slot(self, order: Request | LoadCommand) -> ModelSlot:
         return next(slot for slot in self.slots if order.model in ("", slot.info.name))
 
-    def _add(self, slot: ModelSlot, request: Request) -> list[Output]:
+    def _add(self, slot: ModelSlot, request: Request) -> Outputs:
         """Pass a request to its engine. Loading may have changed the limits it was checked with."""
         assert slot.engine
         slot.used = self.clock()
@@ -216,7 +217,7 @@ class ModelManager:
             return _finish(request, "error", error=str(error), fault="prompt")
         return []
 
-    def _abort(self, abort: Abort) -> list[Output]:
+    def _abort(self, abort: Abort) -> Outputs:
         outputs = []
         for engine in self._engines():
             outputs += engine.abort(abort.id, abort.index)
@@ -229,7 +230,7 @@ class ModelManager:
                     outputs += self._dispatch_waiting()
         return outputs
 
-    def _dispatch_waiting(self) -> list[Output]:
+    def _dispatch_waiting(self) -> Outputs:
         """Dispatch all waiting orders again, as the first was answered or can be."""
         waiting, self._waiting = self._waiting, deque()
         self._leaving = []
@@ -240,7 +241,7 @@ class ModelManager:
 
     # ---- loads and unloads
 
-    def _choose_evictions(self) -> list[Output]:
+    def _choose_evictions(self) -> Outputs:
         """Choose the models to unload for the first waiting order: none more than its model needs,
         idle before busy, least recently used first. If all are too few, answer that it fails."""
         if not self._waiting:
@@ -264,7 +265,7 @@ class ModelManager:
         freed = sum(each.nbytes for each in self._leaving)
         return self.memory_check(slot.info.name, held, freed)
 
-    def step(self) -> list[Output]:
+    def step(self) -> Outputs:
         """Unload or load for the first waiting order, if no model that is to leave is busy; else
         do a step of the next active model."""
         if self._waiting and not any(slot.busy for slot in self._leaving):
@@ -281,7 +282,7 @@ class ModelManager:
                 return slot.engine.step()
         return []
 
-    def _load(self, slot: ModelSlot) -> list[Output]:
+    def _load(self, slot: ModelSlot) -> Outputs:
         """Load a model and dispatch the orders that wait for it, or answer that it failed."""
         self.loading = slot.info.name
         reason = ""
@@ -321,7 +322,7 @@ class ModelManager:
                 info.name,
             )
 
-    def _fail(self, slot: ModelSlot, reason: str) -> list[Output]:
+    def _fail(self, slot: ModelSlot, reason: str) -> Outputs:
         """Answer all orders that wait for this load."""
         slot.error = f"{slot.info.name} cannot be loaded: {reason}"
         slot.failed = self.clock()
@@ -351,7 +352,7 @@ class ModelManager:
                 self._unload(slot)
 
 
-def _finish(order: Request | LoadCommand, finish: Finish, **reason: Any) -> list[Output]:
+def _finish(order: Request | LoadCommand, finish: Finish, **reason: Any) -> Outputs:
     """The final output of each choice."""
     return [Output(order.id, i, (), finish=finish, **reason) for i in range(order.n)]
 

@@ -21,6 +21,7 @@ from mlxspec.types import (
     InvalidRequest,
     Logprob,
     Output,
+    Outputs,
     Request,
     Seq,
     too_long,
@@ -87,7 +88,7 @@ class Scheduler:
         self,
         request: str,
         index: int | None = None,
-    ) -> list[Output]:
+    ) -> Outputs:
         """End the choices of `request` (all, or one) and free their blocks."""
         outputs = []
         for seq in (*self.running, *self.waiting):
@@ -250,7 +251,7 @@ class Scheduler:
         self,
         plan: Iterable[Entry],
         accepted: Iterable[Accepted],
-    ) -> list[Output]:
+    ) -> Outputs:
         """Apply the tokens of a step that was read, in submission order. Entries of sequences that
         have ended since are ignored; slots of rejected drafts are written again.
 

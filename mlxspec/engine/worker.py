@@ -27,6 +27,7 @@ from mlxspec.types import (
     Finish,
     ModelInfo,
     Output,
+    Outputs,
     Request,
     Served,
     UnsupportedModel,
@@ -215,7 +216,7 @@ class Worker:
             stream.finish(finish, **reason)
         self._streams.clear()
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: Outputs) -> None:
         for output in outputs:
             if output.request not in self._streams:
                 continue
@@ -227,7 +228,7 @@ class Worker:
             if not stream.unfinished:
                 del self._streams[output.request]
 
-    def _deliver_or_die(self, outputs: list[Output]) -> None:
+    def _deliver_or_die(self, outputs: Outputs) -> None:
         try:
             self._deliver(outputs)
         except Exception as error:  # a client would wait for the lost outputs for ever
@@ -283,7 +284,7 @@ class Worker:
         self._publish(outputs)
         return True
 
-    def _publish(self, outputs: list[Output]) -> None:
+    def _publish(self, outputs: Outputs) -> None:
         """Deliver outputs on the loop's thread, and renew what any thread may read."""
         self._progress = time.monotonic()
         self.models = self._manager.snapshot()

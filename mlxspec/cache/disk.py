@@ -26,6 +26,8 @@ from safetensors.numpy import load, save
 from mlxspec import log
 from mlxspec.files import lock, write_atomic
 
+Keys = tuple[bytes, ...]  # of a run's blocks
+
 FORMAT = "3"
 MAX_QUEUED = 128 << 20  # bytes that wait to be written
 MAX_HEADER = 1 << 20  # bytes of a file's header
@@ -67,7 +69,7 @@ class Run:
 
     Equal keys mean equal arrays. `arrays` are C-contiguous and must not change any more."""
 
-    keys: tuple[bytes, ...]
+    keys: Keys
     arrays: dict[str, np.ndarray]
 
 
@@ -80,7 +82,7 @@ class Label(BaseModel):
     keys: str = Field(pattern=r"^[0-9a-f]{32}( [0-9a-f]{32})*$")
     digest: str = ""
 
-    def run_keys(self) -> tuple[bytes, ...]:
+    def run_keys(self) -> Keys:
         return tuple(map(bytes.fromhex, self.keys.split()))
 
 
@@ -153,7 +155,7 @@ class DiskCache:
         self._submitted = 0  # bytes, counted by the caller's thread
         self._done = 0  # of these, counted by the writer's
         self._paths: dict[bytes, Path] = {}  # key -> the file that holds it, or soon will
-        self._keys: dict[Path, tuple[bytes, ...]] = {}
+        self._keys: dict[Path, Keys] = {}
         self._warned = False
         # By their names in `Stats`: the bytes of all models, and what this process did.
         self.stats = Counter[str]()
@@ -219,7 +221,7 @@ class DiskCache:
 
     # ---- the index
 
-    def _path(self, keys: tuple[bytes, ...]) -> Path:
+    def _path(self, keys: Keys) -> Path:
         return self.root / self.fingerprint / f"{keys[-1].hex()}.safetensors"
 
     def _scan(self) -> None:
@@ -232,7 +234,7 @@ class DiskCache:
             except ValueError:
                 self.discard(path)
 
-    def _add(self, path: Path, keys: tuple[bytes, ...]) -> None:
+    def _add(self, path: Path, keys: Keys) -> None:
         self._keys[path] = keys
         for key in keys:
             self._paths[key] = path

@@ -23,6 +23,8 @@ from mlxspec.files import lock, write_atomic
 from mlxspec.kernels.trial import CALL_LIMIT_S, Case, Verdict, judge
 from mlxspec.progress import Report
 
+Verdicts = dict[str, Verdict]  # by Case.name
+
 AT_START_S = 20.0  # for all cases
 CASE_S = 4.0  # for one case
 UNTRIED = "no time was left, or another process tries kernels; the next start goes on"
@@ -38,7 +40,7 @@ class KernelRegistry:
     `KERNELS`. `recorded`, if not None, collects the cases of all calls.
     """
 
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: Verdicts = field(default_factory=dict)
     recorded: list[Case] | None = None
     forget: Callable[[], None] | None = None  # the running trial, which now counts as a crash
     deadline: float = 0.0  # of that trial
@@ -71,7 +73,7 @@ def machine() -> dict[str, str]:
     }
 
 
-VERDICTS_JSON = TypeAdapter(dict[str, Verdict])
+VERDICTS_JSON = TypeAdapter(Verdicts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +89,14 @@ class VerdictFile:
         digest = sha256(repr(self.facts).encode())
         return self.folder / f"{digest.hexdigest()[:24]}.json"
 
-    def load(self) -> dict[str, Verdict]:
+    def load(self) -> Verdicts:
         """All verdicts by name; a missing or broken file has none."""
         try:
             return VERDICTS_JSON.validate_json(self.path.read_bytes())
         except (OSError, ValueError):
             return {}
 
-    def save(self, verdicts: dict[str, Verdict]) -> None:
+    def save(self, verdicts: Verdicts) -> None:
         """Replace the file. Raises OSError."""
         write_atomic(self.path, VERDICTS_JSON.dump_json(verdicts), durable=True)
 
@@ -109,7 +111,7 @@ def verify(
     cases: Iterable[Case],
     file: VerdictFile,
     report: Report = lambda done, total: None,
-) -> dict[str, Verdict]:
+) -> Verdicts:
     """Fill KERNELS for these cases and return their verdicts, within about AT_START_S seconds."""
     todo = {case.name: case for case in cases}
     reason = missing()
@@ -135,11 +137,11 @@ def _try_all(
     cases: list[Case],
     file: VerdictFile,
     report: Report,
-) -> dict[str, Verdict]:
+) -> Verdicts:
     """The verdicts of the cases that there is time for, none if another process tries kernels.
     Raises OSError if a trial cannot be recorded."""
     end = perf_counter() + AT_START_S
-    found: dict[str, Verdict] = {}
+    found: Verdicts = {}
     with lock(file.folder / "lock", wait=False) as held:
         if not held:
             return found

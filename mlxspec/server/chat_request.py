@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mlxspec.server.errors import Json, invalid
 from mlxspec.server.generate import Generation
 from mlxspec.server.state import Model
-from mlxspec.server.stream import Choice, ResponseWriter, message
+from mlxspec.server.stream import Choice, Choices, ResponseWriter, message
 from mlxspec.text.chat import (
     Conversation,
     RenderedPrompt,
@@ -100,9 +100,7 @@ def _call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _remember(
-    model: Model, talk: Conversation, prompt: RenderedPrompt, choices: Sequence[Choice]
-) -> None:
+def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices: Choices) -> None:
     """Keep the tokens of the answers: the next turn's prompt should repeat them."""
     tokenizer, history = model.tokenizer, model.history
     for choice in choices:

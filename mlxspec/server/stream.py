@@ -93,6 +93,9 @@ class Choice:
         return min(accepted, max(0, self.reader.count - self.output.rounds + 1))
 
 
+Choices = Sequence[Choice]  # of one response
+
+
 def _failure(output: Output) -> ApiError:
     """Why the engine ended a choice without an answer."""
     if output.finish == "abort":
@@ -133,13 +136,13 @@ class ResponseWriter(Protocol):
     def still_here(self) -> bytes:
         """An event without content, for clients that ignore comments."""
 
-    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def closing(self, choices: Choices, usage: Usage) -> bytes:
         """The last events of a stream."""
 
     def failed(self, error: ApiError) -> bytes:
         """The last events of a stream that fails."""
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+    def body(self, choices: Choices, usage: Usage) -> Json:
         """The whole response."""
 
 
@@ -175,7 +178,7 @@ def spelled(call: Call) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def usage(requests: Sequence[Request], choices: Sequence[Choice]) -> Usage:
+def usage(requests: Sequence[Request], choices: Choices) -> Usage:
     """Token counts; `choices` are grouped by request. A prompt counts once for all its choices."""
     made = Usage()
     first = 0  # index of the request's first choice

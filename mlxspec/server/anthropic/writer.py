@@ -4,11 +4,10 @@ Rule: a stream has the blocks of the body, in the order in which the model gener
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
-from mlxspec.server.stream import Choice, Piece, Usage, typed_event
+from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
 from mlxspec.text.output_parser import Part
 
 # What a block of each type begins with in a stream.
@@ -53,14 +52,14 @@ class MessageWriter:
     def still_here(self) -> bytes:
         return typed_event("ping")
 
-    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def closing(self, choices: Choices, usage: Usage) -> bytes:
         end = typed_event("message_delta", delta=_end(choices[0]), usage=usage_object(usage))
         return self._close() + end + typed_event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
         return typed_event("error", **error.anthropic())
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+    def body(self, choices: Choices, usage: Usage) -> Json:
         for piece in choices[0].pieces:
             self.chunk(choices[0], piece)
         return self._message(_end(choices[0]), usage)

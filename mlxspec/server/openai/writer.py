@@ -11,7 +11,7 @@ from typing import Any
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.openai.schema import Chat, Completion
 from mlxspec.server.state import Model
-from mlxspec.server.stream import Choice, Piece, Usage, event, message, spelled
+from mlxspec.server.stream import Choice, Choices, Piece, Usage, event, message, spelled
 from mlxspec.text.detokenizer import token_bytes
 from mlxspec.text.output_parser import Part
 from mlxspec.types import Logprob
@@ -61,7 +61,7 @@ class CompletionWriter:
     def still_here(self) -> bytes:
         return self._chunk(0, {"content": ""} if self.chat else "")
 
-    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def closing(self, choices: Choices, usage: Usage) -> bytes:
         if not self.request.stream_options.include_usage:
             return DONE
         return event({**self._head(".chunk"), "choices": [], "usage": usage_object(usage)}) + DONE
@@ -69,7 +69,7 @@ class CompletionWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body())
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+    def body(self, choices: Choices, usage: Usage) -> Json:
         written = []
         for choice in choices:
             made: Json = {"index": choice.index}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.responses.schema import Tool
-from mlxspec.server.stream import Choice, Piece, Usage, typed_event
+from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
 from mlxspec.text.chat import Tokenizer
 from mlxspec.text.output_parser import Call
 
@@ -86,7 +86,7 @@ class ResponsesWriter:
                 self._add("message", part.text, role="assistant")
         return self._written()
 
-    def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def closing(self, choices: Choices, usage: Usage) -> bytes:
         status, details = "completed", None
         if choices[0].finish == "length":
             status, details = "incomplete", {"reason": "max_output_tokens"}
@@ -108,7 +108,7 @@ class ResponsesWriter:
         self._end("failed", error={"code": "server_error", "message": error.message})
         return self._written()
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+    def body(self, choices: Choices, usage: Usage) -> Json:
         for piece in choices[0].pieces:
             self.chunk(choices[0], piece)
         self.closing(choices, usage)

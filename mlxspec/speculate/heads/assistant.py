@@ -12,8 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.core import array as Array
 
-from mlxspec.model.batch import fill_view
+from mlxspec.model.batch import Shift, fill_view
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner
 from mlxspec.model.trunk import decoder_layers, trunk_of
@@ -54,10 +55,10 @@ class Assistant(nn.Module):
 
     def __call__(
         self,
-        embedded: mx.array,
-        hidden: mx.array,
+        embedded: Array,
+        hidden: Array,
         pages: Sequence[Pages],
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[Array, Array]:
         """What logits are made of, [n, D], and what stands for the target's next hidden states,
         [n, width]; for embedded tokens and hidden states [n, width], a row for each sequence in
         the pages' view."""
@@ -69,10 +70,10 @@ class Assistant(nn.Module):
         out = self.norm(x[:, 0])
         return out, self.post_projection(out)
 
-    def logits(self, out: mx.array) -> mx.array:
+    def logits(self, out: Array) -> Array:
         """[n, vocab]; -inf for tokens that are not among the best clusters'."""
         if "centroids" not in self:
-            logits: mx.array = self.embed_tokens.as_linear(out)
+            logits: Array = self.embed_tokens.as_linear(out)
             return logits
         scores = self.centroids(out)
         found = mx.argpartition(scores, -self.best)[:, -self.best :]
@@ -102,8 +103,8 @@ class AssistantPass(Pass):
         self,
         rows: Rows,
         drafting: Plan,
-        tokens: mx.array,
-        shift: mx.array | None,
+        tokens: Array,
+        shift: Shift,
     ) -> NextLogits:
         hidden = rows.newest_hidden(shift)
         newest = [replace(e, start=e.start - 1) for e in drafting]  # with keys and values
@@ -111,9 +112,9 @@ class AssistantPass(Pass):
 
         def next_logits(
             entries: Plan,
-            last: mx.array | None,
-            shift: mx.array | None,
-        ) -> mx.array:
+            last: Array | None,
+            shift: Shift,
+        ) -> Array:
             nonlocal hidden
             n = len(entries)
             if last is None or n < len(hidden):

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.core import array as Array
 
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.pages import Pages
@@ -26,7 +27,7 @@ from mlxspec.speculate.heads.tensors import (
     load_module,
     mask_of,
 )
-from mlxspec.types import UnsupportedModel
+from mlxspec.types import Json, UnsupportedModel
 
 INNER = "dflash_config"  # settings in it override those beside it
 AUX_LAYERS = "aux_hidden_state_layer_ids"  # id i stands for the hidden state before layer i
@@ -55,17 +56,17 @@ class Convolution(nn.Module):
         self.base_kernel = mx.zeros((2, taps, size))
         self.kernel_projection = nn.Linear(size, 2 * taps * size // group, bias=False)
 
-    def kernels(self, x: mx.array) -> mx.array:
+    def kernels(self, x: Array) -> Array:
         """[n, B, 2, taps, D / group] for rows x [n, B, D]."""
-        made: mx.array = self.kernel_projection(x)
+        made: Array = self.kernel_projection(x)
         return made.reshape(*x.shape[:2], 2, self.taps, -1)
 
     def __call__(
         self,
-        x: mx.array,
-        kernels: mx.array,
+        x: Array,
+        kernels: Array,
         which: int,
-    ) -> mx.array:
+    ) -> Array:
         n, rows, size = x.shape
         groups = x.reshape(n, rows, -1, self.group)
         out = mx.zeros_like(groups)
@@ -84,7 +85,7 @@ class BlockLayer(nn.Module):
     def __init__(
         self,
         layer: Any,
-        config: dict[str, Any],
+        config: Json,
         window: int | None,
         causal: bool,
     ) -> None:
@@ -97,7 +98,7 @@ class BlockLayer(nn.Module):
             self.attention_conv = Convolution(*shape)
             self.mlp_conv = Convolution(*shape)
 
-    def store(self, context: mx.array, pages: Pages) -> None:
+    def store(self, context: Array, pages: Pages) -> None:
         """Write K and V of context rows [T, D] at the slots of the pages' view."""
         attend = self.self_attn
         shape = len(context), 1, attend.n_kv_heads, -1
@@ -107,13 +108,13 @@ class BlockLayer(nn.Module):
 
     def __call__(
         self,
-        x: mx.array,
-        mask: mx.array,
+        x: Array,
+        mask: Array,
         cache: Any,
     ) -> Any:
         """[n, B, D]; `mask` bool [n, 1, B, S + B]."""
 
-        def attend(y: mx.array) -> Any:
+        def attend(y: Array) -> Any:
             return self.self_attn(y, mask, cache)
 
         x = x + self._around("attention_conv", attend, self.input_layernorm(x))
@@ -122,8 +123,8 @@ class BlockLayer(nn.Module):
     def _around(
         self,
         name: str,
-        inner: Callable[[mx.array], Any],
-        x: mx.array,
+        inner: Callable[[Array], Any],
+        x: Array,
     ) -> Any:
         """`inner` with a convolution before and after it, if there is one."""
         if name not in self:
@@ -136,7 +137,7 @@ class BlockLayer(nn.Module):
 class Selector(nn.Module):
     """DFlash 2's: scores the best tokens of a row by the token before it."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Json) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         rank, vocab = config["selector_rank"], config["vocab_size"]
         self.best = config["selector_top_k"]
@@ -146,10 +147,10 @@ class Selector(nn.Module):
 
     def __call__(
         self,
-        logits: mx.array,
-        hidden: mx.array,
-        before: mx.array,
-    ) -> mx.array:
+        logits: Array,
+        hidden: Array,
+        before: Array,
+    ) -> Array:
         """[n, vocab] of logits [n, vocab], the row's output [n, D] and the tokens before [n]; -inf
         for tokens that are not among the best."""
         found = mx.argpartition(logits, -self.best, axis=-1)[:, -self.best :]
@@ -163,7 +164,7 @@ class Selector(nn.Module):
 class Markov(nn.Module):
     """DSpark's: adds to a row's logits what the token before says of the next."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Json) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.markov_w1 = nn.Embedding(config["vocab_size"], config["markov_rank"])
         rows = config.get("draft_vocab_size") or config["vocab_size"]
@@ -171,10 +172,10 @@ class Markov(nn.Module):
 
     def __call__(
         self,
-        logits: mx.array,
-        hidden: mx.array,
-        before: mx.array,
-    ) -> mx.array:
+        logits: Array,
+        hidden: Array,
+        before: Array,
+    ) -> Array:
         return logits + self.markov_w2(self.markov_w1(before))
 
 
@@ -184,7 +185,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: Json,
         taps: int,
         width: int,
     ) -> None:
@@ -220,13 +221,13 @@ class Block(nn.Module):
         self.vocabulary = Vocabulary(None, config["vocab_size"])
         self.from_anchor = dspark and config.get("sample_from_anchor", True)
 
-    def store(self, taps: mx.array, pages: Sequence[Pages]) -> None:
+    def store(self, taps: Array, pages: Sequence[Pages]) -> None:
         """Write the context rows of hidden states [T, taps * width]."""
         context = self.hidden_norm(self.fc(taps))
         for layer, each in zip(self.layers, pages, strict=True):
             layer.store(context, each)
 
-    def __call__(self, x: mx.array, caches: Sequence[tuple[mx.array, Any]]) -> Any:
+    def __call__(self, x: Array, caches: Sequence[tuple[Array, Any]]) -> Any:
         """The head's output [n, B, D] for a block's embeddings [n, B, D]; each layer has its mask
         and its cache."""
         for layer, (mask, cache) in zip(self.layers, caches, strict=True):
@@ -235,10 +236,10 @@ class Block(nn.Module):
 
     def scores(
         self,
-        logits: mx.array,
-        hidden: mx.array,
-        before: mx.array,
-    ) -> mx.array:
+        logits: Array,
+        hidden: Array,
+        before: Array,
+    ) -> Array:
         """What a row's token is drawn from, [n, vocab], once the token before it is drawn."""
         for name in ("candidate_selector", "markov_head"):
             if name in self:
@@ -296,12 +297,12 @@ def load_block(files: HeadFiles, target: nn.Module) -> HeadModel:
     )
 
 
-def scaled(embed: Callable[[mx.array], mx.array], scale: float) -> Any:
+def scaled(embed: Callable[[Array], Array], scale: float) -> Any:
     """`embed` as Gemma's trunk uses it."""
     return lambda tokens: embed(tokens) * scale
 
 
-def softcapped(lm_head: Callable[[mx.array], mx.array], cap: float) -> Any:
+def softcapped(lm_head: Callable[[Array], Array], cap: float) -> Any:
     """`lm_head` with logits between -cap and cap."""
     return lambda hidden: mx.tanh(lm_head(hidden) / cap) * cap
 

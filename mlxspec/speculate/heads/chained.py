@@ -10,8 +10,9 @@ from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
+from mlx.core import array as Array
 
-from mlxspec.model.batch import bucket, fill_view, sampled_rows
+from mlxspec.model.batch import Shift, bucket, fill_view, sampled_rows
 from mlxspec.speculate.chain import NextLogits, logits_by_row
 from mlxspec.speculate.heads.model import HeadModel, Pass, Rows
 from mlxspec.types import Draft, Entry, Plan
@@ -33,16 +34,16 @@ class ChainedPass(Pass):
         self,
         rows: Rows,
         drafting: Plan,
-        tokens: mx.array,
-        shift: mx.array | None,
+        tokens: Array,
+        shift: Shift,
     ) -> NextLogits:
         out = self._forward(rows, None)[rows.newest(shift)]
 
         def next_logits(
             entries: Plan,
-            last: mx.array | None,
-            shift: mx.array | None,
-        ) -> mx.array:
+            last: Array | None,
+            shift: Shift,
+        ) -> Array:
             nonlocal out
             if last is not None:
                 out = self._forward(Rows(entries, last, out[: len(entries)]), shift)
@@ -50,7 +51,7 @@ class ChainedPass(Pass):
 
         return next_logits
 
-    def _forward(self, rows: Rows, shift: mx.array | None) -> mx.array:
+    def _forward(self, rows: Rows, shift: Shift) -> Array:
         """The head's output [R, D] in the sampled rows. Dense K/V are gathered for neighbours that
         are alike."""
         view, hidden = self.view, rows.hidden
@@ -87,8 +88,8 @@ class ParallelPass(ChainedPass):
         self,
         rows: Rows,
         drafting: Plan,
-        tokens: mx.array,
-        shift: mx.array | None,
+        tokens: Array,
+        shift: Shift,
     ) -> NextLogits:
         mask = len(rows.tokens)
         runs: list[Entry] = []

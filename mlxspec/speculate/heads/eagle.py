@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.core import array as Array
 
 from mlxspec.model.layers import decoder_layer
 from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head
@@ -25,7 +26,7 @@ from mlxspec.speculate.heads.tensors import (
     load_module,
     mask_of,
 )
-from mlxspec.types import Tap
+from mlxspec.types import Json, Tap
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
@@ -52,8 +53,8 @@ class FirstLayer(nn.Module):
 
     def __call__(
         self,
-        embedded: mx.array,
-        hidden: mx.array,
+        embedded: Array,
+        hidden: Array,
         mask: Any,
         cache: Any,
     ) -> Any:
@@ -71,7 +72,7 @@ class Eagle3(nn.Module):
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: Json,
         taps: int,
         width: int,
     ) -> None:
@@ -88,7 +89,7 @@ class Eagle3(nn.Module):
         self.norm = nn.RMSNorm(size, eps)
         self.norm_output = bool(config.get("norm_output"))
 
-    def prepare(self, taps: mx.array) -> Any:
+    def prepare(self, taps: Array) -> Any:
         """[T, D] of the target's hidden states side by side, [T, taps * width]."""
         if "input_norm" in self:
             taps = self.input_norm(taps)
@@ -100,8 +101,8 @@ class Eagle3(nn.Module):
 
     def __call__(
         self,
-        embedded: mx.array,
-        hidden: mx.array,
+        embedded: Array,
+        hidden: Array,
         caches: Any,
     ) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
@@ -111,7 +112,7 @@ class Eagle3(nn.Module):
             x = layer(x, mask, cache)
         return self.norm(x) if self.norm_output else x
 
-    def normed(self, out: mx.array) -> Any:
+    def normed(self, out: Array) -> Any:
         """What lm_head reads of the head's output [n, D]."""
         return out if self.norm_output else self.norm(out)
 
@@ -150,7 +151,7 @@ def load_eagle(files: HeadFiles, target: nn.Module) -> HeadModel:
     )
 
 
-def _taps(config: dict[str, Any], layers: int) -> tuple[Tap, ...]:
+def _taps(config: Json, layers: int) -> tuple[Tap, ...]:
     """Id i stands for the hidden state before layer i."""
     eagle = config.get("eagle_config") or {}
     ids = config.get(AUX_LAYERS) or eagle.get(AUX_LAYERS) or (2, layers // 2, layers - 3)
@@ -161,9 +162,9 @@ def _taps(config: dict[str, Any], layers: int) -> tuple[Tap, ...]:
 class Logits:
     """Logits [n, vocab] of a head's output [n, D]."""
 
-    norm: Callable[[mx.array], mx.array]
-    lm_head: Callable[[mx.array], mx.array]
+    norm: Callable[[Array], Array]
+    lm_head: Callable[[Array], Array]
     vocabulary: Vocabulary
 
-    def __call__(self, out: mx.array) -> mx.array:
+    def __call__(self, out: Array) -> Array:
         return self.vocabulary(self.lm_head(self.norm(out)))

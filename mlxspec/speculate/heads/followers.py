@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+from mlx.core import array as Array
 
 from mlxspec.model.batch import Step, build_inputs, starts_of
 from mlxspec.speculate.chain import MAX_LAG
@@ -21,7 +22,7 @@ class Follower:
     states [n, D] of the rows from there on."""
 
     read: int = 0
-    hidden: list[mx.array] = field(default_factory=list)
+    hidden: list[Array] = field(default_factory=list)
     table: list[int] | None = None  # None: it has no blocks, or they may be another's
     step: Step | None = None  # in flight; its rows were read when the next step was drafted
 
@@ -33,7 +34,7 @@ class Followers:
 
     slot_offset: int
     block_size: int
-    before: Callable[[Entry], list[mx.array]] = lambda entry: []
+    before: Callable[[Entry], list[Array]] = lambda entry: []
     live: dict[Seq, Follower] = field(default_factory=dict)
 
     def place(self, plan: Plan) -> None:
@@ -54,7 +55,7 @@ class Followers:
         self,
         drafting: Plan,
         previous: Step | None,
-        hidden: mx.array,
+        hidden: Array,
     ) -> Rows:
         """The rows of these sequences that were not read, up to their newest tokens, which are read
         now. `hidden` [T, D] are those of a step in flight."""
@@ -83,7 +84,7 @@ class Followers:
     def observe(
         self,
         step: Step,
-        hidden: mx.array,
+        hidden: Array,
         accepted: Sequence[Accepted],
     ) -> Rows:
         """Keep those of a step's hidden states [T, D] that stand. Returns the rows to read now;
@@ -119,13 +120,13 @@ class Followers:
         return _rows_of(due, None)
 
 
-def _rows_of(runs: Sequence[tuple[Entry, mx.array]], previous: Step | None) -> Rows:
+def _rows_of(runs: Sequence[tuple[Entry, Array]], previous: Step | None) -> Rows:
     """Rows with their hidden states, and the tokens there; those in flight are taken lazily."""
     entries = [e for e, _ in runs]
     return Rows(entries, build_inputs(entries, previous, None), joined([rows for _, rows in runs]))
 
 
-def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
+def joined(parts: Sequence[Array], axis: int = 0) -> Array:
     """The parts in one; [0, 0] of none."""
     if len(parts) == 1:
         return parts[0]

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxspec.model.batch import Shift
 from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.chain import NextLogits
 from mlxspec.speculate.heads.files import HeadFiles
@@ -52,7 +53,7 @@ class MedusaPass(Pass):
         rows: Rows,
         drafting: Plan,
         tokens: mx.array,
-        shift: mx.array | None,
+        shift: Shift,
     ) -> NextLogits:
         hidden = rows.newest_hidden(shift)
         heads = iter(self.head.module.heads)
@@ -60,7 +61,7 @@ class MedusaPass(Pass):
         def next_logits(
             entries: Plan,
             last: mx.array | None,
-            shift: mx.array | None,
+            shift: Shift,
         ) -> mx.array:
             x = hidden[: len(entries)]
             for layer in next(heads):

@@ -9,9 +9,10 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
+from mlx.core import array as Array
 
 from mlxspec.model import attention
-from mlxspec.model.batch import sampled_rows
+from mlxspec.model.batch import Shift, sampled_rows
 from mlxspec.model.pages import Pages, View
 from mlxspec.model.runner import Runner, pools_of
 from mlxspec.speculate.chain import MAX_DEPTH, NextLogits
@@ -25,16 +26,16 @@ class Rows:
     flight, a run has the rows of all samples, of which one is of the newest token."""
 
     entries: Sequence[Entry]
-    tokens: mx.array
-    hidden: mx.array
+    tokens: Array
+    hidden: Array
 
-    def newest(self, shift: mx.array | None) -> mx.array:
+    def newest(self, shift: Shift) -> Array:
         """int32 [entries]: the newest tokens' rows among the sampled ones."""
         sampled = [e.sampled for e in self.entries]
         first = mx.array([0, *accumulate(sampled[:-1])])
         return first if shift is None else first + shift
 
-    def newest_hidden(self, shift: mx.array | None) -> mx.array:
+    def newest_hidden(self, shift: Shift) -> Array:
         """[entries, D]: the hidden states of the newest tokens' rows."""
         return self.hidden[sampled_rows(self.entries)[self.newest(shift)]]
 
@@ -68,22 +69,22 @@ class Pass:
         self,
         rows: Rows,
         drafting: Plan,
-        tokens: mx.array,
-        shift: mx.array | None,
+        tokens: Array,
+        shift: Shift,
     ) -> NextLogits:
         """Read the rows that were not read yet, up to the newest token's of each sequence. Returns
         what makes the logits of `drafting[0].depth` tokens: of these entries, the deepest first,
         whose newest tokens are `tokens` int32 [entries]."""
         raise NotImplementedError
 
-    def submit(self, out: mx.array | tuple[()] = ()) -> None:
+    def submit(self, out: Array | tuple[()] = ()) -> None:
         """Start to compute the output of a pass; where there is none, its K and V."""
         # A pool that is named would be copied by the next pass.
         pools = pools_of(self.pages)
         mx.async_eval(out if len(out) else [pool.flatten()[:1] + 0 for pool in pools])
 
 
-def unchanged(hidden: mx.array) -> mx.array:
+def unchanged(hidden: Array) -> Array:
     return hidden
 
 
@@ -100,11 +101,11 @@ class HeadModel:
     name: str
     pass_type: type[Pass]
     module: Any
-    embed: Callable[[mx.array], mx.array]
-    lm_head: Callable[[mx.array], mx.array]
+    embed: Callable[[Array], Array]
+    lm_head: Callable[[Array], Array]
     width: int
     taps: tuple[Tap, ...] = (FINAL_NORM,)
-    prepare: Callable[[mx.array], mx.array] = unchanged
+    prepare: Callable[[Array], Array] = unchanged
     kv_layers: int = 1
     slot_offset: int = 1
     depth: int = MAX_DEPTH

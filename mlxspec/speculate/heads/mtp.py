@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.core import array as Array
 
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.chained import ChainedPass
@@ -43,8 +44,8 @@ class MTP(nn.Module):
 
     def __call__(
         self,
-        embedded: mx.array,
-        hidden: mx.array,
+        embedded: Array,
+        hidden: Array,
         caches: Any,
     ) -> Any:
         """[B, L, D] of embedded and hidden [B, L, D]."""
@@ -73,7 +74,7 @@ def load_mtp(files: HeadFiles, target: nn.Module) -> HeadModel:
 
 def build(
     files: HeadFiles,
-    tensors: dict[str, mx.array],
+    tensors: dict[str, Array],
     layers: list[nn.Module],
     args: Any,
     target: nn.Module,
@@ -96,7 +97,7 @@ def build(
 
 def _check_shape(
     files: HeadFiles,
-    tensors: dict[str, mx.array],
+    tensors: dict[str, Array],
     size: int,
 ) -> None:
     for name, array in tensors.items():
@@ -107,7 +108,7 @@ def _check_shape(
             )
 
 
-def _final_norms(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+def _final_norms(tensors: dict[str, Array]) -> dict[str, Array]:
     """Norms as they are used."""
     norms = {name: array for name, array in tensors.items() if "norm" in name}
     means = {name: float(array.astype(mx.float32).mean()) for name, array in norms.items()}
@@ -118,7 +119,7 @@ def _final_norms(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     return tensors
 
 
-def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+def _stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
     """Experts under `switch_mlp`, whether they came fused (gate and up in one tensor) or one by
     one."""
     made = dict(tensors)
@@ -129,7 +130,7 @@ def _stacked_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             made |= {base + "gate_proj.weight": gate, base + "up_proj.weight": up}
             down = name.replace("gate_up_proj", "down_proj")
             made[base + "down_proj.weight"] = made.pop(down)
-    numbered: dict[str, dict[int, mx.array]] = {}
+    numbered: dict[str, dict[int, Array]] = {}
     for name in tensors:
         if found := EXPERT.fullmatch(name):
             base, number, projection, kind = found.groups()

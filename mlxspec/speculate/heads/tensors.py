@@ -6,17 +6,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.core import array as Array
 
 from mlxspec.model.trunk import embedding_and_lm_head
 from mlxspec.speculate.heads.files import HeadFiles
-from mlxspec.types import Tap, UnsupportedModel, line_of
+from mlxspec.types import Json, Tap, UnsupportedModel, line_of
 
 MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # one setting's names
 IGNORED: tuple[str, ...] = ("t2d", "d2t", "verifier_")
 MODES = {(32, 4): "mxfp4", (16, 4): "nvfp4", (32, 8): "mxfp8"}  # without biases: (group, bits)
 
 
-def flat_config(files: dict[str, Any]) -> dict[str, Any]:
+def flat_config(files: Json) -> Json:
     """The settings of a head and of its layers, which the speculators format has apart, in one."""
     inner = files.get("transformer_layer_config")
     if not isinstance(inner, dict):
@@ -27,7 +28,7 @@ def flat_config(files: dict[str, Any]) -> dict[str, Any]:
 def load_tensors(
     files: HeadFiles,
     module: nn.Module,
-    tensors: dict[str, mx.array],
+    tensors: dict[str, Array],
 ) -> None:
     """Load all of a module's tensors, lazily. Raises UnsupportedModel where some are missing, too
     many or of another shape."""
@@ -44,7 +45,7 @@ def load_tensors(
 def load_module(
     files: HeadFiles,
     module: nn.Module,
-    tensors: dict[str, mx.array],
+    tensors: dict[str, Array],
     size: int,
     target: nn.Module,
 ) -> tuple[Any, Any, "Vocabulary"]:
@@ -79,10 +80,10 @@ class Vocabulary:
     """Logits [n, size] of those for the tokens `ids`, int32, where others are never drafted; None:
     they are for all."""
 
-    ids: mx.array | None
+    ids: Array | None
     size: int
 
-    def __call__(self, logits: mx.array) -> mx.array:
+    def __call__(self, logits: Array) -> Array:
         if self.ids is None:
             return logits
         wide = mx.full((len(logits), self.size), -mx.inf, logits.dtype)
@@ -115,7 +116,7 @@ def vocabulary_of(
     return Vocabulary(None if added is None else ids, size)
 
 
-def mask_of(files: HeadFiles, config: dict[str, Any], embed: Any) -> int:
+def mask_of(files: HeadFiles, config: Json, embed: Any) -> int:
     """The token in the place of those that are not drafted yet."""
     found = next((config[name] for name in MASKS if config.get(name) is not None), None)
     if not isinstance(found, int) or not 0 <= found < len(embed.weight):
@@ -126,7 +127,7 @@ def mask_of(files: HeadFiles, config: dict[str, Any], embed: Any) -> int:
     return found
 
 
-def _quantize(module: nn.Module, tensors: dict[str, mx.array]) -> None:
+def _quantize(module: nn.Module, tensors: dict[str, Array]) -> None:
     """Quantize the layers that the files hold quantized, each with its own bits and group size,
     which the shapes of its tensors tell."""
 

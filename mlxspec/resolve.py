@@ -4,7 +4,6 @@ Rule: server and bench resolve and load models the same way. Import it after BLA
 """
 
 import json
-import logging
 import os
 import platform
 import sys
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+from mlxspec import log
 from mlxspec.config import Config, ConfigError
 from mlxspec.engine import memory
 from mlxspec.engine.drafting import NONE
@@ -29,8 +29,6 @@ from mlxspec.model.layout import context_of
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
 from mlxspec.types import ModelInfo, UnsupportedModel, blame
-
-log = logging.getLogger("mlxspec")
 
 LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"

@@ -4,15 +4,15 @@ Rule: a small model that cannot draft is the user's mistake and is refused; a he
 is left out, and the log says why.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 
+from mlxspec import log
 from mlxspec.cache.disk import fingerprint
 from mlxspec.config import Config
 from mlxspec.engine.engine import Engine
@@ -34,8 +34,6 @@ from mlxspec.speculate.heads.model import HeadModel
 from mlxspec.speculate.ngram import NgramDrafter
 from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import FINAL_NORM, OutOfMemory, Request, Sampling, Tap
-
-log = logging.getLogger("mlxspec")
 
 NONE = "off"  # --draft off: neither small model nor head
 TRIED_ANSWERS, TRIED_TOKENS = 4, 64  # to choose what a head reads

@@ -4,7 +4,6 @@ Rule: a head can only make answers faster. One that is damaged or belongs to ano
 out with a line that says why, and the model runs without it.
 """
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxspec import log
 from mlxspec.model import quantized
 from mlxspec.model.cards import head_of
 from mlxspec.model.layout import CacheBytes, bytes_of_layers, load_weights
@@ -34,8 +34,6 @@ LOADERS: dict[str, Callable[[HeadFiles, nn.Module], HeadModel]] = {
     "medusa": load_medusa,
     "assistant": load_assistant,
 }
-
-log = logging.getLogger("mlxspec")
 
 
 def load_head(files: HeadFiles, target: nn.Module) -> HeadModel | None:

@@ -8,7 +8,7 @@ the final norm, so a chain continues from its own output after shared_head.norm.
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
+from mlx.nn import Module
 
 from mlxspec.model.trunk import decoder_layers
 from mlxspec.speculate.heads.files import HeadFiles

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {"mlxspec", "types", "config", "files", "progress"}
 MODEL = PLAIN | {"blas", "kernels", "model"}
 ENGINE = MODEL | {"cache", "speculate", "engine"}
-SERVER = ENGINE | {"metrics", "text", "resolve", "server"}
+SERVER = ENGINE | {"metrics", "text", "resolve", "server", "training.recorder"}
 
 # A row holds for the modules below it too, unless they have their own. `mlxspec` is the package.
 MAY_IMPORT = {
@@ -39,16 +39,19 @@ MAY_IMPORT = {
     "engine.budget": PLAIN,
     "engine.memory": PLAIN | {"cache", "engine.budget", "engine.memory"},
     "resolve": ENGINE | {"text"},
+    "training": ENGINE | {"training"},
+    "training.samples": PLAIN,
+    "training.recorder": PLAIN | {"model.hub", "training.samples"},
     "server": SERVER,
     "service": SERVER | {"service", "client"},
-    "commands": SERVER | {"service", "client", "commands"},
+    "commands": SERVER | {"service", "client", "commands", "training"},
     "cli": SERVER | {"service", "client", "commands"},
     "__main__": {"cli"},
 }
 
 # Libraries that only some parts may import; every other library is free.
 LIBRARIES = {
-    "mlx": {"kernels", "model", "speculate", "engine"},
+    "mlx": {"kernels", "model", "speculate", "engine", "training"},
     "mlx_lm": {"model", "text"},
     "transformers": {"model", "text"},
     "starlette": {"server"},

@@ -7,6 +7,7 @@ These modules train many places of a text at once; here they are given one, the 
 
 import importlib
 import importlib.metadata
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxspec.training.run import KINDS, new_head, save_head
+from mlxspec.training.trainer import Trainer
 from tests.heads import kinds, make_more, packagings, runs
 from tests.heads.kinds import Config, Tensors
 from tests.heads.packagings import TARGET
+from tests.training import pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its imports
 
@@ -60,6 +64,22 @@ def sliding(non_causal: bool) -> kinds.Writer:
     return change
 
 
+def learned(kind: str) -> kinds.Writer:
+    """As `mlxspec train` writes it, before the first step."""
+
+    def change(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:
+        own = pair.target()
+        head, made = new_head(KINDS[kind], own, pair.VOCABULARY)
+        trainer = Trainer(head, own, KINDS[kind].drafts, 1)
+        with tempfile.TemporaryDirectory() as name:
+            save_head(trainer, made, Path(name), {})
+            found = dict(mx.load(f"{name}/model.safetensors"))
+            mx.eval(found)
+        return found, made
+
+    return change
+
+
 MASKED, BLOCKS = kinds.parallel, kinds.speculators
 VARIANTS: dict[str, tuple[str, str, kinds.Writer]] = {
     "eagle3": ("eagle3", "eagle3", kinds.as_it_is),
@@ -76,6 +96,7 @@ VARIANTS: dict[str, tuple[str, str, kinds.Writer]] = {
     "dflash2, sliding": ("dflash2", "dflash2", then(BLOCKS, sliding(True))),
     "dspark": ("dspark", "dspark", BLOCKS),
     "dspark, reduced": ("dspark", "dspark", kinds.reduced),
+    "eagle3, learned": ("eagle3", "eagle3", learned("eagle3")),
     "dspark, sliding": ("dspark", "dspark", then(BLOCKS, sliding(False))),
 }
 

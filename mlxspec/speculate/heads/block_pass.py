@@ -111,21 +111,31 @@ class BlockPass(Pass):
         window: int | None,
         causal: bool,
     ) -> tuple[Blocks, mx.array]:
-        """The blocks [n, W] whose K and V a layer reads, and the mask, bool
-        [n, 1, rows, W * block_size + rows]: what each row of a block sees of them and of the block.
-        `starts` int32 [n] are the newest tokens' positions."""
+        """The blocks [n, W] whose K and V a layer reads, and the mask of these and of the block."""
         size = self.view.block_size
         low = max(0, min(e.start for e in drafting) - window) // size if window else 0
         high = -(-max(e.start + e.inflight_drafts for e in drafting) // size)
         width = max(1, high - low)
         blocks = Blocks(block_array([e.seq.table[low : low + width] for e in drafting], width))
-        slot = low * size + mx.arange(width * size)
-        first = starts[:, None, None]
-        row = mx.arange(rows)
-        last = row[:, None] if causal else mx.full((rows, 1), rows - 1)  # that each row sees
-        seen = slot < first
-        if window:
-            seen = seen & (slot > first + (last if causal else 0) - window)
-        context = mx.broadcast_to(seen, (len(starts), rows, width * size))
-        own = mx.broadcast_to(row <= last, (len(starts), rows, rows))
-        return blocks, mx.concatenate([context, own], axis=-1)[:, None]
+        slots = low * size + mx.arange(width * size)
+        return blocks, block_mask(slots, starts, rows, window, causal)
+
+
+def block_mask(
+    slots: mx.array,
+    starts: mx.array,
+    rows: int,
+    window: int | None,
+    causal: bool,
+) -> mx.array:
+    """Bool [n, 1, rows, S + rows]: what each row of a block sees of the context's `slots` [S] and
+    of the block. `starts` int32 [n] are the newest tokens' positions."""
+    first = starts[:, None, None]
+    row = mx.arange(rows)
+    last = row[:, None] if causal else mx.full((rows, 1), rows - 1)  # that each row sees
+    seen = slots < first
+    if window:
+        seen = seen & (slots > first + (last if causal else 0) - window)
+    context = mx.broadcast_to(seen, (len(starts), rows, len(slots)))
+    own = mx.broadcast_to(row <= last, (len(starts), rows, rows))
+    return mx.concatenate([context, own], axis=-1)[:, None]

@@ -1,0 +1,1 @@
+"""Trains a head for a model on this machine. Everything that it learns from stays here."""

@@ -1,0 +1,183 @@
+"""A training from its settings to the head's files; what was done is kept, so that a run that was
+stopped goes on.
+
+Rule: the head that is in use is replaced only by a whole one.
+"""
+
+import glob
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxspec import log
+from mlxspec.files import write_atomic
+from mlxspec.progress import progress
+from mlxspec.speculate.heads.block import load_block
+from mlxspec.speculate.heads.eagle import load_eagle
+from mlxspec.speculate.heads.files import HeadFiles
+from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.training.dspark import dspark_config, dspark_drafts, dspark_tensors
+from mlxspec.training.eagle import eagle_config, eagle_drafts, eagle_tensors
+from mlxspec.training.samples import Sample
+from mlxspec.training.target import Target
+from mlxspec.training.trainer import Acceptance, Trainer, batches
+from mlxspec.types import Json, line_of
+
+SAVE_S = 60.0  # between two saves of the state, at least
+SAVE_PART = 50  # of the time, at most, goes into saving
+MEASURES = 8  # on held-out samples while it trains
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How heads of a kind are made and trained."""
+
+    config: Callable[[Target, Sequence[int]], Json]
+    tensors: Callable[[Target, Json], dict[str, mx.array]]
+    load: Callable[[HeadFiles, nn.Module], HeadModel]
+    drafts: Any
+
+
+KINDS = {
+    "eagle3": Kind(eagle_config, eagle_tensors, load_eagle, eagle_drafts),
+    "dspark": Kind(dspark_config, dspark_tensors, load_block, dspark_drafts),
+}
+
+
+def new_head(kind: Kind, target: Target, vocabulary: Sequence[int]) -> tuple[HeadModel, Json]:
+    """A head that drafts the tokens `vocabulary`, before it has learned, and its config.json."""
+    ids = mx.array(list(vocabulary))
+    config = kind.config(target, vocabulary)
+    tensors = kind.tensors(target, config)
+    tensors["lm_head.weight"] = target.lm_head_rows(ids)
+    tensors["d2t"] = ids - mx.arange(len(ids))
+    files = HeadFiles(Path("new"), config, tensors=tensors)
+    head = kind.load(files, target.model)
+    target.tap(head.taps, vocabulary)
+    return head, config
+
+
+class Training:
+    """The steps of a training with these options: a batch for each, in an order that is the same
+    every time."""
+
+    def __init__(
+        self,
+        learned: Sequence[Sample],
+        held_out: Sequence[Sample],
+        epochs: int,
+        options: str,
+        state: Path,
+    ) -> None:
+        self.plan = [b for epoch in range(epochs) for b in batches(learned, str(epoch))]
+        self.held_out = held_out
+        self.state = state
+        tokens = json.dumps([options, *(s.tokens for batch in self.plan for s in batch)])
+        self.digest = blake2b(tokens.encode()).hexdigest()
+
+    def run(self, trainer: Trainer, wait: Callable[[], None]) -> Acceptance:
+        """Go on from the saved state, or begin. Returns the acceptance on held-out samples. Raises
+        OSError."""
+        self._resume(trainer)
+        due = time.monotonic() + SAVE_S
+        found = None
+        try:
+            with progress("Training") as report:
+                while trainer.done < len(self.plan):
+                    wait()
+                    loss = trainer.step(self.plan[trainer.done])
+                    report(trainer.done, len(self.plan))
+                    found = None
+                    if trainer.done % max(1, len(self.plan) // MEASURES) == 0:
+                        found = self._measured(trainer, loss)
+                    if time.monotonic() > due:
+                        began = time.monotonic()
+                        self._save(trainer)
+                        ended = time.monotonic()
+                        due = ended + max(SAVE_S, SAVE_PART * (ended - began))
+        finally:
+            self._save(trainer)
+        return found or trainer.measure(self.held_out)
+
+    def _measured(self, trainer: Trainer, loss: float) -> Acceptance:
+        found = trainer.measure(self.held_out)
+        print(
+            f"step {trainer.done} of {len(self.plan)}: loss {loss:.2f},"
+            f" {found.tokens_per_round:.2f} tokens a round on held-out answers",
+            flush=True,
+        )
+        return found
+
+    def _save(self, trainer: Trainer) -> None:
+        write_tensors(self.state, trainer.state(), {"samples": self.digest})
+
+    def _resume(self, trainer: Trainer) -> None:
+        """Go on from a saved state, if it is of the same steps and whole."""
+        if not self.state.exists():
+            return
+        try:
+            found: Any = mx.load(str(self.state), return_metadata=True)
+            tensors, about = found
+            if about.get("samples") == self.digest:
+                trainer.resume(tensors)
+                print(f"going on after step {trainer.done}")
+                return
+        except RuntimeError as error:
+            log.warning("the saved training cannot be read: %s", line_of(error))
+        print("starting again: the options, or what there is to learn from, have changed")
+
+
+def write_tensors(path: Path, tensors: dict[str, mx.array], about: dict[str, str]) -> None:
+    """Write a whole safetensors file or nothing. Raises OSError."""
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    part = path.with_name(f"part-{path.name}")
+    try:
+        mx.save_safetensors(str(part), tensors, metadata=about)
+        part.replace(path)
+    except RuntimeError as error:  # MLX's, where the disk is full
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def save_head(
+    trainer: Trainer,
+    config: Json,
+    place: Path,
+    about: Json,
+) -> None:
+    """Write the head's files into a directory. Raises OSError."""
+    flat: Any = tree_flatten(trainer.head.module.parameters())
+    tensors = {name: array.astype(mx.bfloat16) for name, array in flat}
+    ids = trainer.target.drafted
+    tensors["d2t"] = (ids - mx.arange(len(ids))).astype(mx.int64)
+    tensors["t2d"] = mx.zeros((trainer.target.vocab,), mx.int32).at[ids].add(1).astype(mx.bool_)
+    write_tensors(place / "model.safetensors", tensors, {"format": "pt"})
+    for name, content in (("config.json", config), ("training.json", about)):
+        write_atomic(place / name, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def install(made: Path, place: Path) -> None:
+    """Let the link `place` point to a head's directory beside it, in one moment. Raises
+    OSError."""
+    link = place.with_name(f"{place.name}.new")
+    link.unlink(missing_ok=True)
+    link.symlink_to(made.name)
+    link.replace(place)
+
+
+def drop_others(place: Path) -> None:
+    """Delete the heads beside the one that `place` points to."""
+    kept = place.resolve()
+    for other in place.parent.glob(f"{glob.escape(place.name)}.*"):
+        if other.resolve() != kept:
+            shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""What a head learns from: answers of the model, and texts of the user's own.
+
+Rule: samples have a fixed order, so that the same settings train on the same ones again.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from mlxspec.config import data_dir
+from mlxspec.types import UserError
+
+MOST_FILES = 4000
+TEXT_BYTES = 1 << 20  # of a file; longer ones are rarely written by hand
+PIECE_CHARS = 2000
+HELD_OUT = 20  # one subject of so many is for measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Token ids; the head learns to draft those from `first` on."""
+
+    tokens: list[int]
+    first: int
+
+    def __len__(self) -> int:
+        """How many tokens there are to learn."""
+        return len(self.tokens) - self.first
+
+
+class SampleFile:
+    """Samples by their keys: JSON lines, each written when its answer ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, Sample]:
+        """What the file holds. A line that was cut off is left out."""
+        found = {}
+        lines = self.path.read_text("utf-8", "replace").splitlines() if self.path.exists() else []
+        for line in lines:
+            try:
+                key, sample = json.loads(line)
+                found[key] = Sample(**sample)
+            except (ValueError, TypeError):
+                continue
+        return found
+
+    def append(self, key: str, sample: Sample) -> None:
+        """Raises OSError."""
+        self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        self.path.touch(0o600)
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps([key, asdict(sample)]) + "\n")
+
+
+def general_prompts() -> list[tuple[str, str]]:
+    """The prompts of models/training/prompts.toml in a fixed random order, each after its subject,
+    which several have in common."""
+    made = [
+        (subject, form.replace("{}", subject))
+        for group in _prompts()["group"]
+        for form, subject in product(group["forms"], group["subjects"])
+    ]
+    return sorted(made, key=lambda each: key_of(each[1]))
+
+
+def file_prompt(name: str, text: str) -> str:
+    """A question about a part of a file."""
+    forms = _prompts()["files"]["forms"]
+    form = forms[int(key_of(text), 16) % len(forms)]
+    return str(form.replace("{name}", name).replace("{text}", text))
+
+
+def held_out(subject: str) -> bool:
+    """Whether what is about a subject is for measuring, not for learning."""
+    return int(key_of(subject), 16) % HELD_OUT == 0
+
+
+def key_of(text: str) -> str:
+    """16 hex digits; their order is random and stays the same when other texts are added."""
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _prompts() -> dict[str, Any]:
+    file = data_dir("models") / "training" / "prompts.toml"
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+def pieces(directory: Path) -> list[tuple[str, str]]:
+    """The text files under a directory in pieces of whole lines, each after its file's name, in a
+    fixed random order; hidden files are left out. Raises UserError where there are none."""
+    files = [path for path in directory.rglob("*") if _is_readable(path, directory)]
+    files.sort(key=lambda path: key_of(str(path.relative_to(directory))))
+    found = [
+        (str(path.relative_to(directory)), piece)
+        for path in files[:MOST_FILES]
+        for piece in _pieces_of(path)
+    ]
+    if not found:
+        raise UserError(f"--data {directory} holds no text; give a directory of code or documents")
+    return sorted(found, key=lambda each: key_of("\0".join(each)))
+
+
+def _is_readable(path: Path, directory: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
+    if hidden or path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
+        return False
+    return path.stat().st_size <= TEXT_BYTES
+
+
+def _pieces_of(path: Path) -> Iterator[str]:
+    try:
+        text = path.read_text("utf-8")
+    except ValueError:  # not a text
+        return
+    if "\0" in text:
+        return
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        if len(piece) + len(line) > PIECE_CHARS and piece:
+            yield piece
+            piece = ""
+        piece += line[:PIECE_CHARS]
+    if piece.strip():
+        yield piece

@@ -1,0 +1,153 @@
+"""The model that a head is trained for: what the head reads of it, and what it is to draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.model.layers import decoder_layer
+from mlxspec.model.pages import View
+from mlxspec.model.trunk import decoder_layers, embedding_and_lm_head, install_taps, trunk_of
+from mlxspec.training.samples import Sample
+from mlxspec.types import Json, Tap, UnsupportedModel
+
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_traditional")
+START = 0.02  # standard deviation of weights that start at random
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Token ids `tokens` int32 [B, L], the target's hidden states `taps` [B, L, width], its logits
+    `teacher` [B, L, draft vocabulary]; `learned` bool [B, L]: whether the next token is to be
+    learned, `weight` [B, L]: 1 where it can be drafted too, else 0."""
+
+    tokens: mx.array
+    taps: mx.array
+    teacher: mx.array
+    learned: mx.array
+    weight: mx.array
+
+
+class Target:
+    """A loaded model, `config` its config.json. Raises UnsupportedModel where no head can read its
+    hidden states."""
+
+    def __init__(self, model: nn.Module, name: str, config: Json) -> None:
+        self.name = name
+        self.model = model
+        inner = config.get("text_config")
+        self.config = config | (inner if isinstance(inner, dict) else {})
+        self.trunk = trunk_of(model)
+        self.embed, self._lm_head = embedding_and_lm_head(model)
+        self.layers = len(decoder_layers(model))
+        example = self.embed(mx.array([0]))
+        self.width: int = example.shape[-1]
+        self.vocab: int = self._lm_head(example).shape[-1]
+        self.dtype = example.dtype
+        self._view = View(1, {None: 1}, {None: 1})
+
+    # ---- what a batch of it is ---------------------------------------------------------------
+
+    def tap(self, taps: Sequence[Tap], vocabulary: Sequence[int]) -> None:
+        """Hand out these hidden states, and logits of these tokens."""
+        install_taps(self.trunk, self._view, taps)
+        self.drafted = mx.array(list(vocabulary))
+        self._is_drafted = mx.zeros((self.vocab,)).at[self.drafted].add(1)
+
+    def batch(self, samples: Sequence[Sample]) -> Batch:
+        """Samples side by side, computed."""
+        length = max(len(s.tokens) for s in samples)
+        tokens = mx.array([s.tokens + [0] * (length - len(s.tokens)) for s in samples])
+        at = mx.arange(length)
+        first = mx.array([[s.first] for s in samples])
+        last = mx.array([[len(s.tokens) - 1] for s in samples])
+        following = mx.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
+        learned = (at + 1 >= first) & (at < last)
+        logits: Any = self.model(tokens)
+        taps = mx.concatenate([self._view.tapped[t] for t in self._view.taps], axis=-1)
+        self._view.tapped.clear()
+        weight = learned * self._is_drafted[following]
+        made = Batch(tokens, taps, logits[..., self.drafted], learned, weight)
+        mx.eval(made.taps, made.teacher, made.weight)
+        return made
+
+    # ---- what a head of it starts as ---------------------------------------------------------
+
+    def layer_config(self) -> Json:
+        """The settings of a decoder layer like its own, in the terms of a llama."""
+        known, size = self.config, self.width
+        heads = known.get("num_attention_heads") or max(1, size // 64)
+        wanted = known.get("intermediate_size")
+        wide = wanted if isinstance(wanted, int) else 3 * size  # else one for each layer
+        return {
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": size,
+            "vocab_size": self.vocab,
+            "num_attention_heads": heads,
+            "num_key_value_heads": known.get("num_key_value_heads") or heads,
+            "head_dim": known.get("head_dim") or size // heads,
+            "intermediate_size": min(wide, 4 * size),
+            "rms_norm_eps": known.get("rms_norm_eps") or 1e-6,
+            "max_position_embeddings": known.get("max_position_embeddings") or 8192,
+            **{name: known[name] for name in ROPE if known.get(name) is not None},
+        }
+
+    def last_layer(self, config: Json) -> dict[str, mx.array]:
+        """Weights fp32 for a decoder layer with this config, by their names in it: those of the
+        last layer where they have the same shape, else random ones."""
+        found = _weights(decoder_layers(self.model)[-1])
+        made: dict[str, mx.array] = {}
+        for name, own in _weights(decoder_layer(config)).items():
+            if name in found and found[name].shape == own.shape:
+                made[name] = found[name].astype(mx.float32)
+            elif own.ndim == 1:
+                made[name] = mx.ones(own.shape)
+            else:
+                made[name] = mx.random.normal(own.shape, scale=START, key=mx.random.key(len(made)))
+        return made
+
+    def final_norm(self) -> mx.array:
+        """The weight of the norm before lm_head, fp32 [D]; ones where it has another form."""
+        norm = self.trunk.get("norm")
+        weight = _weight(norm) if isinstance(norm, nn.Module) else None
+        return mx.ones(self.width) if weight is None else weight.astype(mx.float32)
+
+    def lm_head_rows(self, ids: mx.array) -> mx.array:
+        """[len(ids), D]: what lm_head multiplies hidden states with for these tokens."""
+        owner = getattr(self._lm_head, "__self__", self._lm_head)  # tied: embed.as_linear
+        weight = _weight(owner, ids)
+        if weight is None:
+            raise UnsupportedModel("no head can be trained: the model's lm_head has no weight")
+        return weight
+
+
+def _weights(layer: nn.Module) -> dict[str, mx.array]:
+    """The weights of a layer by their names, as they are used: norms with all that is added to
+    their weight, matrices dequantized."""
+    named: Any = layer.named_modules()
+    found = {f"{name}.weight": _weight(module) for name, module in named}
+    return {name: weight for name, weight in found.items() if weight is not None}
+
+
+def _weight(module: Any, rows: Any = slice(None)) -> mx.array | None:
+    weight = module.get("weight")
+    if not isinstance(weight, mx.array):
+        return None
+    if weight.ndim == 1:
+        signs = 1.0 - 2 * (mx.arange(len(weight)) % 2)  # what every kind of norm leaves as it is
+        scaled: mx.array = signs * module(signs[None])[0]
+        return scaled
+    if "scales" not in module:
+        return weight[rows]
+    biases = module.get("biases")
+    return mx.dequantize(
+        weight[rows],
+        module.scales[rows],
+        None if biases is None else biases[rows],
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )

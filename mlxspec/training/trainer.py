@@ -1,0 +1,192 @@
+"""Trains a head on samples, and measures it on those held out.
+
+The loss is the cross-entropy with the target's own distribution, of each token of a draft; later
+tokens count less (EAGLE-3, arXiv 2503.01840).
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.training.samples import Sample
+from mlxspec.training.target import Batch, Target
+
+FADE = 0.8
+SIMILAR = 32  # tokens by which lengths in a batch differ
+LENGTH = 512  # most tokens of a window
+ROWS = 512  # tokens of a batch, with its padding
+MATRIX_RATE = 0.05  # learning rate at its highest
+VECTOR_RATE = 6e-4
+EMBEDDING_RATE = 6e-3
+WARM_UP = 20  # steps
+DRAFTED = 5  # tokens of a draft, with the target's own
+LAYER_ROWS = 12  # hidden states that a layer keeps of a row for its gradients
+
+Drafts = Callable[[HeadModel, Batch], Iterator[tuple[mx.array, mx.array]]]
+
+
+def windows(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples of at most LENGTH tokens: of a long prompt its end, of a long answer all parts."""
+    found = []
+    for sample in samples:
+        begin = max(0, sample.first - LENGTH // 2)
+        for at in range(begin, len(sample.tokens), LENGTH):
+            part = sample.tokens[at : at + LENGTH]
+            window = Sample(part, max(0, sample.first - at))
+            if len(window) > 0 and len(part) > SIMILAR:
+                found.append(window)
+    return found
+
+
+def batches(samples: Sequence[Sample], seed: str) -> list[list[Sample]]:
+    """All samples in batches of similar length, in a random order."""
+    order = list(samples)
+    draw = random.Random(seed)
+    draw.shuffle(order)
+    order.sort(key=lambda s: len(s.tokens) // SIMILAR)
+    made: list[list[Sample]] = []
+    for sample in order:
+        longest = len(sample.tokens) // SIMILAR * SIMILAR + SIMILAR
+        if not made or (len(made[-1]) + 1) * longest > ROWS:
+            made.append([])
+        made[-1].append(sample)
+    draw.shuffle(made)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How often drafts are right: `kept[i]`: the share of drafts with more than i right tokens."""
+
+    kept: list[float]
+
+    @property
+    def tokens_per_round(self) -> float:
+        return 1 + sum(self.kept)
+
+
+class Trainer:
+    """A head and its optimizer. `steps`: of all epochs; `done`: those that were made."""
+
+    def __init__(
+        self,
+        head: HeadModel,
+        target: Target,
+        drafts: Drafts,
+        steps: int,
+    ) -> None:
+        self.head = head
+        self.target = target
+        self.drafts = drafts
+        self.steps = steps
+        self.done = 0
+        head.module.lm_head.freeze()
+        self.weights: Any = tree_map(
+            lambda w: w.astype(mx.float32), head.module.trainable_parameters()
+        )
+        # Muon learns as much from half the answers; weight decay would be larger than a gradient.
+        muon = optim.Muon(_schedule(MATRIX_RATE, steps), weight_decay=0)
+        others = optim.AdamW(_schedule(VECTOR_RATE, steps), betas=[0.9, 0.95])
+        # A Muon step of an embedding grows with the number of tokens that are not in the batch.
+        rows = optim.AdamW(_schedule(EMBEDDING_RATE, steps), betas=[0.9, 0.95])
+        modules: Any = head.module.named_modules()
+        embeddings = {f"{n}.weight" for n, m in modules if isinstance(m, nn.Embedding)}
+        kinds = [lambda name, _: name in embeddings, lambda _, w: w.ndim == 2]
+        self.optimizer = optim.MultiOptimizer([rows, muon, others], kinds)
+        self.optimizer.init(self.weights)
+        self._step = mx.value_and_grad(self._loss)
+
+    def step(self, samples: Sequence[Sample]) -> float:
+        """Learn from a batch. Returns its loss."""
+        batch = self.target.batch(samples)
+        loss, grads = self._step(self.weights, batch)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        self.weights = self.optimizer.apply_gradients(grads, self.weights)
+        self._use(self.weights)
+        self.done += 1  # before the wait, in which Ctrl-C comes
+        mx.eval(self.weights, self.optimizer.state, loss)
+        return float(np.array(loss))
+
+    def measure(self, samples: Sequence[Sample]) -> Acceptance:
+        """Of held-out samples, with the target's likeliest tokens as the right ones."""
+        right: defaultdict[int, float] = defaultdict(float)
+        tried = 0.0
+        for group in batches(samples, "held out"):
+            batch = self.target.batch(group)
+            best = batch.teacher.argmax(axis=-1)
+            alive: Any = 1
+            for i, (logits, positions) in enumerate(self.drafts(self.head, batch)):
+                if i == 0:
+                    tried += float(np.array(batch.learned[:, positions].sum()))
+                same = logits.argmax(axis=-1) == best[:, positions]
+                alive = alive * same * batch.weight[:, positions]
+                right[i] += float(np.array(alive.sum()))
+        return Acceptance([count / max(1.0, tried) for count in right.values()])
+
+    def _loss(self, weights: Any, batch: Batch) -> mx.array:
+        self._use(weights)
+        total = mx.array(0.0)
+        for i, (logits, positions) in enumerate(self.drafts(self.head, batch)):
+            teacher = mx.softmax(batch.teacher[:, positions].astype(mx.float32), axis=-1)
+            logits = logits.astype(mx.float32)
+            entropy = mx.logsumexp(logits, axis=-1) - (teacher * logits).sum(axis=-1)
+            weight = batch.weight[:, positions]
+            total = total + FADE**i * (entropy * weight).sum() / mx.maximum(weight.sum(), 1)
+        return total
+
+    def _use(self, weights: Any) -> None:
+        """Give the head these weights, in the target's precision."""
+        self.head.module.update(tree_map(lambda w: w.astype(self.target.dtype), weights))
+
+    def needed_bytes(self) -> int:
+        """What a step takes beside the target's weights: of each of the head's weights itself in
+        both precisions, its gradient and momentum; of each row logits in fp32, with gradients, and
+        the hidden states inside the head."""
+        flat: Any = tree_flatten(self.weights)
+        config = self.target.layer_config()
+        logits = 2 * len(self.head.module.lm_head.weight)
+        hidden = LAYER_ROWS * self.target.width + 3 * config["intermediate_size"]
+        rows = ROWS * DRAFTED * (logits + hidden)
+        return int(4 * sum(w.nbytes for _, w in flat) + 4 * rows)
+
+    # ---- to go on later ----------------------------------------------------------------------
+
+    def state(self) -> dict[str, mx.array]:
+        """All that a stopped training needs to go on."""
+        flat: Any = tree_flatten({"weights": self.weights, "optimizer": self.optimizer.state})
+        return dict(flat) | {"done": mx.array(self.done)}
+
+    def resume(self, state: Mapping[str, mx.array]) -> None:
+        # In the order of before, which sums over all weights depend on.
+        tree: Any = tree_unflatten([(name, state[name]) for name in self.state()])
+        self.done = int(np.array(tree["done"]))
+        self.weights = tree["weights"]
+        self.optimizer.state = tree["optimizer"]
+        self._use(self.weights)
+
+
+def _schedule(rate: float, steps: int) -> Callable[[mx.array], mx.array]:
+    """A learning rate that rises, then falls to a twentieth by the last step."""
+    up = optim.linear_schedule(rate / WARM_UP, rate, WARM_UP)
+    down = optim.cosine_decay(rate, max(1, steps - WARM_UP), rate / 20)
+    return optim.join_schedules([up, down], [WARM_UP])
+
+
+def vocabulary_of(samples: Sequence[Sample], size: int, known: int) -> list[int]:
+    """The `size` tokens that are to be drafted, ascending: the most frequent ones of what is to be
+    learned, then the lowest ids, which tokenizers give to what they saw most. `known`: the model's
+    tokens."""
+    counts = np.zeros(known, np.int64)
+    for sample in samples:
+        np.add.at(counts, sample.tokens[sample.first :], 1)
+    best = np.argsort(-counts, kind="stable")[:size]
+    return sorted(map(int, best))

@@ -1,0 +1,102 @@
+"""New heads for the trained tiny target, as they are served and as they are trained."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxspec.model.layout import load, load_weights
+from mlxspec.speculate.heads.drafter import HeadDrafter
+from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.training.samples import Sample
+from mlxspec.training.target import Target
+from mlxspec.training.trainer import Drafts
+from tests.heads import kinds, runs
+
+VOCABULARY = range(1, 640, 2)
+Tensors = dict[str, mx.array]
+
+
+def target() -> Target:
+    """The trained tiny one, in which no engine has changed anything."""
+    model, config = load(kinds.TARGET)
+    load_weights(model)
+    return Target(model, "tiny", config)
+
+
+def whole(own: Target, tensors: Tensors) -> Tensors:
+    """A new head's tensors with those that say which tokens it drafts."""
+    ids = mx.array(list(VOCABULARY))
+    drafted = mx.array([i in VOCABULARY for i in range(640)])
+    given = {"lm_head.weight": own.lm_head_rows(ids), "d2t": ids - mx.arange(len(ids))}
+    return tensors | given | {"t2d": drafted}
+
+
+def head_of(own: Target, path: Path) -> HeadModel:
+    """The head in a directory; the target hands out what it reads."""
+    head: HeadModel = kinds.head_of(path, own.model)
+    own.tap(head.taps, VOCABULARY)
+    return head
+
+
+def served(path: Path, prompt: list[int], depth: int) -> tuple[list[int], list[int], mx.array]:
+    """Of the first round of an engine with the head in a directory: the tokens before it, its
+    draft, and what each of that was drawn from, [depth, tokens that are drafted]."""
+    e, drafter = kinds.engine(path)
+    found: list[mx.array] = []
+
+    class Recorded(drafter.head.pass_type):  # type: ignore[name-defined,misc]
+        def start(self, *args: Any) -> Any:
+            inner = super().start(*args)
+
+            def next_logits(*args: Any) -> mx.array:
+                found.append(inner(*args))
+                return found[-1]
+
+            return next_logits
+
+    drafter.head.pass_type = Recorded
+    run = runs.run(e, HeadDrafter(drafter.head, e.runner), depth, [prompt])
+    first = run.rounds[0][0]
+    assert len(first.draft) == depth
+    logits = mx.concatenate(found[:depth])[:, mx.array(list(VOCABULARY))]
+    return (prompt + run.answers[0])[: first.start + 1], first.draft, logits
+
+
+def trained(
+    own: Target,
+    head: HeadModel,
+    drafts: Drafts,
+    known: list[int],
+    draft: list[int],
+) -> mx.array:
+    """The logits of a draft behind the tokens `known` as training computes them, in a batch with
+    another sequence and with other tokens behind the draft: [tokens of a draft, drafted ones]."""
+    other = kinds.reference("eagle3")["prompts"][1]
+    newest = len(known) - 1
+    for filler in range(8):  # not every token of a batch has a draft behind it
+        tokens = [*known, *draft, *(filler for _ in range(9))]
+        batch = own.batch([Sample(other, 1), Sample(tokens, 1)])
+        made = [
+            logits[1, positions.tolist().index(newest + i)]
+            for i, (logits, positions) in enumerate(drafts(head, batch))
+            if newest + i in positions.tolist()
+        ]
+        if made:
+            return mx.stack(made)
+    raise AssertionError(f"no draft behind token {newest}")
+
+
+def gradients(own: Target, head: HeadModel, drafts: Drafts) -> dict[str, float]:
+    """The largest gradient of each of a head's tensors but lm_head."""
+    head.module.lm_head.freeze()
+    batch = own.batch([Sample(kinds.reference("eagle3")["prompts"][0], 1)])
+
+    def loss() -> Any:
+        return sum(mx.sin(logits).sum() for logits, _ in drafts(head, batch))
+
+    _, grads = nn.value_and_grad(head.module, loss)()
+    leaves: Any = tree_flatten(grads)
+    return {name: float(abs(x).max().item()) for name, x in leaves}

@@ -1,0 +1,68 @@
+"""What a head learns from: files of answers, prompts, and the user's texts."""
+
+from pathlib import Path
+
+import pytest
+
+from mlxspec.training.samples import (
+    PIECE_CHARS,
+    Sample,
+    SampleFile,
+    file_prompt,
+    general_prompts,
+    held_out,
+    pieces,
+)
+from mlxspec.types import UserError
+
+
+def test_answers_are_kept_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    """A process may end while it writes."""
+    file = SampleFile(tmp_path / "new" / "answers.jsonl")
+    assert file.read() == {}
+    first, second = Sample([1, 2, 3], 1), Sample([4, 5], 1)
+    file.append("a", first)
+    file.append("b", second)
+    whole = file.path.read_bytes()
+    for cut in range(len(whole)):
+        file.path.write_bytes(whole[:cut])
+        known = file.read()
+        assert known in ({}, {"a": first}, {"a": first, "b": second})
+    file.path.write_bytes(whole[:-9])
+    file.append("c", second)
+    assert file.read()["a"] == first
+
+
+def test_the_prompts_are_many_and_each_is_whole() -> None:
+    found = general_prompts()
+    assert len({text for _, text in found}) == len(found) > 5000
+    assert found == general_prompts()
+    held = sum(held_out(subject) for subject, _ in found)
+    assert 0.02 < held / len(found) < 0.1
+    asked = file_prompt("a/b.py", "x = 1\n")
+    assert "a/b.py" in asked and "x = 1\n" in asked
+
+
+def test_texts_are_cut_between_lines(tmp_path: Path) -> None:
+    line = "0123456789" * 9 + "\n"
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/long.py").write_text(line * 100)
+    (tmp_path / "short.md").write_text("one line")
+    (tmp_path / ".hidden").write_text("secret")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/config").write_text("secret")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "null").write_bytes(b"a\0b")
+    (tmp_path / "empty").write_text("")
+    found = pieces(tmp_path)
+    assert {name for name, _ in found} == {"b/long.py", "short.md"}
+    parts = [text for name, text in found if name == "b/long.py"]
+    assert sum(map(len, parts)) == 100 * len(line)
+    assert all(part.endswith("\n") and len(part) <= PIECE_CHARS for part in parts)
+    assert found == pieces(tmp_path)
+
+
+def test_a_directory_without_texts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "image").write_bytes(b"\xff\xd8\xff")
+    with pytest.raises(UserError, match=f"--data {tmp_path} holds no text"):
+        pieces(tmp_path)

@@ -1,0 +1,232 @@
+"""A head is trained: it learns, goes on where it was stopped, and replaces another as a whole."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxspec.speculate.heads import load_head
+from mlxspec.speculate.heads.files import find_head
+from mlxspec.training.run import KINDS, Training, drop_others, install, new_head, save_head
+from mlxspec.training.samples import Sample
+from mlxspec.training.trainer import LENGTH, ROWS, Trainer, batches, vocabulary_of, windows
+from tests.heads import kinds
+from tests.training import pair
+
+SAMPLES = [
+    Sample(prompt + answer, len(prompt))
+    for prompt, answer in zip(
+        kinds.reference("eagle3")["prompts"], kinds.reference("eagle3")["greedy"], strict=True
+    )
+]
+
+
+def training(kind: str, state: Path, epochs: int = 2) -> tuple[Trainer, Training]:
+    own = pair.target()
+    mx.random.seed(0)
+    head, _ = new_head(KINDS[kind], own, pair.VOCABULARY)
+    made = Training(SAMPLES[1:], SAMPLES[:1], epochs, kind, state)
+    return Trainer(head, own, KINDS[kind].drafts, len(made.plan)), made
+
+
+def nothing() -> None:
+    """In the place of waiting for a server."""
+
+
+def stop_after(steps: int) -> Callable[[], None]:
+    left = iter(range(steps))
+
+    def wait() -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    return wait
+
+
+def assert_close(one: Trainer, other: Trainer) -> None:
+    """Equal weights but for rounding: MLX's products of equal matrices may differ in the last bit
+    with the addresses at which they lie."""
+    found, expected = tree_flatten(one.weights), tree_flatten(other.weights)
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, x), (_, y) in zip(found, expected, strict=True):
+        assert mx.allclose(x, y, rtol=1e-3, atol=1e-3), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_that_was_stopped_ends_with_the_same_weights(kind: str, tmp_path: Path) -> None:
+    whole, made = training(kind, tmp_path / "whole.safetensors", epochs=3)
+    assert len(made.plan) >= 3
+    made.run(whole, nothing)
+    for _ in range(len(made.plan) - 1):
+        trainer, made = training(kind, tmp_path / "stopped.safetensors", epochs=3)
+        with pytest.raises(KeyboardInterrupt):
+            made.run(trainer, stop_after(1))
+    trainer, made = training(kind, tmp_path / "stopped.safetensors", epochs=3)
+    made.run(trainer, nothing)
+    assert trainer.done == len(made.plan)
+    assert_close(trainer, whole)
+
+
+def test_a_step_that_was_made_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes while MLX computes."""
+    whole, made = training("eagle3", tmp_path / "whole.safetensors")
+    made.run(whole, nothing)
+    trainer, made = training("eagle3", tmp_path / "stopped.safetensors")
+    evaluate = mx.eval
+
+    def interrupted(*arrays: object) -> None:
+        evaluate(*arrays)
+        if trainer.done == 1:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mx, "eval", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.run(trainer, nothing)
+    trainer, made = training("eagle3", tmp_path / "stopped.safetensors")
+    made.run(trainer, nothing)
+    assert_close(trainer, whole)
+
+
+def test_a_state_of_another_training_is_not_used(tmp_path: Path) -> None:
+    """Of other samples, or damaged."""
+    state = tmp_path / "state.safetensors"
+    trainer, made = training("eagle3", state)
+    made.run(trainer, nothing)
+    fresh, other = training("eagle3", state, epochs=1)
+    assert other.digest != made.digest
+    other.run(fresh, nothing)
+    assert fresh.done == len(other.plan)
+    state.write_bytes(state.read_bytes()[:-99])
+    again, other = training("eagle3", state, epochs=1)
+    other.run(again, nothing)
+    assert_close(again, fresh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_head_is_read_as_a_published_one(kind: str, tmp_path: Path) -> None:
+    """By the tensors of its directory; what it drafts is what was trained."""
+    trainer, made = training(kind, tmp_path / "state.safetensors")
+    made.run(trainer, nothing)
+    config = dict(new_head(KINDS[kind], pair.target(), pair.VOCABULARY)[1])
+    save_head(trainer, config, tmp_path / "head", {"tokens": 1})
+    found = find_head(tmp_path / "head")
+    assert found.standalone and found.config["speculators_model_type"] == kind
+    own = pair.target()
+    head = load_head(found, own.model)
+    assert head is not None
+    own.tap(head.taps, pair.VOCABULARY)
+    again = Trainer(head, own, KINDS[kind].drafts, 1)
+    expected = trainer.measure(SAMPLES[:1]).kept
+    assert again.measure(SAMPLES[:1]).kept == pytest.approx(expected, abs=0.03)  # bfloat16
+    assert json.loads((tmp_path / "head/training.json").read_bytes())["tokens"] == 1
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_head_is_replaced_as_a_whole(linked: bool, tmp_path: Path) -> None:
+    """Also where the cache directory lies behind a link."""
+    if linked:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to("real")
+        tmp_path = tmp_path / "link"
+    place = tmp_path / "model-1234"
+    for number in range(2):
+        made = tmp_path / f"model-1234.{number}"
+        made.mkdir()
+        (made / "config.json").write_text(str(number))
+        install(made, place)
+        drop_others(place)
+        assert (place / "config.json").read_text() == str(number)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model-1234", made.name]
+    (tmp_path / "model-1234.9").mkdir()  # of a training that was killed
+    drop_others(place)
+    assert not (tmp_path / "model-1234.9").exists()
+    assert (place / "config.json").read_text() == "1"
+
+
+WRITER = """
+import resource, sys
+from pathlib import Path
+import mlx.core as mx
+from mlxspec.training.run import write_tensors
+path, limit = Path(sys.argv[1]), int(sys.argv[2])
+if limit:
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+n = 0
+while True:
+    n += 1
+    write_tensors(path, {"w": mx.full((1 << 20,), n, mx.float32)}, {"n": str(n)})
+    print(n, flush=True)
+"""
+
+
+def writer(path: Path, limit: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), str(limit)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path) -> None:
+    for n in range(4):
+        path = tmp_path / f"{n}.safetensors"
+        with writer(path, 0) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.003 * n)
+            os.kill(process.pid, signal.SIGKILL)
+        tensors, about = mx.load(str(path), return_metadata=True)
+        assert (tensors["w"] == int(about["n"])).all()
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(b"old")
+    with writer(path, 1 << 20) as process:
+        _, said = process.communicate(timeout=100)
+    assert "OSError" in said and "state.safetensors" in said
+    assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_windows_hold_what_is_to_be_learned() -> None:
+    """Of a long prompt the end, of a long answer all."""
+    tokens = list(range(4 * LENGTH))
+    for first in (1, 300, LENGTH, 3 * LENGTH + 7, 4 * LENGTH - 40):
+        found = windows([Sample(tokens, first)])
+        learned = [t for window in found for t in window.tokens[window.first :]]
+        assert learned == tokens[first:]
+        assert all(len(window.tokens) <= LENGTH for window in found)
+        assert found[0].tokens[0] <= max(0, first - LENGTH // 4)
+
+
+def test_batches_hold_every_sample_once(tmp_path: Path) -> None:
+    samples = [Sample(list(range(2 + 7 * n % 500)), 1) for n in range(300)]
+    for seed in ("0", "1"):
+        made = batches(samples, seed)
+        assert sorted(len(s.tokens) for b in made for s in b) == sorted(
+            len(s.tokens) for s in samples
+        )
+        assert all(len(b) * max(len(s.tokens) for s in b) <= ROWS for b in made if len(b) > 1)
+        assert made == batches(samples, seed)
+    assert batches(samples, "0") != batches(samples, "1")
+
+
+def test_the_drafted_tokens_are_the_most_frequent_ones() -> None:
+    samples = [Sample([9, 9, 9, 5, 5, 7], 2), Sample([9, 3, 3, 3], 1)]
+    assert vocabulary_of(samples, 3, 10) == [3, 5, 7]
+    assert vocabulary_of(samples, 6, 10) == [0, 1, 3, 5, 7, 9]
+    assert vocabulary_of(samples, 99, 10) == list(range(10))

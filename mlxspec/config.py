@@ -147,6 +147,12 @@ class Config:
     cache_gb: float = option(
         10.0, "Disk space for the prefix cache in GiB; 0: it is in memory only.", 2**20
     )
+    record: str = option(
+        "off",
+        "Keep the token ids of finished answers in the cache directory, for `mlxspec train` to"
+        " learn from.",
+        choices=("on", "off"),
+    )
     log_level: str = option("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     @property

@@ -1,18 +1,21 @@
-"""`mlxspec cache`: shows the prefix cache on disk, and empties it.
+"""`mlxspec cache`: shows and deletes the prefix cache on disk and the recorded answers.
 
 Rule: it works on the directory, whether a server runs or not.
 """
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from mlxspec.cache.disk import read_label, stored_files
+from mlxspec.client import printable
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
 from mlxspec.files import format_size, lock
-from mlxspec.model.hub import prompts_of
+from mlxspec.model.hub import STORED, cache_of, prompts_of
+
+ANSWERS = f"answers/{STORED}*.jsonl"
 
 
 @dataclass(slots=True)
@@ -62,6 +65,11 @@ def show(config: Config) -> None:
         print_table(columns, rows)
     else:
         print(f"nothing is cached in {root}")
+    cache = cache_of(config)
+    for path in sorted([*cache.glob(ANSWERS), *cache.glob(f"training/{STORED}/answers.jsonl")]):
+        data = path.read_bytes()
+        name, count = path.relative_to(cache), data.count(b"\n")
+        print(printable(f"{name}: {count} answers, {format_size(len(data))}"))
 
 
 def totals(config: Config) -> None:
@@ -76,17 +84,24 @@ def totals(config: Config) -> None:
     print(f"bytes      {format_size(sum(usage.bytes for usage in found))}")
     limit = format_size(config.disk_bytes) if config.disk_bytes else "off"
     print(f"limit      {limit}")
+    recorded = sum(path.stat().st_size for path in cache_of(config).glob(ANSWERS))
+    print(f"recorded   {format_size(recorded)}")
 
 
-def clear(root: Path) -> None:
+def clear(cache: Path) -> None:
     """Delete all files, and print how many they were. A running server just misses them.
     Raises OSError."""
     files = freed = 0
-    with lock(root / "lock"):
-        for path, status in list(stored_files(root)):
-            path.unlink(missing_ok=True)
-            files += 1
-            freed += status.st_size
-            with suppress(OSError):  # not empty yet
+    prompts = cache / "prompts"
+    with lock(prompts / "lock"), lock(cache / "answers/lock"), ExitStack() as trainings:
+        found = [path for path, _ in stored_files(prompts)] + list(cache.glob(ANSWERS))
+        for work in cache.glob(f"training/{STORED}"):
+            if trainings.enter_context(lock(work.with_name(f"{work.name}.lock"), wait=False)):
+                found += work.iterdir()
+        for path in found:
+            with suppress(OSError):  # evicted meanwhile; a folder that is not empty yet
+                freed += path.lstat().st_size
+                path.unlink()
+                files += 1
                 path.parent.rmdir()
     print(f"{format_size(freed)} freed; files deleted: {files}")

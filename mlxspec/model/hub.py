@@ -7,11 +7,12 @@ imports mlx before a model has to be converted.
 import os
 import sys
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from mlxspec.config import Config
+from mlxspec.config import Config, data_dir
 from mlxspec.files import WEIGHT_FILES, read_json
 from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import Json, UnsupportedModel, line_of
@@ -28,6 +29,7 @@ HUB_FILES = (
 )
 # Fields that only a head's config.json has.
 OF_HEADS = {"speculators_model_type", "dflash_config", "markov_rank", "draft_vocab_size"}
+STORED = "*-" + "[0-9a-f]" * 8  # a pattern of the names that `storage_name` makes
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -60,6 +62,21 @@ def cache_of(config: Config) -> Path:
 def prompts_of(config: Config) -> Path:
     """The directory of the prefix cache."""
     return cache_of(config) / "prompts"
+
+
+def storage_name(name: str, path: Path) -> str:
+    """What the cache directory keeps of a model is named so: after its name, for people, and its
+    directory in 8 hex digits, which alone tell models apart."""
+    digest = blake2b(os.fsencode(path.resolve()), digest_size=4).hexdigest()
+    return f"{name.replace('/', '--')}-{digest}"
+
+
+def learned_head(found: Resolved, cache_dir: Path) -> Path | None:
+    """The directory of the head that was trained for a model here, by whatever name, else of the
+    built-in model's; None where there is none."""
+    places = list((cache_dir / "heads").glob(f"*{storage_name('', found.path)}"))
+    places.append(data_dir("models") / "heads" / found.name)
+    return next((path for path in places if (path / "config.json").is_file()), None)
 
 
 def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Resolved:

@@ -19,6 +19,7 @@ from mlxspec import __version__, metrics
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
+from mlxspec.model.hub import cache_of
 from mlxspec.server import page
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import FIRST, Items, Strict, Token, receive
@@ -30,6 +31,7 @@ from mlxspec.server.responses import endpoints as responses
 from mlxspec.server.security import protect, wants_html
 from mlxspec.server.state import Model, ServerState, report, run_on_text_thread, while_connected
 from mlxspec.text.chat import Tokenizer, conversation_of, render
+from mlxspec.training.recorder import Recorder
 from mlxspec.types import Served
 
 
@@ -55,6 +57,8 @@ def create_app(
     name = worker.info.name
     paths = {name: path, **(others or {})}
     app.state.server = ServerState(worker, config, Metrics(lambda: worker.models), paths)
+    if config.record == "on":
+        app.state.server.recorder = Recorder(cache_of(config) / "answers", paths)
     app.state.server.open(name, tokenizer)
     app.state.responses = responses.Store()
     return app

@@ -176,13 +176,16 @@ class Generation:
         return row
 
     def _finish(self) -> None:
-        """Abort what still runs; count, list and log the answer."""
+        """Abort what still runs; record what has finished; count, list and log the answer."""
         server, choices = self.model.server, self.choices
         for k, request in enumerate(self.requests):
             own = choices[k * request.n :][: request.n]
             if any(choice.finish is None for choice in own):
                 self.outcome = self.outcome or "gone"
                 server.worker.abort(request.id)
+            for choice in own:
+                if choice.finish and server.recorder:
+                    server.recorder.add(self.model.name, request.prompt, choice.ids)
         if not self.outcome:
             self.outcome = ",".join(dict.fromkeys(str(choice.finish) for choice in choices))
         row = self._row()

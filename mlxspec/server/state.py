@@ -26,6 +26,7 @@ from mlxspec.server.errors import ApiError, HttpRequest, Json
 from mlxspec.text.chat import Tokenizer, generation_defaults, load_tokenizer
 from mlxspec.text.history import History
 from mlxspec.text.structured.grammar import Grammars
+from mlxspec.training.recorder import Recorder
 from mlxspec.types import Busy, Dead, ModelInfo, Sampling
 
 T = TypeVar("T")
@@ -91,6 +92,7 @@ class ServerState:
     journal: Journal = field(default_factory=Journal)
     listeners: int = 0  # of the page's event stream
     note: str = ""
+    recorder: Recorder | None = None  # where answers are to be kept for training
     models: dict[str, Model] = field(default_factory=dict)  # those whose tokenizer is loaded
     text_jobs: set[Future[Any]] = field(default_factory=set)  # waiting or running
     _text: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "text"))

@@ -10,6 +10,8 @@ from typer.testing import CliRunner, Result
 from mlxspec import cli
 from mlxspec.cache.disk import DiskCache, Run
 from mlxspec.commands import cache
+from mlxspec.model.hub import storage_name
+from mlxspec.training.samples import Sample, SampleFile
 
 MODEL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
@@ -77,12 +79,33 @@ def test_damaged_files_are_counted(root: Path) -> None:
 def test_clear_asks(root: Path) -> None:
     fill(root, MODEL, "m", 2).close(30)
     said = command("clear", typed="n\n")
-    assert said.exit_code == 1 and str(root) in said.output.replace("\n", "")
+    assert said.exit_code == 1 and str(root.parent) in said.output.replace("\n", "")
     assert command("clear").exit_code == 1  # nobody there to answer
     assert len(list((root / MODEL).iterdir())) == 2
     said = command("clear", typed="y\n")
     assert said.exit_code == 0 and "files deleted: 2\n" in said.output
     assert [path.name for path in root.iterdir()] == ["lock"]
+
+
+def test_recorded_answers_are_shown_and_deleted(root: Path) -> None:
+    answers, training = root.parent / "answers", root.parent / "training"
+    name = storage_name("some/[red]model", root)
+    for ending, count in (("", 2), (".old", 1)):
+        for i in range(count):
+            SampleFile(answers / f"{name}{ending}.jsonl").append(str(i), Sample([64, 65], 1))
+    size = sum(path.stat().st_size for path in answers.iterdir())
+    work = training / name / "state.safetensors"
+    foreign = [answers / "mine.jsonl", training / "mine.txt", training / "mine/notes.txt"]
+    for path in [work, *foreign]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    said = command("ls").output.splitlines()
+    assert said[-2].startswith(f"answers/{name}.jsonl: 2 answers, ")
+    assert said[-1].startswith(f"answers/{name}.old.jsonl: 1 answers, ")
+    assert f"recorded   {size} B\n" in command("stats").output
+    assert f"{size + 1} B freed; files deleted: 3\n" == command("clear", "--yes").output
+    assert command("ls").output == f"nothing is cached in {root}\n"
+    assert not work.parent.exists() and all(path.exists() for path in foreign)
 
 
 def test_a_server_goes_on_with_misses(root: Path) -> None:

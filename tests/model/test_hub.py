@@ -10,7 +10,7 @@ from huggingface_hub import errors
 
 from mlxspec.model import hub
 from mlxspec.model.cards import cards
-from mlxspec.model.hub import find_local, resolve
+from mlxspec.model.hub import STORED, find_local, resolve, storage_name
 from mlxspec.types import UserError
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -133,3 +133,14 @@ def test_a_local_model_is_found_without_a_download(
     assert find_local("owner/repo", tmp_path, False) is None
     with pytest.raises(UserError, match="neither a directory"):
         find_local("nonsense", tmp_path, False)
+
+
+def test_what_is_kept_of_a_model_is_named_after_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "a/model", tmp_path / "b/model"
+    name = storage_name("owner/model", first)
+    assert name.startswith("owner--model-") and len(name) == len("owner--model-") + 8
+    assert name == storage_name("owner/model", tmp_path / "b/../a/model")
+    assert storage_name("owner/model", second) != name
+    assert storage_name("another name", first)[-9:] == name[-9:] == storage_name("", first)
+    (tmp_path / name).touch()
+    assert [path.name for path in tmp_path.glob(STORED)] == [name]

@@ -7,6 +7,7 @@ Rule: what a user can fix ends in one line on stderr and exit status 2; a traceb
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from mlxspec import __version__
 from mlxspec.client import printable, request
 from mlxspec.commands import launch as agents
 from mlxspec.commands.options import (
+    HeadKind,
     Json,
     Key,
     Model,
@@ -31,7 +33,7 @@ from mlxspec.types import UserError
 LOAD_S = 3600  # most seconds to load or unload a model
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-cache = typer.Typer(no_args_is_help=True, help="Show or delete the prefix cache on disk.")
+cache = typer.Typer(no_args_is_help=True, help="Show or delete what the cache keeps on disk.")
 app.add_typer(cache, name="cache")
 app.add_typer(service, name="service")
 app.add_typer(menubar, name="menubar")
@@ -148,6 +150,37 @@ def bench(
 
 
 @app.command()
+def train(
+    model: Model = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Code and documents to learn from; hidden files are left out."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1000, help="How much to learn from.")] = 300_000,
+    epochs: Annotated[int, typer.Option(min=1, max=20, help="How often to learn it.")] = 1,
+    kind: Annotated[HeadKind, typer.Option(help="The kind of head: eagle3 or dspark.")] = "eagle3",
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=256, help="How many different tokens it can draft.")
+    ] = 16_384,
+    url: Url = None,
+    api_key: Key = None,
+) -> None:
+    """Make a head for a model, which drafts its tokens from then on, from the model's own answers.
+
+    Nothing leaves this machine. While a running server has a request, it waits. Ctrl-C stops, and
+    the same command goes on. Exits with 1 if the head is no better than what drafts now.
+    """
+    config = load({"model": model})
+    log_to_stderr("warning")
+    from mlxspec.commands.train import Options, Server, train
+
+    options = Options(data, tokens, epochs, kind, draft_vocab_size)
+    sys.exit(train(config, options, Server(*server_of(url, api_key))))
+
+
+@app.command()
 def doctor(model: Model = None, json: Json = False) -> None:
     """Check the machine, the installation, the model and the service, and say what to fix.
 
@@ -234,11 +267,14 @@ def cache_stats() -> None:
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the cache. A running server goes on and fills it again."""
-    from mlxspec.commands.cache import clear
-    from mlxspec.model.hub import prompts_of
+    """Delete the prefix cache, recorded answers and what a training works with. Trained heads stay.
 
-    root = prompts_of(load({}))
+    A running server goes on and fills them again.
+    """
+    from mlxspec.commands.cache import clear
+    from mlxspec.model.hub import cache_of
+
+    root = cache_of(load({}))
     if not yes:
-        typer.confirm(f"Delete the prefix cache in {root}?", abort=True)
+        typer.confirm(f"Delete the prefix cache and recorded answers in {root}?", abort=True)
     clear(root)

@@ -24,7 +24,7 @@ from mlxspec.engine.models import ModelManager, ModelSlot
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.model import meter
 from mlxspec.model.cards import head_of
-from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, resolve
+from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, learned_head, resolve
 from mlxspec.model.layout import context_of
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
@@ -88,7 +88,9 @@ def models_of(config: Config) -> list[str]:
         name = _split_name(each)[1] or DEFAULT
         found.append(name)
         with suppress(UnsupportedModel):  # which its user reports
-            draft = draft or _sidecar(name, on_disk(name, config))
+            path = on_disk(name, config)
+            learned = path and learned_head(Resolved(path, name), cache_of(config))
+            draft = draft or str(learned or "") or _sidecar(name, path)
         if draft != NONE and draft and config.speculate == "on":
             found.append(draft)
         draft = _of_others(config)
@@ -116,6 +118,8 @@ def resolve_model(config: Config, share: float = 1.0) -> ResolvedModel:
         try:
             if config.draft:
                 draft = resolve(config.draft, cache, METAL, draft=True)
+            elif learned := learned_head(found, cache):
+                draft = Resolved(learned, f"the head in {learned}")
             else:
                 draft = _fetch_head(_sidecar(found.name, found.path), cache)
         except UnsupportedModel as error:

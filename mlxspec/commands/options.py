@@ -35,6 +35,7 @@ Served = Annotated[
 
 
 Workload = Literal["edits", "code", "chat", "all"]
+HeadKind = Literal["eagle3", "dspark"]
 
 
 def server_of(url: str | None, key: str | None) -> tuple[str, str]:

@@ -298,7 +298,7 @@ class ModelManager:
         self.loading = ""
         if not reason:
             return self._dispatch_waiting()
-        _release_memory()  # only now, because the traceback held arrays
+        release_memory()  # only now, because the traceback held arrays
         if slot.need and self._lacks_memory(slot):
             return self._choose_evictions()  # now that the need is known
         return self._fail(slot, reason)
@@ -339,7 +339,7 @@ class ModelManager:
         slot.last_stats = replace(stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0)
         slot.engine.close(UNLOAD_S)
         slot.engine = None
-        _release_memory()
+        release_memory()
         log.info("%s: unloaded", slot.info.name)
 
     def unload_idle(self) -> None:
@@ -357,7 +357,7 @@ def _finish(order: Request | LoadCommand, finish: Finish, **reason: Any) -> Outp
     return [Output(order.id, i, (), finish=finish, **reason) for i in range(order.n)]
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
     """Free what is not referenced any more: models are full of cycles, and MLX keeps buffers."""
     gc.collect()
     mx.synchronize()

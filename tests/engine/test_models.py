@@ -459,7 +459,7 @@ ORDERS = st.lists(
 @settings(max_examples=200)
 @given(ORDERS, st.integers(1, 3))
 def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> None:
-    free, module._release_memory = module._release_memory, lambda: None
+    free, module.release_memory = module.release_memory, lambda: None
     try:
         made, _ = paper(most)
         ended: dict[str, str] = {}
@@ -496,7 +496,7 @@ def test_every_order_is_answered_once_within_memory(orders: Any, most: int) -> N
         assert {ended[name] for name in set(ended) - set(asked)} <= {"stop"}
         assert len(order) <= 1 + len(asked) + calls  # each swap serves somebody
     finally:
-        module._release_memory = free
+        module.release_memory = free
 
 
 def test_a_steady_stream_for_one_model_starves_nobody() -> None:

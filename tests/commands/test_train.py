@@ -1,0 +1,181 @@
+"""`mlxspec train` on a tiny model: from the command line to the head that serve uses."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxspec import cli
+from mlxspec.commands import models, train
+from mlxspec.config import Config
+from mlxspec.files import lock
+from mlxspec.resolve import resolve_model
+from mlxspec.service.status import Status
+from mlxspec.training.samples import Sample, SampleFile
+from mlxspec.types import UserError
+from tests.heads import kinds
+
+WORDS = ("--tokens", "1500", "--draft-vocab-size", "512")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_settings: None) -> Path:
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cli, "log_to_stderr", lambda level: None)
+    monkeypatch.setattr("mlxspec.training.collect.ANSWER", 48)
+    return tmp_path / "cache"
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["mlxspec", "train", str(kinds.TARGET), *words])
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def better(monkeypatch: pytest.MonkeyPatch, *figures: float) -> None:
+    """What is measured before and after, without measuring."""
+    left = iter(figures)
+    monkeypatch.setattr(train, "_tokens_per_round", lambda config, samples, wait: next(left))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_trained_head_is_used_from_then_on(
+    kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    better(monkeypatch, 1.0, 1.5, 1.5, 1.2)
+    config = Config(model=str(kinds.TARGET), cache_dir=str(cache))
+    assert resolve_model(config).draft is None
+    assert command(*WORDS, "--kind", kind) == 0
+    said = capsys.readouterr().out
+    for line in ("memory: ", "time: about ", "training on ", "1.00 tokens a round before, 1.50"):
+        assert line in said
+    found = resolve_model(config).draft
+    assert found is not None
+    first = found.path.resolve()
+    assert first.is_relative_to(cache / "heads")
+    assert resolve_model(replace(config, draft="off")).draft is None
+    listed = models.local_models(config)[:2]
+    assert [one.kind for one in listed] == ["model", "head"] and listed[1].bytes > 1000
+
+    assert command(*WORDS, "--kind", kind) == 1  # no better than the first
+    found = resolve_model(config).draft
+    assert found is not None and found.path.resolve() == first
+    assert len(list((cache / "heads").iterdir())) == 2  # the head and the link to it
+
+
+def test_the_head_of_a_real_comparison(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is measured before and after is what the engine does."""
+    assert command(*WORDS) in (0, 1)
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("held-out"))
+    before, after = (float(word) for word in line.split() if word[0].isdigit())
+    assert before >= 1 and after >= 1
+
+
+def test_a_stopped_training_goes_on(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers are kept, and so are steps."""
+    better(monkeypatch, 1.0, 1.5)
+    calls = 0
+
+    def wait(server: train.Server) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (60, 125):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.Server, "wait", wait)
+    assert command(*WORDS) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    (file,) = (cache / "training").glob("*/answers.jsonl")
+    kept = SampleFile(file).read()
+    assert kept
+    status = command(*WORDS)
+    while status == 130:
+        status = command(*WORDS)
+    assert status == 0
+    after = SampleFile(file).read()
+    assert {key: after[key] for key in kept} == kept
+
+
+def test_one_training_of_a_model_at_a_time(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = train.storage_name(kinds.TARGET.name, kinds.TARGET)
+    with lock(cache / "training" / f"{name}.lock"):
+        assert command(*WORDS) == 2
+    assert "another training of target runs" in capsys.readouterr().err
+
+
+def test_recorded_answers_come_first(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However many there are, the model answers prompts too."""
+    better(monkeypatch, 1.0, 1.5)
+    name = train.storage_name("served", kinds.TARGET)
+    file = SampleFile(cache / "answers" / f"{name}.jsonl")
+    for n in range(40):
+        file.append(str(n), Sample([n % 600 + i for i in range(100)], 20))
+    assert command(*WORDS) == 0
+    assert "training on 1" in capsys.readouterr().out
+    (answers,) = (cache / "training").glob("*/answers.jsonl")
+    assert sum(map(len, SampleFile(answers).read().values())) >= 700
+
+
+def test_a_server_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong key is no reason to compute beside it."""
+    unwell = Status("", "unwell", why="the server answered 401; give --api-key")
+    monkeypatch.setattr(train, "get_status", lambda url, key: unwell)
+    with pytest.raises(UserError, match="401; give --api-key"):
+        train.Server("http://127.0.0.1:1", "").wait()
+
+
+def test_texts_of_the_user(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    better(monkeypatch, 1.0, 1.5)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for n in range(40):
+        (texts / f"{n}.py").write_text(f"def f{n}(x):\n    return x + {n}\n" * 9)
+    assert command(*WORDS, "--data", str(texts)) == 0
+    assert command("--data", str(tmp_path / "missing")) == 2
+
+
+def test_too_little_memory_is_said_before_anything_is_done(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlxspec.engine.memory.available", lambda: 1000)
+    monkeypatch.setattr(train, "load_weights", pytest.fail)
+    assert command(*WORDS) == 2
+    assert "training needs" in capsys.readouterr().err
+    assert not list(cache.rglob("answers.jsonl"))
+
+
+def test_a_running_server_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed while it has a request."""
+    states = iter(
+        [Status("", "busy", running=1), Status("", "busy", waiting=2), Status("", "idle")]
+    )
+    asked: list[Status] = []
+    slept: list[float] = []
+
+    def status(url: str, key: str) -> Status:
+        asked.append(next(states))
+        return asked[-1]
+
+    now = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+
+    monkeypatch.setattr(train, "get_status", status)
+    monkeypatch.setattr(train.time, "monotonic", lambda: now)
+    monkeypatch.setattr(train.time, "sleep", sleep)
+    server = train.Server("http://127.0.0.1:1", "")
+    server.wait()
+    assert [s.state for s in asked] == ["busy", "busy", "idle"] and len(slept) == 2
+    server.wait()  # asked less than a second ago
+    assert len(asked) == 3

@@ -78,8 +78,9 @@ async def _feed(server: ServerState) -> AsyncIterator[bytes]:
     server.listeners += 1
     try:
         while True:
+            ending = server.worker.draining or not server.worker.alive()  # the last event says it
             yield event(snapshot(server))
-            if server.worker.draining or not server.worker.alive():
+            if ending:
                 return
             await asyncio.sleep(TICK_S)
     finally:

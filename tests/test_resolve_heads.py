@@ -250,3 +250,18 @@ def test_a_small_model_that_holds_a_head_drafts_as_a_whole(tmp_path: Path) -> No
     config["text_config"]["num_hidden_layers"] *= 2
     write_json(large / "config.json", config)
     assert find_draft(raw, TARGET).standalone and not find_draft(raw, large).standalone
+
+
+def test_a_head_that_was_trained_here_comes_first(tmp_path: Path) -> None:
+    """By whatever name the model is served; before the head in its own files."""
+    embedded = packagings.write("embedded", tmp_path / "model")
+    settings = Config(model=str(embedded), cache_dir=str(tmp_path / "cache"))
+    assert resolved(tmp_path / "cache", model=str(embedded)) is None
+    assert resolve.models_of(settings) == [str(embedded)]
+    name = hub.storage_name("another-name", embedded)
+    shutil.copytree(SIDECAR, tmp_path / "cache/heads" / name)
+    for model in (str(embedded), f"mine={embedded}"):
+        found = resolved(tmp_path / "cache", model=model)
+        assert found == tmp_path / "cache/heads" / name
+    assert resolve.models_of(settings) == [str(embedded), str(found)]
+    assert resolved(tmp_path / "cache", model=str(embedded), draft="off") is None

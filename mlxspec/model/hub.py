@@ -75,7 +75,7 @@ def learned_head(found: Resolved, cache_dir: Path) -> Path | None:
     """The directory of the head that was trained for a model here, by whatever name, else of the
     built-in model's; None where there is none."""
     places = list((cache_dir / "heads").glob(f"*{storage_name('', found.path)}"))
-    places.append(data_dir("models") / "heads" / found.name)
+    places.append(data_dir("models") / "heads" / found.name.replace("/", "--"))
     return next((path for path in places if (path / "config.json").is_file()), None)
 
 

@@ -33,7 +33,7 @@ from mlxspec.training.run import KINDS, Training, drop_others, install, new_head
 from mlxspec.training.samples import (  # noqa: E402
     Sample,
     SampleFile,
-    file_prompt,
+    file_prompts,
     general_prompts,
     held_out,
     key_of,
@@ -126,12 +126,13 @@ def _train(
 ) -> list[Sample]:
     """Train a head into the directory `made`; what was done is kept in `work`. Returns held-out
     answers."""
-    learned, measured = _own_samples(model, options)
+    texts = pieces(options.data) if options.data else []
+    learned, measured = _own_samples(model, options, texts)
     trainer, _ = _new_trainer(model, options, learned, 1)
     seconds = _seconds_per_row(trainer) * ROWS_PER_TOKEN * options.tokens * options.epochs
     del trainer
     wanted = options.tokens - sum(map(len, learned))
-    prompts = _prompts(model.tokenizer, options)
+    prompts = _prompts(model.tokenizer, texts)
     answers = _answers(model, prompts, wanted, SampleFile(work / "answers.jsonl"), server, seconds)
     for prompt in prompts:
         if prompt.key in answers:
@@ -153,7 +154,9 @@ def _train(
     return measured[:COMPARED]
 
 
-def _own_samples(model: ResolvedModel, options: Options) -> tuple[list[Sample], list[Sample]]:
+def _own_samples(
+    model: ResolvedModel, options: Options, texts: Sequence[tuple[str, str]]
+) -> tuple[list[Sample], list[Sample]]:
     """Answers that were recorded, the newest first, and the user's texts, up to half of what is to
     be learned; and the recorded answers that are held out."""
     learned: list[Sample] = []
@@ -163,21 +166,19 @@ def _own_samples(model: ResolvedModel, options: Options) -> tuple[list[Sample], 
         if left > 0:
             (measured if held_out(str(sample.tokens)) else learned).append(sample)
             left -= len(sample)
-    for name, text in pieces(options.data) if options.data else ():
+    for name, text in texts:
         if left > 0 and not held_out(name):
             learned.append(Sample(encode(model.tokenizer, text), 1))
             left -= len(learned[-1])
     return learned, measured
 
 
-def _prompts(tokenizer: Tokenizer, options: Options) -> list[Prompt]:
+def _prompts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Prompt]:
     """What the model is to answer: questions about the user's texts and general prompts in turn."""
     prompts = [_prompt(tokenizer, *each) for each in general_prompts()]
-    if options.data:
-        found = pieces(options.data)
-        about = [_prompt(tokenizer, name, file_prompt(name, text)) for name, text in found]
-        turns = zip(about, prompts, strict=False)
-        prompts = [prompt for pair in turns for prompt in pair] + prompts[len(about) :]
+    about = [_prompt(tokenizer, *each) for each in file_prompts(texts)]
+    turns = zip(about, prompts, strict=False)
+    prompts = [prompt for pair in turns for prompt in pair] + prompts[len(about) :]
     return [p for p in prompts if len(p.tokens) < CONTEXT // 2]
 
 

@@ -6,7 +6,7 @@ Rule: samples have a fixed order, so that the same settings train on the same on
 import json
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import product
@@ -71,11 +71,14 @@ def general_prompts() -> list[tuple[str, str]]:
     return sorted(made, key=lambda each: key_of(each[1]))
 
 
-def file_prompt(name: str, text: str) -> str:
-    """A question about a part of a file."""
+def file_prompts(found: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """A question about each piece of a file, after the file's name."""
     forms = _prompts()["files"]["forms"]
-    form = forms[int(key_of(text), 16) % len(forms)]
-    return str(form.replace("{name}", name).replace("{text}", text))
+    made = []
+    for name, text in found:
+        form = forms[int(key_of(text), 16) % len(forms)]
+        made.append((name, form.replace("{name}", name).replace("{text}", text)))
+    return made
 
 
 def held_out(subject: str) -> bool:

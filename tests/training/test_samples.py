@@ -8,7 +8,7 @@ from mlxspec.training.samples import (
     PIECE_CHARS,
     Sample,
     SampleFile,
-    file_prompt,
+    file_prompts,
     general_prompts,
     held_out,
     pieces,
@@ -39,7 +39,8 @@ def test_the_prompts_are_many_and_each_is_whole() -> None:
     assert found == general_prompts()
     held = sum(held_out(subject) for subject, _ in found)
     assert 0.02 < held / len(found) < 0.1
-    asked = file_prompt("a/b.py", "x = 1\n")
+    ((subject, asked),) = file_prompts([("a/b.py", "x = 1\n")])
+    assert subject == "a/b.py"
     assert "a/b.py" in asked and "x = 1\n" in asked
 
 

@@ -24,8 +24,6 @@ NARROWER = 4  # than the target's MLP: more layers that read the context are wor
 
 def dspark_config(target: Target, vocabulary: Sequence[int]) -> Json:
     """config.json of a head that drafts the tokens `vocabulary`."""
-    method = {"proposal_type": "greedy", "speculative_tokens": BLOCK}
-    verifier = {"name_or_path": target.name, "architectures": target.config.get("architectures")}
     pad = target.config.get("pad_token_id")
     layer = target.layer_config()
     layer["intermediate_size"] //= NARROWER
@@ -37,10 +35,8 @@ def dspark_config(target: Target, vocabulary: Sequence[int]) -> Json:
         "use_sliding_window": True,
         "sliding_window": layer["max_position_embeddings"],
     }
-    return {
+    return target.head_config("dspark", layer, len(vocabulary), BLOCK) | {
         "architectures": ["DSparkSpeculator"],
-        "speculators_model_type": "dspark",
-        "draft_vocab_size": len(vocabulary),
         "block_size": BLOCK,
         "mask_token_id": pad if isinstance(pad, int) else 0,
         "sample_from_anchor": True,
@@ -49,37 +45,27 @@ def dspark_config(target: Target, vocabulary: Sequence[int]) -> Json:
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
         "confidence_head_with_markov": False,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        AUX_LAYERS: [2, target.layers // 2, target.layers - 1],
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "dspark",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
+        AUX_LAYERS: target.read_layers,
     }
 
 
 def dspark_tensors(target: Target, config: Json) -> dict[str, mx.array]:
     """Its weights before training, without lm_head."""
-    size = target.width
     layer = config["transformer_layer_config"]
     wide = target.layer_config()["intermediate_size"]
     warm = _narrowed(target.last_layer(layer | {"intermediate_size": wide}), wide // NARROWER)
-    last = mx.concatenate([mx.zeros((size, 2 * size)), mx.eye(size)], axis=1)
-    known = config["transformer_layer_config"]["vocab_size"]
     made = {f"layers.{i}.{name}": array for name, array in warm.items() for i in range(LAYERS)}
-    return made | {
-        "fc.weight": last,
-        "hidden_norm.weight": warm["input_layernorm.weight"],
-        "norm.weight": target.final_norm(),
-        "markov_head.markov_w1.weight": mx.random.normal(
-            (known, RANK), scale=START, key=mx.random.key(0)
-        ),
-        "markov_head.markov_w2.weight": mx.zeros((config["draft_vocab_size"], RANK)),
-    }
+    return (
+        target.head_tensors()
+        | made
+        | {
+            "hidden_norm.weight": warm["input_layernorm.weight"],
+            "markov_head.markov_w1.weight": mx.random.normal(
+                (target.vocab, RANK), scale=START, key=mx.random.key(0)
+            ),
+            "markov_head.markov_w2.weight": mx.zeros((config["draft_vocab_size"], RANK)),
+        }
+    )
 
 
 def _narrowed(warm: dict[str, mx.array], size: int) -> dict[str, mx.array]:

@@ -19,42 +19,25 @@ CHAIN = 4  # tokens of a draft that is trained on
 
 def eagle_config(target: Target, vocabulary: Sequence[int]) -> Json:
     """config.json of a head that drafts the tokens `vocabulary`."""
-    method = {"proposal_type": "greedy", "speculative_tokens": CHAIN - 1}
-    verifier = {"name_or_path": target.name, "architectures": target.config.get("architectures")}
-    return {
+    layer = target.layer_config() | {"num_hidden_layers": 1}
+    return target.head_config("eagle3", layer, len(vocabulary), CHAIN - 1) | {
         "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": len(vocabulary),
         "norm_before_residual": False,
         "norm_before_fc": False,
         "embed_requires_grad": False,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        AUX_LAYERS: [2, target.layers // 2, target.layers - 1],
-        "transformer_layer_config": target.layer_config() | {"num_hidden_layers": 1},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
+        AUX_LAYERS: target.read_layers,
     }
 
 
 def eagle_tensors(target: Target, config: Json) -> dict[str, mx.array]:
     """Its weights before training, without lm_head."""
-    size = target.width
     warm = target.last_layer(config["transformer_layer_config"])
     for name in ("q_proj", "k_proj", "v_proj"):
         narrow = warm[f"self_attn.{name}.weight"]
         warm[f"self_attn.{name}.weight"] = mx.concatenate([mx.zeros_like(narrow), narrow], axis=1)
     norm = warm["input_layernorm.weight"]
     warm |= {"hidden_norm.weight": norm, "input_layernorm.weight": mx.ones_like(norm)}
-    last = mx.concatenate([mx.zeros((size, 2 * size)), mx.eye(size)], axis=1)
-    return {f"layers.0.{name}": array for name, array in warm.items()} | {
-        "fc.weight": last,
-        "norm.weight": target.final_norm(),
-    }
+    return target.head_tensors() | {f"layers.0.{name}": array for name, array in warm.items()}
 
 
 class Unrolled:

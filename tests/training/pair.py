@@ -10,10 +10,12 @@ from mlx.utils import tree_flatten
 from mlxspec.model.layout import load, load_weights
 from mlxspec.speculate.heads.drafter import HeadDrafter
 from mlxspec.speculate.heads.model import HeadModel
+from mlxspec.training.run import KINDS
 from mlxspec.training.samples import Sample
 from mlxspec.training.target import Target
 from mlxspec.training.trainer import Drafts
 from tests.heads import kinds, runs
+from tests.heads.packagings import save_head
 
 VOCABULARY = range(1, 640, 2)
 Tensors = dict[str, mx.array]
@@ -32,6 +34,14 @@ def whole(own: Target, tensors: Tensors) -> Tensors:
     drafted = mx.array([i in VOCABULARY for i in range(640)])
     given = {"lm_head.weight": own.lm_head_rows(ids), "d2t": ids - mx.arange(len(ids))}
     return tensors | given | {"t2d": drafted}
+
+
+def new_head(kind: str, out: Path, changed: bool) -> Path:
+    """In the directory `out`; `changed`: with random weights, among which no zeros hide others."""
+    own = target()
+    config = KINDS[kind].config(own, VOCABULARY)
+    tensors = whole(own, KINDS[kind].tensors(own, config))
+    return save_head(out, kinds.random_tensors(tensors) if changed else tensors, config)
 
 
 def head_of(own: Target, path: Path) -> HeadModel:

@@ -7,24 +7,15 @@ import pytest
 
 from mlxspec.speculate.heads import load_head
 from mlxspec.speculate.heads.files import find_head
-from mlxspec.training.dspark import BLOCK, dspark_config, dspark_drafts, dspark_tensors
+from mlxspec.training.dspark import BLOCK, dspark_drafts
 from tests.heads import kinds
-from tests.heads.packagings import save_head
 from tests.training import pair
-
-
-def new_head(out: Path, changed: bool) -> Path:
-    """In the directory `out`; `changed`: with random weights, among which no zeros hide others."""
-    own = pair.target()
-    config = dspark_config(own, pair.VOCABULARY)
-    tensors = pair.whole(own, dspark_tensors(own, config))
-    return save_head(out, kinds.random_tensors(tensors) if changed else tensors, config)
 
 
 def test_a_new_head_begins_as_the_last_layer(tmp_path: Path) -> None:
     own = pair.target()
     last = own.model.layers[-1]
-    head = load_head(find_head(new_head(tmp_path, changed=False)), own.model)
+    head = load_head(find_head(pair.new_head("dspark", tmp_path, changed=False)), own.model)
     assert head is not None
     assert (head.name, head.depth, head.taps) == ("dspark", BLOCK, (1, 2, 5))
     found = head.module.layers[0].self_attn.k_proj.weight
@@ -37,7 +28,7 @@ def test_a_new_head_begins_as_the_last_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, BLOCK])
 def test_a_draft_is_trained_as_it_is_served(tmp_path: Path, depth: int) -> None:
-    path = new_head(tmp_path, changed=True)
+    path = pair.new_head("dspark", tmp_path, changed=True)
     prompt = kinds.reference("dspark")["prompts"][0]
     known, draft, expected = pair.served(path, prompt, depth)
     own = pair.target()
@@ -47,7 +38,7 @@ def test_a_draft_is_trained_as_it_is_served(tmp_path: Path, depth: int) -> None:
 
 def test_gradients_reach_every_tensor(tmp_path: Path) -> None:
     own = pair.target()
-    head = pair.head_of(own, new_head(tmp_path, changed=True))
+    head = pair.head_of(own, pair.new_head("dspark", tmp_path, changed=True))
     found = pair.gradients(own, head, dspark_drafts)
     assert {"fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight"} <= found.keys()
     assert "lm_head.weight" not in found and min(found.values()) > 0, found

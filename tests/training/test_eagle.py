@@ -4,24 +4,15 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxspec.training.eagle import CHAIN, eagle_config, eagle_drafts, eagle_tensors
+from mlxspec.training.eagle import CHAIN, eagle_drafts
 from tests.heads import kinds
-from tests.heads.packagings import save_head
 from tests.training import pair
-
-
-def new_head(out: Path, changed: bool) -> Path:
-    """In the directory `out`; `changed`: with random weights, among which no zeros hide others."""
-    own = pair.target()
-    config = eagle_config(own, pair.VOCABULARY)
-    tensors = pair.whole(own, eagle_tensors(own, config))
-    return save_head(out, kinds.random_tensors(tensors) if changed else tensors, config)
 
 
 def test_a_new_head_begins_as_the_last_layer(tmp_path: Path) -> None:
     own = pair.target()
     last = own.model.layers[-1]
-    head = pair.head_of(own, new_head(tmp_path, changed=False))
+    head = pair.head_of(own, pair.new_head("eagle3", tmp_path, changed=False))
     wide = head.module.layers[0].self_attn.k_proj.weight
     assert mx.array_equal(wide[:, own.width :], last.self_attn.k_proj.weight)
     taps = mx.random.normal((3, head.width))
@@ -29,7 +20,7 @@ def test_a_new_head_begins_as_the_last_layer(tmp_path: Path) -> None:
 
 
 def test_a_draft_is_trained_as_it_is_served(tmp_path: Path) -> None:
-    path = new_head(tmp_path, changed=True)
+    path = pair.new_head("eagle3", tmp_path, changed=True)
     prompt = kinds.reference("eagle3")["prompts"][0]
     known, draft, expected = pair.served(path, prompt, CHAIN)
     own = pair.target()
@@ -39,7 +30,7 @@ def test_a_draft_is_trained_as_it_is_served(tmp_path: Path) -> None:
 
 def test_gradients_reach_every_tensor(tmp_path: Path) -> None:
     own = pair.target()
-    head = pair.head_of(own, new_head(tmp_path, changed=True))
+    head = pair.head_of(own, pair.new_head("eagle3", tmp_path, changed=True))
     found = pair.gradients(own, head, eagle_drafts)
     assert {"fc.weight", "layers.0.hidden_norm.weight", "norm.weight"} <= found.keys()
     assert "lm_head.weight" not in found and min(found.values()) > 0, found

@@ -8,6 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -75,7 +76,8 @@ class Acceptance:
 
 
 class Trainer:
-    """A head and its optimizer. `steps`: of all epochs; `done`: those that were made."""
+    """A head and its optimizer. `steps`: of all epochs, for the learning rate; `done`: those that
+    were made."""
 
     def __init__(
         self,
@@ -87,11 +89,11 @@ class Trainer:
         self.head = head
         self.target = target
         self.drafts = drafts
-        self.steps = steps
         self.done = 0
         head.module.lm_head.freeze()
-        self.weights: Any = tree_map(
-            lambda w: w.astype(mx.float32), head.module.trainable_parameters()
+        flat: Any = tree_flatten(head.module.trainable_parameters())
+        self.weights: Any = tree_unflatten(
+            [(name, w.astype(mx.float32)) for name, w in sorted(flat, key=itemgetter(0))]
         )
         # Muon learns as much from half the answers; weight decay would be larger than a gradient.
         muon = optim.Muon(_schedule(MATRIX_RATE, steps), weight_decay=0)
@@ -110,7 +112,9 @@ class Trainer:
         batch = self.target.batch(samples)
         loss, grads = self._step(self.weights, batch)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
-        self.weights = self.optimizer.apply_gradients(grads, self.weights)
+        made: Any = tree_flatten(self.optimizer.apply_gradients(grads, self.weights))
+        # Sorted: the norm of all gradients is summed in this order, and MultiOptimizer's varies.
+        self.weights = tree_unflatten(sorted(made, key=itemgetter(0)))
         self._use(self.weights)
         self.done += 1  # before the wait, in which Ctrl-C comes
         mx.eval(self.weights, self.optimizer.state, loss)
@@ -166,8 +170,7 @@ class Trainer:
         return dict(flat) | {"done": mx.array(self.done)}
 
     def resume(self, state: Mapping[str, mx.array]) -> None:
-        # In the order of before, which sums over all weights depend on.
-        tree: Any = tree_unflatten([(name, state[name]) for name in self.state()])
+        tree: Any = tree_unflatten(sorted(state.items(), key=itemgetter(0)))
         self.done = int(np.array(tree["done"]))
         self.weights = tree["weights"]
         self.optimizer.state = tree["optimizer"]

@@ -51,13 +51,12 @@ def stop_after(steps: int) -> Callable[[], None]:
     return wait
 
 
-def assert_close(one: Trainer, other: Trainer) -> None:
-    """Equal weights but for rounding: MLX's products of equal matrices may differ in the last bit
-    with the addresses at which they lie."""
+def assert_equal(one: Trainer, other: Trainer) -> None:
+    """Equal weights, to the last bit."""
     found, expected = tree_flatten(one.weights), tree_flatten(other.weights)
     assert [name for name, _ in found] == [name for name, _ in expected]
     for (name, x), (_, y) in zip(found, expected, strict=True):
-        assert mx.allclose(x, y, rtol=1e-3, atol=1e-3), name
+        assert mx.array_equal(x, y), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +71,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_weights(kind: str, tmp_p
     trainer, made = training(kind, tmp_path / "stopped.safetensors", epochs=3)
     made.run(trainer, nothing)
     assert trainer.done == len(made.plan)
-    assert_close(trainer, whole)
+    assert_equal(trainer, whole)
 
 
 def test_a_step_that_was_made_is_not_made_again(
@@ -95,7 +94,7 @@ def test_a_step_that_was_made_is_not_made_again(
         made.run(trainer, nothing)
     trainer, made = training("eagle3", tmp_path / "stopped.safetensors")
     made.run(trainer, nothing)
-    assert_close(trainer, whole)
+    assert_equal(trainer, whole)
 
 
 def test_a_state_of_another_training_is_not_used(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_a_state_of_another_training_is_not_used(tmp_path: Path) -> None:
     state.write_bytes(state.read_bytes()[:-99])
     again, other = training("eagle3", state, epochs=1)
     other.run(again, nothing)
-    assert_close(again, fresh)
+    assert_equal(again, fresh)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,11 +2,13 @@
 every packaging that is published."""
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx_lm.utils import load_model
 
 from mlxspec.engine.engine import Engine
@@ -101,6 +103,18 @@ def random_tensors(tensors: Tensors) -> Tensors:
 
 # ---- EAGLE-3
 # --------------------------------------------------------------------------------------------
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def why_left_out(path: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """The one line of the log that says why the head in a directory is not used."""
+    assert load_head(find_head(path), plain_target()) is None
+    (line,) = warnings_in(caplog)
+    assert "decoding without a head" in line and "\n" not in line
+    return line
 
 
 def as_it_is(tensors: Tensors, config: Config) -> tuple[Tensors, Config]:

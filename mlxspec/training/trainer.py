@@ -185,9 +185,9 @@ def _schedule(rate: float, steps: int) -> Callable[[mx.array], mx.array]:
 
 
 def vocabulary_of(samples: Sequence[Sample], size: int, known: int) -> list[int]:
-    """The `size` tokens that are to be drafted, ascending: the most frequent ones of what is to be
-    learned, then the lowest ids, which tokenizers give to what they saw most. `known`: the model's
-    tokens."""
+    """Token ids of a draft vocabulary of `size`, ascending: the most frequent ones in the samples,
+    then the lowest, which tokenizers give to what they saw most. `known`: the size of the model's
+    vocabulary."""
     counts = np.zeros(known, np.int64)
     for sample in samples:
         np.add.at(counts, sample.tokens[sample.first :], 1)

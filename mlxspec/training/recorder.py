@@ -57,5 +57,8 @@ class Recorder:
 
 def recorded(folder: Path, model: Path) -> list[Sample]:
     """The answers of the model in a directory, by whatever name it was served. Raises OSError."""
-    files = sorted(folder.glob(f"*{storage_name('', model)}*.jsonl"), reverse=True)
-    return [sample for path in files for sample in SampleFile(path).read().values()]
+    if not folder.exists():
+        return []
+    with lock(folder / "lock"):  # a server may replace the older file just now
+        files = sorted(folder.glob(f"*{storage_name('', model)}*.jsonl"), reverse=True)
+        return [sample for path in files for sample in SampleFile(path).read().values()]

@@ -97,7 +97,7 @@ async def test_an_answer_is_kept_as_token_ids(
     text = load_tokenizer(model).decode(sample.tokens[sample.first :])
     assert text == answer["choices"][0]["text"]
 
-    chat = {"messages": MESSAGES, "max_tokens": 8, "stream": True}
+    chat = {"messages": MESSAGES, "max_tokens": 8, "ignore_eos": True, "stream": True}
     assert (await Connection(app, CHAT, chat).answer()).events[-1] == "[DONE]"
     assert len(kept(folder, model, 2)[1]) == 8
 

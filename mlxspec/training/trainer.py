@@ -49,10 +49,10 @@ def windows(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def batches(samples: Sequence[Sample], seed: str) -> list[list[Sample]]:
-    """All samples in batches of similar length, in a random order."""
+    """All samples in batches of similar length: the same ones for every seed, in an order of its
+    own."""
     order = list(samples)
-    draw = random.Random(seed)
-    draw.shuffle(order)
+    random.Random("batches").shuffle(order)
     order.sort(key=lambda s: len(s.tokens) // SIMILAR)
     made: list[list[Sample]] = []
     for sample in order:
@@ -60,7 +60,7 @@ def batches(samples: Sequence[Sample], seed: str) -> list[list[Sample]]:
         if not made or (len(made[-1]) + 1) * longest > ROWS:
             made.append([])
         made[-1].append(sample)
-    draw.shuffle(made)
+    random.Random(seed).shuffle(made)
     return made
 
 

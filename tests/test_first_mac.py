@@ -1,0 +1,54 @@
+"""scripts/first-mac as far as it goes here: what needs a Mac says so, the rest runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.model.test_layout import save
+from tests.tiny_tokenizer import save_tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts/first-mac"
+
+
+def run(tmp_path: Path, *words: str, home: str = "") -> tuple[int, str]:
+    """The exit status and the report."""
+    out = tmp_path / "report.txt"
+    env = {**os.environ, "MLXSPEC_CACHE_DIR": str(tmp_path / "cache"), "MLXSPEC_CONFIG": os.devnull}
+    if home:
+        env["HOME"] = home
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words, "--out", str(out)],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert out.exists(), done.stderr
+    return done.returncode, out.read_text()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="would run them")
+def test_what_needs_a_mac_says_so(tmp_path: Path) -> None:
+    parts = ("compiled", "kernels", "service", "menubar")
+    status, report = run(tmp_path, "--parts", *parts)
+    assert status == 0
+    for part in parts:
+        assert f"== {part}: not on this machine" in report
+
+
+def test_a_model_is_compared_with_mlx_lm(tmp_path: Path) -> None:
+    model = save_tokenizer(tmp_path / "home/someone/model")
+    save(model, "llama")
+    parts = ("--parts", "machine", "memory", "lossless")
+    status, report = run(tmp_path, str(model), *parts, home=str(tmp_path / "home/someone"))
+    assert status == 0, report
+    assert report.count(": ok (") == 3 and report.count("tokens equal") == 3
+    assert "someone" not in report and "~/model" in report
+
+
+def test_a_part_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
+    status, report = run(tmp_path, str(tmp_path / "none"), "--parts", "lossless", "compiled")
+    assert status == 1
+    assert "== lossless: FAILED" in report and "none" in report and "== compiled: " in report

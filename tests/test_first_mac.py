@@ -1,12 +1,16 @@
 """scripts/first-mac as far as it goes here: what needs a Mac says so, the rest runs."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mlxspec.commands.bench import figures
+from mlxspec.commands.table import print_table
+from mlxspec.types import Output
 from tests.model.test_layout import save
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -31,7 +35,7 @@ def run(tmp_path: Path, *words: str, home: str = "") -> tuple[int, str]:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="would run them")
 def test_what_needs_a_mac_says_so(tmp_path: Path) -> None:
-    parts = ("compiled", "kernels", "service", "menubar")
+    parts = ("compiled", "kernels", "acceptance", "service", "menubar")
     status, report = run(tmp_path, "--parts", *parts)
     assert status == 0
     for part in parts:
@@ -52,3 +56,14 @@ def test_a_part_that_fails_is_told_and_the_others_run(tmp_path: Path) -> None:
     status, report = run(tmp_path, str(tmp_path / "none"), "--parts", "lossless", "compiled")
     assert status == 1
     assert "== lossless: FAILED" in report and "none" in report and "== compiled: " in report
+
+
+def test_tokens_a_round_are_read_from_the_table_of_bench(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer = [(0.1, Output("a", 0, (1,))), (0.3, Output("a", 0, (2, 3, 4, 5), rounds=2))]
+    found = figures([("a", answer, answer)])
+    print("a model, greedy")
+    print_table(["workload", *found], [["edits", *(f"{v:.4g}" for v in found.values())]])
+    script = runpy.run_path(str(SCRIPT))
+    assert script["tokens_per_round"](capsys.readouterr().out) == 2.5

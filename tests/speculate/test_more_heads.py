@@ -78,6 +78,18 @@ def test_what_a_head_brings_is_used(tmp_path: Path) -> None:
     assert deepspec.lm_head is deepspec.module.lm_head
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_computes_in_the_precision_of_its_target(kind: str, tmp_path: Path) -> None:
+    path = kinds.write(kind, next(iter(PACKAGINGS[kind])), tmp_path / kind)
+    (file,) = path.glob("*.safetensors")
+    saved: Any = mx.load(str(file))
+    floats = [n for n, x in saved.items() if mx.issubdtype(x.dtype, mx.floating)]
+    mx.save_safetensors(str(file), saved | {n: saved[n].astype(mx.bfloat16) for n in floats})
+    head = head_of(path)
+    dtypes = {x.dtype for x in parameters(head).values() if mx.issubdtype(x.dtype, mx.floating)}
+    assert dtypes == {kinds.plain_target().model.embed_tokens.weight.dtype} == {mx.float32}
+
+
 def test_embeddings_that_the_target_scales(tmp_path: Path) -> None:
     """Gemma's: a block head reads them as the model's own layers do, unless they are its own."""
     target = load_model(kinds.TARGET)[0]

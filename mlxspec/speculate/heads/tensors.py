@@ -49,18 +49,24 @@ def load_module(
     size: int,
     target: nn.Module,
 ) -> tuple[Any, Any, "Vocabulary"]:
-    """As `load_tensors`, also an embedding and an lm_head where the tensors hold them. Returns
-    those that the head drafts with, its own or the target's, and what its logits stand for. `size`
-    is that of its hidden states."""
+    """As `load_tensors`, in the target's precision, also an embedding and an lm_head where the
+    tensors hold them. Returns those that the head drafts with, its own or the target's, and what
+    its logits stand for. `size` is that of its hidden states."""
+    embed, lm_head = embedding_and_lm_head(target)
+    dtype = embed(mx.array([0])).dtype  # two in one product would convert the weights every time
+    tensors = {n: x.astype(dtype) if _is_float(x) else x for n, x in tensors.items()}
     if "embed_tokens.weight" in tensors:
         module.embed_tokens = nn.Embedding(len(tensors["embed_tokens.weight"]), size)
     if "lm_head.weight" in tensors:
         module.lm_head = nn.Linear(size, len(tensors["lm_head.weight"]), bias=False)
     load_tensors(files, module, tensors)
-    embed, lm_head = embedding_and_lm_head(target)
     lm_head = module.get("lm_head", lm_head)
     vocabulary = vocabulary_of(files, module, lm_head, size, target)
     return module.get("embed_tokens", embed), lm_head, vocabulary
+
+
+def _is_float(x: Array) -> bool:
+    return bool(mx.issubdtype(x.dtype, mx.floating))
 
 
 def check_taps(

@@ -118,6 +118,12 @@ class Config:
         "Refuse the model names claude-* and gpt-*; off: the first model answers for them.",
         choices=("on", "off"),
     )
+    strict_content: str = option(
+        "off",
+        "Refuse images and files; off: text files are read, other content becomes a line that says"
+        " that it was left out.",
+        choices=("on", "off"),
+    )
     speculate: str = option("on", "Speculative decoding, where it pays.", choices=("on", "off"))
     kernels: str = option(
         "auto",

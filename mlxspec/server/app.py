@@ -24,6 +24,7 @@ from mlxspec.server import page
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import FIRST, Items, Strict, Token, receive
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
+from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, ApiError, HttpRequest, Json, invalid
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING
@@ -194,7 +195,7 @@ class Tokenize(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Items, Field(min_length=1)] | None = None
+    messages: Annotated[Items, Field(min_length=1), READABLE] | None = None
     tools: Items | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from mlxspec import log
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.state import Model, read_body
 from mlxspec.types import shown
@@ -65,16 +66,19 @@ async def receive(http: HttpRequest, kind: type[Body]) -> tuple[Body, list[str],
     """The request's body, the names of its unknown fields, and the model that it asks for. Raises
     ApiError."""
     data = await read_body(http)
-    body, ignored = parse(kind, data)
-    model = await http.app.state.server.model(getattr(body, "model", None))
+    state = http.app.state.server
+    body, ignored = parse(kind, data, state.config.strict_content == "on")
+    model = await state.model(getattr(body, "model", None))
     return body, ignored, model
 
 
-def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
-    """The validated body, and the names of its unknown fields. Raises ApiError 400."""
+def parse(kind: type[Body], data: bytes, strict: bool = False) -> tuple[Body, list[str]]:
+    """The validated body, and the names of its unknown fields and of content that was left out;
+    `strict`: none is. Raises ApiError 400."""
     if data.count(b",") > MAX_VALUES:
         raise invalid("body", f"the body holds more than {MAX_VALUES} values; send fewer")
-    body = validate(kind, data)
+    left_out: list[str] = []
+    body = validate(kind, data, left_out=None if strict else left_out)
     for name, value in (body.model_extra or {}).items():
         if name not in kind.unsupported:
             continue
@@ -82,14 +86,18 @@ def parse(kind: type[Body], data: bytes) -> tuple[Body, list[str]]:
         if not empty and value != kind.unsupported[name]:
             why = f"{name} = {shown(value)} is not supported; leave it out"
             raise invalid(name, why, "unsupported_parameter")
-    return body, _unknown(body)
+    left_out = [*dict.fromkeys(left_out)]
+    if left_out:
+        log.info("left out of the prompt: %s", ", ".join(left_out))
+    return body, _unknown(body) + left_out
 
 
-def validate(kind: type[Body], raw: Any, at: str = "") -> Body:
-    """A whole body as JSON, or an object of a body, whose path is `at`. Raises ApiError 400."""
+def validate(kind: type[Body], raw: Any, at: str = "", left_out: list[str] | None = None) -> Body:
+    """A whole body as JSON, or an object of a body, whose path is `at`. Validators add to
+    `left_out` what they leave out; None: they refuse it. Raises ApiError 400."""
     try:
         if isinstance(raw, bytes):
-            return kind.model_validate_json(raw)
+            return kind.model_validate_json(raw, context=left_out)
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

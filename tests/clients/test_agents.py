@@ -6,6 +6,8 @@ forks.
 
 import json
 import re
+import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,6 +139,49 @@ def test_mends_a_file(name: str, world: World) -> None:
     assert len(world.asked(agent.asks)) >= 3
     assert any(BROKEN.strip() in prompt for prompt in world.player.prompts)
     assert world.player.forks() == []
+
+
+AGAIN = "And what is in it?"
+LEFT_OUT = "left out: this model reads text only]"
+# For each agent that sends images: the call by which it looks at one, and how its session goes on.
+SEES = {
+    "claude": (
+        lambda file: call("Read", {"file_path": file}),
+        ["-p", AGAIN, "--continue", *AGENTS["claude"].words[2:]],
+    ),
+    "codex": (
+        lambda file: call("view_image", {"path": file}),
+        [*AGENTS["codex"].words[:-1], "resume", "--last", AGAIN],
+    ),
+}
+
+
+def png() -> bytes:
+    """A grey picture of 16 by 16."""
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 0, 0, 0, 0)),
+        (b"IDAT", zlib.compress((b"\0" + b"\x80" * 16) * 16)),
+        (b"IEND", b""),
+    ]
+    data = b"\x89PNG\r\n\x1a\n"
+    for kind, body in chunks:
+        data += struct.pack(">I", len(body)) + kind + body
+        data += struct.pack(">I", zlib.crc32(kind + body))
+    return data
+
+
+@pytest.mark.parametrize("name", list(SEES))
+def test_an_image_does_not_end_a_session(name: str, world: World) -> None:
+    """Nor when it is resumed, and sends the image again."""
+    agent, (looks, again) = AGENTS[name], SEES[name]
+    image = world.project / "dot.png"
+    image.write_bytes(png())
+    world.player.play = steps(looks(str(image)), DONE)
+    assert DONE in agent.start(world, name)
+    assert LEFT_OUT in world.player.prompts[-1] and AGAIN not in world.player.prompts[-1]
+    assert DONE in world.launch(agent.path(), name, *again, **agent.env)
+    world.asked(agent.asks)
+    assert LEFT_OUT in world.player.prompts[-1] and AGAIN in world.player.prompts[-1]
 
 
 ELSEWHERE = "http://127.0.0.1:9"

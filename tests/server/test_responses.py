@@ -337,7 +337,7 @@ async def test_silence_is_broken_by_an_event(make: Callable[..., Server]) -> Non
         ({"temperature": 3}, 400, None, "temperature"),
         ({"background": True}, 400, "unsupported_parameter", "background"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "sound"}]}]},
             400,
             None,
             "input[0].content[0].type",

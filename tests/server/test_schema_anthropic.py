@@ -192,6 +192,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1"}
 
 
 CALL = {"type": "tool_use", "id": "a", "name": "b"}
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 
 
 @pytest.mark.parametrize(
@@ -208,12 +209,7 @@ CALL = {"type": "tool_use", "id": "a", "name": "b"}
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [user("hi")]}, "messages[0].content[0]"),
-        ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1]"),
-        ({"messages": [user({**IMAGE, "type": "document"})]}, "messages[0].content[0]"),
-        (
-            {"messages": [user({**RESULT, "content": [IMAGE]})]},
-            "messages[0].content[0].tool_result.content[0].type",
-        ),
+        ({"messages": [user({"type": "sound"})]}, "messages[0].content[0]"),
         (
             {"messages": [user({**RESULT, "content": 7})]},
             "messages[0].content[0].tool_result.content",
@@ -249,6 +245,44 @@ def test_refusals(body: Any, param: str) -> None:
         take(**body)
     assert caught.value.status == 400 and caught.value.param == param
     assert caught.value.message.startswith(param)
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1]"),
+        ({"messages": [user({**IMAGE, "type": "document"})]}, "messages[0].content[0]"),
+        (
+            {"messages": [user({**RESULT, "content": [IMAGE]})]},
+            "messages[0].content[0].tool_result.content[0].type",
+        ),
+        ({"messages": HELLO, "tools": [WEB_SEARCH]}, "tools[0].type"),
+    ],
+)
+def test_strictly_nothing_is_left_out(body: Any, param: str) -> None:
+    data = json.dumps({"max_tokens": 9} | body).encode()
+    parse(Messages, data)
+    with pytest.raises(ApiError) as caught:
+        parse(Messages, data, strict=True)
+    assert caught.value.status == 400 and caught.value.param == param
+
+
+def test_tools_of_anthropics_servers_are_left_out_and_named() -> None:
+    fetch = {"type": "web_fetch_20260318", "name": "web_fetch"}
+    body, _, ignored = take(tools=[WEB_SEARCH, LOOK, fetch, {"type": "mcp_toolset"}])
+    assert [f["function"]["name"] for f in body.functions(deferred=False)] == ["look"]
+    assert ignored == [
+        "tools[].web_search_20250305",
+        "tools[].web_fetch_20260318",
+        "tools[].mcp_toolset",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["bash_20250124", "text_editor_20250728", "computer_20250124"])
+def test_tools_that_the_client_runs_are_refused(kind: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        take(tools=[WEB_SEARCH, {"type": kind, "name": "x"}])
+    assert caught.value.param == "tools[1].type"
+
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - Messages.model_fields.keys()))

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 
 from mlxspec.server.body import (
     FIRST,
@@ -19,9 +19,13 @@ from mlxspec.server.body import (
     Strict,
 )
 from mlxspec.server.chat_request import Format
+from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
 from mlxspec.server.openai.schema import Common, TextPart
 from mlxspec.text.messages import canonical
+
+# The types of tools that the client runs; its task depends on them, so they are not left out.
+CLIENT_TOOLS = ("custom", "bash_", "text_editor_", "memory_", "computer_", "browser_")
 
 
 class Thought(Strict):
@@ -84,6 +88,15 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool = False
 
 
+def _hosted(tool: Any, info: ValidationInfo) -> Any:
+    """A tool; in the place of another server's a deferred one, which no prompt has."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if info.context is None or not isinstance(kind, str) or kind.startswith(CLIENT_TOOLS):
+        return tool
+    info.context.append(f"tools[].{kind}")
+    return {"name": kind, "input_schema": {}, "defer_loading": True}
+
+
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -102,8 +115,10 @@ class Prompt(Strict):
 
     model: str | None = None
     system: Annotated[list[TextPart], FIRST, TEXT_PART] = Field([])
-    messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS)]
-    tools: Annotated[list[Tool], FIRST] = Field([], max_length=MAX_ITEMS)
+    messages: Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_ITEMS), READABLE]
+    tools: Annotated[list[Annotated[Tool, BeforeValidator(_hosted)]], FIRST] = Field(
+        [], max_length=MAX_ITEMS
+    )
     tool_choice: ToolChoice = ToolChoice()
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()

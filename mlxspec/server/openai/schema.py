@@ -19,6 +19,7 @@ from mlxspec.server.body import (
     Token,
 )
 from mlxspec.server.chat_request import OBJECT, Format
+from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json, invalid
 from mlxspec.text.messages import listed
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
@@ -151,7 +152,7 @@ class Chat(Common):
     """`alternatives`, here and below, is the number of top log-probabilities for each token; None
     if none are wanted."""
 
-    messages: Annotated[Items, Field(min_length=1)]
+    messages: Annotated[Items, Field(min_length=1), READABLE]
     logprobs: bool = False
     top_logprobs: Tops | None = None
     reasoning_effort: str | None = None

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from mlxspec.server.body import FIRST, MAX_ITEMS, TEXT_PART, Strict, validate, wrong
 from mlxspec.server.chat_request import OBJECT, Format
+from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
 from mlxspec.server.openai import schema as openai
 from mlxspec.server.stream import spelled
@@ -98,7 +99,7 @@ class Create(openai.Common):
     alternatives: ClassVar[None] = None  # no log-probabilities
 
     n: Literal[1] = 1
-    input: Annotated[Objects, Field(min_length=1), BeforeValidator(_message)]
+    input: Annotated[Objects, Field(min_length=1), READABLE, BeforeValidator(_message)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True

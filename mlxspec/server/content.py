@@ -1,0 +1,66 @@
+"""Parts of messages that a text model cannot read, in any API: a text file becomes its text, an
+image becomes a line that says that it was left out.
+
+Rule: a part becomes the same text in every turn, so that the next prompt begins with this one.
+"""
+
+from base64 import b64decode
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BeforeValidator, ValidationInfo
+
+from mlxspec.server.errors import Json
+
+# The types of these parts in all APIs.
+UNREAD = (
+    "image image_url input_image document file input_file search_result audio input_audio audio_url"
+    " video video_url input_video container_upload browser_state computer_screenshot"
+).split()
+HOSTED = ("_tool_use", "_tool_result")  # ends of the types of what another server's tools did
+HOLD_PARTS = ("content", "output")  # fields of messages, items and parts
+
+
+def readable(value: Any, info: ValidationInfo) -> Any:
+    """Messages or input items, with text for what cannot be read. The types of what is lost are
+    added to the validation's context; if that is None, nothing changes."""
+    return value if info.context is None else _read(value, info.context)
+
+
+READABLE = BeforeValidator(readable)
+
+
+def _read(value: Any, left_out: list[str]) -> Any:
+    match value:
+        case list():
+            return [_read(each, left_out) for each in value]
+        case {"type": str(kind)} if kind in UNREAD or kind.endswith(HOSTED):
+            return {"type": "text", "text": _text(value, kind, left_out)}
+        case dict():
+            return {
+                key: _read(each, left_out) if key in HOLD_PARTS else each
+                for key, each in value.items()
+            }
+    return value
+
+
+def _text(part: Json, kind: str, left_out: list[str]) -> str:
+    """The text of a file, a document or a search result below its name, else a line for the part
+    that is left out."""
+    found: Any = None
+    match part:
+        case {"file": dict(file)}:  # of chat
+            return _text(file, kind, left_out)
+        case {"source": {"type": "text", "data": found} | {"content": found}} | {"content": found}:
+            pass
+        case {"file_data": str(data)}:
+            with suppress(ValueError):
+                found = b64decode(data.rpartition(";base64,")[2], validate=True).decode()
+    if isinstance(found, list):
+        parts = _read(found, left_out)
+        found = "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))
+    if found and isinstance(found, str):
+        name = part.get("title") or part.get("filename") or kind
+        return f"{name}:\n{found}\n"
+    left_out.append(f"content[].{kind}")
+    return f"[{kind} left out: this model reads text only]\n"

@@ -53,7 +53,7 @@ class ChatRequest:
     `messages` and `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be
     called too, but are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name":
     ...}. `options` are variables of the template. `source` is the body's field that holds the
-    conversation."""
+    conversation. `continued`: the answer continues the last message."""
 
     body: Any
     messages: Sequence[Any]
@@ -62,6 +62,7 @@ class ChatRequest:
     deferred: Sequence[Json] = ()
     options: Json = field(default_factory=dict)
     source: str = "messages"
+    continued: bool = False
     arrived: float = field(default_factory=time.monotonic)
 
 
@@ -80,7 +81,7 @@ def chat_generation(
     constrained, single = grammar is not None, not body.parallel_tool_calls
     choices = []
     for i in range(body.n):
-        reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens)
+        reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, chat.continued)
         parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, constrained)
         choices.append(Choice(i, reader, parts, single))
     remember_all = partial(_remember, model, talk, prompt, choices)
@@ -106,8 +107,9 @@ def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices:
     for choice in choices:
         for call in choice.calls:
             history.keep_call(call)
-        # It ended by itself: not by a stop string, nor after its only call.
+        # It is whole and ended by itself: not by a stop string, nor after its only call.
         cut = choice.reader.stopped is not None or (choice.single and choice.calls)
+        cut = cut or talk.continued
         if choice.finish == "stop" and not cut and choice.ids[-1] in tokenizer.eos_token_ids:
             [turn] = canonical([message(choice)])
             remember(tokenizer, talk, prompt, turn, choice.ids, history)
@@ -116,6 +118,7 @@ def _remember(model: Model, talk: Conversation, prompt: RenderedPrompt, choices:
 def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, RenderedPrompt]:
     """The conversation and its prompt, on the text thread. Raises RejectedRequest."""
     talk = conversation_of(chat.messages, chat.tools, chat.options, model.history)
+    talk = replace(talk, continued=chat.continued)
     prompt = render(
         model.tokenizer,
         talk,
@@ -198,6 +201,11 @@ def _grammar(
             single = name is not None or not chat.body.parallel_tool_calls
             rules.append(grammars.calls(talk.tools, name, single, where))
         text = grammars.rules(rules)
+    if form and chat.continued:
+        why = "with a last message of the assistant: send one of them"
+        raise RejectedRequest(where, f"{where} {why}")
+    if required:
+        form, where = None, "tool_choice"
     # Whether the answer begins inside the reasoning, after it (False), or may open it (None).
     thinking: bool | None = prompt.thinking or None
     end = grammars.tokenizer.think_end

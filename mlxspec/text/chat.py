@@ -135,11 +135,13 @@ def template_reads(tokenizer: Tokenizer, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Canonical messages, the tools that may be called, and further variables of the template."""
+    """Canonical messages, the tools that may be called, and further variables of the template.
+    `continued`: the last message is an answer that goes on."""
 
     messages: Messages
     tools: Tools = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,8 @@ def _applied(
     elif tools:
         options["tools"] = tools
     options |= {"tokenize": False, "add_generation_prompt": generation_prompt}
+    if conversation.continued:
+        options |= {"add_generation_prompt": False, "continue_final_message": True}
     apply: Callable[..., str] = tokenizer.apply_chat_template
     return clean(apply(rewrite(messages), **options))
 

@@ -323,6 +323,53 @@ async def test_max_tokens_beyond_the_window_is_clamped(make: Make) -> None:
     assert len(request.prompt) + request.max_tokens == ROOMY.context
 
 
+PREFIX = "The answer is: "
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+async def test_an_answer_is_continued(make: Make, thinking: bool) -> None:
+    """The prompt ends with the text that the assistant is said to have begun, and the answer has
+    only what follows it."""
+    s = make(says=(" 42 {",))
+    begun = {"role": "assistant", "content": PREFIX}
+    if thinking:
+        thought = {"type": "thinking", "thinking": "I look.", "signature": "s"}
+        begun["content"] = [thought, {"type": "text", "text": PREFIX}]  # type: ignore[assignment]
+    body = {"messages": [*MESSAGES, begun]}
+    answer = await ask(s, **body)
+    assert answer.json["content"] == [{"type": "text", "text": " 42 {"}]
+    said = s.engine.tokenizer.decode(s.engine.submitted[0].prompt)
+    assert said.endswith(PREFIX) and ("I look." in said) == thinking
+    assert said.count("<|im_start|>assistant") == 1
+    counted = await ask(s, "/v1/messages/count_tokens", max_tokens=..., **body)
+    assert counted.json == {"input_tokens": len(s.engine.submitted[0].prompt)}
+    whole = [*MESSAGES, {"role": "assistant", "content": PREFIX + " 42 {"}, *MESSAGES]
+    await ask(s, messages=whole)
+    assert (
+        s.engine.tokenizer.decode(s.engine.submitted[1].prompt).count(PREFIX + " 42 {<|im_end") == 1
+    )
+
+
+async def test_an_answer_that_was_begun_has_no_format(make: Make) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    turns = [*MESSAGES, {"role": "assistant", "content": "{"}]
+    answer = await ask(make(), messages=turns, output_config={"format": form})
+    message = answer.json["error"]["message"]
+    assert answer.status == 400 and message.startswith("output_config.format.schema with a last")
+
+
+@pytest.mark.parametrize("kind", ["create", "continue"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_thread_is_refused_so_that_the_client_goes_on(
+    make: Make, kind: str, path: str
+) -> None:
+    answer = await ask(make(), path, thread={"type": kind, "previous_message_id": "msg_1"})
+    error = answer.json["error"]
+    assert answer.status == 400 and error["type"] == "invalid_request_error"
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert error["message"].startswith("thread ")
+
+
 async def test_errors_have_anthropics_shape(make: Make) -> None:
     long = [{"role": "user", "content": "é" * 9000}]
     call = {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}

@@ -47,6 +47,7 @@ def _request(body: Prompt) -> ChatRequest:
     """Raises ApiError."""
     thinking = THINKING.get(body.thinking.type) if body.thinking else None
     return ChatRequest(
+        continued=body.messages[-1].open,
         body,
         chat_messages(body),
         body.functions(deferred=False),

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 
 from mlxspec.server.body import (
     FIRST,
@@ -67,6 +67,12 @@ Block = Annotated[
 class Message(Strict):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], FIRST, TEXT_PART]
+
+    @property
+    def open(self) -> bool:
+        """Whether it is an answer that can be continued: it ends in text, and calls nothing."""
+        kinds = [block.type for block in self.content]
+        return self.role == "assistant" and kinds[-1:] == ["text"] and "tool_use" not in kinds
 
 
 class Tool(Strict):
@@ -157,13 +163,6 @@ class Messages(Prompt, Common):
     n: Literal[1] = 1
     max_tokens: Count
     stop: Stops = Field(default=[], validation_alias=AliasChoices("stop_sequences", "stop"))
-
-    @field_validator("messages")
-    @classmethod
-    def _last(cls, value: list[Message]) -> list[Message]:
-        if value[-1].role == "assistant":
-            raise ValueError("an answer cannot be continued; end with a user message")
-        return value
 
 
 def chat_messages(body: Prompt) -> list[Json]:

@@ -253,6 +253,7 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "POST /v1/messages": anthropic.messages,
     "POST /v1/messages/count_tokens": anthropic.count_tokens,
     "POST /v1/responses": responses.create,
+    "POST /v1/responses/input_tokens": responses.input_tokens,
     "GET,DELETE /v1/responses/{id}": responses.stored,
     "GET /v1/responses/{id}/input_items": responses.input_items,
     "GET /v1/models": models,

@@ -24,7 +24,7 @@ from mlxspec.text.chat import (
     render,
 )
 from mlxspec.text.detokenizer import Detokenizer
-from mlxspec.text.messages import RejectedRequest, canonical
+from mlxspec.text.messages import RejectedRequest, TooLong, canonical
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
@@ -127,6 +127,15 @@ def render_prompt(model: Model, chat: ChatRequest) -> tuple[Conversation, Render
         field=chat.source,
     )
     return talk, prompt
+
+
+def prompt_length(model: Model, chat: ChatRequest) -> int:
+    """The length of the prompt, on the text thread; an estimate if the text is far beyond the
+    context: the client wants to know how much to leave out. Raises RejectedRequest."""
+    try:
+        return len(render_prompt(model, chat)[1].ids)
+    except TooLong as error:
+        return error.tokens
 
 
 def engine_request(

@@ -101,6 +101,12 @@ def test_a_whole_answer(client: OpenAI) -> None:
     assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
 
 
+def test_counting_tokens(client: OpenAI, s: Server) -> None:
+    found = client.responses.input_tokens.count(model="tiny", input="hello", tools=TOOLS)
+    assert found.object == "response.input_tokens"
+    assert found.input_tokens == ask(client, tools=TOOLS).usage.input_tokens
+
+
 def test_a_stream_has_its_events_in_their_order(client: OpenAI, s: Server) -> None:
     s.engine.says = (f"{THOUGHT}I look.\n{CALL}\n{PATCH}",)
     found = list(ask(client, tools=TOOLS, stream=True, include=["reasoning.encrypted_content"]))

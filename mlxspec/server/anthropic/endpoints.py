@@ -11,12 +11,11 @@ from mlxspec.server.body import receive
 from mlxspec.server.chat_request import (
     ChatRequest,
     chat_generation,
-    render_prompt,
+    prompt_length,
     template_options,
 )
 from mlxspec.server.errors import HttpRequest
-from mlxspec.server.state import Model, report, run_on_text_thread
-from mlxspec.text.messages import TooLong
+from mlxspec.server.state import report, run_on_text_thread
 
 THINKING = {"enabled": True, "disabled": False}  # other values leave it to the template
 
@@ -30,17 +29,8 @@ async def messages(http: HttpRequest) -> ASGIApp:
 async def count_tokens(http: HttpRequest) -> Response:
     """The length of the prompt that /v1/messages would make of the same body."""
     body, ignored, model = await receive(http, Prompt)
-    count = await run_on_text_thread(http, _count, model, _request(body))
+    count = await run_on_text_thread(http, prompt_length, model, _request(body))
     return JSONResponse({"input_tokens": count}, headers=report(ignored))
-
-
-def _count(model: Model, request: ChatRequest) -> int:
-    """An estimate if the text is far beyond the context: the client wants to know how much to
-    leave out."""
-    try:
-        return len(render_prompt(model, request)[1].ids)
-    except TooLong as error:
-        return error.tokens
 
 
 def _request(body: Prompt) -> ChatRequest:

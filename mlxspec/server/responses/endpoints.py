@@ -15,11 +15,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from mlxspec.server.body import Strict, receive, validate, wrong
-from mlxspec.server.chat_request import ChatRequest, chat_generation, template_options
+from mlxspec.server.chat_request import (
+    ChatRequest,
+    chat_generation,
+    prompt_length,
+    template_options,
+)
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
 from mlxspec.server.responses.schema import Create, chat_messages, toolbox
 from mlxspec.server.responses.writer import ResponsesWriter, new_id
-from mlxspec.server.state import Model, run_on_text_thread
+from mlxspec.server.state import Model, report, run_on_text_thread
 
 MAX_BYTES = 1 << 26  # of all stored responses, as JSON
 # The `encrypted_content` of reasoning, for clients that only send it back with one.
@@ -106,7 +111,13 @@ def _missing(id: str, param: str | None = None) -> ApiError:
     return ApiError(404, why, param, "not_found")
 
 
-async def create(http: HttpRequest) -> ASGIApp:
+async def input_tokens(http: HttpRequest) -> ASGIApp:
+    """The length of the prompt that /v1/responses would make of the same body."""
+    return await create(http, True)
+
+
+async def create(http: HttpRequest, counts: bool = False) -> ASGIApp:
+    """A response; with `counts` only the length of its prompt."""
     store: Store = http.app.state.responses
     body, ignored, model = await receive(http, Create)
     before = store.conversation(body.previous_response_id)
@@ -121,13 +132,17 @@ async def create(http: HttpRequest) -> ASGIApp:
     options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
     definitions, choice = tools.definitions, tools.choice
     request = ChatRequest(body, messages, definitions, choice, options=options, source="input")
+    ignored = list(dict.fromkeys(ignored + tools.ignored + left_out))
+    if counts:
+        count = await run_on_text_thread(http, prompt_length, model, request)
+        found = {"object": "response.input_tokens", "input_tokens": count}
+        return JSONResponse(found, headers=report(ignored))
     response = _response(model, body)
     writer = ResponsesWriter(response["id"], response, tools.by_name, model.tokenizer)
     if "reasoning.encrypted_content" in body.include:
         writer.encrypted = NOT_ENCRYPTED
     if body.store:
         writer.store = lambda made: store.add(made, before + [_stored(item) for item in items])
-    ignored = list(dict.fromkeys(ignored + tools.ignored + left_out))
     return await run_on_text_thread(http, chat_generation, model, request, writer, ignored)
 
 

@@ -40,13 +40,15 @@ CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An HTTP error response. `param` is the request field at fault, `code` is for programs."""
+    """An HTTP error response. `param` is the request field at fault, `code` is for programs, and so
+    are `details`, in Anthropic's format."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] | None = None
+    details: Json | None = None
 
     def body(self) -> Json:
         """The body in OpenAI's format."""
@@ -61,7 +63,10 @@ class ApiError(Exception):
     def anthropic(self) -> Json:
         """The body in Anthropic's format."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: Json = {"type": kind, "message": self.message}
+        if self.details:
+            error["details"] = self.details
+        return {"type": "error", "error": error}
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:

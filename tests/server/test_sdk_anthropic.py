@@ -180,6 +180,23 @@ def test_an_error_in_a_stream_is_raised(agent: Any, anyio_backend: str) -> None:
             list(client.messages.create(**ASK, stream=True))
 
 
+def test_the_tool_runner_falls_back_to_whole_conversations(agent: Any, anyio_backend: str) -> None:
+    """Its default is a thread that the server keeps, of which it sends the new messages only."""
+    with served(agent, says=(CALL,)) as (s, client):
+
+        @anthropic.beta_tool
+        def look(at: str, deep: bool = False) -> str:
+            """Looks."""
+            s.engine.says = ("It is a file.",)
+            return "what is there"
+
+        final = client.beta.messages.tool_runner(**ASK, tools=[look]).until_done()
+        assert final.content[0].type == "text" and final.content[0].text == "It is a file."
+        first, second = (request.prompt for request in s.engine.submitted)
+        assert second[: len(first)] == first
+        assert "what is there" in s.engine.tokenizer.decode(second)
+
+
 async def test_a_closed_stream_aborts(agent: Any) -> None:
     s = server(*agent, info=ROOMY, holds=True)
     aborted = threading.Event()

@@ -14,7 +14,7 @@ from mlxspec.server.chat_request import (
     prompt_length,
     template_options,
 )
-from mlxspec.server.errors import HttpRequest
+from mlxspec.server.errors import ApiError, HttpRequest
 from mlxspec.server.state import report, run_on_text_thread
 
 THINKING = {"enabled": True, "disabled": False}  # other values leave it to the template
@@ -35,13 +35,17 @@ async def count_tokens(http: HttpRequest) -> Response:
 
 def _request(body: Prompt) -> ChatRequest:
     """Raises ApiError."""
+    if body.thread:
+        details = {"error_code": "thread_unsupported_request"}  # the SDK then sends all messages
+        why = "thread is not supported; leave it out and send the whole conversation"
+        raise ApiError(400, why, "thread", details=details)
     thinking = THINKING.get(body.thinking.type) if body.thinking else None
     return ChatRequest(
-        continued=body.messages[-1].open,
         body,
         chat_messages(body),
         body.functions(deferred=False),
         body.choice,
         body.functions(deferred=True),
         template_options(None, enable_thinking=thinking),
+        continued=body.messages[-1].open,
     )

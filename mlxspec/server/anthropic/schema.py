@@ -88,12 +88,6 @@ class Tool(Strict):
         return {**function, "parameters": self.input_schema}
 
 
-class ToolChoice(Strict):
-    type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str = ""
-    disable_parallel_tool_use: bool = False
-
-
 def _hosted(tool: Any, info: ValidationInfo) -> Any:
     """A tool; in the place of another server's a deferred one, which no prompt has."""
     kind = tool.get("type") if isinstance(tool, dict) else None
@@ -101,6 +95,12 @@ def _hosted(tool: Any, info: ValidationInfo) -> Any:
         return tool
     info.context.append(f"tools[].{kind}")
     return {"name": kind, "input_schema": {}, "defer_loading": True}
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
 
 
 class Thinking(Strict):
@@ -128,6 +128,7 @@ class Prompt(Strict):
     tool_choice: ToolChoice = ToolChoice()
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    thread: Json | None = None
 
     @property
     def parallel_tool_calls(self) -> bool:

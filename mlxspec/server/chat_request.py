@@ -190,8 +190,8 @@ def _predicted(model: Model, body: Any) -> tuple[int, ...]:
 def _grammar(
     grammars: Grammars, chat: ChatRequest, talk: Conversation, prompt: RenderedPrompt
 ) -> Make | None:
-    """The grammar of the answer: the required call, else the format or, if tools are offered, a
-    call."""
+    """The grammar of the answer: the required call, which has no format, else the format or, if
+    tools are offered, a call."""
     form, choice = chat.body.format, chat.tool_choice
     required = choice not in ("auto", "none")
     offered = bool(talk.tools) and choice == "auto"
@@ -199,8 +199,13 @@ def _grammar(
         return None
     where = form.field if form else "tool_choice"
     lark = form is not None and form.kind == "lark"
-    if form and (required or (lark and offered)):
+    if lark and (required or offered):
         raise RejectedRequest(where, f"{where} with tools: send one of them, or tool_choice 'none'")
+    if form and chat.continued:
+        why = "with a last message of the assistant: send one of them"
+        raise RejectedRequest(where, f"{where} {why}")
+    if required:
+        form, where = None, "tool_choice"
     if form and lark:
         text = checked_lark(form.value, where)
     else:
@@ -210,11 +215,6 @@ def _grammar(
             single = name is not None or not chat.body.parallel_tool_calls
             rules.append(grammars.calls(talk.tools, name, single, where))
         text = grammars.rules(rules)
-    if form and chat.continued:
-        why = "with a last message of the assistant: send one of them"
-        raise RejectedRequest(where, f"{where} {why}")
-    if required:
-        form, where = None, "tool_choice"
     # Whether the answer begins inside the reasoning, after it (False), or may open it (None).
     thinking: bool | None = prompt.thinking or None
     end = grammars.tokenizer.think_end

@@ -368,6 +368,40 @@ async def test_refusals(
     assert s.engine.submitted == []
 
 
+async def test_a_required_call_goes_before_the_format(make: Callable[..., Server]) -> None:
+    """As instructor sends it: the schema both as a tool that must be called and as the format."""
+    s = make(CALL)
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    made = await ask(
+        s,
+        tools=[{"type": "function", "name": "f", "parameters": schema, "strict": True}],
+        tool_choice={"type": "function", "name": "f"},
+        text={"format": {"type": "json_schema", "name": "f", "schema": schema}},
+    )
+    assert made.status == 200 and "x-mlxspec-ignored" not in made.headers
+    assert [item["type"] for item in made.json["output"]] == ["function_call"]
+    [request] = s.engine.submitted
+    assert request.grammar is not None
+    for text, allowed in (('<tool_call>\n{"name": "f", "arguments": {"x": ', True), ("{", False)):
+        ids = encode(s.engine.tokenizer, text, special=False)
+        assert (len(request.grammar().masks(ids)) == len(ids) + 1) == allowed
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/responses/input_tokens"])
+async def test_input_tokens(make: Callable[..., Server], path: str) -> None:
+    s = make()
+    id = (await ask(s)).json["id"]
+    body = {"instructions": "you", "tools": TOOLS, "previous_response_id": id}
+    counted = await s.post(path, {"input": "hello", **body})
+    assert len(s.engine.submitted) == 1 and (await ask(s, **body)).status == 200
+    assert counted.json == {
+        "object": "response.input_tokens",
+        "input_tokens": len(s.engine.submitted[1].prompt),
+    }
+    far = await s.post(path, {"input": "word " * 90_000})
+    assert far.status == 200 and far.json["input_tokens"] > WIDE.context
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
 async def test_with_and_without_v1(make: Callable[..., Server], path: str) -> None:
     s = make()

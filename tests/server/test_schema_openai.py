@@ -171,10 +171,12 @@ def test_unknown_fields_are_reported() -> None:
         "stream_options": {"include_usage": True, "include_obfuscation": False, "speed": 1},
         "prediction": {"type": "content", "content": [{"type": "text", "text": "x"}], "sure": 1},
         "colour": 1,
+        "verbosity": "low",
         "user": "me",
     }
     assert parse(Chat, json.dumps(body).encode())[1] == [
         "colour",
+        "verbosity",
         "user",
         "stream_options.speed",
         "prediction.sure",
@@ -213,6 +215,8 @@ TELLING: dict[str, Any] = {
     "reasoning_effort": "low",
     "chat_template_kwargs": {"colour": "red"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},  # beside functions
     "tool_choice": "required",  # beside tools
     "parallel_tool_calls": False,  # beside tools, for an answer of two calls
     "response_format": {"type": "json_object"},
@@ -241,6 +245,8 @@ async def test_every_field_is_used(kind: Any, name: str, tokenizer: Any, model_d
     basis: dict[str, Any] = {**(CHAT if kind is Chat else COMPLETION), "seed": 1}
     if name == "top_logprobs":
         basis["logprobs"] = True
+    if name == "function_call":
+        basis["functions"] = TELLING["functions"]
     if name in ("tool_choice", "parallel_tool_calls"):
         basis |= {"tools": TELLING["tools"]}
     says = TWO_CALLS if name == "parallel_tool_calls" else "hello world"

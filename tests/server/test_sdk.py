@@ -239,10 +239,10 @@ def test_completions_continue_the_prompt(
         ({"temperature": 3}, openai.BadRequestError, None, "temperature"),
         ({"n": 9}, openai.BadRequestError, None, "n"),
         (
-            {"functions": [{"name": "f"}]},
+            {"extra_body": {"documents": [{"text": "x"}]}},
             openai.BadRequestError,
             "unsupported_parameter",
-            "functions",
+            "documents",
         ),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, None, "tools[0]"),
         ({"text": "word " * 600}, openai.BadRequestError, "context_length_exceeded", "messages"),

@@ -101,7 +101,6 @@ def assistant(calls: Any) -> dict[str, Any]:
         (["hello"], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
         ([user("x"), {"role": "robot", "content": "x"}], "messages[1].role"),
-        ([{"role": "function", "content": "x"}], "messages[0].role"),
         ([assistant([{}])], "messages[0].tool_calls[0]"),
         ([assistant(5)], "messages[0].tool_calls"),
         ([user("x") | {"tool_calls": [{}]}], "messages[0].tool_calls"),

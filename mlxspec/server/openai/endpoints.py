@@ -29,6 +29,7 @@ async def chat(http: HttpRequest) -> ASGIApp:
     options = template_options(kwargs, reasoning_effort=effort)
     request = ChatRequest(body, body.messages, body.tools, body.choice, options=options)
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
+    writer.legacy = bool(body.functions)
     return await run_on_text_thread(http, chat_generation, model, request, writer, ignored)
 
 

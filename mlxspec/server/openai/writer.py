@@ -30,6 +30,7 @@ class CompletionWriter:
     id: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
     echoes: list[str] = field(default_factory=list)  # the prompts that the choices begin with
+    legacy: bool = False  # calls are written as `function_call`
 
     def opening(self, usage: Usage) -> bytes:
         """The role of each choice of a chat, the prompts that choices begin with."""
@@ -80,7 +81,7 @@ class CompletionWriter:
                 made["text"] = prompt + "".join(piece.text for piece in choice.pieces)
             made["logprobs"] = self._logprobs(choice.pieces)
             made["finish_reason"] = _finish_reason(choice)
-            written.append(made)
+            written.append(self._spelled(made))
         return {**self._head(), "choices": written, "usage": usage_object(usage)}
 
     def _head(self, chunk: str = "") -> Json:
@@ -103,10 +104,20 @@ class CompletionWriter:
             "logprobs": logprobs,
             "finish_reason": finish,
         }
-        data = {**self._head(".chunk"), "choices": [choice]}
+        data = {**self._head(".chunk"), "choices": [self._spelled(choice)]}
         if self.request.stream_options.include_usage:
             data["usage"] = None
         return event(data)
+
+    def _spelled(self, choice: Json) -> Json:
+        """A choice of a body or chunk, in the form that the request has."""
+        if self.legacy:
+            said = choice.get("message") or choice["delta"]
+            if calls := said.pop("tool_calls", None):
+                said["function_call"] = calls[0]["function"]
+            if choice["finish_reason"] == "tool_calls":
+                choice["finish_reason"] = "function_call"
+        return choice
 
     def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
         if self.request.alternatives is None:

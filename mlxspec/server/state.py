@@ -144,14 +144,18 @@ class ServerState:
         return job
 
     def resolve_name(self, name: str | None) -> str:
-        """The served model that `name` means. Names that agents have built in mean the default one.
-        Raises ApiError 404."""
+        """The served model that `name`, its directory or its id on the hub means. Names that agents
+        have built in mean the default one. Raises ApiError 404."""
         served = self.worker.models
         if name in served:
             return str(name)
         lenient = self.config.strict_model_names == "off"
         if name is None or name in ALIASES or (lenient and name.startswith(FAMILIES)):
             return self.worker.info.name
+        folder = "models--" + name.replace("/", "--")  # of the hub's cache
+        for own, path in self.paths.items():
+            if name == str(path) or folder in path.parts:
+                return own
         names = ", ".join(map(repr, served))
         why = f"model = {name[:200]!r} is not served here; send {names} or 'default'"
         raise ApiError(404, why, param="model", code="model_not_found")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,19 @@ async def test_with_and_without_v1(make: Callable[..., Server], path: str) -> No
 async def test_names_of_the_model(make: Callable[..., Server], model: str | None) -> None:
     answer = await make().chat(model=model)
     assert answer.status == 200 and answer.json["model"] == "tiny"
+
+
+async def test_a_model_answers_to_its_directory_and_its_hub_id(
+    tokenizer: Any, model_dir: Path
+) -> None:
+    s = server(tokenizer, model_dir)
+    hub = model_dir / "hub/models--org--some--model-4bit/snapshots/abc"
+    s.app.state.server.paths["tiny"] = hub
+    for name in (str(hub), "org/some--model-4bit"):
+        assert (await s.chat(model=name)).json["model"] == "tiny"
+        assert (await s.get(f"/v1/models/{name}")).json["id"] == "tiny"
+    for name in ("", "org", "org/some", "some--model-4bit", "snapshots"):
+        assert (await s.chat(model=name)).status == 404
 
 
 async def test_another_model_is_not_found(make: Callable[..., Server]) -> None:

@@ -115,11 +115,14 @@ def launch(
     show: Annotated[
         bool, typer.Option("--print", help="Print the command instead of running it.")
     ] = False,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="A served model; default is the first.")
+    ] = "default",
     url: Url = None,
     api_key: Key = None,
 ) -> None:
     """Start a coding agent on the running server. It changes none of the agent's files."""
-    agents.launch(agent, args or [], *server_of(url, api_key), show)
+    agents.launch(agent, args or [], *server_of(url, api_key), show, model)
 
 
 @app.command()

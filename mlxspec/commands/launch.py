@@ -8,11 +8,13 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import quote
 
 from mlxspec.client import ClientError, request
 
@@ -49,8 +51,11 @@ def settings_of(
     return variables, [Template(text).substitute(values) for text in agent.get("flags", ())]
 
 
-def launch(name: str, args: Sequence[str], url: str, api_key: str, show: bool) -> None:
-    """Replace this process by the agent; with `show`, print the shell command instead.
+def launch(
+    name: str, args: Sequence[str], url: str, api_key: str, show: bool, model: str = "default"
+) -> None:
+    """Replace this process by the agent on a served model; with `show`, print the shell command
+    instead.
 
     Raises ClientError.
     """
@@ -59,10 +64,17 @@ def launch(name: str, args: Sequence[str], url: str, api_key: str, show: bool) -
     if not show and not shutil.which(name):
         install = AGENTS[name]["install"]
         raise ClientError(f"{name} is not installed; install it with: {install}")
-    with request(url, api_key, "GET", "/v1/models") as response:
-        model = json.load(response)["data"][0]
-        context = int(model["context_window"])
-        variables, flags = settings_of(name, url, api_key or "none", model["id"], context)
+    with request(url, api_key, "GET", f"/v1/models/{quote(model)}") as response:
+        found = json.load(response)
+        context = int(found["context_window"])
+        variables, flags = settings_of(name, url, api_key or "none", found["id"], context)
+    prompt = AGENTS[name].get("prompt", 0)
+    if prompt * 2 > context:
+        print(
+            f"warning: {name}'s own prompt takes about {prompt:,} of the context's {context:,}"
+            " tokens; serve a model with a longer context, or raise --context",
+            file=sys.stderr,
+        )
     own = args[1:] if args[:1] == ["--"] else args
     command = [name, *flags, *own]
     if show:

@@ -19,7 +19,8 @@ from mlxspec.commands.launch import AGENTS
 
 MODEL = "org/It's a model"
 KEY = "it's a $KEY"
-MODELS = {"data": [{"id": MODEL, "context_window": 65_536}]}
+SERVED = {"id": MODEL, "context_window": 65_536}
+OTHER = {"id": "other/model", "context_window": 8_192}
 AGENT = f"""#!{sys.executable}
 import json, os, sys
 print(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ)}}))
@@ -35,20 +36,24 @@ class Peer(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def do_GET(self) -> None:
-        right = (
-            self.headers["Authorization"] in (f"Bearer {KEY}", None) and self.path == "/v1/models"
-        )
-        text = json.dumps(
-            self.server.answer if right else {"error": {"message": "wrong API key"}}
-        ).encode()
-        self.send_response(200 if right else 401)
+        status, answer = 401, {"error": {"message": "wrong API key"}}
+        if self.headers["Authorization"] in (f"Bearer {KEY}", None):
+            status, answer = 404, {"error": {"message": "send 'other/model' or 'default'"}}
+            if self.path in self.server.models:
+                status, answer = 200, self.server.models[self.path]
+        text = json.dumps(answer).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
 
 
 class Server(ThreadingHTTPServer):
-    answer: Any = MODELS
+    models: Any
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.models = {"/v1/models/default": SERVED, "/v1/models/other/model": OTHER}
 
 
 @pytest.fixture
@@ -169,6 +174,25 @@ def test_another_server_is_not_told_the_settings_key(server: Server, env: dict[s
     assert seen["OPENAI_API_KEY"] == KEY and seen["OPENAI_BASE_URL"] == f"{url}v1"
 
 
+def test_another_of_the_served_models(env: dict[str, str]) -> None:
+    argv, _ = given(launch(env, "--model", "other/model", "qwen", "--model", "x"))
+    assert argv == ["--auth-type", "openai", "--model", "other/model", "--model", "x"]
+    why = refusal(launch(env, "--model", "no model", "qwen"))
+    assert "answered 404: send 'other/model' or 'default'" in why
+
+
+@pytest.mark.parametrize(("context", "warned"), [(8_192, True), (25_599, True), (25_600, False)])
+def test_a_context_that_the_prompt_nearly_fills(
+    server: Server, env: dict[str, str], context: int, warned: bool
+) -> None:
+    server.models["/v1/models/default"] = SERVED | {"context_window": context}
+    done = launch(env, "claude")
+    given(done)
+    told = f"warning: claude's own prompt takes about 12,800 of the context's {context:,} tokens"
+    assert done.stderr.startswith(told) == bool(done.stderr) == warned
+    assert given(launch(env, "llm")) and not launch(env, "llm").stderr
+
+
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
     assert (done.returncode, done.stdout) == (2, "")
     return done.stderr
@@ -182,8 +206,8 @@ def test_what_cannot_be_started(server: Server, env: dict[str, str]) -> None:
         launch(env | {"MLXSPEC_API_KEY": "x"}, "qwen")
     )
     assert "--url = 'localhost' is not a URL" in refusal(launch(env, "--url", "localhost", "qwen"))
-    for wrong in ([], {"data": [{"id": "m"}]}):
-        server.answer = wrong
+    for wrong in ([], {"id": "m"}):
+        server.models["/v1/models/default"] = wrong
         assert "is not mlxspec" in refusal(launch(env, "qwen"))
     none = env | {"MLXSPEC_PORT": "9"}
     assert "no server at http://127.0.0.1:9; start one with: mlxspec serve\n" in refusal(

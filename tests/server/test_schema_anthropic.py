@@ -245,6 +245,7 @@ def test_refusals(body: Any, param: str) -> None:
     assert caught.value.status == 400 and caught.value.param == param
     assert caught.value.message.startswith(param)
 
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -281,7 +282,6 @@ def test_tools_that_the_client_runs_are_refused(kind: str) -> None:
     with pytest.raises(ApiError) as caught:
         take(tools=[WEB_SEARCH, {"type": kind, "name": "x"}])
     assert caught.value.param == "tools[1].type"
-
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - Messages.model_fields.keys()))

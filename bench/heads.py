@@ -108,12 +108,15 @@ REACHED = {
     "qwen3.6-35b-a3b": 0.6,  # 86.9 tok/s on an M4 Pro: mlx-dspark's README
     "gemma-4-12b": 0.85,  # 18.4 tok/s on an M4 Pro in 8 bits: mlx-dspark's README
     "gpt-oss-20b": 0.6,  # assumed: the other mixture of experts'
+    "qwen3-4b": 0.75,  # 63 to 80 %: bench/chips.py
+    "qwen3-8b": 0.8,  # assumed: the 27B's; 88 % in 8 bits
 }
 
 
 def pairings(texts: dict[str, dict[str, Any]]) -> list[Pairing]:
     """`texts` are the targets' text configs by name."""
-    return [*_dense(texts["qwen3.8-27b"]), *_moe(texts["qwen3.6-35b-a3b"]), *_others(texts)]
+    large = [*_dense(texts["qwen3.8-27b"]), *_moe(texts["qwen3.6-35b-a3b"])]
+    return [*large, *_others(texts), *_qwen3(texts)]
 
 
 def _dense(text: dict[str, Any]) -> list[Pairing]:
@@ -130,6 +133,7 @@ def _dense(text: dict[str, Any]) -> list[Pairing]:
         Pairing(name, 4, drafted, "DFlash 2, code", 7, 6.39, user, "M5 Pro 74, M3 Max 66.5"),
         Pairing(name, 4, drafted, "DFlash 2, prose", 7, 2.96, user, "M3 Max 30.7"),
         Pairing(name, 4, spark, "DSpark", 7, 4.83, DSPARK, "M4 Pro 38.6 (2.63)"),
+        Pairing(name, 8, own, "MTP", 2, 2.64, "assumed: of 4 bits, mlx-vlm #1167"),
         Pairing(name, 8, drafted, "DFlash 2", 7, 5.42, DSPARK, "M4 Pro 30.8 (3.74)"),
         Pairing(name, 8, spark, "DSpark", 7, 5.55, DSPARK, "M4 Pro 31.1 (3.79)"),
     ]
@@ -162,3 +166,15 @@ def _others(texts: dict[str, dict[str, Any]]) -> list[Pairing]:
         Pairing("gpt-oss-20b", 4, eagle3(oss, inner), "EAGLE-3", 3, 2.2, "assumed: Qwen3's"),
         Pairing("gpt-oss-20b", 4, peagle(oss, inner), "P-EAGLE", 5, 2.68, rate),
     ]
+
+
+def _qwen3(texts: dict[str, dict[str, Any]]) -> list[Pairing]:
+    made = []
+    published = ("qwen3-8b", 3.37, "M4 Pro 64.5 (2.19)"), ("qwen3-4b", 3.23, "M4 Pro 102.5 (1.98)")
+    for name, tokens, other in published:
+        text = texts[name]
+        spark = block(text, text["intermediate_size"], rank=256)
+        source = "assumed: of 8 bits, mlx-dspark"
+        made.append(Pairing(name, 4, spark, "DSpark", 7, tokens, source))
+        made.append(Pairing(name, 8, spark, "DSpark", 7, tokens, DSPARK, other))
+    return made

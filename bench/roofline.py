@@ -58,15 +58,19 @@ class Model:
     windows: tuple[tuple[int, int], ...] = ()
     state: int = 0
     matrices: int = field(default=0, compare=False)  # of weights that a step multiplies with
+    weights: int = field(default=0, compare=False)  # bytes in memory, those of embeddings too
 
     def read(self, rows: int, context: int, curve: Curve) -> float:
         """Bytes that a step with `rows` rows of one sequence behind `context` tokens is charged
         for. K/V are read once for all rows; a state is read and written."""
         part = 1 - (1 - self.chosen) ** rows if curve.shared else self.chosen * rows
-        kept = self.token * context + sum(
-            size * min(context, window) for window, size in self.windows
-        )
-        return self.dense * curve.at(rows) + self.experts * part + kept + 2 * self.state
+        kept = self.cached(context) + 2 * self.state
+        return self.dense * curve.at(rows) + self.experts * part + kept
+
+    def cached(self, context: int) -> int:
+        """Bytes of one sequence's K/V."""
+        windows = sum(size * min(context, window) for window, size in self.windows)
+        return self.token * context + windows
 
 
 def speed(
@@ -128,7 +132,7 @@ def sized(config: dict[str, Any], bits: int = 0) -> Model:
     chosen = _chosen(text, switches) if switches else 0.0
     linear = (nn.Linear, nn.QuantizedLinear, *kinds)
     matrices = sum(isinstance(m, linear) for m in model.modules())
-    return Model(dense, token, experts, chosen, windows, state, matrices)
+    return Model(dense, token, experts, chosen, windows, state, matrices, _bytes(model))
 
 
 def _bytes(module: nn.Module) -> int:
@@ -185,7 +189,7 @@ def curve(text: str) -> Curve:
 
 def table(model: Model, args: argparse.Namespace) -> Table:
     """A line for each chip and acceptance, a column for each depth."""
-    made = _empty(("chip", "GB/s", "kept", *(f"depth {d}" for d in args.depths)), 1)
+    made = empty(("chip", "GB/s", "kept", *(f"depth {d}" for d in args.depths)), 1)
     for chip, p in product(args.chips, args.acceptance):
         width, cells = CHIPS[chip][0], []
         for d in args.depths:
@@ -199,7 +203,7 @@ def compared() -> Table:
     """Each published speed beside what is predicted for it; "part" is published plain /
     predicted."""
     names = ("model", "chip", "context", "plain*", "published", "part")
-    made = _empty((*names, "tokens/round", "ideal*", "stock rows*", "published"), 2)
+    made = empty((*names, "tokens/round", "ideal*", "stock rows*", "published"), 2)
     for p in PUBLISHED:
         model = sized(json.loads((CONFIGS / f"{p.config}.json").read_text("utf-8")), p.bits)
         width = CHIPS[p.chip][0]
@@ -226,7 +230,7 @@ def with_heads(chips: Sequence[str], context: int) -> Table:
     names = {name: json.loads((CONFIGS / f"{name}.json").read_text("utf-8")) for name in REACHED}
     found = pairings({name: c.get("text_config", c) for name, c in names.items()})
     columns = ("target", "head", "tokens/round", "draft GB", "matrices")
-    made = _empty((*columns, *(f"{chip}*" for chip in chips), "published"), 2)
+    made = empty((*columns, *(f"{chip}*" for chip in chips), "published"), 2)
     models: dict[tuple[str, int], Model] = {}
     for p in found:
         key = p.target, p.bits
@@ -285,7 +289,7 @@ def fitted(tokens: float, depth: int) -> float:
     return low
 
 
-def _empty(columns: Sequence[str], words: int) -> Table:
+def empty(columns: Sequence[str], words: int) -> Table:
     """The first `words` columns are words, the others figures."""
     made = Table(box=MARKDOWN)
     for i, name in enumerate(columns):

@@ -1,0 +1,154 @@
+"""Which models fit which Mac, what drafts for them, and how fast both would be.
+
+Rule: a prediction, and named so wherever it is printed: memory by the sum that mlxspec does before
+it loads a model, speed by the roofline. Nothing here was run on a Mac.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.chips import CHIPS, CURVES, STOCK
+from bench.heads import REACHED, Head, Pairing, pairings
+from bench.roofline import CONFIGS, NOTE, Model, empty, head_speed, sized
+from mlxspec.engine.memory import HEADROOM, HEADROOM_PART, LEAST_CONTEXT
+from mlxspec.model.cards import head_of
+
+GB = 1 << 30
+SIZES = (8, 16, 18, 24, 32, 36, 48, 64, 96, 128)  # GB of Macs
+# Of a Mac's memory, what a model may take. macOS recommends to a GPU 10.7 to 11.8 of 16 GB (exo
+# #1672, llmfit #754) and 17.8 of 24 (sglang #29949); but with 64 % of 32 GB, 1 GB of a 32 GB Mac's
+# memory was swapped (Rapid-MLX #1634, a model with the sizes of Qwen3.6-35B-A3B).
+PART = 0.6
+PLAIN = {**REACHED, "qwen3-1.7b": REACHED["qwen3-4b"]}  # of the bandwidth; assumed: the 4B's
+COLUMNS = ("M1 Pro", "M2 Pro", "M3 Max", "M4", "M4 Pro", "M4 Max", "M5", "M5 Pro", "M5 Max")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model by its hub id; its sizes are those of `config` with weights of `bits`. `head`: what
+    to give as --draft; "": nothing, because the model's card names a head that comes with it, or
+    none is predicted to pay. `drafts`: the pairing in bench/heads.py whose tokens a round has."""
+
+    id: str
+    config: str
+    bits: int
+    head: str = ""
+    drafts: str = ""
+
+
+CHOICES = (
+    Choice("mlx-community/Qwen3-1.7B-4bit", "qwen3-1.7b", 4),
+    Choice(
+        "mlx-community/Qwen3-4B-4bit",
+        "qwen3-4b",
+        4,
+        "deepseek-ai/dspark_qwen3_4b_block7",
+        "DSpark",
+    ),
+    Choice(
+        "mlx-community/Qwen3-8B-4bit",
+        "qwen3-8b",
+        4,
+        "deepseek-ai/dspark_qwen3_8b_block7",
+        "DSpark",
+    ),
+    Choice(
+        "mlx-community/gemma-4-12B-it-4bit",
+        "gemma-4-12b",
+        4,
+        "google/gemma-4-12B-it-assistant",
+        "assistant, worst",
+    ),
+    Choice("mlx-community/gpt-oss-20b-MXFP4-Q8", "gpt-oss-20b", 4),
+    Choice("mlx-community/Qwen3.8-27B-4bit", "qwen3.8-27b", 4, drafts="MTP"),
+    Choice("mlx-community/Qwen3.6-35B-A3B-4bit", "qwen3.6-35b-a3b", 4, drafts="MTP"),
+    Choice("mlx-community/Qwen3.8-27B-8bit", "qwen3.8-27b", 8, drafts="MTP"),
+)
+
+
+def read_config(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+def needed(model: Model, machine: int) -> int:
+    """Bytes that have to be free on a Mac with `machine` bytes before the model is loaded: weights,
+    headroom, and twice the caches of one sequence (docs/memory.md)."""
+    one = model.cached(LEAST_CONTEXT) + model.state
+    return model.weights + max(HEADROOM, machine // HEADROOM_PART) + 2 * one
+
+
+def smallest(model: Model) -> int:
+    """GB of the smallest Mac on which the model fits into PART of the memory; 0: none of SIZES."""
+    fits = (size for size in SIZES if needed(model, size * GB) <= PART * size * GB)
+    return next(fits, 0)
+
+
+def by_memory(models: dict[Choice, Model]) -> Table:
+    """A line for each model, smallest Mac first."""
+    made = empty(("Mac*", "model", "weights", "what drafts for it"), 2)
+    for choice, model in sorted(models.items(), key=lambda item: smallest(item[1])):
+        name = f"`{choice.id}`"
+        weights = f"{model.weights / GB:.1f} GB"
+        made.add_row(f"{smallest(model)} GB", name, weights, drafting(choice))
+    made.columns[-1].justify = "left"
+    return made
+
+
+def drafting(choice: Choice) -> str:
+    """What drafts for a model, beside copies."""
+    if choice.head:
+        return f"`--draft {choice.head}`"
+    return "its MTP head, fetched with it" if head_of(choice.id) else "copies alone"
+
+
+def by_chip(models: dict[Choice, Model], chips: Sequence[str], context: int) -> Table:
+    """A line for each model: tokens/s of one chat on each chip, without a head and with it."""
+    configs = {choice.config: read_config(choice.config) for choice in models}
+    found = pairings({name: config.get("text_config", config) for name, config in configs.items()})
+    made = empty(("model", *(f"{chip}*" for chip in chips)), 1)
+    for choice, model in models.items():
+        own = [p for p in found if (p.target, p.bits) == (choice.config, choice.bits)]
+        heads = [p for p in own if choice.drafts and p.name == choice.drafts]
+        cells = [cell(model, choice, heads, chip, context) for chip in chips]
+        made.add_row(choice.id.partition("/")[2], *cells)
+    return made
+
+
+def cell(model: Model, choice: Choice, heads: Sequence[Pairing], chip: str, context: int) -> str:
+    """Tokens/s without a head, and with it where its rows were measured on such a chip."""
+    width = CHIPS[chip][0] * 1e9 * PLAIN[choice.config]
+    plain = Pairing(choice.config, choice.bits, Head(), "none", 0, 1.0, "")
+    text = f"{head_speed(model, plain, width, context, CURVES['ideal']):.0f}"
+    if not heads:
+        return text
+    rows = STOCK.get((chip.split()[0], choice.bits))
+    if not rows:
+        return f"{text} / ?"
+    best = max(head_speed(model, p, width, context, CURVES[rows]) for p in heads)
+    return f"{text} / {best:.0f}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.macs", description=__doc__)
+    parser.add_argument("--speeds", action="store_true", help="tokens/s instead of memory")
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=COLUMNS)
+    parser.add_argument("--context", type=int, default=4096, help="tokens before the step")
+    args = parser.parse_args(argv)
+    models = {choice: sized(read_config(choice.config), choice.bits) for choice in CHOICES}
+    made = by_chip(models, args.chips, args.context) if args.speeds else by_memory(models)
+    console = Console()
+    console.print(NOTE, style="bold")
+    whole = console.measure(made, options=console.options.update(max_width=10_000)).maximum
+    console.width = max(console.width, whole)
+    console.print(made)
+
+
+if __name__ == "__main__":
+    main()

@@ -84,11 +84,9 @@ def blocks(rows: Rows, file: Path, root: Path) -> dict[Path, str]:
     pictures = [at.with_name(p.name) for p in sorted(file.parent.glob(f"{file.stem}-*.png"))]
     servers = rows.servers()
     readme = [
-        f"`make bench` makes this table on your machine ([how](docs/performance.md)). {what}. {MEDIANS} Bold:"
-        " some answers were wrong or missing.",
         _table(("", *servers), [*_short(rows, servers), *_answers(rows, servers)]),
-        f"What we want to reach, with {OURS}'s figure by the other's:",
-        _table(GOALS_HEAD, goal_lines(rows, but=("install",))),
+        f"{what}; medians. Bold: some answers were wrong or missing. {_missed(rows)}",
+        "`make bench` makes this table on your machine.",
     ]
     page = [
         f"Made by `make bench`: {what}. {MEDIANS}",
@@ -121,12 +119,20 @@ def fill(rows: Rows, file: Path, root: Path) -> list[Path]:
     return list(made)
 
 
-def goal_lines(rows: Rows, but: Sequence[str] = ()) -> list[tuple[str, str, str, str, str]]:
-    """All, but those of some workloads."""
+def _missed(rows: Rows) -> str:
+    """Which goals were missed."""
+    known = [v for v in verdicts(rows) if v.met is not None]
+    missed = [v.goal.text for v in known if not v.met]
+    text = (
+        f"Of {len(known)} [goals](docs/performance.md#measured) {len(missed) or 'none'} were missed"
+    )
+    return f"{text}: {'; '.join(missed)}." if missed else f"{text}."
+
+
+def goal_lines(rows: Rows) -> list[tuple[str, str, str, str, str]]:
+    """All goals: text, bound, whom ours was compared with, what was found, whether it is met."""
     found = []
     for v in verdicts(rows):
-        if v.goal.workload in but:
-            continue
         bound = f"{'≥' if v.goal.least else '≤'} {v.goal.bound:.3g}"
         peer = v.peer or v.goal.against or "-"
         found.append((v.goal.text, bound, peer, str(v.found) if v.found else "-", v.said))

@@ -26,13 +26,18 @@ def read(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
 
 
-def commands(page: Path) -> Iterator[str]:
-    """Every `mlxspec` line of a page's fenced blocks, without its comment."""
-    for block in re.findall(r"^```(?:sh)?\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
+def commands(page: Path) -> Iterator[tuple[str, bool]]:
+    """Every `mlxspec` line of a page's fenced blocks, with its comment; then, marked False, those
+    in inline code, which may leave out what a command needs."""
+    text = page.read_text("utf-8")
+    for block in re.findall(r"^```(?:sh)?\n(.*?)^```$", text, re.M | re.S):
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
             found = re.match(r"(?:\$ )?(?:\.venv/bin/)?mlxspec (.*)", line)
             if found:
-                yield found[1]
+                yield found[1], True
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    for line in re.findall(r"`mlxspec ([a-z-][^`\n]*)`", prose):
+        yield line, False
 
 
 @pytest.mark.parametrize("script", ["docs", "help"])
@@ -115,18 +120,20 @@ def test_the_named_make_targets_exist() -> None:
         )
 
 
-LINES = [(p.name, line) for p in PAGES if p.name not in OLD for line in commands(p)]
+LINES = [(p.name, *line) for p in PAGES if p.name not in OLD for line in commands(p)]
 
 
-@pytest.mark.parametrize(("page", "line"), LINES)
-def test_the_command_line_takes_it(page: str, line: str, bare_settings: None) -> None:
+@pytest.mark.parametrize(("page", "line", "whole"), LINES)
+def test_the_command_line_takes_it(page: str, line: str, whole: bool, bare_settings: None) -> None:
     command: Any = get_command(cli.app)
     words = shlex.split(line, comments=True)
-    if words[0] in ("--version", "--install-completion"):
+    if words[0] in ("--version", "--install-completion", "--help"):
         return
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
-    command.make_context(line, words)
+    assert not hasattr(command, "commands") or not words or words[0].startswith("-"), "unknown"
+    if words or whole:
+        command.make_context(line, words)
 
 
 def options(command: Any) -> set[str]:
@@ -137,9 +144,50 @@ def options(command: Any) -> set[str]:
 def test_every_flag_of_the_guides_is_known() -> None:
     """Flags in inline code, such as `--kv-bits 8`, in the pages for users of the server."""
     known = options(get_command(cli.app)) | {"--help"}
-    for name in ("README.md", "docs/operating.md", "docs/speculation.md", "docs/api.md"):
-        flags = set(re.findall(r"`(--[a-z-]+)", read(name)))
-        assert flags <= known, name
+    scripts = {"mac.md", "performance.md"}  # whose flags are other programs'
+    pages = [page for page in ROOT.glob("docs/*.md") if page.name not in scripts]
+    for page in (ROOT / "README.md", *pages):
+        flags = set(re.findall(r"`(--[a-z-]+)", page.read_text("utf-8")))
+        assert flags <= known, page
+
+
+def test_what_the_page_on_slowness_quotes_is_what_the_program_says() -> None:
+    """Inline code in its first and second columns, but commands, flags and metrics: each part
+    between two `…` stands in a string of the package or in the status page."""
+    source = [path.read_text("utf-8") for path in (ROOT / "mlxspec/server/page").glob("*.js")]
+    for path in (ROOT / "mlxspec").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        source += [n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is str]
+    said = "\n".join(source).replace("%%", "%")
+    quoted = set[str]()
+    for row in re.findall(r"^\| (.*) \| .* \|$", read("docs/slow.md"), re.M):
+        quoted |= set(re.findall(r"`([^`]+)`", row))
+    quoted = {one for one in quoted if not one.startswith(("mlxspec", "--"))}
+    assert len(quoted) > 20
+    parts = {part.strip() for one in quoted for part in one.split("…")}
+    assert [part for part in sorted(parts) if part not in said] == []
+
+
+def test_the_named_heads_are_those_of_the_cards() -> None:
+    cards = [tomllib.loads(path.read_text("utf-8")) for path in ROOT.glob("models/heads/*.toml")]
+    known = {head["id"] for card in cards for head in card["heads"]}
+    table = re.findall(r"^\| .*(?:Qwen|gpt-oss|Gemma|GLM).* \|$", read("docs/models.md"), re.M)
+    rows = [
+        row for row in table if "raw checkpoints" in row or re.search("dflash|dspark", row, re.I)
+    ]
+    named = set(re.findall(r"`([\w-]+/[\w.-]+)`", "\n".join(rows)))
+    named |= set(re.findall(r"--draft ([\w-]+/[\w.-]+)`", read("README.md")))
+    assert len(named) > 10 and named <= known, named - known
+
+
+def test_the_named_tests_exist() -> None:
+    for name, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", read("docs/mac.md")):
+        assert f"def {test}(" in read(name), f"{name}::{test}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= 120
+    assert (ROOT / "docs/page.png").stat().st_size <= 150_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

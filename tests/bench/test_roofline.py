@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench import macs
 from bench.chips import CURVES
 from bench.roofline import NOTE, Model, main, sized, speed
 
@@ -60,3 +61,26 @@ def test_the_page_shows_what_its_commands_print(
         assert ("plain*" in printed) == (not line)
         table = "\n".join(x.rstrip() for x in printed.splitlines() if x.startswith("|"))
         assert table and table in page, f"scripts/roofline{line}: the page's table is another"
+
+
+def test_the_pages_show_what_the_table_of_macs_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    for page, argument in (("README.md", []), ("docs/performance.md", ["--speeds"])):
+        macs.main(argument)
+        printed = capsys.readouterr().out
+        assert NOTE in " ".join(printed.split())
+        table = "\n".join(x.rstrip() for x in printed.splitlines() if x.startswith("|"))
+        assert table in (PAGE.parents[1] / page).read_text("utf-8"), f"{page}: another table"
+
+
+def test_a_mac_is_large_enough_for_weights_headroom_and_two_contexts() -> None:
+    small = Model(dense=0, token=0, weights=4 * macs.GB)
+    assert macs.needed(small, 8 * macs.GB) == 4 * macs.GB + (768 << 20)
+    assert macs.smallest(small) == 8  # 4.75 of 8 GB, which is less than 0.6
+    kept = Model(dense=0, token=100_000, windows=((1000, 500),), state=7, weights=4 * macs.GB)
+    caches = 2 * (8192 * 100_000 + 1000 * 500 + 7)
+    assert macs.needed(kept, 64 * macs.GB) == 8 * macs.GB + caches
+    assert macs.smallest(kept) == 16
+    assert macs.smallest(Model(dense=0, token=0, weights=100 * macs.GB)) == 0

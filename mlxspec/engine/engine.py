@@ -218,6 +218,8 @@ class Engine:
     def close(self, seconds: float) -> None:
         """No step will follow: let the disk cache finish writing, for at most so many seconds."""
         if self.offloader:
+            for seq in self.scheduler.running:
+                self.offloader.save(seq)
             self.offloader.close(seconds)
 
     def reset(self) -> None:

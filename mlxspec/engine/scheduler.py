@@ -296,8 +296,8 @@ class Scheduler:
 
     def _cache_prefix(self, entry: Entry, upto: int) -> None:
         """Enter the sequence's first `upto` tokens into the prefix cache: full blocks after each
-        step; the partial last block, and the disk, at the end of the prompt and of the answer;
-        recurrent states where a later prompt may continue."""
+        step; the partial last block at the end of the prompt and of the answer; recurrent states
+        where a later prompt may continue. The disk gets the prompt."""
         seq = entry.seq
         self.kv.cache_blocks(seq, upto)
         prompt_done = entry.start < seq.prompt_len <= upto
@@ -308,17 +308,19 @@ class Scheduler:
         keeps_state = seq.finish or self.kv.keeps_state(seq, upto)
         if self.kv.states is not None and keeps_state:
             self.kv.cache_state(seq, upto, entry.state)
-        if self.offloader and (prompt_done or seq.finish):
+        if self.offloader and prompt_done:
             self.offloader.save(seq)
 
     def _release(self, seq: Seq) -> None:
+        """Free the blocks of a sequence that has ended, however it did; the disk keeps them."""
+        if self.offloader:
+            self.offloader.save(seq)
+            self.offloader.cancel(seq)
         self.kv.free(seq)
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
-        if self.offloader:
-            self.offloader.cancel(seq)
 
     def check(self) -> None:
         """Assert that no block leaked."""

@@ -70,6 +70,31 @@ def test_a_conversation_continues_after_a_restart(tmp_path: Path, kind: str) -> 
     disk.close(5)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("steps", [5, 40])
+def test_what_an_abort_ends_is_kept(tmp_path: Path, kind: str, steps: int) -> None:
+    """While its prompt is read, and in the middle of its answer, whose last step is in flight; as a
+    stop string or a client that leaves ends it."""
+    e, disk = start(tmp_path, kind)
+    e.add(tiny.request("gone", PROMPT, 60, temperature=0.8, seed=3))
+    outputs = [output for _ in range(steps) for output in e.step()]
+    [seq] = e.scheduler.running
+    whole = len(seq.block_hashes) * BLOCK
+    e.abort("gone")
+    finish(e, disk)
+    assert disk.close(5)
+    said = [*PROMPT, *tiny.tokens(outputs, "gone")]
+    assert 0 < whole < len(PROMPT) if steps == 5 else whole > READ + 2 * BLOCK
+    e, disk = start(tmp_path, kind)
+    turn = [*said, 5, 6, 7]
+    e.add(tiny.request("next", turn, 20, temperature=0.8, seed=4))
+    outputs = finish(e, disk)
+    assert tiny.tokens(outputs, "next") == plain(kind)(turn, 20, 0.8, 4)
+    every = tiny.STRIDE * BLOCK if e.runner.states.layers else BLOCK
+    assert outputs[-1].cached == whole // every * every
+    disk.close(5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [READ, READ + 1, READ - 1])
 def test_the_same_prompt_again(tmp_path: Path, kind: str, length: int) -> None:

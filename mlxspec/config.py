@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxspec.types import UserError
+from mlxspec.types import UNLIMITED, UserError
 
 T = TypeVar("T", str, int, float, tuple[str, ...])
 
@@ -140,6 +140,12 @@ class Config:
         "Tokens that the head or small model drafts in every step, and nothing else drafts; 0: as"
         " many as pay.",
         8,
+    )
+    thinking_budget: int = option(
+        UNLIMITED,
+        "Most tokens of reasoning in an answer; then its end is forced. A request may ask for"
+        " fewer.",
+        UNLIMITED,
     )
     max_body_mb: int = option(32, "Largest request body, in MB.", 1024, low=1)
     keepalive_s: float = option(

@@ -17,6 +17,7 @@ Finish = Literal["stop", "length", "abort", "error"]
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
 FINAL_NORM: Tap = -1
 NULL_BLOCK = 0  # padding points here; it is never allocated
+UNLIMITED = 1 << 24  # tokens: no context is longer
 MAX_CHOICES = 8
 MAX_DEPTH = 32  # tokens drafted for one sequence
 MAX_TOP_LOGPROBS = 20
@@ -74,7 +75,8 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
     prediction: tuple[int, ...] = ()  # the answer that the client expects, to copy from
-    grammar: Callable[[], Any] | None = None  # makes a GrammarMatcher for each choice
+    # Makes the GrammarMatcher or the ThinkingBudget of each choice.
+    grammar: Callable[[], Any] | None = None
     model: str = ""  # its served name; empty: the default
 
 
@@ -276,7 +278,7 @@ class Seq:
     finish: Finish | None = None
     flight: "deque[Entry]" = field(default_factory=deque)  # submitted, not committed
     admitted: bool = False
-    matcher: Any = None  # of the request's grammar, advanced over all generated tokens
+    matcher: Any = None  # of the request's grammar or thinking budget, advanced over its tokens
     counts: Any = None  # token counts for penalties: the sampler's
 
     @property
@@ -305,6 +307,12 @@ class Seq:
     def room(self) -> int:
         """Tokens that may still be sampled, if everything in flight is accepted."""
         return self.prompt_len + self.request.max_tokens - self.known - self.inflight_drafts
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some token that the next step samples may not be any token."""
+        ahead = self.pending + self.inflight_drafts + MAX_DEPTH
+        return bool(self.matcher and self.matcher.restricts(ahead))
 
 
 @dataclass(slots=True, eq=False)

@@ -46,6 +46,9 @@ class Maze:
             assert token in allowed(self.said), "a token came that the mask did not allow"
             self.said.append(token)
 
+    def restricts(self, ahead: int) -> bool:
+        return True
+
     def forced(self, most: int) -> list[int]:
         made: list[int] = []
         while len(made) < most and len(only := allowed([*self.said, *made])) == 1:

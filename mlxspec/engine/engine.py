@@ -135,7 +135,7 @@ class Engine:
         or a drafter depends on tokens that were not read."""
         running = self.scheduler.running
         for seq in running:
-            if seq.matcher and seq.pending:
+            if seq.restricted and seq.pending:
                 return True
         return self.proposer.needs_sync(running)
 

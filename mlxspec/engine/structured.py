@@ -1,8 +1,8 @@
 """Grammars in a step: which tokens its rows may draw.
 
-Rule: a mask depends on the tokens before it, so a step with a grammar waits for the step before. A
-draft is cut before the first token that the grammar refuses. A grammar that fails ends its own
-choice only.
+Rule: a mask depends on the tokens before it, so a step whose tokens may be restricted waits for the
+step before. A draft is cut before the first token that the grammar refuses. A grammar that fails
+ends its own choice only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ def mask(plan: Sequence[Entry]) -> Failures:
     """Fill the masks of the entries that sample under a grammar, and cut their drafts to it; yields
     what fails."""
     for e in plan:
-        if not e.seq.matcher or not e.samples:
+        if not e.seq.restricted or not e.samples:
             continue
         # A draft on the device is read here: the masks depend on its tokens.
         draft = e.draft

@@ -22,13 +22,15 @@ from mlxspec.text.chat import (
     encode,
     remember,
     render,
+    template_reads,
 )
 from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.messages import RejectedRequest, TooLong, canonical
 from mlxspec.text.output_parser import OutputParser
 from mlxspec.text.structured.grammar import Grammars, Make
 from mlxspec.text.structured.json_schema import checked_lark, json_rule
-from mlxspec.types import COLDEST, Request, Sampling, too_long
+from mlxspec.text.structured.thinking import EFFORT_TOKENS, ThinkingBudget
+from mlxspec.types import COLDEST, UNLIMITED, Request, Sampling, too_long
 
 CHARS_PER_TOKEN = 32  # on average; a longer prediction is cut before it is encoded
 
@@ -53,7 +55,8 @@ class ChatRequest:
     `messages` and `tools` are in OpenAI's chat format, not yet checked; `deferred` tools may be
     called too, but are not in the prompt. `tool_choice` is auto, none, required, or a dict {"name":
     ...}. `options` are variables of the template. `source` is the body's field that holds the
-    conversation. `continued`: the answer continues the last message."""
+    conversation. `continued`: the answer continues the last message. `budget` is the most tokens of
+    reasoning."""
 
     body: Any
     messages: Sequence[Any]
@@ -63,6 +66,7 @@ class ChatRequest:
     options: Json = field(default_factory=dict)
     source: str = "messages"
     continued: bool = False
+    budget: int = UNLIMITED
     arrived: float = field(default_factory=time.monotonic)
 
 
@@ -74,7 +78,7 @@ def chat_generation(
     talk, prompt = render_prompt(model, chat)
     request = engine_request(model, body, name, prompt.ids, chat.source)
     grammar = _grammar(grammars, chat, talk, prompt)
-    request = replace(request, grammar=grammar)
+    request = replace(request, grammar=_limited(model, chat, prompt, grammar))
     tools = [*talk.tools, *chat.deferred]
     if chat.tool_choice == "none":
         tools = []
@@ -82,7 +86,7 @@ def chat_generation(
     choices = []
     for i in range(body.n):
         reader = Detokenizer(model.tokenizer, body.stop, request.stop_tokens, chat.continued)
-        parts = OutputParser(model.tokenizer, tools, prompt.thinking, _call_id, constrained)
+        parts = OutputParser(model.tokenizer, tools, bool(prompt.thinking), _call_id, constrained)
         choices.append(Choice(i, reader, parts, single))
     remember_all = partial(_remember, model, talk, prompt, choices)
     return Generation(
@@ -215,12 +219,21 @@ def _grammar(
             single = name is not None or not chat.body.parallel_tool_calls
             rules.append(grammars.calls(talk.tools, name, single, where))
         text = grammars.rules(rules)
-    # Whether the answer begins inside the reasoning, after it (False), or may open it (None).
-    thinking: bool | None = prompt.thinking or None
-    end = grammars.tokenizer.think_end
-    if not thinking and end and prompt.text.rstrip().endswith(end):
-        thinking = False
-    return grammars.compiled(text, thinking, where)
+    return grammars.compiled(text, prompt.thinking, where)
+
+
+def _limited(
+    model: Model, chat: ChatRequest, prompt: RenderedPrompt, grammar: Make | None
+) -> Make | None:
+    """What makes the answers' matchers: by the grammar, and with no more reasoning than the
+    server's setting, the request and its word of effort all allow."""
+    tokenizer, effort = model.tokenizer, str(chat.options.get("reasoning_effort"))
+    most = min(model.server.config.thinking_budget, chat.budget)
+    if not template_reads(tokenizer, "reasoning_effort"):
+        most = min(most, EFFORT_TOKENS.get(effort, most))
+    if most == UNLIMITED or not tokenizer.has_thinking:
+        return grammar
+    return lambda: ThinkingBudget(tokenizer, most, prompt.thinking, grammar and grammar())
 
 
 def check_ids(model: Model, ids: Iterable[int], source: str) -> None:

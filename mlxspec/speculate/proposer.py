@@ -80,7 +80,7 @@ class Proposer:
         """Whether a draft in flight cannot be continued before it is read, or a copy is worth
         waiting for the tokens in flight."""
         for seq in seqs:
-            waits = seq.request.sampling.penalized or seq.matcher is not None
+            waits = seq.request.sampling.penalized or seq.restricted
             if seq.inflight_drafts and (waits or not self._overlaps()):
                 return True
         decided = self._decide(seqs, in_flight=True)

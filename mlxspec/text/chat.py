@@ -147,11 +147,11 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     """A conversation as the template writes it, with the marks of control_tokens.py, its token ids,
-    and whether its end opens the reasoning."""
+    and whether its end opens the reasoning or (False) closes it; None: the answer may open it."""
 
     text: str
     ids: list[int]
-    thinking: bool
+    thinking: bool | None
 
 
 def conversation_of(
@@ -189,7 +189,9 @@ def render(
     if context:
         check_length(tokenizer, text, context, field)
     ids = history.encode(text, lambda piece: encode_rendered(tokenizer, piece))
-    thinking = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
+    end, opener = text.rstrip(), tokenizer.think_start
+    decided = opener and end.endswith((opener, tokenizer.think_end))
+    thinking = end.endswith(opener) if decided else None
     return RenderedPrompt(text, ids, thinking)
 
 

@@ -15,6 +15,7 @@ from mlxspec.speculate.proposer import Proposer
 from mlxspec.types import Request, Sampling
 from tests import tiny
 from tests.drafters import costs
+from tests.engine.test_structured import budget
 from tests.heads import kinds
 from tests.maze import Maze
 
@@ -39,6 +40,8 @@ def eight(prompts: list[list[int]]) -> list[Request]:
                 asked = replace(asked, grammar=WideMaze)
             case 2:
                 asked = replace(asked, sampling=Sampling(temperature=1.0, seed=i))
+            case 3:
+                asked = replace(asked, grammar=lambda: budget(LENGTH - 4))
         made.append(asked)
     return made
 

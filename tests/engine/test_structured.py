@@ -1,9 +1,12 @@
-"""Grammars in a batch, with every drafter: each token is the best, or the drawn one, of those
-allowed."""
+"""Grammars and thinking budgets in a batch, with every drafter: each token is the best, or the drawn
+one, of those allowed."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,7 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.engine.engine import Engine
 from mlxspec.kernels.reference import gumbel
 from mlxspec.model.sampler import seed32
-from mlxspec.types import Request
+from mlxspec.text.structured.thinking import ThinkingBudget
+from mlxspec.types import MAX_DEPTH, Request
 from tests import tiny
 from tests.drafters import KINDS, attach, copies, like
 from tests.liar import NoisyOracle
@@ -22,6 +26,25 @@ from tests.test_lossless import BLOCK, drafted, prompts
 
 N = 21
 DRAFTERS = ["plain", "liar", *KINDS]
+MOST = 6  # tokens of reasoning
+END = (5, 9)  # its end marker
+MARKS: Any = SimpleNamespace(think_start="<think>", think_end_tokens=END)
+
+
+def budget(most: int = MOST) -> ThinkingBudget:
+    """Of an answer whose prompt has opened the reasoning."""
+    return ThinkingBudget(MARKS, most, thinking=True)
+
+
+def after(said: list[int]) -> set[int]:
+    """What may follow these tokens of an answer under the budget."""
+    over = len(said) - MOST
+    if over < 0 or END[-1] in said:
+        return {*range(tiny.VOCAB)}
+    return {END[over]}
+
+
+RULES: dict[Any, Callable[[list[int]], set[int]]] = {Maze: allowed, budget: after}
 
 
 @functools.cache
@@ -31,10 +54,10 @@ def model(kind: str):
 
 @functools.cache
 def truth(
-    kind: str, prompt: tuple[int, ...], temperature: float, seed: int, index: int, free: bool
+    kind: str, prompt: tuple[int, ...], temperature: float, seed: int, index: int, grammar: Any
 ) -> list[int]:
-    """Plain decoding by mlx-lm; where it is not `free`, over the tokens that the maze allows."""
-    if free:
+    """Plain decoding by mlx-lm, over the tokens that the grammar allows."""
+    if grammar is None:
         return tiny.Plain(model(kind))(prompt, N, temperature, seed, index)
     cache, x, out = make_prompt_cache(model(kind)), mx.array([list(prompt)]), []
     for position in range(len(prompt), len(prompt) + N):
@@ -43,7 +66,7 @@ def truth(
             key = mx.array([seed32(seed, index)], mx.uint32)
             noise = gumbel(key, mx.array([position], mx.uint32), logits.shape[-1])
             logits = logits / temperature + noise
-        ways = sorted(allowed(out))
+        ways = sorted(RULES[grammar](out))
         out.append(ways[int(mx.argmax(logits[0, mx.array(ways)]).item())])
         x = mx.array([[out[-1]]])
     return out
@@ -51,15 +74,15 @@ def truth(
 
 def want(kind: str, r: Request, index: int = 0) -> list[int]:
     s = r.sampling
-    return truth(kind, r.prompt, s.temperature, s.seed, index, r.grammar is None)
+    return truth(kind, r.prompt, s.temperature, s.seed, index, r.grammar)
 
 
-def requests(temperature: float, choices: int = 1) -> dict[str, Request]:
+def requests(temperature: float, choices: int = 1, grammar: Any = Maze) -> dict[str, Request]:
     """Every other one under the grammar."""
     return {
         name: replace(
             tiny.request(name, p, N, temperature=temperature, seed=i, choices=choices),
-            grammar=Maze if i % 2 == 0 else None,
+            grammar=grammar if i % 2 == 0 else None,
         )
         for i, (name, p) in enumerate(prompts().items())
     }
@@ -77,10 +100,10 @@ def equip(e: Engine, name: str, kind: str, all_of: dict[str, Request]) -> None:
             )
 
 
-@pytest.mark.parametrize("name, budget, temperature", in_turn(DRAFTERS, [1, 64], [0.0, 0.8]))
-def test_batch(name: str, budget: int, temperature: float) -> None:
+@pytest.mark.parametrize("name, rows, temperature", in_turn(DRAFTERS, [1, 64], [0.0, 0.8]))
+def test_batch(name: str, rows: int, temperature: float) -> None:
     all_of = requests(temperature)
-    e = tiny.engine(model("qwen3"), block=BLOCK, budget=budget)
+    e = tiny.engine(model("qwen3"), block=BLOCK, budget=rows)
     equip(e, name, "qwen3", all_of)
     for r in all_of.values():
         e.add(r)
@@ -95,11 +118,50 @@ def test_batch(name: str, budget: int, temperature: float) -> None:
         assert tried == kept > 0, "what is forced is drafted, and kept"
 
 
+@pytest.mark.parametrize("name, rows, temperature", in_turn(DRAFTERS, [1, 64], [0.0, 0.8], every=3))
+def test_a_thinking_budget(name: str, rows: int, temperature: float) -> None:
+    """Twice: the second time every prompt is cached, and what was said can be copied."""
+    all_of = requests(temperature, grammar=budget)
+    e = tiny.engine(model("qwen3"), block=BLOCK, budget=rows)
+    equip(e, name, "qwen3", all_of)
+    for _ in range(2):
+        for r in all_of.values():
+            e.add(r)
+        outputs = tiny.run(e)
+        assert {n: tiny.tokens(outputs, n) for n in all_of} == {
+            n: want("qwen3", r) for n, r in all_of.items()
+        }
+    assert outputs[-1].cached > 0
+    if name in ("liar", "suffix", "chain"):
+        assert drafted(e, name)
+
+
+def test_the_end_of_the_reasoning_is_drafted() -> None:
+    e = tiny.engine(model("qwen3"), block=BLOCK)
+    attach(e, "lookup")
+    e.add(replace(tiny.request("r", range(5), N), grammar=budget))
+    answer = tiny.tokens(tiny.run(e), "r")
+    assert answer[MOST : MOST + len(END)] == [*END]
+    tried, kept = e.spec_metrics.drafted, e.spec_metrics.accepted
+    assert [kept["grammar", i] for i in (1, 2)] == [tried["grammar", i] for i in (1, 2)] == [1, 1]
+
+
+def test_steps_overlap_until_the_end_of_the_reasoning_is_near() -> None:
+    most, seen = 2 * MAX_DEPTH, list[tuple[str, int]]()
+    e = tiny.engine(model("llama"), trace=lambda event, step: seen.append((event, step)))
+    r = tiny.request("r", range(5), 2 * most)
+    e.add(replace(r, grammar=lambda: budget(most)))
+    assert END[-1] not in tiny.tokens(tiny.run(e), "r")[:most]
+    alone = {step for (a, step), b in pairwise(seen) if a == "submit" and b == ("read", step)}
+    assert alone == {*range(most - MAX_DEPTH + 1, most + len(END) + 1)}
+
+
 @pytest.mark.parametrize(
     "kind, layout, lone", [("llama", "gather", False), ("mamba2", "solo", True)]
 )
-def test_other_layouts(kind: str, layout: str, lone: bool) -> None:
-    all_of = requests(0.8)
+@pytest.mark.parametrize("grammar", [Maze, budget])
+def test_other_layouts(kind: str, layout: str, lone: bool, grammar: Any) -> None:
+    all_of = requests(0.8, grammar=grammar)
     e = tiny.engine(model(kind), layout=layout, lone=lone, block=BLOCK)
     for r in all_of.values():
         e.add(r)
@@ -110,8 +172,9 @@ def test_other_layouts(kind: str, layout: str, lone: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "chain"])
-def test_preemption_and_choices(name: str) -> None:
-    all_of = requests(0.8, choices=2)
+@pytest.mark.parametrize("grammar", [Maze, budget])
+def test_preemption_and_choices(name: str, grammar: Any) -> None:
+    all_of = requests(0.8, choices=2, grammar=grammar)
     e = tiny.engine(model("llama"), block=BLOCK, blocks=16)
     equip(e, name, "llama", all_of)
     e.scheduler.overcommit = True

@@ -229,6 +229,7 @@ WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
         ({"stop_sequences": "x"}, "stop_sequences"),

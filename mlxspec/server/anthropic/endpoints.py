@@ -39,7 +39,7 @@ def _request(body: Prompt) -> ChatRequest:
         details = {"error_code": "thread_unsupported_request"}  # the SDK then sends all messages
         why = "thread is not supported; leave it out and send the whole conversation"
         raise ApiError(400, why, "thread", details=details)
-    thinking = THINKING.get(body.thinking.type) if body.thinking else None
+    thinking = THINKING.get(body.thinking.type)
     return ChatRequest(
         body,
         chat_messages(body),
@@ -48,4 +48,5 @@ def _request(body: Prompt) -> ChatRequest:
         body.functions(deferred=True),
         template_options(None, enable_thinking=thinking),
         continued=body.messages[-1].open,
+        budget=body.thinking.budget_tokens,
     )

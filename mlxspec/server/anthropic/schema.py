@@ -21,7 +21,7 @@ from mlxspec.server.body import (
 from mlxspec.server.chat_request import Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
-from mlxspec.server.openai.schema import Common, TextPart
+from mlxspec.server.openai.schema import BUDGET, Common, TextPart
 from mlxspec.text.messages import canonical
 
 # The types of tools that the client runs; its task depends on them, so they are not left out.
@@ -105,6 +105,7 @@ class ToolChoice(Strict):
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int = BUDGET
 
 
 class OutputFormat(Strict):
@@ -126,7 +127,7 @@ class Prompt(Strict):
         [], max_length=MAX_ITEMS
     )
     tool_choice: ToolChoice = ToolChoice()
-    thinking: Thinking | None = None
+    thinking: Thinking = Thinking(type="adaptive")
     output_config: OutputConfig = OutputConfig()
     thread: Json | None = None
 

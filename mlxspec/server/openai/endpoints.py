@@ -25,9 +25,16 @@ from mlxspec.types import Request
 
 async def chat(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Chat)
-    kwargs, effort = body.chat_template_kwargs, body.reasoning_effort
-    options = template_options(kwargs, reasoning_effort=effort)
-    request = ChatRequest(body, body.messages, body.tools, body.choice, options=options)
+    effort = body.reasoning_effort or body.reasoning.effort
+    options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
+    request = ChatRequest(
+        body,
+        body.messages,
+        body.tools,
+        body.choice,
+        options=options,
+        budget=body.reasoning.max_tokens,
+    )
     writer = CompletionWriter(model, body, True, f"chatcmpl-{secrets.token_hex(12)}")
     writer.legacy = bool(body.functions)
     return await run_on_text_thread(http, chat_generation, model, request, writer, ignored)

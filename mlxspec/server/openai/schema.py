@@ -22,7 +22,7 @@ from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json, invalid
 from mlxspec.text.messages import listed
-from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS
+from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, UNLIMITED
 
 MAX_PROMPTS = 32
 MAX_BIASES = 1024
@@ -64,6 +64,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = dict[Annotated[Token, Field(strict=False)], Bias]
 Ids = Annotated[list[Token], FIRST, Field(min_length=1)]
+BUDGET = Field(default=UNLIMITED, ge=0)  # of tokens
 Tops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]  # alternatives for each token
 
 
@@ -144,6 +145,13 @@ class Function(Strict):
     name: str
 
 
+class Reasoning(Strict):
+    """How much to reason: a word that a template may know, or a number of tokens."""
+
+    effort: str | None = None
+    max_tokens: int = BUDGET
+
+
 class NamedTool(Strict):
     type: str = "function"
     function: Function
@@ -164,6 +172,7 @@ class Chat(Common):
     logprobs: bool = False
     top_logprobs: Tops | None = None
     reasoning_effort: str | None = None
+    reasoning: Reasoning = Reasoning()
     chat_template_kwargs: Json | None = None
     tools: Items | None = None
     functions: Items | None = None  # the form before tools, in which an answer has one call at most

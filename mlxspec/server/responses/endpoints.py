@@ -128,10 +128,16 @@ async def create(http: HttpRequest, counts: bool = False) -> ASGIApp:
         raise invalid("input", "input has no message that can be read; send one")
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    effort = body.reasoning.effort
-    options = template_options(body.chat_template_kwargs, reasoning_effort=effort)
-    definitions, choice = tools.definitions, tools.choice
-    request = ChatRequest(body, messages, definitions, choice, options=options, source="input")
+    options = template_options(body.chat_template_kwargs, reasoning_effort=body.reasoning.effort)
+    request = ChatRequest(
+        body,
+        messages,
+        tools.definitions,
+        tools.choice,
+        options=options,
+        source="input",
+        budget=body.reasoning.max_tokens,
+    )
     ignored = list(dict.fromkeys(ignored + tools.ignored + left_out))
     if counts:
         count = await run_on_text_thread(http, prompt_length, model, request)

@@ -36,8 +36,7 @@ GAP = "\n\n"  # between two messages, or two summaries, that become one text
 Objects = Annotated[list[Json], FIRST, Field(max_length=MAX_ITEMS)]
 
 
-class Reasoning(Strict):
-    effort: str | None = None
+class Reasoning(openai.Reasoning):
     summary: str | None = None
 
 

@@ -31,7 +31,7 @@ BLANKS = ("\n", "\n\n", " ")
 # Keywords by which an object may have more properties than it lists.
 OPEN = frozenset("allOf anyOf oneOf $ref patternProperties const enum".split())
 
-Make = Callable[[], "GrammarMatcher"]
+Make = Callable[[], Any]  # of matchers
 T = TypeVar("T")
 
 
@@ -191,6 +191,11 @@ class GrammarMatcher:
         for token in tokens:
             if not self._vocabulary.ends >> token & 1:
                 self._retried(partial(self._consume, token))
+
+    def restricts(self, ahead: int) -> bool:
+        """Whether the next token, or one of the `ahead` tokens after it, may not be any: masks
+        tell."""
+        return True
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens of the only text that can follow; another spelling may be allowed."""

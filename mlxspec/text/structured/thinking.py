@@ -1,0 +1,75 @@
+"""Thinking budgets: after so many tokens of reasoning its end is forced, as a grammar forces what
+may follow.
+
+Rule: what is forced depends on the tokens before it alone, so neither a drafter nor the batch nor
+the cache can change an answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+# By a word of effort, where a model's template has no levels of its own: Google's table for Gemini
+# 2.5 (https://ai.google.dev/gemini-api/docs/openai). Other words set no limit.
+EFFORT_TOKENS = {"none": 0, "minimal": 1024, "low": 1024, "medium": 8192, "high": 24576}
+
+
+@dataclass(slots=True)
+class ThinkingBudget:
+    """The matcher of one answer in whose reasoning `left` more tokens may come, then the end marker
+    of the tokenizer must; its last token ends the reasoning. The protocol is GrammarMatcher's.
+
+    `thinking` None: the answer, `text` so far, may still open the reasoning; False: the reasoning
+    is over, or there is none. `inner` is the matcher of a grammar, if there is one.
+    """
+
+    tokenizer: TokenizerWrapper
+    left: int
+    thinking: bool | None
+    inner: Any = None
+    text: str = ""
+
+    def masks(self, draft: Sequence[int]) -> list[bytes]:
+        """GrammarMatcher.masks; an empty mask allows every token. A draft is cut where the end of
+        the reasoning begins, and goes on in it."""
+        rows = self.inner.masks(draft) if self.inner else [b""] * (len(draft) + 1)
+        if self.thinking is not False:
+            closing = self._closing()
+            rows = rows[: max(len(closing) + 1, self.left)]
+            for i, token in enumerate(closing[: len(rows)]):
+                rows[i] = (1 << token).to_bytes(token // 8 + 1, "little")
+        return rows
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Advance over sampled tokens."""
+        start = self.tokenizer.think_start
+        for token in tokens:
+            if self.thinking:
+                self.left -= 1
+                self.thinking = token != self.tokenizer.think_end_tokens[-1]
+            elif self.thinking is None:
+                said = self.text = (self.text + self.tokenizer.decode([token])).lstrip()
+                opened = said.startswith(start)
+                if opened or not start.startswith(said):
+                    self.thinking = opened
+        if self.inner:
+            self.inner.take(tokens)
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens that must follow."""
+        closing = self._closing()
+        if closing or not self.inner:
+            return closing[:most]
+        return list(self.inner.forced(most))
+
+    def restricts(self, ahead: int) -> bool:
+        """GrammarMatcher.restricts; without a grammar not before the end marker is near."""
+        return self.inner is not None or (self.thinking is not False and ahead >= self.left)
+
+    def _closing(self) -> list[int]:
+        """The rest of the end marker, once it must come."""
+        if not self.thinking or self.left > 0:
+            return []
+        return list(self.tokenizer.think_end_tokens[-self.left :])

@@ -164,8 +164,8 @@ class Stats:
     disk_written_bytes: int = 0
     disk_runs_found: int = 0  # files of blocks or states that were loaded
     disk_runs_damaged: int = 0
-    # (id, cached prompt tokens) of each running request
-    running_requests: tuple[tuple[str, int], ...] = ()
+    # (id, cached prompt tokens, these and the computed ones) of each running request
+    running_requests: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

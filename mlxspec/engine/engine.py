@@ -256,5 +256,8 @@ class Engine:
             preemptions=scheduler.preemptions,
             step_seconds=self.step_seconds,
             states=len(scheduler.kv.states or ()),
-            running_requests=tuple((seq.request.id, seq.reported_cached) for seq in running),
+            running_requests=tuple(
+                (seq.request.id, seq.reported_cached, min(seq.computed, seq.prompt_len))
+                for seq in running
+            ),
         )

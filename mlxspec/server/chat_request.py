@@ -98,6 +98,7 @@ def chat_generation(
         ignored,
         chat.arrived,
         partial(model.server.later, remember_all),
+        body.return_progress or body.stream_options.include_progress,
     )
 
 

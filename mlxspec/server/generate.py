@@ -21,6 +21,7 @@ from mlxspec.server.state import Model, Row, report, while_connected
 from mlxspec.server.stream import Choice, ResponseWriter
 from mlxspec.types import Busy, Output, Request
 
+PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
 SSE = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -42,6 +43,7 @@ class Generation:
     arrived: float
     # Called before the last byte is sent: the client's next request may follow at once.
     on_done: Callable[[], None] = lambda: None
+    progress: bool = False  # the client asks for events that tell how much of the prompt was read
     first: float = 0.0  # time of the first token
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
     queue: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)  # of all requests' outputs
@@ -102,17 +104,26 @@ class Generation:
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a streamed answer. A silent stream gets a comment and an event
-        without content every `keepalive_s`: some clients ignore comments."""
+        without content every `keepalive_s`: some clients ignore comments. While the prompt is read,
+        comments tell how far."""
         writer = self.writer
         yield writer.opening(self._usage())
         pause = self.model.server.config.keepalive_s
+        told = 0  # tokens of the prompt
         written = time.monotonic()
         try:
-            async for output in self._outputs(pause):
+            async for output in self._outputs(min(pause, PROGRESS_S)):
                 data = b""
                 if output is not None and (choice := self._read(output)):
                     data = writer.chunk(choice, choice.pieces[-1])
-                if not data and (output is None or time.monotonic() - written > pause):
+                if output is None and (row := self._row())["read"] > told:
+                    told = row["read"]
+                    yield b": prompt %d of %d\n\n" % (told, row["prompt"])
+                    if self.progress:  # as llama.cpp has it, whichever the API is
+                        read = {"total": row["prompt"], "cache": row["cached"], "processed": told}
+                        read["time_ms"] = round(1e3 * row["seconds"])
+                        data = stream.event({"choices": [], "prompt_progress": read})
+                if not data and time.monotonic() - written >= pause:
                     data = stream.COMMENT + writer.still_here()
                 if data:
                     written = time.monotonic()
@@ -150,11 +161,12 @@ class Generation:
     def _row(self) -> Row:
         """Figures for the page and the log. Counts are tokens, times are seconds since the request
         arrived, `rate` is tokens/s after the first token; `first` is 0 before the first token,
-        `outcome` "" until the end. Holds no text."""
+        `read` counts the prompt while it is read, `outcome` is "" until the end. Holds no text."""
         row: Row = {
             "id": self.writer.id,
             "model": self.model.name,
             **asdict(self._usage()),
+            "read": 0,
             "first": 0.0,
             "seconds": time.monotonic() - self.arrived,
             "rate": 0.0,
@@ -169,10 +181,11 @@ class Generation:
             return row
         # The engine lists each running choice in order; the first one has the prefix match.
         stats = self.model.server.worker.models[self.model.name].stats
-        running = dict(reversed(stats.running_requests))
+        running = {id: counts for id, *counts in reversed(stats.running_requests)}
         matched = [running[request.id] for request in self.requests if request.id in running]
         if matched:
-            row |= {"state": "reading", "cached": sum(matched)}
+            row["state"] = "reading"
+            row["cached"], row["read"] = map(sum, zip(*matched, strict=True))
         return row
 
     def _finish(self) -> None:

@@ -84,10 +84,13 @@ def test_what_runs_is_told_before_its_first_token(qwen3) -> None:
     for name in "ab":
         e.add(tiny.request(name, range(1, 41), 3))
     e.step()
-    assert (e.stats().running_requests, e.stats().waiting) == ((("a", 0),), 1)
-    told = {}
-    tiny.run(e, each=lambda i: told.update(e.stats().running_requests))
-    assert told["b"] > 0 and e.stats().running_requests == ()
+    assert (e.stats().running_requests, e.stats().waiting) == ((("a", 0, 8),), 1)
+    told: list[tuple[str, int, int]] = []
+    tiny.run(e, each=lambda i: told.extend(e.stats().running_requests))
+    read = [n for name, _, n in told if name == "a"]
+    assert read[:5] == [8, 16, 24, 32, 40] and set(read[5:]) == {40}
+    assert {(cached > 0, n) for name, cached, n in told if name == "b"} == {(True, 40)}
+    assert e.stats().running_requests == ()
 
 
 def test_the_end_of_an_answer_does_not_wait_for_a_long_step(

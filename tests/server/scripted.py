@@ -67,7 +67,7 @@ class Scripted:
     lives: bool = True
     ending: bool = False
     silent: float = 0.0
-    running_requests: tuple[tuple[str, int], ...] = ()
+    running_requests: tuple[tuple[str, int, int], ...] = ()
     group: int = 1  # tokens per output, as accepted drafts come
     drafted: int = 0  # per output; all of its tokens but one are kept
     sources: tuple[str, ...] = ("lookup",)  # of the drafts, in turn

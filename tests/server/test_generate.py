@@ -2,6 +2,7 @@
 counters."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -180,6 +181,58 @@ async def test_keep_alives(make: Callable[..., Server]) -> None:
         "hello",
         None,
     ]
+
+
+@pytest.mark.parametrize(
+    "asks", [{}, {"return_progress": True}, {"stream_options": {"include_progress": True}}]
+)
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (CHAT, {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+        ("/v1/responses", {"input": "hello"}),
+    ],
+)
+async def test_how_much_of_the_prompt_was_read(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, asks: Any, path: str, body: Any
+) -> None:
+    """In comments, once for each value, and in events where the client asks for them."""
+    monkeypatch.setattr(module, "PROGRESS_S", 0.005)
+    s = make(holds=True)
+    connection = Connection(s.app, path, {**body, "stream": True, **asks})
+    await s.engine.until(lambda: s.engine.submitted)
+    [request] = s.engine.submitted
+    size = len(request.prompt)
+    for read in (0, 1, 3):
+        s.engine.running_requests = ((request.id, 1, read), (request.id, 0, 0), ("other", 0, 9))
+        if read:
+            await connection.until(b": prompt %d of %d\n\n" % (read, size))
+        await asyncio.sleep(0.05)
+    s.engine.push("hello", finish="stop")
+    answer = await connection.answer()
+    assert answer.body.count(b": prompt ") == 2
+    told = [json.loads(line[6:]) for line in answer.body.splitlines() if b'_progress":' in line]
+    assert len(told) == 2 * bool(asks)
+    for chunk, read in zip(told, (1, 3), strict=False):
+        assert chunk["choices"] == [] and chunk["prompt_progress"].pop("time_ms") >= 0
+        assert chunk["prompt_progress"] == {"total": size, "cache": 1, "processed": read}
+
+
+async def test_a_body_and_a_prompt_that_waits_tell_no_progress(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROGRESS_S", 0.005)
+    s = make(holds=True)
+    whole, waits = ask(s, return_progress=True), ask(s, stream=True, return_progress=True)
+    await s.engine.until(lambda: len(s.engine.submitted) == 2)
+    s.engine.running_requests = ((s.engine.submitted[0].id, 0, 3),)
+    await asyncio.sleep(0.05)
+    assert not whole.sent and b"prompt" not in waits.body
+    for connection in (whole, waits):
+        connection.leave()
+        await connection.task
 
 
 async def test_a_text_completion_gets_events_without_text(make: Callable[..., Server]) -> None:

@@ -208,7 +208,8 @@ async def test_a_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         "blocks_free": 5,
     }
     [row] = now["requests"]
-    names = "id model prompt cached generated rounds drafted kept first seconds rate outcome state"
+    names = "id model prompt cached read generated rounds drafted kept"
+    names += " first seconds rate outcome state"
     assert set(row) == {*names.split()}
     assert (row["model"], row["outcome"], row["cached"]) == ("tiny", "stop", 0) and row[
         "prompt"
@@ -296,12 +297,12 @@ async def test_what_runs_is_shown_without_its_text(make: Make) -> None:
     assert (row["outcome"], row["first"], row["generated"]) == ("", 0.0, 0)
     assert (row["state"], row["cached"]) == ("waiting", 0)
     s.engine.running_requests = (
-        (s.engine.submitted[-1].id, 3),
-        (s.engine.submitted[-1].id, 9),
-        ("other", 5),
+        (s.engine.submitted[-1].id, 3, 8),
+        (s.engine.submitted[-1].id, 9, 0),
+        ("other", 5, 6),
     )
     [row] = (await snapshot(s))["requests"]
-    assert (row["state"], row["cached"], row["first"]) == ("reading", 3, 0.0)
+    assert (row["state"], row["cached"], row["read"], row["first"]) == ("reading", 3, 8, 0.0)
     s.engine.push("world")
     await chat.until(b"world")
     now = await snapshot(s)

@@ -252,6 +252,26 @@ def test_the_chat_by_keyboard(chromium: Any, base: str, monkeypatch: pytest.Monk
         assert page.locator(".turn").count() == 0
 
 
+@pytest.mark.parametrize("width", [1280, 375])
+def test_how_much_of_a_prompt_was_read(
+    chromium: Any, base: str, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Below the question in the chat, and in the list of requests."""
+    monkeypatch.setattr(SLOW, "pause", 0.7)
+    with opened(chromium, base, width) as page:
+        until_live(page)
+        page.locator("#say").fill(f"{width} " * 90)
+        page.keyboard.press("Enter")
+        until(
+            page,
+            "/^\\d+ of \\d+ prompt tokens read$/.test(document.querySelector('.waits')?.textContent)",
+        )
+        until(page, "/^reading \\d+\\s*%$/.test(document.querySelector('.end-live')?.textContent)")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.keyboard.press("Escape")
+        until(page, "!document.querySelector('.coming')")
+
+
 def test_a_refused_message_stays_in_the_field(chromium: Any, base: str) -> None:
     with opened(chromium, base, allowed=["status of 400"]) as page:
         until_live(page)

@@ -122,6 +122,8 @@ WRONG = [
     ("reasoning", "low"),
     ("reasoning.effort", {"effort": 5}),
     ("reasoning.max_tokens", {"max_tokens": -1}),
+    ("return_progress", "yes"),
+    ("stream_options", {"include_progress": 1}),
     ("chat_template_kwargs", []),
 ]
 
@@ -217,6 +219,7 @@ TELLING: dict[str, Any] = {
     "top_logprobs": 3,  # beside logprobs
     "reasoning_effort": "low",
     "reasoning": {"max_tokens": 5},
+    "return_progress": True,
     "chat_template_kwargs": {"colour": "red"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "functions": [{"name": "f"}],
@@ -227,8 +230,8 @@ TELLING: dict[str, Any] = {
     "grammar": 'start: "x"',
     "echo": True,
 }
-# Used by some templates and models, not by this one.
-ELSEWHERE = {"reasoning_effort", "reasoning", "chat_template_kwargs"}
+# Used by some templates and models, not by this one, or with a prompt that takes long.
+ELSEWHERE = {"reasoning_effort", "reasoning", "chat_template_kwargs", "return_progress"}
 
 
 @pytest.mark.anyio

@@ -73,4 +73,13 @@ def _completion_generation(
             if body.echo:
                 text = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
                 writer.echoes.append(text)
-    return Generation(model, requests, choices, writer, body.stream, ignored, arrived)
+    return Generation(
+        model,
+        requests,
+        choices,
+        writer,
+        body.stream,
+        ignored,
+        arrived,
+        progress=body.return_progress or body.stream_options.include_progress,
+    )

@@ -90,6 +90,7 @@ class ResponseFormat(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_progress: bool = False
     include_obfuscation: bool = False  # has no effect
 
 
@@ -118,6 +119,7 @@ class Common(Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    return_progress: bool = False
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     max_output_tokens: Count | None = None

@@ -83,14 +83,14 @@ async function ask(headers, onLocked, loading) {
   answer.made.classList.add("coming");
   const control = (running = new AbortController());
   const messages = [...talk, { role: "user", content: text }];
-  const found = { text: "", thought: null, usage: null, began: performance.now(), first: 0 };
+  const found = { text: "", thought: null, usage: null, read: "", began: performance.now(), first: 0 };
   let wrong = "";
   busy(true);
   const waits = element(answer.made, "div", "sub waits");
-  const told = setInterval(() => put(waits, !found.first && loading() ? `loading ${loading()} first` : ""), 250);
+  const told = setInterval(() => put(waits, found.first ? "" : loading() ? `loading ${loading()} first` : found.read), 250);
   try {
     const body = { model: $("model").value || undefined, messages, stream: true };
-    body.stream_options = { include_usage: true };
+    body.stream_options = { include_usage: true, include_progress: true };
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body), signal: control.signal };
     const response = await fetch("/v1/chat/completions", options);
     if (response.ok) wrong = await read(response, answer, found);
@@ -130,6 +130,8 @@ async function read(response, answer, found) {
     const said = JSON.parse(data);
     if (said.error) return said.error.message;
     if (said.usage) found.usage = said.usage;
+    const progress = said.prompt_progress;
+    if (progress) found.read = `${progress.processed} of ${progress.total} prompt tokens read`;
     const { content, reasoning_content: thought } = said.choices?.[0]?.delta ?? {};
     if (content || thought) found.first ||= performance.now();
     if (thought) {

@@ -275,10 +275,12 @@ function requests(now) {
     percent(r.kept, r.drafted),
     r.first ? seconds(r.first) : "–",
     seconds(r.seconds),
-    (cell) => element(cell, "span", `end-${r.outcome || "live"}`, r.outcome || r.state),
+    (cell) => element(cell, "span", `end-${r.outcome || "live"}`, r.outcome || stateOf(r)),
   ]);
   table($("requests"), head, rows, "No request came yet.", shown.map((r) => r.id));
 }
+
+const stateOf = (r) => (r.read ? `${r.state} ${percent(r.read, r.prompt)}` : r.state);
 
 function kernels(now) {
   const head = [["Kernel and shape", "name"], ["Version", "end"], ["Rows", "n"], ["Gain by rows", "gain"], ["", "why"]];

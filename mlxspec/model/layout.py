@@ -17,7 +17,7 @@ import numpy as np
 from mlx.core import array as Array
 from mlx.nn import Module
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import load_model
+from mlx_lm.utils import _get_classes, load_model
 
 from mlxspec import log
 from mlxspec.kernels.quantized_kv import Packing
@@ -91,7 +91,7 @@ def load(path: Path) -> tuple[Module, Json]:
     """The model and its config; the weights stay on disk until `load_weights`. Raises
     UnsupportedModel."""
     try:
-        model, config = load_model(path, lazy=True)
+        model, config = load_model(path, lazy=True, get_model_classes=_classes)
     except (Exception, SystemExit) as error:  # some models exit where a package is missing
         raise UnsupportedModel(
             f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory"
@@ -102,6 +102,29 @@ def load(path: Path) -> tuple[Module, Json]:
     model.eval()
     quantized.install(model)
     return model, config
+
+
+def _classes(config: Json) -> Any:
+    """mlx-lm's, but they load a trunk alone too, such as Qwen3-Embedding: names without a prefix,
+    and no lm_head. What stands in for it samples tokens that nobody reads."""
+    build, arguments = _get_classes(config)
+
+    def built(given: Any) -> Module:
+        model: Module = build(given)
+        inherited = getattr(model, "sanitize", dict)
+
+        def sanitize(weights: Json) -> Any:
+            embed = weights.get("embed_tokens.weight")
+            if embed is not None:
+                weights = {f"model.{name}": array for name, array in weights.items()}
+                if "lm_head" in model:
+                    weights["lm_head.weight"] = embed
+            return inherited(weights)
+
+        model.sanitize = sanitize
+        return model
+
+    return built, arguments
 
 
 def context_of(config: Json) -> int:

@@ -222,3 +222,22 @@ def test_loading_leaves_no_chain_of_draws_behind(tmp_path: Path) -> None:
     for _ in range(100):
         load(tmp_path)
     assert memory.footprint() - before < 1 << 20
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trunk_alone_is_loaded(tmp_path: Path, tied: bool) -> None:
+    """As Qwen3-Embedding comes: names without a prefix, no lm_head even where it is not tied."""
+    m = tiny.model("qwen3", tie_word_embeddings=tied)
+    (tmp_path / "config.json").write_text(
+        json.dumps(tiny.config("qwen3", tie_word_embeddings=tied))
+    )
+    tensors = {
+        name.removeprefix("model."): array
+        for name, array in tree_flatten(m.parameters())
+        if name.startswith("model.")
+    }
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    loaded, _ = load(tmp_path)
+    ids = mx.array([[3, 1, 4]])
+    assert mx.array_equal(loaded.model(ids), m.model(ids))
+    assert find_layout(loaded).layout == "rows"

@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 Json = dict[str, Any]  # a JSON object
 Finish = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["", "last", "mean"]
 
 Tap = int  # a hidden state of the target: after layer i, or FINAL_NORM: after the final norm
 FINAL_NORM: Tap = -1
+POOLED: Tap = -2  # the same in float32, where embeddings are wanted
 NULL_BLOCK = 0  # padding points here; it is never allocated
 UNLIMITED = 1 << 24  # tokens: no context is longer
 MAX_CHOICES = 8
@@ -65,7 +67,9 @@ class Request:
     """One accepted request, in token ids. `n` choices share the prompt's blocks.
 
     `max_tokens` is already clamped to the window; `stop_tokens` end a choice and are reported as
-    the last token of its final output.
+    the last token of its final output. `pooling` says which final hidden states make up the
+    prompt's embedding, if one is wanted: `max_tokens` is 1 then, and the only output has the
+    embedding and no token.
     """
 
     id: str
@@ -78,6 +82,7 @@ class Request:
     # Makes the GrammarMatcher or the ThinkingBudget of each choice.
     grammar: Callable[[], Any] | None = None
     model: str = ""  # its served name; empty: the default
+    pooling: Pooling = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,8 @@ class Output:
     `cached` counts prompt tokens from the cache, `rounds` the steps that sampled for the choice so
     far, `drafted` the verified draft tokens, `accepted` the accepted ones by source. `error` comes
     with `finish == "error"`; `fault` says whose it is: the engine's, the model's (not loaded), the
-    prompt's (longer than the window), the client's (did not read).
+    prompt's (longer than the window), the client's (did not read). `embedding` is float32 [D] of
+    any length, numpy's.
     """
 
     request: str
@@ -111,6 +117,7 @@ class Output:
     drafted: int = 0
     accepted: tuple[tuple[str, int], ...] = ()
     fault: Literal["engine", "model", "prompt", "client"] = "engine"
+    embedding: Any = None
 
 
 Outputs = list[Output]  # of a step, or in answer to an order
@@ -280,6 +287,7 @@ class Seq:
     admitted: bool = False
     matcher: Any = None  # of the request's grammar or thinking budget, advanced over its tokens
     counts: Any = None  # token counts for penalties: the sampler's
+    embedding: Any = None  # float32 [D] of the rows so far: the sum, or the last
 
     @property
     def prompt_len(self) -> int:

@@ -16,10 +16,10 @@ from mlxspec.engine import structured
 from mlxspec.engine.memory import CRITICAL, NORMAL, MemoryMonitor
 from mlxspec.engine.scheduler import Scheduler, cut_at_stop
 from mlxspec.model import meter
-from mlxspec.model.batch import Step
+from mlxspec.model.batch import Step, pool_rows
 from mlxspec.model.runner import Runner
 from mlxspec.speculate import NoSpeculation, Speculator
-from mlxspec.types import Draft, Entry, Outputs, Request, Seq, Stats
+from mlxspec.types import POOLED, Draft, Entry, InvalidRequest, Outputs, Request, Seq, Stats
 
 
 @dataclass(slots=True)
@@ -65,7 +65,10 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest for a prompt without room for an answer."""
+        """Queue a request. Raises InvalidRequest for a prompt without room for an answer, and for
+        an embedding where hidden states cannot be read."""
+        if request.pooling and not self.runner.trunk:
+            raise InvalidRequest("this model's hidden states cannot be read; embed with another")
         self.scheduler.add(request)
 
     def abort(
@@ -144,13 +147,15 @@ class Engine:
         results = step.read()
         self.trace("read", step.number)
         self._learn_time(step)
+        if POOLED in step.taps:
+            pool_rows(step)
         accepted = []
         for e, (tokens, logprobs) in zip(step.plan, results, strict=True):
             new = cut_at_stop(e, tokens, logprobs)
             accepted.append(new)
             if len(new.tokens) < len(tokens) and not e.seq.finish:
                 self.runner.states.cut(step.recordings, e, e.count + new.drafts)
-            if e.samples and not e.seq.finish:
+            if new.tokens and not e.seq.finish:
                 self.counters["rounds"] += 1
                 self.spec_metrics.record(e.draft, new.drafts)
             prompt = e.seq.prompt_len - e.start

@@ -203,11 +203,13 @@ class Scheduler:
                 break
             if self._must_wait(seq):
                 continue
-            match = self.kv.match(seq.tokens) if self.sharing else PrefixMatch()
+            # An embedding needs every row, and the texts of an index would evict conversations.
+            sharing = self.sharing and not seq.request.pooling
+            match = self.kv.match(seq.tokens) if sharing else PrefixMatch()
             if self.running and self._blocks_to_start(seq, match) > free:
                 self._blocked, self._blocked_free = seq, free
                 break
-            if self.offloader and self.offloader.start_restore(seq, match):
+            if self.offloader and sharing and self.offloader.start_restore(seq, match):
                 continue
             self._start(seq, match)
             promised += self._lacking(seq)
@@ -267,7 +269,7 @@ class Scheduler:
                 outputs.append(self._extend(e, new))
             if seq.table:
                 upto = e.start + e.count + new.drafts
-                if self.sharing:
+                if self.sharing and not seq.request.pooling:
                     self._cache_prefix(e, upto)
                 self.kv.free_passed(seq, min(upto, seq.computed))
             if seq.finish:
@@ -334,6 +336,8 @@ def cut_at_stop(
 ) -> Accepted:
     """The tokens of an entry that count: up to and with a stop token, `max_tokens` at most."""
     request = entry.seq.request
+    if request.pooling:
+        return Accepted(finish="length" if entry.samples else None)
     room = request.max_tokens - entry.seq.generated
     for n, token in enumerate(sampled[:room], 1):
         if token in request.stop_tokens:
@@ -354,4 +358,5 @@ def _output(seq: Seq, new: Accepted, error: str = "") -> Output:
         error,
         seq.drafted,
         tuple(seq.accepted.items()),
+        embedding=seq.embedding,
     )

@@ -17,7 +17,7 @@ from mlxspec.kernels.reference import Group, block_array
 from mlxspec.model.pages import View, slot_index
 from mlxspec.model.recurrent import Recording
 from mlxspec.model.sampler import Sampled, SampledRow, read
-from mlxspec.types import NULL_BLOCK, Entry, Logprob, Plan, Seq, Tap
+from mlxspec.types import NULL_BLOCK, POOLED, Entry, Logprob, Plan, Seq, Tap
 
 # int32, by entry or by row: how far positions shift by accepted drafts of the step in flight, which
 # the host has not read. None: all are 0.
@@ -229,6 +229,21 @@ def starts_of(plan: Plan) -> dict[Entry, int]:
         starts[e] = row
         row += e.rows
     return starts
+
+
+def pool_rows(step: Step) -> None:
+    """Add the rows of a step that was read to the embeddings of its sequences. The sum of all rows
+    has the direction of their mean."""
+    hidden = np.array(step.taps[POOLED])  # [T, D]
+    for e, first in starts_of(step.plan).items():
+        if not e.seq.request.pooling:
+            continue
+        rows = hidden[first : first + e.count]
+        if e.seq.request.pooling == "last":
+            rows = rows[-1:]
+        elif e.start:  # 0: it begins, again after a preemption
+            rows[0] += e.seq.embedding
+        e.seq.embedding = rows.sum(axis=0)
 
 
 def sampled_rows(plan: Plan, length: int = 0) -> Array:

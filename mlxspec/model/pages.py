@@ -5,7 +5,7 @@ of all layers share; there are no globals. A handle has no array methods: a mode
 fails at its first start.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ class View:
     slots: dict[int | None, Array | slice] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     sampled: Any = None
-    taps: Sequence[Tap] = ()
+    taps: Collection[Tap] = ()
     tapped: dict[Tap, Array] = field(default_factory=dict)
     first: int = 0
 

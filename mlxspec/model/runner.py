@@ -32,7 +32,7 @@ from mlxspec.model.pages import DensePages, Pages, View, window_of
 from mlxspec.model.recurrent import RecurrentStates
 from mlxspec.model.sampler import Sampled, rows_of, sample
 from mlxspec.model.trunk import install_taps, install_trunk, layers_in
-from mlxspec.types import Entry, Plan, Tap, UnsupportedModel
+from mlxspec.types import FINAL_NORM, POOLED, Entry, Plan, Tap, UnsupportedModel
 
 FIRST_BLOCKS = 32  # of a pool that grows
 MAX_PADDED_SLOTS = 1 << 15  # that the gather layout copies for one forward of several sequences
@@ -220,7 +220,14 @@ class Runner:
             owners = [n for n, e in enumerate(plan) for _ in range(e.sampled)]
             row_shift = shift[mx.array(owners)]
         ids = build_inputs(plan, previous, shift)
+        asked = self.view.taps
+        pooling = any(e.seq.request.pooling for e in plan)
+        if pooling:
+            self.view.taps = {*asked, FINAL_NORM}
         logits, taps = self._forward(plan, ids, shift)
+        self.view.taps = asked
+        if pooling:
+            taps[POOLED] = taps[FINAL_NORM].astype(mx.float32)
         return Step(plan, ids, rows_of(plan), row_shift, logits, taps)
 
     def sample(self, step: Step) -> Sampled | None:

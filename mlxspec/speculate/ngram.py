@@ -218,8 +218,9 @@ class NgramDrafter:
     def end(self, seq: Seq) -> None:
         self._proposals.pop(seq, None)
         del self._live[seq]
-        context = seq.request.prompt[-CONTEXT:]
-        self.corpus.add(context, seq.tokens[seq.prompt_len :])
+        if seq.generated:
+            context = seq.request.prompt[-CONTEXT:]
+            self.corpus.add(context, seq.tokens[seq.prompt_len :])
 
     def close(self) -> None:
         self.clear()

@@ -250,6 +250,8 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /page/{name}": page.file,
     "POST /v1/chat/completions": openai.chat,
     "POST /v1/completions": openai.completions,
+    "POST /v1/fim/completions": openai.completions,
+    "POST /v1/infill": openai.completions,
     "POST /v1/messages": anthropic.messages,
     "POST /v1/messages/count_tokens": anthropic.count_tokens,
     "POST /v1/responses": responses.create,

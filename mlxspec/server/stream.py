@@ -70,7 +70,7 @@ class Choice:
 
     def _parse(self, text: str) -> list[Part]:
         if self.parser is None:
-            return []
+            return [Part("content", text)] if text else []
         parts = self.parser.feed(text)
         if self.finish is not None:
             parts += self.parser.finish()

@@ -229,6 +229,7 @@ TELLING: dict[str, Any] = {
     "response_format": {"type": "json_object"},
     "grammar": 'start: "x"',
     "echo": True,
+    "suffix": "x",  # which the tokenizer here cannot take
 }
 # Used by some templates and models, not by this one, or with a prompt that takes long.
 ELSEWHERE = {"reasoning_effort", "reasoning", "chat_template_kwargs", "return_progress"}

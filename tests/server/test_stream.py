@@ -54,11 +54,11 @@ def data(chunk: bytes) -> Any:
 
 def test_pieces(tokenizer: Any) -> None:
     made = choice(tokenizer)
-    assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == Piece(
-        "hello", (), (), (0,)
+    assert made.take(output(encode(tokenizer, "hello"), cached=3, rounds=1)) == said(
+        "hello", (), (0,)
     )
     last = made.take(output([*encode(tokenizer, " world"), END], cached=3, rounds=4, finish="stop"))
-    assert last == Piece(" world", (), (), (5,), "stop")
+    assert last == said(" world", (), (5,), "stop")
     assert (made.finish, made.output.cached, made.output.rounds, made.reader.count) == (
         "stop",
         3,
@@ -79,7 +79,7 @@ def test_stop_string_ends_a_choice(tokenizer: Any) -> None:
 def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Any) -> None:
     made = choice(tokenizer, stop=("hello world",))
     assert made.take(output(encode(tokenizer, "hello"))) == Piece("")
-    assert made.take(output([END], finish="stop")) == Piece("hello", (), (), (0,), "stop")
+    assert made.take(output([END], finish="stop")) == said("hello", (), (0,), "stop")
 
 
 def test_logprobs_come_with_their_text(tokenizer: Any) -> None:

@@ -1,7 +1,9 @@
-"""POST /v1/chat/completions and /v1/completions: from a request to the engine's requests."""
+"""POST /v1/chat/completions, /v1/completions, and those that fill in the middle: from a request to
+the engine's requests."""
 
 import secrets
 import time
+from dataclasses import replace
 
 from starlette.types import ASGIApp
 
@@ -15,12 +17,18 @@ from mlxspec.server.chat_request import (
 )
 from mlxspec.server.errors import HttpRequest, invalid
 from mlxspec.server.generate import Generation
-from mlxspec.server.openai.schema import Chat, Completion
+from mlxspec.server.openai.schema import Chat, Completion, Fill, Infill
 from mlxspec.server.openai.writer import CompletionWriter
 from mlxspec.server.state import Model, run_on_text_thread
 from mlxspec.server.stream import Choice
 from mlxspec.text.detokenizer import Detokenizer
+from mlxspec.text.fim import FORMS, fill_in_middle
 from mlxspec.types import Request
+
+KINDS: dict[str, type[Completion]] = {
+    "/fim/completions": Fill,
+    "/infill": Infill,
+}  # of bodies, by path
 
 
 async def chat(http: HttpRequest) -> ASGIApp:
@@ -42,10 +50,11 @@ async def chat(http: HttpRequest) -> ASGIApp:
 
 async def completions(http: HttpRequest) -> ASGIApp:
     arrived = time.monotonic()
-    body, ignored, model = await receive(http, Completion)
+    kind = KINDS.get(http.scope["path"].removeprefix("/v1"), Completion)
+    body, ignored, model = await receive(http, kind)
     if body.echo and body.logprobs is not None:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
-    writer = CompletionWriter(model, body, False, f"cmpl-{secrets.token_hex(12)}")
+    writer = CompletionWriter(model, body, kind is Fill, f"cmpl-{secrets.token_hex(12)}")
     return await run_on_text_thread(
         http, _completion_generation, model, body, writer, ignored, arrived
     )
@@ -63,8 +72,12 @@ def _completion_generation(
     choices: list[Choice] = []
     name = writer.id
     for prompt in body.prompts:
-        ids = encode_prompt(model, prompt) if isinstance(prompt, str) else prompt
+        text, ends = prompt, frozenset[int]()
+        if body.suffix or isinstance(body, Fill):
+            text, ends = _gap(model, body, prompt)
+        ids = encode_prompt(model, text) if isinstance(text, str) else text
         request = engine_request(model, body, name, ids, "prompt")
+        request = replace(request, stop_tokens=request.stop_tokens | ends)
         requests.append(request)
         name = f"{writer.id}-{len(requests)}"
         for _ in range(body.n):
@@ -83,3 +96,20 @@ def _completion_generation(
         arrived,
         progress=body.return_progress or body.stream_options.include_progress,
     )
+
+
+def _gap(model: Model, body: Completion, prefix: str | list[int]) -> tuple[str, frozenset[int]]:
+    """The prompt for what stands between `prefix` and the suffix, and what ends it. Raises
+    ApiError."""
+    form, file, ends = fill_in_middle(model.tokenizer)
+    if not form:
+        why = f"{model.name} has no tokens to fill in the middle; serve one of {', '.join(FORMS)}"
+        raise invalid("suffix", f"{why}, or leave suffix out")
+    if not isinstance(prefix, str):
+        raise invalid("prompt", "prompt has token ids; with a suffix, send it as text")
+    text = ""
+    if isinstance(body, Fill) and body.input_extra:
+        for other in body.input_extra:
+            text += f"{file}{other.filename}\n{other.text}\n"
+        text += f"{file}\n"  # the name of the file with the gap is not known
+    return text + form.format(prefix=prefix, suffix=body.suffix), ends

@@ -41,7 +41,7 @@ NO_EFFECT_UNSET = (
     "messages prompt conversation tools mcp_servers container suffix chat_template_kwargs"
     " reasoning_effort top_logprobs prompt_logprobs output_format grammar guided_json guided_regex"
     " guided_choice guided_grammar structured_outputs mirostat xtc_probability dry_multiplier"
-    " min_tokens bad_words allowed_token_ids max_new_tokens web_search_options adapters"
+    " min_tokens random_seed bad_words allowed_token_ids max_new_tokens web_search_options adapters"
 ).split()
 # These, and those that would change the answer: of all APIs, where a body does not have the field.
 UNSUPPORTED: Json = {
@@ -236,6 +236,7 @@ class Completion(Common):
     prompt: (
         Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | str
     )
+    suffix: str = ""  # what comes after an answer
     echo: bool = False  # an answer begins with its prompt
     logprobs: Tops | None = None
 
@@ -249,3 +250,36 @@ class Completion(Common):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+
+class File(Strict):
+    filename: str = ""
+    text: str = ""
+
+
+class Fill(Completion):
+    """Mistral's /v1/fim/completions: an answer stands before the suffix, also before an empty
+    one."""
+
+    echo: Literal[False] = False
+    input_extra: Annotated[list[File], FIRST] = Field([], max_length=MAX_PARTS)
+
+
+class Infill(Fill):
+    """llama.cpp's /infill. `prompt` continues the prefix. `n_predict` -1: no limit; 0: only read
+    the prompt, which here generates one token."""
+
+    n: Literal[1] = 1
+    stream: Literal[False] = False
+    prompt: str = ""
+    input_prefix: str = ""
+    suffix: str = Field("", alias="input_suffix")
+    n_predict: int = -1
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return [self.input_prefix + self.prompt]
+
+    @property
+    def limit(self) -> int | None:
+        return None if self.n_predict < 0 else max(1, self.n_predict)

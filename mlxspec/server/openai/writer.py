@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxspec.server.errors import ApiError, Json
-from mlxspec.server.openai.schema import Chat, Completion
+from mlxspec.server.openai.schema import Chat, Completion, Infill
 from mlxspec.server.state import Model
 from mlxspec.server.stream import Choice, Choices, Piece, Usage, event, message, spelled
 from mlxspec.text.detokenizer import token_bytes
@@ -22,7 +22,7 @@ MIN_LOGPROB = -9999.0  # OpenAI's; JSON has no infinity
 
 @dataclass(slots=True)
 class CompletionWriter:
-    """The ResponseWriter of both completion endpoints."""
+    """The ResponseWriter of the completion endpoints."""
 
     model: Model
     request: Chat | Completion
@@ -71,6 +71,14 @@ class CompletionWriter:
         return event(error.body())
 
     def body(self, choices: Choices, usage: Usage) -> Json:
+        if isinstance(self.request, Infill):
+            return {
+                "content": "".join(piece.text for piece in choices[0].pieces),
+                "stop": True,
+                "tokens_predicted": usage.generated,
+                "tokens_evaluated": usage.prompt,
+                "tokens_cached": usage.cached,
+            }
         written = []
         for choice in choices:
             made: Json = {"index": choice.index}

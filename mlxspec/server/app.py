@@ -20,7 +20,7 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
 from mlxspec.model.hub import cache_of
-from mlxspec.server import page
+from mlxspec.server import embeddings, page
 from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import FIRST, Items, Strict, Token, receive
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
@@ -252,6 +252,7 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "POST /v1/completions": openai.completions,
     "POST /v1/fim/completions": openai.completions,
     "POST /v1/infill": openai.completions,
+    "POST /v1/embeddings": embeddings.create,
     "POST /v1/messages": anthropic.messages,
     "POST /v1/messages/count_tokens": anthropic.count_tokens,
     "POST /v1/responses": responses.create,

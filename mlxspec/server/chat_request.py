@@ -254,7 +254,9 @@ def template_options(kwargs: Json | None, **fields: Any) -> Json:
     }
 
 
-def encode_prompt(model: Model, text: str, special: bool = True) -> list[int]:
-    """Token ids of the field `prompt`. Raises RejectedRequest for a text far beyond the context."""
-    check_length(model.tokenizer, text, model.info.context, "prompt")
+def encode_prompt(
+    model: Model, text: str, special: bool = True, field: str = "prompt"
+) -> list[int]:
+    """Token ids of a field. Raises RejectedRequest for a text far beyond the context."""
+    check_length(model.tokenizer, text, model.info.context, field)
     return encode(model.tokenizer, text, special)

@@ -37,7 +37,11 @@ POLL_S = 0.5  # between checks that the engine still accepts requests
 BODY_S = 60.0  # to receive a request's body
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
-FAMILIES = ("claude-", "gpt-")  # names built into agents; they mean the default model
+FAMILIES = (
+    "claude-",
+    "gpt-",
+    "text-embedding-",
+)  # names built into agents; they mean the default model
 
 STATES = ("writing", "reading", "waiting")  # decoding, in prefill, queued
 
@@ -150,7 +154,7 @@ class ServerState:
         if name in served:
             return str(name)
         lenient = self.config.strict_model_names == "off"
-        if name is None or name in ALIASES or (lenient and name.startswith(FAMILIES)):
+        if name is None or name in ALIASES or (lenient and name.lower().startswith(FAMILIES)):
             return self.worker.info.name
         folder = "models--" + name.replace("/", "--")  # of the hub's cache
         for own, path in self.paths.items():

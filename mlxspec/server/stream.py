@@ -50,7 +50,7 @@ class Choice:
     def take(self, output: Output) -> Piece:
         """Add an output. Raises ApiError where the engine could not answer."""
         if output.finish in ("error", "abort"):
-            raise _failure(output)
+            raise failure(output)
         reader, read = self.reader, self.reader.count
         text = reader.feed(output.tokens)
         self.output = output
@@ -96,7 +96,7 @@ class Choice:
 Choices = Sequence[Choice]  # of one response
 
 
-def _failure(output: Output) -> ApiError:
+def failure(output: Output) -> ApiError:
     """Why the engine ended a choice without an answer."""
     if output.finish == "abort":
         return ApiError(503, "the server is stopping; send the request again")

@@ -25,6 +25,7 @@ from mlxspec.text.messages import listed
 from mlxspec.types import MAX_CHOICES, MAX_TOP_LOGPROBS, UNLIMITED
 
 MAX_PROMPTS = 32
+MAX_INPUTS = 2048
 MAX_BIASES = 1024
 MAX_PARTS = 1024
 
@@ -283,3 +284,11 @@ class Infill(Fill):
     @property
     def limit(self) -> int | None:
         return None if self.n_predict < 0 else max(1, self.n_predict)
+
+
+class Embeddings(Completion):
+    prompt: (
+        Annotated[list[Ids | str], FIRST, Field(min_length=1, max_length=MAX_INPUTS)] | Ids | str
+    ) = Field(alias="input")
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Count | None = None

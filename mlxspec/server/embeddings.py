@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
+from mlxspec import log
 from mlxspec.files import read_json
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import encode_prompt, engine_request
@@ -72,6 +73,7 @@ async def embed(
         why = f"dimensions = {dimensions}: an embedding of {model.name} has {width}; send fewer"
         raise invalid("dimensions", why)
     tokens = sum(len(request.prompt) for request in requests)
+    log.info("%s: %d embeddings of %d tokens", model.name, len(vectors), tokens)
     return [vector / np.linalg.norm(vector) for vector in vectors], tokens
 
 

@@ -35,13 +35,8 @@ def fill_in_middle(tokenizer: TokenizerWrapper) -> tuple[str, str, frozenset[int
     """The form of a tokenizer's family, "" where it has no tokens for it; what stands before the
     name of another file; and the token ids that end the text in the middle."""
     vocab = tokenizer.get_vocab()
-    own: set[str] = set()
-    found = ""
-    for form in FORMS.values():
-        tokens = set(TOKEN.findall(form))
-        if tokens <= vocab.keys() and not found:
-            found = form
-            own = tokens
+    known = (form for form in FORMS.values() if vocab.keys() >= set(TOKEN.findall(form)))
+    form = next(known, "")
     file = next((token for token in FILES if token in vocab), "#")
-    ends = own.union(FILES, ENDS.split()) & vocab.keys()
-    return found, file, frozenset(vocab[token] for token in ends)
+    ends = {*TOKEN.findall(form), *FILES, *ENDS.split()} & vocab.keys()
+    return form, file, frozenset(vocab[token] for token in ends)

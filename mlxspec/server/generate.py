@@ -22,8 +22,7 @@ from mlxspec.server.stream import Choice, ResponseWriter
 from mlxspec.types import Busy, Output, Request
 
 PROGRESS_S = 1.0  # from one sign of how much of the prompt was read to the next
-SSE = {
-    "content-type": "text/event-stream; charset=utf-8",
+STREAM = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
@@ -47,6 +46,7 @@ class Generation:
     first: float = 0.0  # time of the first token
     last: dict[int, float] = field(default_factory=dict)  # time of the last token, by choice
     queue: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)  # of all requests' outputs
+    media: str = stream.SSE  # the type of a stream
     outcome: str = ""  # "gone" or "error", where it is not the choices' finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +58,8 @@ class Generation:
         try:
             if self.streamed:
                 async with aclosing(self._events()) as events:
-                    response = StreamingResponse(events, headers=SSE | headers)
+                    headers |= {**STREAM, "content-type": self.media}
+                    response = StreamingResponse(events, headers=headers)
                     await response(scope, receive, send)
             else:
                 body = await while_connected(receive, self._body())
@@ -103,20 +104,21 @@ class Generation:
         return self.writer.body(self.choices, self._usage())
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a streamed answer. A silent stream gets a comment and an event
-        without content every `keepalive_s`: some clients ignore comments. While the prompt is read,
-        comments tell how far."""
+        """The events of a streamed answer. A silent stream gets an event without content every
+        `keepalive_s`. Where there are comments, it gets one too, because some clients ignore those,
+        and while the prompt is read they tell how far."""
         writer = self.writer
         yield writer.opening(self._usage())
         pause = self.model.server.config.keepalive_s
         told = 0  # tokens of the prompt
+        comments = self.media == stream.SSE
         written = time.monotonic()
         try:
             async for output in self._outputs(min(pause, PROGRESS_S)):
                 data = b""
                 if output is not None and (choice := self._read(output)):
                     data = writer.chunk(choice, choice.pieces[-1])
-                if output is None and (row := self._row())["read"] > told:
+                if comments and output is None and (row := self._row())["read"] > told:
                     told = row["read"]
                     yield b": prompt %d of %d\n\n" % (told, row["prompt"])
                     if self.progress:  # as llama.cpp has it, whichever the API is
@@ -124,7 +126,9 @@ class Generation:
                         read["time_ms"] = round(1e3 * row["seconds"])
                         data = stream.event({"choices": [], "prompt_progress": read})
                 if not data and time.monotonic() - written >= pause:
-                    data = stream.COMMENT + writer.still_here()
+                    data = writer.still_here()
+                    if comments:
+                        data = stream.COMMENT + data
                 if data:
                     written = time.monotonic()
                     yield data
@@ -156,7 +160,11 @@ class Generation:
         return choice
 
     def _usage(self) -> stream.Usage:
-        return stream.usage(self.requests, self.choices)
+        usage = stream.usage(self.requests, self.choices)
+        usage.seconds = time.monotonic() - self.arrived
+        if self.first:
+            usage.first = self.first - self.arrived
+        return usage
 
     def _row(self) -> Row:
         """Figures for the page and the log. Counts are tokens, times are seconds since the request
@@ -167,14 +175,12 @@ class Generation:
             "model": self.model.name,
             **asdict(self._usage()),
             "read": 0,
-            "first": 0.0,
-            "seconds": time.monotonic() - self.arrived,
             "rate": 0.0,
             "outcome": self.outcome,
             "state": "waiting",
         }
         if self.first:
-            row |= {"state": "writing", "first": self.first - self.arrived}
+            row["state"] = "writing"
             seconds = max(self.last.values()) - self.first
             if seconds > 0:
                 row["rate"] = (row["generated"] - len(self.last)) / seconds

@@ -15,6 +15,7 @@ from mlxspec.text.detokenizer import Detokenizer
 from mlxspec.text.output_parser import Call, OutputParser, Part
 from mlxspec.types import Finish, Logprob, Output, Request
 
+SSE = "text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -112,7 +113,8 @@ def failure(output: Output) -> ApiError:
 @dataclass(slots=True)
 class Usage:
     """Token counts of a response, in `rounds` that sampled. Of `drafted` tokens, `kept` are part of
-    the answers."""
+    the answers. `first` and `seconds` are times since the request arrived: of the first token, 0
+    before there is one, and now."""
 
     prompt: int = 0
     generated: int = 0
@@ -120,6 +122,8 @@ class Usage:
     drafted: int = 0
     kept: int = 0
     rounds: int = 0
+    first: float = 0.0
+    seconds: float = 0.0
 
 
 class ResponseWriter(Protocol):

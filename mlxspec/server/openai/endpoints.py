@@ -4,6 +4,7 @@ the engine's requests."""
 import secrets
 import time
 from dataclasses import replace
+from typing import Any
 
 from starlette.types import ASGIApp
 
@@ -56,14 +57,14 @@ async def completions(http: HttpRequest) -> ASGIApp:
         raise invalid("echo", "echo with logprobs: a prompt's tokens have none; send one of them")
     writer = CompletionWriter(model, body, kind is Fill, f"cmpl-{secrets.token_hex(12)}")
     return await run_on_text_thread(
-        http, _completion_generation, model, body, writer, ignored, arrived
+        http, completion_generation, model, body, writer, ignored, arrived
     )
 
 
-def _completion_generation(
+def completion_generation(
     model: Model,
-    body: Completion,
-    writer: CompletionWriter,
+    body: Any,
+    writer: Any,
     ignored: list[str],
     arrived: float,
 ) -> Generation:

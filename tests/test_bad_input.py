@@ -120,6 +120,16 @@ BODIES = [  # path, and a body with a hole
         ' [{"type": "tool_use", "id": "1", "name": "f", "input": %s}]}, {"role": "user", "content": "b"}]}',
     ),
     ("/v1/messages/count_tokens", f'{{{SAID}, "system": %s}}'),
+    ("/api/chat", f'{{{SAID}, "options": %s}}'),
+    ("/api/chat", f'{{{SAID}, "options": {{"num_predict": %s}}}}'),
+    ("/api/chat", f'{{{SAID}, "format": %s}}'),
+    ("/api/chat", f'{{{SAID}, "think": %s}}'),
+    ("/api/chat", '{"messages": [%s]}'),
+    ("/api/chat", '{"messages": [{"role": "user", "images": %s}]}'),
+    ("/api/chat", '{"messages": [{"role": "assistant", "thinking": %s}]}'),
+    ("/api/generate", '{"keep_alive": %s}'),
+    ("/api/generate", '{"prompt": %s, "raw": true}'),
+    ("/api/generate", '{"prompt": "a", "system": %s}'),
     ("/v1/responses", '{"input": %s}'),
     ("/v1/responses", '{"input": "a", "metadata": %s}'),
     ("/v1/responses", '{"input": "a", "user": %s}'),
@@ -181,6 +191,9 @@ async def refused_well(s: Server, path: str, body: bytes) -> int:
     assert answer.status in (200, 400, 404, 409), (path, body[:200], answer.body[:300])
     if answer.status != 200:
         told = answer.json
+        if path.startswith("/api/"):
+            assert list(told) == ["error"] and 0 < len(told["error"]) < 600
+            return answer.status
         assert len(told["error"]["message"]) < 600
         if path.startswith("/v1/messages"):
             assert told["type"] == "error" and set(told["error"]) == {"type", "message"}

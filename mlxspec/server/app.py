@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from mlxspec import __version__, metrics
+from mlxspec import metrics
 from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.metrics import Metrics
@@ -26,6 +26,7 @@ from mlxspec.server.body import FIRST, Items, Strict, Token, receive
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import HANDLERS, ApiError, HttpRequest, Json, invalid
+from mlxspec.server.ollama import endpoints as ollama
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING
 from mlxspec.server.responses import endpoints as responses
@@ -66,16 +67,10 @@ def create_app(
 
 
 async def index(http: HttpRequest) -> Response:
-    """The page for a browser, else the list of endpoints."""
+    """The page for a browser, else the text by which Ollama's clients know that it is there."""
     if wants_html(http.headers):
         return await page.file(http)
-    body = {
-        "name": "mlxspec",
-        "version": __version__,
-        "model": http.app.state.server.worker.info.name,
-        "endpoints": [endpoint.replace(":path", "") for endpoint in ENDPOINTS],
-    }
-    return JSONResponse(body, headers={"vary": "accept"})
+    return PlainTextResponse("Ollama is running", headers={"vary": "accept"})
 
 
 async def hello(http: HttpRequest) -> Response:
@@ -265,4 +260,11 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "GET /v1/models/{name:path}": model,
     "POST /v1/tokenize": tokenize,
     "POST /v1/detokenize": detokenize,
+    "POST /api/chat": ollama.answer,
+    "POST /api/generate": ollama.answer,
+    "POST /api/show": ollama.show,
+    "GET /api/ps": ollama.models,
+    "GET /api/tags": ollama.models,
+    "GET /api/version": ollama.version,
+    **{f"POST,DELETE {path}": ollama.refuse for path in ollama.INSTEAD},
 }

@@ -1,4 +1,4 @@
-"""What the three chat APIs ask of the engine, in one form, and its way to an engine request.
+"""What the chat APIs ask of the engine, in one form, and its way to an engine request.
 
 Rule: everything that can be wrong with a request is found here, before anything is queued.
 """

@@ -1,4 +1,5 @@
-"""Errors in the format of the API that was called: OpenAI's, or Anthropic's under /v1/messages.
+"""Errors in the format of the API that was called: Anthropic's under /v1/messages, Ollama's under
+/api, else OpenAI's.
 
 Rule: a message names the field, the value and the fix. Every error is logged and counted when its
 response is made.
@@ -76,6 +77,9 @@ def error_response(scope: Scope, error: ApiError) -> Response:
     scope["app"].state.server.metrics.refused[str(error.status)] += 1
     body = error.body()
     path = scope["path"].removeprefix("/v1")
+    if path.startswith("/api/"):
+        status = 503 if error.status == 429 else error.status  # Ollama has no 429
+        return JSONResponse({"error": error.message}, status, error.headers)
     # The header is sent by all of Anthropic's clients.
     if path.startswith("/messages") or "anthropic-version" in Headers(scope=scope):
         body = error.anthropic()
@@ -117,7 +121,7 @@ def _api_error(http: HttpRequest, error: Any) -> ApiError:
             why = "the server is stopping; send the request again in 5 s"
         return ApiError(503, why, headers={"Retry-After": "5"})
     if isinstance(error, HTTPException):  # an unknown path or method
-        why = f"{http.method} {http.scope['path'][:200]}: {error.detail}; GET / lists the endpoints"
+        why = f"{http.method} {http.scope['path'][:200]}: {error.detail}; docs/api.md lists all"
         return ApiError(error.status_code, why, headers=error.headers)
     return ApiError(500, f"the server failed: {type(error).__name__}; its log says more")
 

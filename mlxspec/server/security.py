@@ -20,7 +20,7 @@ ANY = ("0.0.0.0", "::")
 # A Host or an Origin header, and the name in it.
 ADDRESS = re.compile(r"(?:https?://)?(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::\d*)?")
 IP = re.compile(r"[0-9.]+|.*:.*")  # of what ADDRESS takes for a name
-NO_KEY = {"/health", *(f"/page/{name}" for name in FILES)}  # these hold no data
+NO_KEY = {"/", "/health", *(f"/page/{name}" for name in FILES)}  # these hold no data
 PAGE_ONLY = ("/page/events", "/page/now")  # for scripts of the page and clients without a browser
 
 
@@ -34,8 +34,7 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
         try:
             _check_host(headers, config)
             _check_fetch(path, headers)
-            public = path in NO_KEY or (path == "/" and wants_html(headers))
-            if config.api_key and not public:
+            if config.api_key and path not in NO_KEY:
                 _check_key(headers, config.api_key)
             _check_length(headers, limit)
         except ApiError as error:
@@ -46,7 +45,7 @@ def protect(app: ASGIApp, config: Config) -> ASGIApp:
 
 
 def wants_html(headers: Headers) -> bool:
-    """Whether / should return the page, which holds no data, and not the JSON index."""
+    """Whether / should return the page."""
     return "text/html" in headers.get("accept", "")
 
 

@@ -151,6 +151,8 @@ class ServerState:
         """The served model that `name`, its directory or its id on the hub means. Names that agents
         have built in mean the default one. Raises ApiError 404."""
         served = self.worker.models
+        if name and name not in served:
+            name = name.removesuffix(":latest")  # Ollama's clients add that
         if name in served:
             return str(name)
         lenient = self.config.strict_model_names == "off"

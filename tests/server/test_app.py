@@ -30,14 +30,6 @@ async def test_models(make: Callable[..., Server]) -> None:
     assert answer.status == 404 and answer.error["code"] == "model_not_found"
 
 
-async def test_index(make: Callable[..., Server]) -> None:
-    answer = await make().get("/")
-    assert answer.json["name"] == "mlxspec" and answer.json["model"] == "tiny"
-    assert {"POST /v1/chat/completions", "GET /health", "GET /v1/models/{name}"} <= set(
-        answer.json["endpoints"]
-    )
-
-
 @pytest.mark.parametrize(
     ("script", "status", "reason"),
     [

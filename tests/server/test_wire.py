@@ -199,8 +199,7 @@ async def test_no_route_answers_a_foreign_name(tokenizer: Any, model_dir: Path, 
                 ).answer()
                 assert answer.status == 403, (method, path)
                 assert not [name for name in answer.headers if name.startswith("access-control")]
-                assert (
-                    method == "HEAD"
-                    or "is not a name of this server" in answer.json["error"]["message"]
+                assert method == "HEAD" or "is not a name of this server" in str(
+                    answer.json["error"]
                 )
     assert s.engine.submitted == s.engine.ordered == []

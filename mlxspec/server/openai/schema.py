@@ -5,7 +5,7 @@ Rule: where the body says nothing, a sampling setting is None and the model's ow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from mlxspec.server.body import (
     FIRST,
@@ -35,7 +35,7 @@ RENDERING: Json = {
     "add_generation_prompt": True,
     **dict.fromkeys(
         "chat_template thinking enable_thinking reasoning system documents functions"
-        " truncate_prompt_tokens".split()
+        " truncate_prompt_tokens context template".split()
     ),
 }
 NO_EFFECT_UNSET = (
@@ -54,7 +54,6 @@ UNSUPPORTED: Json = {
     "logprobs": False,
     "response_format": {"type": "text"},
     "typical_p": 1,
-    "repeat_penalty": 1,
     "use_beam_search": False,
     "best_of": 1,
     "modalities": ["text"],
@@ -131,7 +130,9 @@ class Common(Strict):
     top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
     min_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[Biases, BeforeValidator(_few)] | None = None

@@ -1,0 +1,113 @@
+"""Ollama's API: /api/chat, /api/generate, and what tells of the models.
+
+Rule: what this server does not do (Modelfiles, uploads) is refused with what to do instead.
+"""
+
+import secrets
+import time
+from datetime import UTC, datetime
+from hashlib import sha256
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from mlxspec.server.body import receive
+from mlxspec.server.chat_request import ChatRequest, chat_generation
+from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
+from mlxspec.server.ollama.schema import Chat, Generate
+from mlxspec.server.ollama.writer import LineWriter
+from mlxspec.server.openai.endpoints import completion_generation
+from mlxspec.server.state import Model, run_on_text_thread, while_connected
+from mlxspec.types import ModelInfo
+
+INSTEAD = {
+    "/api/copy": "copy is not supported; name a model with --name when the server is started",
+    "/api/create": "create is not supported; send system and options with each request",
+    "/api/delete": "delete is not supported; start the server without the model",
+    "/api/embed": "embeddings are not served",
+    "/api/embeddings": "embeddings are not served",
+    "/api/pull": "pull is not supported; start the server with the model, which downloads it",
+    "/api/push": "push is not supported; upload the model's directory yourself",
+}
+
+
+async def version(http: HttpRequest) -> Response:
+    """Of the Ollama whose API this is: clients refuse old ones."""
+    return JSONResponse({"version": "0.32.15"})
+
+
+async def models(http: HttpRequest) -> Response:
+    """The served models; of /api/ps, those that are loaded."""
+    found = []
+    for served in http.app.state.server.worker.models.values():
+        if served.status == "loaded" or http.url.path != "/api/ps":
+            found.append(_model(served.info))
+    return JSONResponse({"models": found})
+
+
+def _model(info: ModelInfo) -> Json:
+    name = f"{info.name}:latest"
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(info.created, UTC).isoformat(),
+        "size": info.weight_bytes,
+        "size_vram": info.weight_bytes,
+        "context_length": info.context,
+        "digest": sha256(f"{name} {info.created}".encode()).hexdigest(),
+        "details": {
+            "format": "mlx",
+            "family": "mlx",
+            "parameter_size": "",  # Zed reads no list without these two
+            "quantization_level": "",
+        },
+        "model_info": {
+            "general.architecture": "mlx",  # begins the other names
+            "general.basename": info.name,
+            "mlx.context_length": info.context,
+        },
+    }
+
+
+async def show(http: HttpRequest) -> Response:
+    _, _, model = await receive(http, Chat)
+    capabilities = ["completion", "tools"]
+    if model.tokenizer.has_thinking:
+        capabilities.append("thinking")
+    return JSONResponse({**_model(model.info), "capabilities": capabilities})
+
+
+async def answer(http: HttpRequest) -> ASGIApp:
+    """POST /api/chat and /api/generate. Without a message, only loads or unloads the model."""
+    arrived, chats = time.monotonic(), http.url.path == "/api/chat"
+    body, ignored, model = await receive(http, Chat if chats else Generate)
+    name = body.model or model.name
+    writer = LineWriter(f"ollama-{secrets.token_hex(12)}", name, chats)
+    if not body.messages:
+        keep = str((body.model_extra or {}).get("keep_alive"))
+        return JSONResponse(writer.line() | await _load(http, model, keep))
+    if isinstance(body, Generate) and body.raw:
+        if body.form:
+            raise invalid("format", "format with raw: send one of them")
+        made = await run_on_text_thread(
+            http, completion_generation, model, body, writer, ignored, arrived
+        )
+    else:
+        source = "messages" if chats else "prompt"
+        chat = ChatRequest(body, body.messages, body.tools, options=body.variables, source=source)
+        made = await run_on_text_thread(http, chat_generation, model, chat, writer, ignored)
+    made.media = "application/x-ndjson"
+    return made
+
+
+async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
+    """Unload the model where `keep` is 0, else load it, to stay where `keep` is negative."""
+    worker, unloads = model.server.worker, keep in ("0", "0s", "0m")
+    pin = keep.startswith("-") or None
+    work = worker.unload(model.name) if unloads else worker.load(model.name, pin)
+    await while_connected(http.receive, work)
+    return {"done": True, "done_reason": "unload" if unloads else "load"}
+
+
+async def refuse(http: HttpRequest) -> Response:
+    raise ApiError(400, INSTEAD[http.url.path])

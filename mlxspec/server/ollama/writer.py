@@ -1,0 +1,88 @@
+"""Writes the answers of Ollama's /api/chat and /api/generate, as one body or as lines of JSON.
+
+Rule: each line has the fields of the whole body; the last one has its counts.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from mlxspec.server.errors import ApiError, Json
+from mlxspec.server.stream import ENCODER, Choice, Choices, Piece, Usage
+from mlxspec.text.output_parser import Call
+
+
+@dataclass(slots=True)
+class LineWriter:
+    """The ResponseWriter of both. `model` is the name that the client sent."""
+
+    id: str
+    model: str
+    chat: bool  # not /api/generate
+
+    def opening(self, usage: Usage) -> bytes:
+        return b""
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        return _encoded(self.line([piece])) if piece.parts else b""
+
+    def still_here(self) -> bytes:
+        return _encoded(self.line())
+
+    def closing(self, choices: Choices, usage: Usage) -> bytes:
+        return _encoded(self.line() | _end(choices[0], usage))
+
+    def failed(self, error: ApiError) -> bytes:
+        return _encoded({"error": error.message})
+
+    def body(self, choices: Choices, usage: Usage) -> Json:
+        return self.line(choices[0].pieces) | _end(choices[0], usage)
+
+    def line(self, pieces: Sequence[Piece] = ()) -> Json:
+        """What some pieces add to the answer."""
+        texts = {"content": "", "reasoning": "", "call": ""}
+        calls = []
+        for piece in pieces:
+            for part in piece.parts:
+                texts[part.kind] += part.text
+                if part.call:
+                    calls.append(_call(part.call))
+        said: Json = {"content" if self.chat else "response": texts["content"]}
+        if texts["reasoning"]:
+            said["thinking"] = texts["reasoning"]
+        if calls:
+            said["tool_calls"] = calls
+        if self.chat:
+            said = {"message": {"role": "assistant", **said}}
+        return {
+            "model": self.model,
+            "created_at": datetime.now(UTC).isoformat(),
+            **said,
+            "done": False,
+        }
+
+
+def _call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    return {"id": call.id, "function": function}
+
+
+def _encoded(line: Json) -> bytes:
+    return ENCODER.encode(line).encode() + b"\n"
+
+
+def _end(choice: Choice, usage: Usage) -> Json:
+    """The fields of the last line. Durations are in nanoseconds; what the request waited for, also
+    for the model's load, counts as part of reading the prompt."""
+    first = usage.first or usage.seconds
+    return {
+        "done": True,
+        "done_reason": "length" if choice.finish == "length" else "stop",
+        "total_duration": int(usage.seconds * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt,
+        "prompt_eval_duration": int(first * 1e9),
+        "eval_count": usage.generated,
+        "eval_duration": int((usage.seconds - first) * 1e9),
+    }

@@ -527,7 +527,8 @@ def parts_of(
         said = part.text if part.call is None else f"{part.call.name} {part.call.arguments}"
         if found and part.call is None and found[-1][0] == part.kind:
             said = found.pop()[1] + said
-        found.append((part.kind, said))
+        if part.call is None or part.opens:
+            found.append((part.kind, said))
     return found
 
 

@@ -121,6 +121,7 @@ def test_a_call_that_is_asked_for_is_made(served: tuple[Engine, Any]) -> None:
     ]
     for tokens in answers(engine, requests).values():
         reader = OutputParser(t, TOOLS, False, lambda: "id")
-        [part] = reader.feed(t.decode(tokens[:-1])) + reader.finish()
-        assert part.call
-        jsonschema.validate(json.loads(part.call.arguments), TOOLS[0]["function"]["parameters"])
+        parts = reader.feed(t.decode(tokens[:-1])) + reader.finish()
+        [call] = reader.calls
+        assert parts[0].opens and parts[-1].ends and parts[0].call is parts[-1].call is call
+        jsonschema.validate(json.loads(call.arguments), TOOLS[0]["function"]["parameters"])

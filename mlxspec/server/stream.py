@@ -24,8 +24,9 @@ NO_OUTPUT = Output("", 0, ())
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one output adds to a choice: its text, and the parts which that text completes. `starts`
-    is where each token's text begins in the choice's text."""
+    """What one output adds to a choice: its text, and the parts that are certain with it; a call's
+    arguments come over several pieces. `starts` is where each token's text begins in the choice's
+    text."""
 
     text: str
     parts: tuple[Part, ...] = ()
@@ -74,12 +75,13 @@ class Choice:
             return [Part("content", text)] if text else []
         parts = self.parser.feed(text)
         if self.finish is not None:
-            parts += self.parser.finish()
-        if self.single and self.calls:
-            del self.calls[1:]
-            self.finish = "stop"
-            while parts[-1].call is not self.calls[0]:
-                parts.pop()
+            parts += self.parser.finish(cut=self.finish == "length")
+        if self.single:
+            for i, part in enumerate(parts):
+                if part.ends:
+                    del parts[i + 1 :], self.calls[1:]
+                    self.finish = "stop"
+                    break
         return parts
 
     @property

@@ -4,7 +4,6 @@ One conversation renders to the same tokens however it was spelled (a list of on
 string). It is rewritten only where the model's template refuses it, always in the same way.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from mlxspec.text.messages import (
     rejected,
     spelled_out,
 )
+from mlxspec.text.tool_calls import as_object
 from mlxspec.types import InvalidRequest, Json, Sampling, blame, shown, too_long
 
 Tokenizer = TokenizerWrapper  # the name that the server knows it by
@@ -168,7 +168,7 @@ def conversation_of(
         for call in message.get("tool_calls", ()):
             made, sent = history.call(call.get("id", "")), call["function"]
             if made and made.name == sent["name"]:
-                arguments = json.loads(made.arguments)
+                arguments = as_object(made.arguments)
                 if arguments.items() <= sent["arguments"].items():
                     sent["arguments"] = arguments
     return Conversation(plain, check_tools(tools), options)

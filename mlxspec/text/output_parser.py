@@ -1,7 +1,8 @@
 """Splits the text of an answer into reasoning, content and tool calls.
 
-Works on a stream: the parts are the same however the text is cut into pieces. Nothing is dropped:
-what looks like a call but cannot be read is content, and the log says why. Markers are mlx-lm's.
+Works on a stream: the parts say the same however the text is cut into pieces. What looks like a
+call but cannot be read is content, and the log says why; a call whose arguments have begun stays
+one. Markers are mlx-lm's.
 """
 
 import re
@@ -12,16 +13,14 @@ from typing import Literal
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import log
+from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, SKIPPED, Arguments, begun
 from mlxspec.text.detokenizer import held_back
 from mlxspec.text.messages import Tools
 from mlxspec.text.tool_calls import (
     FUNCTION,
     FUNCTION_END,
-    UNTAGGED_JSON,
-    NamedArguments,
     is_xml,
     read_calls,
-    read_untagged,
 )
 
 Kind = Literal["reasoning", "content", "call"]
@@ -30,23 +29,23 @@ Edges = dict[str, dict[str, str]]  # state -> marker -> the next state
 # The states of an answer. `NORMAL`, `REASONING` and `CALL` are mlx-lm's names.
 NORMAL = "normal"  # the beginning of the content, which may be a call in JSON without tags
 CONTENT = "content"
-JSON_CALL = "call in JSON without tags"
 REASONING = "reasoning"
 CALL = "tool"
 XML_CALL = "call in XML without tags"
 REASONING_CALL = "call inside the reasoning"
 
-CONTENT_STATES = (NORMAL, CONTENT, JSON_CALL)
+CONTENT_STATES = (NORMAL, CONTENT)
 CALL_STATES = (CALL, XML_CALL, REASONING_CALL)
 REASONING_STATES = (REASONING, REASONING_CALL)
 
-UNTAGGED_CHARS = 64  # by which a call without tags must be recognised
-MAX_TRIES = 8  # ends of one call that turn out to be none
+# The name of a call whose arguments have not begun, in any format.
+CUT_CALL = SKIPPED + r"(?:\W*(?:open|call|tool|functions?|invoke|name)\b)*+\W*([\w.-]+)"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """A tool call. `arguments` is a JSON object as text."""
+    """A tool call. `arguments` is a JSON object as text, and grows with the parts of the call. It
+    is no whole object where the answer breaks off, and no JSON where the model wrote none."""
 
     id: str
     name: str
@@ -55,11 +54,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some more text of one kind, or a whole call."""
+    """Some more text of one kind. For a call the text is the next piece of its arguments, maybe
+    empty; `opens` marks the first part of a call, which has no text, and `ends` the last. The parts
+    of a call follow each other, and their texts together are `call.arguments`. A call without a
+    last part is cut off: by the limit of tokens, a stop string, or the model itself."""
 
     kind: Kind
     text: str = ""
     call: Call | None = None
+    opens: bool = False
+    ends: bool = False
 
 
 class PartBuffer:
@@ -93,8 +97,10 @@ class PartBuffer:
             shown = self._made.pop().text + shown
         self._made.append(Part(kind, shown))
 
-    def add_call(self, call: Call) -> None:
-        self._made.append(Part("call", call=call))
+    def add_call(self, call: Call, text: str, opens: bool = False, ends: bool = False) -> None:
+        """Add some more of a call's arguments."""
+        call.arguments += text
+        self._made.append(Part("call", text, call, opens, ends))
         self._kind, self._space, self.after_call = "content", None, True
 
     def add_last_space(self) -> None:
@@ -127,8 +133,13 @@ class OutputParser:
             self._patterns[state] = re.compile("|".join(map(re.escape, edges)) or "(?!)")
         self._untagged = calls and not self.constrained
         self._tail = ""  # of the text: it may begin a marker
-        self._held: list[str] = []  # text of a call that has not ended, or of what may be one
-        self._tries = 0  # ends of that call that were none
+        self._schemas = {}  # of parameters, by tool and name
+        for tool in self.tools:
+            found = (tool["function"].get("parameters") or {}).get("properties")
+            self._schemas[tool["function"]["name"]] = found if isinstance(found, dict) else {}
+        self._held = ""  # text of a call that has not ended, or of what may be one
+        self._reader: Arguments | None = None  # of the last call, while its arguments come
+        self._sent = False  # a call since the last marker
         self._error = ""
         self.calls: list[Call] = []
         first = tokenizer.response_initial_state or (REASONING if self.thinking else NORMAL)
@@ -150,18 +161,26 @@ class OutputParser:
         self._tail = text[ready:]
         return self._parts.take()
 
-    def finish(self) -> list[Part]:
-        """The parts that were held back; call it once, after the last text."""
+    def finish(self, cut: bool = False) -> list[Part]:
+        """The parts that were held back; call it once, after the last text. `cut`: the model would
+        have gone on."""
         self._add(self._tail)
-        if self._state in CALL_STATES and not self._end_call():
-            self._call_as_text("")
+        if self._reader and not cut:
+            self._stream(self._reader.end)
+        if self._state in CALL_STATES and not self._reader:
+            named = re.match(CUT_CALL, self._held) if cut else None
+            if named and named[1] in self._schemas:
+                self._open_call(named[1])
+            elif not self._end_call():
+                self._call_as_text("")
         self._end_untagged()
         if not self.calls:
             self._parts.add_last_space()
         return self._parts.take()
 
-    def _enter(self, state: str) -> None:
-        self._state, self._held, self._tries = state, [], 0
+    def _enter(self, state: str, marker: str = "") -> None:
+        self._state, self._held = state, marker if state in CALL_STATES else ""
+        self._reader, self._sent = None, False
         if state == NORMAL and (not self._untagged or self._parts.has_content):
             self._state = CONTENT
 
@@ -170,16 +189,10 @@ class OutputParser:
         if self._state in (CONTENT, REASONING):
             self._say(text)
             return
-        self._held.append(text)
-        if self._state != NORMAL or text.isspace():
-            return
-        text = self._text()
-        start = text.lstrip()[: UNTAGGED_CHARS + 1]
-        if UNTAGGED_JSON.match(start):
-            self._state = JSON_CALL
-        elif start and (start[0] not in "{`" or len(start) > UNTAGGED_CHARS):
-            self._enter(CONTENT)
-            self._say(text)
+        self._stream(text)
+        if self._state == NORMAL and not self._reader:
+            if self._start()[:1] not in ("", "{", "`") or len(self._held) > MAX_HEAD:
+                self._end_untagged()
 
     def _say(self, text: str) -> None:
         kind: Kind = "reasoning" if self._state in REASONING_STATES else "content"
@@ -187,7 +200,7 @@ class OutputParser:
 
     def _on_marker(self, marker: str) -> None:
         before, after = self._state, self._edges[self._state][marker]
-        if before in CALL_STATES:
+        if before in CALL_STATES or self._reader:
             self._leave_call(marker, after)
         elif before in CONTENT_STATES and after == NORMAL:  # a marker that leads nowhere
             if marker == self.tokenizer.tool_call_end and not self._parts.after_call:
@@ -196,70 +209,83 @@ class OutputParser:
             self._add(marker)
         else:
             self._end_untagged()
-            self._enter(after)
+            self._enter(after, marker)
 
     def _begun(self) -> bool:
         """Whether the answer itself has begun: nothing in it opens the reasoning any more."""
-        return self._parts.has_content or bool(self.calls or self._text().strip())
+        return self._parts.has_content or bool(self.calls or self._held.strip())
 
-    def _text(self) -> str:
-        return "".join(self._held)
+    def _stream(self, text: str) -> None:
+        """Add text of calls, and the arguments that it makes certain."""
+        self._held += text
+        while self._held:
+            reader = self._reader = self._reader or self._next_call()
+            if reader is None:
+                return
+            made, self._held = reader.feed(self._held), ""
+            if made or reader.ended:
+                self._parts.add_call(self.calls[-1], made, ends=reader.ended)
+            if reader.ended:
+                self._reader, self._held = None, reader.rest
+
+    def _next_call(self) -> Arguments | None:
+        """The reader of the call that the held text begins with; None where no arguments have
+        begun."""
+        if self._state == NORMAL and self._start()[:1] not in ("{", "`"):
+            return None
+        if not (found := begun(self._held, self.tokenizer, self._schemas)):
+            return None
+        name, reader, at = found
+        self._held, self._sent = self._held[at:], True
+        self._open_call(name)
+        return reader
+
+    def _open_call(self, name: str) -> None:
+        self.calls.append(Call(self.new_id(), name, ""))
+        self._parts.add_call(self.calls[-1], "", opens=True)
 
     def _leave_call(self, marker: str, after: str) -> None:
-        """The end of a call, if the call can be read. Else its end is part of it, or it was
-        none."""
-        if not self._end_call():
-            if self._state != REASONING_CALL and self._tries < MAX_TRIES:
-                self._tries += 1
-                self._held.append(marker)
+        """The end of a call, unless it is part of the arguments."""
+        if self._reader:
+            self._stream(marker)
+            if self._reader:
                 return
-            self._call_as_text("" if marker == self.tokenizer.think_end else marker)
-        self._enter(after)
+        if not self._end_call():
+            end = marker in (self.tokenizer.tool_call_end, FUNCTION_END) and not self._sent
+            self._call_as_text(marker if end else "")
+        self._enter(after, marker)
 
     def _end_call(self) -> bool:
-        """Whether the text of the call, or what follows the last opening in it, can be read. If so,
-        it is."""
-        opener, text = self._opener(), self._text()
-        calls = self._read(text)
-        head, opened, last = text.rpartition(opener)
-        if not calls and opened and (calls := self._read(last)):
-            if forgotten := self._read(head):  # a call whose end was left out
-                calls = forgotten + calls
-            else:
-                self._say(opener + head)
-        self._add_calls(calls)
-        return bool(calls)
-
-    def _read(self, text: str) -> list[NamedArguments]:
-        if self._state == XML_CALL:
-            text = FUNCTION + text + FUNCTION_END
+        """Whether nothing is left of the held text when its calls have been read."""
+        if self._sent:
+            self._held = re.sub(rf"\A{SKIPPED}", "", self._held)
+        if not self._held:
+            return True
+        text = self._held.removeprefix(self.tokenizer.tool_call_start)
         try:
-            return read_calls(text, self.tokenizer, self.tools)
+            calls = read_calls(text, self.tokenizer, self.tools)
         except Exception as error:  # a parser raises whatever its author chose
             self._error = f"{type(error).__name__}: {error}"
-            return []
+            return False
+        for name, arguments in calls:
+            self._open_call(name)
+            self._parts.add_call(self.calls[-1], arguments, ends=True)
+        return True
 
     def _call_as_text(self, end: str) -> None:
         log.info("a tool call cannot be read and is shown as text: %s", self._error)
-        self._say(self._opener() + self._text() + end)
+        self._say(self._held + end)
 
-    def _opener(self) -> str:
-        return FUNCTION if self._state == XML_CALL else str(self.tokenizer.tool_call_start)
+    def _start(self) -> str:
+        """The held text from where it may begin a call."""
+        return re.sub(rf"\A(?:{BETWEEN})*+", "", self._held)
 
     def _end_untagged(self) -> None:
-        """The end of what may be a call in JSON without tags."""
-        if self._state in (NORMAL, JSON_CALL):
-            text = self._text()
-            calls = read_untagged(text, self.tools)
-            self._add_calls(calls)
-            if text and not calls:
-                self._say(text)
-
-    def _add_calls(self, calls: list[NamedArguments]) -> None:
-        for name, arguments in calls:
-            call = Call(self.new_id(), name, arguments)
-            self.calls.append(call)
-            self._parts.add_call(call)
+        """The end of what may be calls in JSON without tags: what is left is content."""
+        if self._state == NORMAL:
+            text = self._start() if self._sent else self._held
+            self._enter(CONTENT)
+            self._say(text)
 
 
 def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> Edges:
@@ -275,9 +301,9 @@ def transitions(tokenizer: TokenizerWrapper, calls: bool, constrained: bool) -> 
     if calls:
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
         if not any(state == CALL for some in own.values() for _, state in some):
-            content[start] = CALL
+            content[start] = edges[CALL][start] = CALL  # again: an end was left out
         if tokenizer.has_thinking and not constrained:
-            edges[REASONING][start] = REASONING_CALL
+            edges[REASONING][start] = edges[REASONING_CALL][start] = REASONING_CALL
             edges[REASONING_CALL][tokenizer.think_end] = NORMAL
         if end:
             edges[CALL][end] = CONTENT

@@ -469,3 +469,57 @@ async def test_the_key_may_come_as_either_header(make: Make) -> None:
         answer = await ask(s, headers=headers)
         assert answer.status == status
     assert answer.json["error"]["type"] == "authentication_error"
+
+
+# ---- calls while they are written
+
+INPUT = '{"at": "/é' + "hello you, " * 9 + '"}'
+LONG = CALL.replace('{"at": "/é"}', INPUT)
+
+
+def pieces(found: list[dict[str, Any]]) -> list[str]:
+    deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
+    return [delta["partial_json"] for delta in deltas if delta["type"] == "input_json_delta"]
+
+
+async def test_input_is_streamed_as_it_is_written(make: Make) -> None:
+    tools = [{**LOOK, "eager_input_streaming": True}]
+    answer = await ask(make(says=(LONG,)), tools=tools, stream=True)
+    first, *rest = pieces(events(answer))
+    whole = (await ask(make(says=(LONG,)), tools=tools)).json
+    assert (
+        first == "" and len(rest) > 30 and json.loads("".join(rest)) == whole["content"][0]["input"]
+    )
+    assert "x-mlxspec-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_cut_by_max_tokens_is_a_partial_call(make: Make, stream: bool) -> None:
+    """Nothing runs it by mistake: a stream's input is no whole object, a body's no tool's."""
+    answer = await ask(make(says=(LONG,)), tools=[LOOK], max_tokens=60, stream=stream)
+    if stream:
+        found = events(answer)
+        [block] = [e["content_block"] for e in found if "content_block" in e]
+        said, end = "".join(pieces(found)), found[-2]["delta"]["stop_reason"]
+    else:
+        [block] = answer.json["content"]
+        [said], end = block["input"].values(), answer.json["stop_reason"]
+        assert list(block["input"]) == ["INVALID_JSON"]
+    assert (block["type"], block["name"], end) == ("tool_use", "look", "max_tokens")
+    assert said.startswith('{"at": "/éhello you') and "}" not in said
+
+
+async def test_a_broken_call(make: Make) -> None:
+    said = LONG.replace("/é", '" "')
+    found = events(await ask(make(says=(said,)), tools=[LOOK], stream=True))
+    broken = "".join(pieces(found))
+    body = (await ask(make(says=(said,)), tools=[LOOK])).json
+    assert broken == INPUT.replace("/é", '" "') and body["content"][0]["input"] == {
+        "INVALID_JSON": broken
+    }
+    assert body["stop_reason"] == found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_half_a_surrogate_pair_in_a_whole_body(make: Make) -> None:
+    answer = await ask(make(says=(CALL.replace("é", "\\ud800"),)), tools=[LOOK])
+    assert answer.status == 200 and answer.json["content"][0]["input"] == {"at": "/?"}

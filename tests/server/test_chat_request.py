@@ -19,6 +19,8 @@ TOOLS = [
     for name in ("a", "b")
 ]
 CALL = '<tool_call>\n{"arguments": {"x":1},  "name": "a"}\n</tool_call>'
+ARGUMENTS = '{"x":"' + "hello you, " * 9 + '"}'
+LONG = f'<tool_call>\n{{"name": "a", "arguments": {ARGUMENTS}}}\n</tool_call>'
 OTHER = CALL.replace('"a"', '"b"')
 WIDE = replace(INFO, context=4096)
 
@@ -40,8 +42,13 @@ def merged(events: list[Any]) -> dict[str, Any]:
     for choice in (c for e in events[:-1] for c in e["choices"]):
         delta = dict(choice["delta"])
         for call in delta.pop("tool_calls", ()):
-            assert call["index"] == len(made.setdefault("tool_calls", []))
-            made["tool_calls"].append({k: v for k, v in call.items() if k != "index"})
+            calls = made.setdefault("tool_calls", [])
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append({k: v for k, v in call.items() if k != "index"})
+            else:
+                assert call["index"] == len(calls) - 1 and call.keys() == {"index", "function"}
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         for key, text in delta.items():
             made[key] = made.get(key, "") + text if key != "role" else text
         made["finish"] = choice["finish_reason"]
@@ -85,10 +92,11 @@ async def test_without_tools_or_with_none_a_call_is_text(make: Callable[..., Ser
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", [CALL, LONG])
 async def test_the_next_turn_repeats_what_was_generated(
-    make: Callable[..., Server], stream: bool
+    make: Callable[..., Server], stream: bool, call: str
 ) -> None:
-    s = make(f"I look.\n{CALL}")
+    s = make(f"I look.\n{call}")
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     answer = await s.chat(messages=messages, tools=TOOLS, stream=stream)
     said = merged(answer.events) if stream else answer.json["choices"][0]["message"]
@@ -101,7 +109,7 @@ async def test_the_next_turn_repeats_what_was_generated(
     ]
     await s.chat(messages=messages, tools=TOOLS)
     first, second = (r.prompt for r in s.engine.submitted)
-    so_far = (*first, *encode(s.engine.tokenizer, f"I look.\n{CALL}", special=False), END)
+    so_far = (*first, *encode(s.engine.tokenizer, f"I look.\n{call}", special=False), END)
     assert second[: len(so_far)] == so_far and b"42" in s.engine.tokenizer.decode(second).encode()
 
 
@@ -291,3 +299,64 @@ async def test_unknown_fields_of_formats_are_reported(make: Callable[..., Server
     answer = await make("ok").chat(tools=[tool], response_format=form)
     told = answer.headers["x-mlxspec-ignored"]
     assert told == "response_format.colour"
+
+
+# ---- calls while they are written
+
+
+async def test_arguments_are_streamed_as_they_are_written(make: Callable[..., Server]) -> None:
+    """The name comes first, then a piece with nearly every token, as the model wrote them."""
+    answer = await make(LONG).chat(tools=TOOLS, stream=True)
+    found = [c["delta"] for e in answer.events[:-1] for c in e["choices"]]
+    first, *rest = [call for delta in found for call in delta.get("tool_calls", ())]
+    assert first["function"] == {"name": "a", "arguments": ""} and len(rest) > 30
+    [call] = (await make(LONG).chat(tools=TOOLS)).json["choices"][0]["message"]["tool_calls"]
+    pieces = [piece["function"]["arguments"] for piece in rest]
+    assert call["function"]["arguments"] == "".join(pieces) == ARGUMENTS
+    assert {piece["index"] for piece in rest} == {0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_cut_by_max_tokens_is_a_partial_call(
+    make: Callable[..., Server], stream: bool
+) -> None:
+    answer = await make(LONG).chat(tools=TOOLS, stream=stream, max_tokens=60)
+    if stream:
+        made = merged(answer.events)
+        assert made.pop("finish") == "length" and made["content"] == ""
+    else:
+        [choice] = answer.json["choices"]
+        made = choice["message"]
+        assert choice["finish_reason"] == "length" and made["content"] is None
+    [call] = made["tool_calls"]
+    arguments = call["function"]["arguments"]
+    assert call["function"]["name"] == "a" and 10 < len(arguments)
+    assert ARGUMENTS.startswith(arguments)
+
+
+async def test_the_first_call_ends_a_streamed_answer(make: Callable[..., Server]) -> None:
+    s = make(LONG + LONG)
+    answer = await s.chat(tools=TOOLS, stream=True, parallel_tool_calls=False)
+    made = merged(answer.events)
+    assert made["finish"] == "tool_calls" and s.engine.aborted
+    assert [c["function"]["arguments"] for c in made["tool_calls"]] == [ARGUMENTS]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_goes_on_after_a_broken_call(
+    make: Callable[..., Server], stream: bool
+) -> None:
+    """It is what the model wrote, so that the client can tell the model. The next prompt repeats
+    it."""
+    s = make(LONG.replace(':"', ': x "'))
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    answer = await s.chat(messages=messages, tools=TOOLS, stream=stream)
+    said = merged(answer.events) if stream else answer.json["choices"][0]["message"]
+    said.pop("finish", None)
+    [call] = said["tool_calls"]
+    assert call["function"]["arguments"] == ARGUMENTS.replace(':"', ': x "')
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "no JSON"}
+    assert (await s.chat(messages=[*messages, said, result], tools=TOOLS)).status == 200
+    first, second = (request.prompt for request in s.engine.submitted)
+    text = s.engine.tokenizer.decode(second[len(first) :])
+    assert "no JSON" in text and "hello you" in text

@@ -585,3 +585,43 @@ def test_an_item_that_was_sent_again_is_found_in_its_latest_response() -> None:
     assert store.resolve([{"type": "item_reference", "id": "msg_a"}])[0]["said"] == "again"
     store.delete("b")
     assert store == Store()
+
+
+# ---- calls while they are written
+
+ARGUMENTS = '{"input":"' + "hello you, " * 9 + '"}'
+LONG = f'<tool_call>\n{{"name": "%s", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+async def test_arguments_are_streamed_as_they_are_written(make: Callable[..., Server]) -> None:
+    said = LONG % "f" + LONG % "agents__spawn"
+    found = events(await ask(make(said), stream=True, tools=TOOLS))
+    whole = (await ask(make(said), tools=TOOLS)).json
+    assert unnamed(found[-1]["response"]["output"]) == unnamed(whole["output"])
+    for k, item in enumerate(whole["output"]):
+        own = [e for e in found if e.get("output_index") == k]
+        pieces = [e["delta"] for e in own if kinds([e]) == ["function_call_arguments.delta"]]
+        assert len(pieces) > 30 and all(pieces)
+        assert "".join(pieces) == item["arguments"] == ARGUMENTS
+        assert kinds([own[-2]]) == ["function_call_arguments.done"]
+        assert own[-1]["item"]["status"] == "completed"
+
+
+async def test_a_custom_tools_text_comes_whole(make: Callable[..., Server]) -> None:
+    found = events(await ask(make(LONG % "patch"), stream=True, tools=TOOLS))
+    [piece] = [e["delta"] for e in found if kinds([e]) == ["custom_tool_call_input.delta"]]
+    assert piece == "hello you, " * 9
+
+
+@pytest.mark.parametrize(("name", "kind"), [("f", "function_call"), ("patch", "custom_tool_call")])
+async def test_a_call_cut_by_max_tokens_is_a_partial_call(
+    make: Callable[..., Server], name: str, kind: str
+) -> None:
+    said = LONG % name
+    found = events(await ask(make(said), stream=True, tools=TOOLS, max_output_tokens=60))
+    whole = (await ask(make(said), tools=TOOLS, max_output_tokens=60)).json
+    assert kinds(found)[-1] == "incomplete" and whole["status"] == "incomplete"
+    assert unnamed(found[-1]["response"]["output"]) == unnamed(whole["output"])
+    [item] = whole["output"]
+    assert (item["type"], item["name"], item["status"]) == (kind, name, "incomplete")
+    assert ARGUMENTS.startswith(item.get("arguments", "")) and not item.get("input")

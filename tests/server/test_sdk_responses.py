@@ -254,3 +254,27 @@ def test_a_conversation_with_the_real_engine(tokenizer: Any, model_dir: Path) ->
             )
     finally:
         worker.stop()
+
+
+def test_the_arguments_of_a_call_grow(client: OpenAI, s: Server) -> None:
+    """In both of OpenAI's APIs, as their own client adds them up."""
+    path = "hello you, " * 9
+    s.engine.says = (
+        f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{path}"}}}}\n</tool_call>',
+    )
+    with client.responses.stream(model="tiny", input="hello", tools=TOOLS[:1]) as stream:
+        kind = "response.function_call_arguments.delta"
+        seen = [event.snapshot for event in stream if event.type == kind]
+        [item] = stream.get_final_response().output
+    assert len(set(seen)) > 30 and item.parsed_arguments == {"path": path}  # type: ignore[union-attr]
+    function = {"name": "read", "parameters": PARAMETERS, "strict": True}
+    with client.chat.completions.stream(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+    ) as chat:
+        grown = [e.arguments for e in chat if e.type == "tool_calls.function.arguments.delta"]
+        [choice] = chat.get_final_completion().choices
+    assert len(set(grown)) > 30 and choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls or []
+    assert call.function.parsed_arguments == {"path": path}  # type: ignore[union-attr]

@@ -357,7 +357,7 @@ def called(g: Grammars, some: Any, name: str | None, single: bool, seed: int) ->
     reader = OutputParser(g.tokenizer, some, False, lambda: "id", constrained=True)
     parts = reader.feed(text(g, tokens)) + reader.finish()
     assert parts and all(part.call for part in parts), "nothing but calls"
-    return [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
+    return [(call.name, json.loads(call.arguments)) for call in reader.calls]
 
 
 @settings(max_examples=40)

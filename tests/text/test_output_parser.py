@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlxspec.text.chat import load_tokenizer
 from mlxspec.text.output_parser import OutputParser, Part
+from mlxspec.text.tool_calls import as_object
 from tests.tiny_tokenizer import AGENT, CALLS, CODER, THINK, save_tokenizer
 
 TOOLS = [
@@ -40,28 +41,44 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-def read(tokenizer: Any, pieces: Any, tools: Any = TOOLS, thinking: bool = False) -> list[Part]:
-    """The parts of an answer that comes in these pieces, neighbours of one kind joined."""
+def parts_of(
+    tokenizer: Any, pieces: Any, tools: Any = TOOLS, thinking: bool = False, cut: bool = False
+) -> list[Part]:
+    """The parts of an answer that comes in these pieces."""
     ids = itertools.count()
     reader = OutputParser(tokenizer, tools, thinking, lambda: f"id{next(ids)}")
-    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
-    assert reader.calls == [part.call for part in parts if part.call]
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish(cut)
+    assert reader.calls == [part.call for part in parts if part.opens]
+    return parts
+
+
+def read(tokenizer: Any, pieces: Any, **kw: Any) -> list[Part]:
+    """The parts of an answer that comes in these pieces, neighbours of one kind or call joined."""
     joined: list[Part] = []
-    for part in parts:
-        assert part.call or part.text, "an empty part"
-        if joined and part.call is None and joined[-1].kind == part.kind:
-            joined[-1] = Part(part.kind, joined[-1].text + part.text)
+    for part in parts_of(tokenizer, pieces, **kw):
+        assert part.opens or part.ends or part.text, "an empty part"
+        last = joined[-1] if joined else None
+        if last and last.kind == part.kind and last.call is part.call and not part.opens:
+            assert not last.ends, "a part behind the last one of its call"
+            joined[-1] = Part(part.kind, last.text + part.text, part.call, last.opens, part.ends)
         else:
             joined.append(part)
+    for part in joined:
+        assert part.call is None or (part.opens and part.text == part.call.arguments)
     return joined
 
 
 def told(tokenizer: Any, text: str, **kw: Any) -> list[Any]:
-    """Short: ("kind", text) or ("call", name, arguments)."""
-    return [
-        ("call", p.call.name, json.loads(p.call.arguments)) if p.call else (p.kind, p.text)
-        for p in read(tokenizer, [text], **kw)
-    ]
+    """Short: ("kind", text), ("call", name, arguments), or ("cut", name, text of arguments)."""
+    found: list[Any] = []
+    for part in read(tokenizer, [text], **kw):
+        if part.call is None:
+            found.append((part.kind, part.text))
+        elif part.ends:
+            found.append(("call", part.call.name, json.loads(part.call.arguments)))
+        else:
+            found.append(("cut", part.call.name, part.call.arguments))
+    return found
 
 
 READ = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "lines": 3}}\n</tool_call>'
@@ -90,6 +107,21 @@ HERMES = {
     "bare, unknown": ('{"name": "rm", "arguments": {}}', [("content", '{"name": "rm", "arguments": {}}')]),
     "json": ('{"name": 5} \n', [("content", '{"name": 5} \n')]),
     "broken": ('<tool_call>\n{"name": "read", "arg', [("content", '<tool_call>\n{"name": "read", "arg')]),
+    "broken off": (READ[:54], [("cut", "read", '{"path": "a.')]),
+    "a brace left out": (READ.replace("}}", "}"), [CALL_READ]),
+    "a brace too many": (READ.replace("}}", "}}}"), [CALL_READ]),
+    "a field behind": (READ.replace("}}", '}, "id": "x"}'), [CALL_READ]),
+    "escapes": (
+        READ.replace("a.py", '\\\\ \\" } { \\u00e9'),
+        [("call", "read", {"path": '\\ " } { é', "lines": 3})],
+    ),
+    "mentioned, then made": (
+        f"In <tool_call> tags: {READ}",
+        [("content", "In <tool_call> tags:"), CALL_READ],
+    ),
+    "bare, text": (READ[12:-13] + "\n\nDone.\n", [CALL_READ, ("content", "Done.")]),
+    "bare, two": (READ[12:-13] + "\n" + RUN[12:-13], [CALL_READ, CALL_RUN]),
+    "bare, broken off": (READ[12:54], [("cut", "read", '{"path": "a.')]),
     "broken, whole": ("<tool_call>x</tool_call> y", [("content", "<tool_call>x</tool_call> y")]),
     "broken, then a call": (f"{BROKEN}{RUN}", [("content", BROKEN), CALL_RUN]),
     "no name": (NAMELESS, [("content", NAMELESS)]),
@@ -104,7 +136,14 @@ CODED = {
     "no ends": (f"<tool_call>\n{XML.removesuffix('</function>')}", [CALL_READ]),
     "two naked": (f"{XML}\n{XML}", [CALL_READ, CALL_READ]),
     "thought, naked": (f"<think>a</think>{XML}", [("reasoning", "a"), CALL_READ]),
-    "a parameter without an end": (CUT_XML, [("content", CUT_XML)]),
+    "a parameter without an end": (CUT_XML, [("cut", "run", '{"command": "rm -rf /tm')]),
+    "text behind a call": (f"<tool_call>{XML} ok</tool_call>", [CALL_READ, ("content", "ok")]),
+    "no parameters": ("<function=run>\n</function>", [("call", "run", {})]),
+    "an unknown tool": ("<function=rm>\n</function>", [("call", "rm", {})]),
+    "what looks like an end": (
+        XML.replace("a.py", "</tool_call> </div>\n\n"),
+        [("call", "read", {"path": "</tool_call> </div>\n\n", "lines": 3})],
+    ),
     "a wrong number": (XML.replace("\n3\n", "\nx\n"), [("call", "read", {"path": "a.py", "lines": "x"})]),
     "two in one": (f"<tool_call>\n{XML}\n{XML}\n</tool_call>", [CALL_READ, CALL_READ]),
     "no first end": (f"<tool_call>\n{XML}\n<tool_call>\n{XML}\n</tool_call>", [CALL_READ, CALL_READ]),
@@ -139,7 +178,7 @@ def test_every_split_in_two_reads_alike(hermes: Any, coder: Any, name: str) -> N
 
 
 PIECES = [
-    *("a", " ", "\n", "{", '"name":', "}", "é"),
+    *("a", " ", "\n", "{", '"name":', "}", "é", '"', "\\", "```", "<", "[", READ[:40], XML[:40]),
     *THINK,
     *CALLS,
     READ,
@@ -162,10 +201,10 @@ def test_any_text_in_any_pieces(
     hermes: Any, coder: Any, some: Any, thinking: bool, xml: bool, calls: bool, data: Any
 ) -> None:
     text, tokenizer, tools = "".join(some), coder if xml else hermes, TOOLS if calls else ()
-    whole = read(tokenizer, [text], tools, thinking)
+    whole = read(tokenizer, [text], tools=tools, thinking=thinking)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    assert read(tokenizer, pieces, tools, thinking) == whole
+    assert read(tokenizer, pieces, tools=tools, thinking=thinking) == whole
     assert calls or not any(part.call for part in whole)
     if not calls:  # nothing but the markers of reasoning and white space goes
         kept = "".join(part.text for part in whole)
@@ -238,8 +277,8 @@ def test_a_model_without_a_format_of_its_own(smollm2: Path) -> None:
             [("reasoning", "a <tool_call> b"), ("call", "run", {})],
         ),
         ('{"name": "read", "price": 7}', [("content", '{"name": "read", "price": 7}')]),
-        ('<tool_call>{"name": "run", "arguments": {"x": NaN}}</tool_call>', None),
-        ('<tool_call>{"name": "run", "arguments": {"x": 1e999}}</tool_call>', None),
+        ('<tool_call>{"arguments": {"x": NaN}, "name": "run"}</tool_call>', None),
+        ('<tool_call>{"arguments": {"x": 1e999}, "name": "run"}</tool_call>', None),
         ("<tool_call>" + "[" * 5000, None),
     ],
 )  # fmt: skip
@@ -251,19 +290,21 @@ def test_what_only_looks_like_a_marker_is_text(hermes: Any, text: str, want: Any
 def test_under_a_grammar_there_are_no_calls_but_those_with_tags(hermes: Any) -> None:
     def ruled(text: str) -> list[tuple[str, str]]:
         reader = OutputParser(hermes, TOOLS, True, str, constrained=True)
-        return [
-            (p.kind, p.text or p.call.name) for p in [*reader.feed(text), *reader.finish()] if p
-        ]
+        parts = [*reader.feed(text), *reader.finish()]
+        return [(p.kind, p.call.name if p.call else p.text) for p in parts if p.opens or not p.call]
 
     assert ruled(f"a {READ} b</think>{RUN}") == [("reasoning", f"a {READ} b"), ("call", "run")]
     assert ruled('</think>{"name": "read", "arguments": {}}')[0][0] == "content"
 
 
 def test_half_a_surrogate_pair_can_be_sent(hermes: Any) -> None:
-    [part] = read(
-        hermes, ['<tool_call>{"name": "run", "arguments": {"command": "a\\ud800b"}}</tool_call>']
-    )
-    assert part.call and json.loads(part.call.arguments) == {"command": "a?b"}
+    for call in (
+        '{"name": "run", "arguments": {"command": "a\\ud800b"}}',
+        '{"arguments": {"command": "a\\ud800b"}, "name": "run"}',
+    ):
+        [part] = read(hermes, [f"<tool_call>{call}</tool_call>"])
+        assert part.call and as_object(part.call.arguments) == {"command": "a?b"}
+        assert part.text.encode()
 
 
 def test_values_in_xml_have_the_types_of_their_schema(coder: Any) -> None:
@@ -304,3 +345,165 @@ def test_a_model_that_loops_costs_little(hermes: Any, coder: Any, text: str) -> 
     read(coder, ["<tool_call>", text, "</tool_call>" * 900])
     read(hermes, ["<tool_call>", text, "</tool_call>" * 900])
     assert time.perf_counter() - began < 20
+
+
+# ---- calls while they are written
+# ---------------------------------------------------------------------------
+
+LONG = 'if a < b:\n    print("</b> \\\\ é")\n\n' * 4 + "end"
+ARGUMENTS = {"path": LONG, "lines": 3}
+
+
+def parameters(head: str, key: str, value: str, ends: str) -> str:
+    """A call of `read` in a format with parameters; `%s` stands for names."""
+    text = head % "read"
+    for name, said in ARGUMENTS.items():
+        text += key % name + value % said
+    return text + ends
+
+
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+MINIMAX = parameters(
+    '<invoke name="%s">\n', '<parameter name="%s">', "%s</parameter>\n", "</invoke>\n"
+)
+GLM = parameters("%s\n", "<arg_key>%s</arg_key>\n", "<arg_value>%s</arg_value>\n", "")
+KIMI = f"<|tool_call_begin|>functions.read:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
+FORMATS = {  # what the chat template says of a format, and an answer of two calls
+    "json_tools": ("<tool_call> tool_call.name", f'<tool_call>\n{{"name": "read", "arguments": {JSON}}}\n</tool_call>\n' * 2),
+    "qwen3_coder": (
+        "<tool_call>\n<function=",
+        "<tool_call>\n"
+        + parameters("<function=%s>\n", "<parameter=%s>\n", "%s\n</parameter>\n", "</function>\n")
+        + "</tool_call>\n" + "<tool_call>\n"
+        + parameters("<function=%s>", "<parameter=%s>", "%s</parameter>", "</tool_call>"),
+    ),
+    "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS]read[ARGS]{JSON}" * 2),
+    "mistral's list": (
+        "[TOOL_CALLS]",
+        f'[TOOL_CALLS][{{"name": "read", "arguments": {JSON}, "id": "a1"}},'
+        f' {{"name": "read", "arguments": {JSON}}}]',
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        f"<|tool_calls_section_begin|>{KIMI}{KIMI}<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": (
+        "<minimax:tool_call>",
+        f"<minimax:tool_call>\n{MINIMAX}{MINIMAX}</minimax:tool_call>",
+    ),
+    "glm47": ("<arg_key>", f"<tool_call>{GLM}</tool_call>\n<tool_call>{GLM}</tool_call>"),
+    "longcat": (
+        "<longcat_tool_call>",
+        f"<tool_call>{GLM}</tool_call>".replace("arg_", "longcat_arg_").replace("tool_", "longcat_tool_") * 2,
+    ),
+}  # fmt: skip
+WHOLE = {  # formats whose calls come in one piece
+    "gemma4": ("<|tool_call><tool_call|>", '<|tool_call>call:read{path:<|"|>a.py<|"|>,lines:3}<tool_call|>'),
+    "pythonic": ("<|tool_call_start|>", '<|tool_call_start|>[read(path="a.py", lines=3)]<|tool_call_end|>'),
+    "function_gemma": ("<start_function_call>", "<start_function_call>call:read{path:<escape>a.py<escape>,lines:3}<end_function_call>"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A tokenizer of each format."""
+    made = {}
+    for name, (marks, _) in (FORMATS | WHOLE).items():
+        path = tmp_path_factory.mktemp("format")
+        made[name] = load_tokenizer(save_tokenizer(path, template=f"{{# {marks} #}}{AGENT}"))
+        module = made[name].tool_parser.__module__
+        assert module.endswith(name.removesuffix("'s list")), module
+    return made
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_streamed(writers: dict[str, Any], name: str) -> None:
+    """Several pieces inside of a long string, the same however the text is cut."""
+    tokenizer, (_, text) = writers[name], FORMATS[name]
+    parts = parts_of(tokenizer, text)
+    whole = read(tokenizer, [text])
+    calls = [part.call for part in whole if part.call]
+    assert [json.loads(call.arguments) for call in calls] == [ARGUMENTS] * 2
+    assert len(whole) == 2 and all(part.ends for part in whole)
+    assert sum(bool(part.text) for part in parts) > len(LONG), "nearly every character at once"
+    assert read(tokenizer, text) == whole
+    for at in range(len(text)):
+        assert read(tokenizer, [text[:at], text[at:]]) == whole
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_formats_come_whole(writers: dict[str, Any], name: str) -> None:
+    tokenizer, (_, text) = writers[name], WHOLE[name]
+    assert told(tokenizer, text) == [CALL_READ]
+    opening, whole = parts_of(tokenizer, text)
+    assert opening.opens and whole.ends and json.loads(whole.text) == CALL_READ[2]
+    assert told(tokenizer, text[:-20], cut=True) == [("cut", "read", "")]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_max_tokens_cut_is_a_partial_call(writers: dict[str, Any], name: str) -> None:
+    """From its name on, wherever the answer ends: no text, and arguments that begin as the whole
+    ones do."""
+    tokenizer, (_, text) = writers[name], FORMATS[name]
+    [first, _] = read(tokenizer, [text])
+    assert first.call
+    ends = False
+    for at in range(text.index("read") + 5, len(text)):
+        if not ends:
+            [part] = read(tokenizer, [text[:at]], cut=True)
+            assert [part] == read(tokenizer, text[:at], cut=True)
+            assert part.call and part.call.name == "read" and first.text.startswith(part.text)
+            ends = part.ends
+            assert ends == (part.text == first.text)
+    assert ends
+
+
+BROKEN_CALLS = {
+    "no value": ('{"name": "run", "arguments": {"x": , "y": 1}}', '{"x": , "y": 1}'),
+    "no number": ('{"name": "run", "arguments": {"x": NaN}}', '{"x": NaN}'),
+    "no bracket": ('{"name": "run", "arguments": {"x": [1}}', '{"x": [1}}'),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_CALLS)
+def test_a_call_that_turns_out_broken_stays_a_call(hermes: Any, name: str) -> None:
+    """Its arguments are what the model wrote, which is no JSON, and the text behind it goes on."""
+    said, arguments = BROKEN_CALLS[name]
+    text = f"<tool_call>{said}</tool_call>{READ}"
+    for pieces in ([text], text):
+        broken, good = read(hermes, pieces)
+        assert broken.call and good.call and broken.ends
+        assert broken.text == arguments and good.call.name == "read"
+        assert as_object(broken.text) == {"INVALID_JSON": arguments}
+
+
+@pytest.mark.parametrize("tail", ["<", "}", '\\"', "</", "\n", " ", "</parameter>"])
+def test_long_arguments_take_linear_time(hermes: Any, coder: Any, tail: str) -> None:
+    heads = {hermes: READ[:48], coder: "<tool_call><function=read><parameter=path>\nx"}
+
+    def seconds(tokenizer: Any, n: int) -> float:
+        began = time.process_time()
+        parts_of(tokenizer, itertools.chain([heads[tokenizer]], itertools.repeat(tail, n)))
+        return time.process_time() - began
+
+    for tokenizer in heads:
+        growth = min(seconds(tokenizer, 8000) / seconds(tokenizer, 1000) for _ in range(3))
+        assert growth < 24, "8 is linear, 64 quadratic"
+
+
+SAID = st.text(alphabet='a"\\{}[]<>/\n é,:', max_size=30)
+
+
+@settings(max_examples=100, deadline=None)
+@given(path=SAID, command=SAID, data=st.data())
+def test_any_arguments_in_any_pieces(
+    writers: dict[str, Any], path: str, command: str, data: Any
+) -> None:
+    tokenizer = writers[data.draw(st.sampled_from(["json_tools", "mistral", "kimi_k2"]))]
+    arguments = json.dumps({"path": path, command: [command, {"x": None}]})
+    start = tokenizer.tool_call_start
+    text = f'{start}{{"name": "read", "arguments": {arguments}}}{tokenizer.tool_call_end}'
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    [part] = read(tokenizer, pieces)
+    assert part.ends and part.text == arguments

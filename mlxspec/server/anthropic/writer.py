@@ -3,13 +3,14 @@
 Rule: a stream has the blocks of the body, in the order in which the model generated them.
 """
 
-import json
 from dataclasses import dataclass, field
 
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
 from mlxspec.text.output_parser import Part
+from mlxspec.text.tool_calls import as_object
 
+KINDS = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
 # What a block of each type begins with in a stream.
 EMPTY: dict[str, Json] = {
     "text": {"text": ""},
@@ -35,17 +36,17 @@ class MessageWriter:
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         data = b""
         for part in piece.parts:
-            block = _block(part)
-            kind = block["type"]
-            if not part.call and self.content and self.content[-1]["type"] == kind:
-                self.content[-1][kind] += part.text
-            else:
+            kind = KINDS[part.kind]
+            if part.opens or not self.content or self.content[-1]["type"] != kind:
                 data += self._close()
+                block = _block(part)
                 self.content.append(block)
                 data += self._block_event("start", content_block=block | EMPTY[kind])
+            elif not part.call:
+                self.content[-1][kind] += part.text
             delta = {"type": f"{kind}_delta", kind: part.text}
             if part.call:
-                delta = {"type": "input_json_delta", "partial_json": part.call.arguments}
+                delta = {"type": "input_json_delta", "partial_json": part.text}
             data += self._block_event("delta", delta=delta)
         return data
 
@@ -91,12 +92,11 @@ class MessageWriter:
 
 def _block(part: Part) -> Json:
     if call := part.call:
-        arguments = json.loads(call.arguments)
         return {
             "type": "tool_use",
             "id": call.id,
             "name": call.name,
-            "input": arguments,
+            "input": as_object(call.arguments),
         }
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}

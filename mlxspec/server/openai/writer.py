@@ -11,7 +11,7 @@ from typing import Any
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.openai.schema import Chat, Completion, Infill
 from mlxspec.server.state import Model
-from mlxspec.server.stream import Choice, Choices, Piece, Usage, event, message, spelled
+from mlxspec.server.stream import Choice, Choices, Piece, Usage, event, message
 from mlxspec.text.detokenizer import token_bytes
 from mlxspec.text.output_parser import Part
 from mlxspec.types import Logprob
@@ -161,9 +161,13 @@ class CompletionWriter:
 
 
 def _delta(choice: Choice, part: Part) -> Json:
-    if part.call is not None:
-        index = choice.calls.index(part.call)
-        return {"tool_calls": [{"index": index, **spelled(part.call)}]}
+    if call := part.call:
+        function = {"arguments": part.text}
+        entry: Json = {"index": choice.calls.index(call), "function": function}
+        if part.opens:
+            function["name"] = call.name
+            entry |= {"id": call.id, "type": "function"}
+        return {"tool_calls": [entry]}
     return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
 
 

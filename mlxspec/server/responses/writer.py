@@ -3,7 +3,6 @@
 Rule: the body is the response in the last event of the stream, so both are made by the same calls.
 """
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.responses.schema import Tool
 from mlxspec.server.stream import Choice, Choices, Piece, Usage, typed_event
 from mlxspec.text.chat import Tokenizer
-from mlxspec.text.output_parser import Call
+from mlxspec.text.output_parser import Call, Part
+from mlxspec.text.tool_calls import as_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ResponsesWriter:
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         for part in piece.parts:
             if part.call is not None:
-                self._call(part.call)
+                self._call(part, part.call)
             elif part.kind == "reasoning":
                 self._add("reasoning", part.text, encrypted_content=self.encrypted)
             else:
@@ -139,19 +139,23 @@ class ResponsesWriter:
             if form.part:
                 self._at[f"{form.key}_index"] = 0
                 self._event(f"{form.part_event}.added", **self._at, part={**form.part, "text": ""})
-        self._text.append(text)
-        self._event(f"{form.text_event}.delta", **self._at, delta=text, **form.extra)
+        if text:
+            self._text.append(text)
+            self._event(f"{form.text_event}.delta", **self._at, delta=text, **form.extra)
 
-    def _call(self, call: Call) -> None:
+    def _call(self, part: Part, call: Call) -> None:
         tool = self.tools.get(call.name) or Tool(type="function", name=call.name)
-        kind, text = "function_call", call.arguments
-        if tool.type == "custom":
-            kind, text = "custom_tool_call", plain_input(text)
+        kind, text = "function_call", part.text
+        if tool.type == "custom":  # which argument is the text is only known at its end
+            kind, text = "custom_tool_call", ""
+            if part.ends:
+                text = plain_input(call.arguments)
         fields = {"call_id": call.id, "name": tool.name}
         if tool.namespace:
             fields["namespace"] = tool.namespace
         self._add(kind, text, **fields)
-        self._close()
+        if part.ends:
+            self._close()
 
     def _close(self, status: str = "completed") -> None:
         """End the open item, if there is one."""
@@ -195,7 +199,7 @@ def new_id(kind: str) -> str:
 def plain_input(arguments: str) -> str:
     """The text for a custom tool, from a call's JSON arguments; the JSON itself if it holds more
     than one text."""
-    found = json.loads(arguments)
+    found = as_object(arguments)
     text = found.get("input")
     if len(found) == 1:
         [text] = found.values()

@@ -258,7 +258,7 @@ def test_a_conversation_with_the_real_engine(tokenizer: Any, model_dir: Path) ->
 
 def test_the_arguments_of_a_call_grow(client: OpenAI, s: Server) -> None:
     """In both of OpenAI's APIs, as their own client adds them up."""
-    path = "hello you, " * 9
+    path, s.engine.group = "hello you, " * 9, 1
     s.engine.says = (
         f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{path}"}}}}\n</tool_call>',
     )

@@ -56,8 +56,8 @@ FORMATS = {  # by mlx-lm's names
     "glm47": GLM,
     "longcat": GLM,
     "minimax_m2": ParameterFormat(
-        r'<invoke name="?([^">]+)"?>',
-        r'<parameter name="?([^">]+)"?>(?:\n|(?=[^\n]))'
+        r'<invoke name="?([^"<>]+)"?>',
+        r'<parameter name="?([^"<>]+)"?>(?:\n|(?=[^\n]))'
         r"|</invoke>|</(?:minimax:)?tool_call>|</think>",
         r"</parameter>",
     ),

@@ -48,7 +48,7 @@ class ParameterFormat(NamedTuple):
 
 GLM = ParameterFormat(
     r"([^\s<>{]+)\s*(?=<(?:longcat_)?arg_key>)",
-    r"<(?:longcat_)?arg_key>\s*([^<]*?)\s*</(?:longcat_)?arg_key>(?:\\n|\s)*"
+    r"<(?:longcat_)?arg_key>([^<]+)</(?:longcat_)?arg_key>(?:\\n|\s)*+"
     r"<(?:longcat_)?arg_value>(?:\n|(?=[^\n]))|</(?:longcat_)?tool_call>|</think>",
     r"</(?:longcat_)?arg_value>",
 )

@@ -410,7 +410,8 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     made = {}
     for name, (marks, _) in (FORMATS | WHOLE).items():
         path = tmp_path_factory.mktemp("format")
-        made[name] = load_tokenizer(save_tokenizer(path, template=f"{{# {marks} #}}{AGENT}"))
+        template = f"{{# {marks} #}}{AGENT}"
+        made[name] = load_tokenizer(save_tokenizer(path, template=template, extra=THINK))
         module = made[name].tool_parser.__module__
         assert module.endswith(name.removesuffix("'s list")), module
     return made
@@ -507,3 +508,24 @@ def test_any_arguments_in_any_pieces(
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     [part] = read(tokenizer, pieces)
     assert part.ends and part.text == arguments
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS | WHOLE)),
+    thinking=st.booleans(),
+    cut=st.booleans(),
+    data=st.data(),
+)
+def test_any_text_of_any_format_in_any_pieces(
+    writers: dict[str, Any], name: str, thinking: bool, cut: bool, data: Any
+) -> None:
+    said, how = (FORMATS | WHOLE)[name][1], {"thinking": thinking, "cut": cut}
+    places = st.integers(0, len(said))
+    piece = st.builds(lambda a, b: said[a:b], places, places) | st.just(said)
+    text = "".join(data.draw(st.lists(piece | st.sampled_from(PIECES), max_size=9)))
+    whole = read(writers[name], [text], **how)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert read(writers[name], pieces, **how) == whole
+    assert read(writers[name], text, **how) == whole, "character by character"

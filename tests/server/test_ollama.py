@@ -339,6 +339,13 @@ async def test_an_image_becomes_a_line(make: Make) -> None:
     assert strict.status == 400 and "messages[0].content[0]" in strict.json["error"]
 
 
+async def test_a_call_that_is_cut_is_no_call(make: Make) -> None:
+    s = make(says=(CALL,))
+    found = lines(await ask(s, tools=[LOOK], options={"num_predict": 30}))
+    assert found[-1]["done_reason"] == "length" and said(found, "content") == ""
+    assert not any("tool_calls" in line["message"] for line in found)
+
+
 async def test_the_real_engine_says_the_same_in_any_api(tokenizer: Any, model_dir: Path) -> None:
     """With drawn tokens and in a format; a client that leaves frees its blocks."""
 

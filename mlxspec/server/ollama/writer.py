@@ -3,7 +3,6 @@
 Rule: each line has the fields of the whole body; the last one has its counts.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from datetime import UTC, datetime
 from mlxspec.server.errors import ApiError, Json
 from mlxspec.server.stream import ENCODER, Choice, Choices, Piece, Usage
 from mlxspec.text.output_parser import Call
+from mlxspec.text.tool_calls import as_object
 
 
 @dataclass(slots=True)
@@ -25,7 +25,9 @@ class LineWriter:
         return b""
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        return _encoded(self.line([piece])) if piece.parts else b""
+        if not any(part.ends or not part.call for part in piece.parts):
+            return b""
+        return _encoded(self.line([piece]))
 
     def still_here(self) -> bytes:
         return _encoded(self.line())
@@ -46,7 +48,7 @@ class LineWriter:
         for piece in pieces:
             for part in piece.parts:
                 texts[part.kind] += part.text
-                if part.call:
+                if part.call and part.ends:
                     calls.append(_call(part.call))
         said: Json = {"content" if self.chat else "response": texts["content"]}
         if texts["reasoning"]:
@@ -64,7 +66,7 @@ class LineWriter:
 
 
 def _call(call: Call) -> Json:
-    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    function = {"name": call.name, "arguments": as_object(call.arguments)}
     return {"id": call.id, "function": function}
 
 

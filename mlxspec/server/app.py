@@ -262,6 +262,8 @@ ENDPOINTS: Json = {  # each path with and without /v1
     "POST /v1/detokenize": detokenize,
     "POST /api/chat": ollama.answer,
     "POST /api/generate": ollama.answer,
+    "POST /api/embed": ollama.embed,
+    "POST /api/embeddings": ollama.embed,
     "POST /api/show": ollama.show,
     "GET /api/ps": ollama.models,
     "GET /api/tags": ollama.models,

@@ -74,6 +74,24 @@ async def test_texts(app: Any, tokenizer: Any, worker: Worker) -> None:
     assert tiny.stats(worker).blocks_used == 0
 
 
+async def test_ollamas_shapes(app: Any, tokenizer: Any) -> None:
+    """One text or several, and the older endpoint, which takes one."""
+    ids = [encode(tokenizer, text) for text in TEXTS]
+    body = {"model": "tiny:latest", "input": TEXTS, "truncate": True}
+    answer = await Connection(app, "/api/embed", body).answer()
+    assert answer.json["model"] == "tiny:latest"
+    assert answer.json["prompt_eval_count"] == sum(map(len, ids))
+    for each, vector in zip(ids, answer.json["embeddings"], strict=True):
+        assert vector == pytest.approx(truth(each), abs=1e-3)
+    one = await Connection(app, "/api/embed", {"input": TEXTS[0], "dimensions": 8}).answer()
+    assert one.json["embeddings"] == [pytest.approx(truth(ids[0], dimensions=8), abs=1e-3)]
+    old = await Connection(app, "/api/embeddings", {"prompt": TEXTS[0]}).answer()
+    assert old.json == {"embedding": pytest.approx(truth(ids[0]), abs=1e-3)}
+    for wrong in ({"input": []}, {"input": [5]}, {}):
+        refused = await Connection(app, "/api/embed", wrong).answer()
+        assert refused.status == 400 and "input" in refused.json["error"]
+
+
 async def test_forms_of_the_input(app: Any, tokenizer: Any) -> None:
     """A text, a list, token ids and a list of them: the same vectors."""
     ids = encode(tokenizer, TEXTS[0])

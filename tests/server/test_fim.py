@@ -49,6 +49,21 @@ def asked(s: Server, tokenizer: Any) -> str:
     return str(tokenizer.decode(s.engine.submitted[-1].prompt))
 
 
+@pytest.mark.parametrize("raw", [False, True])
+async def test_ollamas_suffix(
+    make: Callable[..., Server], psm: tuple[Any, Path], raw: bool
+) -> None:
+    s = make()
+    body = {"prompt": "def f(", "suffix": "): pass", "raw": raw, "stream": False}
+    answer = await s.post("/api/generate", body)
+    assert answer.json["response"] == "hello world" and answer.json["done_reason"] == "stop"
+    assert list(s.engine.submitted[0].prompt) == encode(psm[0], FILLED)
+    empty = await s.post("/api/generate", {**body, "prompt": ""})
+    assert empty.status == 200 and len(s.engine.submitted) == 2
+    refused = await s.post("/api/generate", {**body, "format": "json"})
+    assert refused.status == 400 and "suffix" in refused.json["error"]
+
+
 async def test_suffix(make: Callable[..., Server], psm: tuple[Any, Path]) -> None:
     """The prompt is the one made by hand; the family's tokens end the answer too."""
     s = make()

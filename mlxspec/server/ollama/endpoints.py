@@ -11,21 +11,20 @@ from hashlib import sha256
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from mlxspec.server import embeddings
 from mlxspec.server.body import receive
 from mlxspec.server.chat_request import ChatRequest, chat_generation
 from mlxspec.server.errors import ApiError, HttpRequest, Json, invalid
-from mlxspec.server.ollama.schema import Chat, Generate
+from mlxspec.server.ollama.schema import Chat, Embed, Generate
 from mlxspec.server.ollama.writer import LineWriter
 from mlxspec.server.openai.endpoints import completion_generation
-from mlxspec.server.state import Model, run_on_text_thread, while_connected
+from mlxspec.server.state import Model, report, run_on_text_thread, while_connected
 from mlxspec.types import ModelInfo
 
 INSTEAD = {
     "/api/copy": "copy is not supported; name a model with --name when the server is started",
     "/api/create": "create is not supported; send system and options with each request",
     "/api/delete": "delete is not supported; start the server without the model",
-    "/api/embed": "embeddings are not served",
-    "/api/embeddings": "embeddings are not served",
     "/api/pull": "pull is not supported; start the server with the model, which downloads it",
     "/api/push": "push is not supported; upload the model's directory yourself",
 }
@@ -83,12 +82,13 @@ async def answer(http: HttpRequest) -> ASGIApp:
     body, ignored, model = await receive(http, Chat if chats else Generate)
     name = body.model or model.name
     writer = LineWriter(f"ollama-{secrets.token_hex(12)}", name, chats)
-    if not body.messages:
+    plain = isinstance(body, Generate) and body.plain
+    if not body.messages and not plain:
         keep = str((body.model_extra or {}).get("keep_alive"))
         return JSONResponse(writer.line() | await _load(http, model, keep))
-    if isinstance(body, Generate) and body.raw:
+    if plain:
         if body.form:
-            raise invalid("format", "format with raw: send one of them")
+            raise invalid("format", "format with raw or suffix: send one of them")
         made = await run_on_text_thread(
             http, completion_generation, model, body, writer, ignored, arrived
         )
@@ -98,6 +98,18 @@ async def answer(http: HttpRequest) -> ASGIApp:
         made = await run_on_text_thread(http, chat_generation, model, chat, writer, ignored)
     made.media = "application/x-ndjson"
     return made
+
+
+async def embed(http: HttpRequest) -> Response:
+    """POST /api/embed and, for one text, /api/embeddings."""
+    body, ignored, model = await receive(http, Embed)
+    work = embeddings.embed(model, body.input, body.dimensions)
+    vectors, tokens = await while_connected(http.receive, work)
+    found = [vector.tolist() for vector in vectors]
+    made = {"model": body.model or model.name, "embeddings": found, "prompt_eval_count": tokens}
+    if http.url.path == "/api/embeddings":
+        made = {"embedding": found[0]}
+    return JSONResponse(made, headers=report(ignored))
 
 
 async def _load(http: HttpRequest, model: Model, keep: str) -> Json:

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from mlxspec.server.body import FIRST, MAX_ITEMS, Items
+from mlxspec.server.body import FIRST, MAX_ITEMS, Count, Items, Strict
 from mlxspec.server.chat_request import OBJECT, Format
 from mlxspec.server.content import READABLE
 from mlxspec.server.errors import Json
-from mlxspec.server.openai.schema import Common
+from mlxspec.server.openai.schema import MAX_INPUTS, Common
 from mlxspec.text.messages import listed
 
 
@@ -72,6 +72,7 @@ class Generate(Chat):
     echo: ClassVar[bool] = False
 
     prompt: str = ""
+    suffix: str = ""
     system: str = ""
     images: Items = Field([])
     raw: bool = False  # without the chat template
@@ -87,5 +88,20 @@ class Generate(Chat):
         return value
 
     @property
+    def plain(self) -> bool:
+        """Whether the template is not applied."""
+        return bool(self.suffix or (self.raw and self.prompt))
+
+    @property
     def prompts(self) -> list[str]:
         return [self.prompt]
+
+
+class Embed(Strict):
+    """The body of /api/embed and of /api/embeddings, which has a `prompt`."""
+
+    model: str | None = None
+    input: Annotated[
+        list[str], FIRST, BeforeValidator(listed), Field(min_length=1, max_length=MAX_INPUTS)
+    ] = Field(validation_alias=AliasChoices("input", "prompt"))
+    dimensions: Count | None = None

@@ -1,54 +1,80 @@
-"""How many prompt rows a step may have, so that running answers wait `gap` seconds at most.
+"""How many rows of prompts a step has: as few as read them at nearly the best rate, and beside
+running answers only what fits into `gap` seconds, where that is not far too slow.
 
-Rule: the budget follows the measured times of steps; nothing is assumed of the machine.
+Rule: rows follow from what steps took, by their rows and their context; nothing is assumed of the
+machine.
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxspec.types import Plan
 
 MIN_ROWS = 8  # a prefill always makes progress
 MAX_ROWS = 2048  # bounds a step's memory
-IDLE_GAP = 1.0  # seconds of a step when nothing decodes: a cancel or an arrival waits for it
-MARGIN = 0.9  # aims below the bound: steps vary
-MAX_RISE, MAX_DROP = 1.3, 0.25  # of the budget in one step: one fast or slow step is no proof
+CHOICES = np.r_[8:64:8, 64 : MAX_ROWS + 1 : 64]  # rows of prompts in a step: whole tiles of kernels
+GRID = MIN_ROWS * 2 ** np.arange(9)  # rows whose cost is kept
+LONGEST = 4.0  # seconds of a step when nothing decodes: a cancel or an arrival waits for it
+ALONE, BESIDE = 0.97, 0.6  # of the best rate: aimed at when nothing decodes; least beside decodes
+MARGIN = 0.9  # aims below a bound: steps vary
+RATE = 0.5  # of an error, as a logarithm, that one step corrects
+ATTENTION = 1e-7  # of a step of MAX_ROWS, for a row and a token before it: to begin with
+DOUBT = 10.0  # times as sure is what rows cost as what attention does
 
 
 @dataclass(slots=True)
 class PrefillBudget:
-    """`rows(decoding)` is the prefill budget of a step; `learn` feeds it what steps took.
-
-    A step costs a + b * rows seconds with unknown a and b. Scaling the rows of a step by wanted /
-    measured time never predicts too little time for more rows, and converges on the wanted time
-    for fewer. `fixed` rows, if not 0, override the clock.
-    """
+    """`rows` is what a step still takes of a prompt. A step takes `factor` times the `seconds` that
+    were measured for its rows, those of GRID, and `attention` for each row and token before it;
+    `learn` corrects both by what steps took. `fixed` rows, if not 0, override the clock."""
 
     gap: float = 0.25  # seconds
     fixed: int = 0
-    shared: float = 64.0  # rows beside decodes
-    alone: float = 256.0  # rows when nothing decodes
+    seconds: tuple[float, ...] = tuple(GRID / 500)  # until they are measured
+    attention: float = 4e-7
+    factor: float = 1.0
 
-    def rows(self, decoding: bool) -> int:
+    def rows(self, plan: Plan, context: int, decoding: bool) -> int:
+        """How many rows of a prompt, of which `context` tokens are computed, a step may have beside
+        its `plan`; `decoding`: a running answer waits for it."""
+        rows, pairs, prompt = _work(plan)
         if self.fixed:
-            return self.fixed
-        return int(self.shared if decoding else self.alone)
-
-    def learn(self, prefill: int, decoding: bool, seconds: float) -> None:
-        """A step with `prefill` prompt rows took `seconds`. A fast step far below the budget says
-        little; a slow one says that the budget is too large."""
-        if self.fixed or seconds <= 0:
-            return
-        wanted = MARGIN * (self.gap if decoding else IDLE_GAP)
-        small = prefill < 0.5 * self.rows(decoding)
-        if small and (seconds <= wanted or prefill < MIN_ROWS):
-            return
-        ratio = min(MAX_RISE, max(MAX_DROP, wanted / seconds))
-        budget = self.shared if decoding else self.alone
-        # From the rows that ran, not from the fraction that the budget holds beyond them: else it
-        # rises past what was measured and falls back, by turns.
-        scaled = min(prefill, budget) * ratio
-        if ratio < 1 or scaled > budget:
-            budget = min(MAX_ROWS, max(MIN_ROWS, scaled))
+            return max(0, self.fixed - prompt)
+        more = np.maximum(0, CHOICES - prompt)
+        seconds = self._cost(rows + more, pairs + more * context)
+        took = seconds + self.attention / 2 * more**2
+        longer = np.append(took[1:], np.inf)  # with the next larger choice
+        # However a prompt is cut, its rows attend to as many tokens: that is no loss of rate.
+        rate = (prompt + more) / seconds
+        best = rate[: max(1, np.count_nonzero(took <= MARGIN * LONGEST))].max()
+        enough = rate >= ALONE * best
         if decoding:
-            self.shared = budget
-        else:
-            self.alone = budget
-            self.shared = min(self.shared, self.alone)
+            enough |= (rate >= BESIDE * best) & (longer > MARGIN * self.gap)
+        return int(more[np.argmax(enough)])
+
+    def learn(self, plan: Plan, seconds: float) -> None:
+        """A step took `seconds`, 0: unknown."""
+        rows, pairs, prompt = _work(plan)
+        if not prompt or seconds <= 0:
+            return
+        expected = self._cost(rows, pairs)
+        own = self._cost(rows, 0) / expected  # the part that is not attention
+        rest = DOUBT * (1 - own)
+        gain = RATE / (own + rest)
+        ratio = seconds / expected
+        self.factor *= ratio ** (gain * own)
+        self.attention *= ratio ** (gain * rest)
+
+    def _cost(self, rows: Any, pairs: Any) -> Any:
+        """Seconds of a step, or of several in arrays."""
+        return self.factor * np.interp(rows, GRID, self.seconds) + self.attention * pairs
+
+
+def _work(plan: Plan) -> tuple[int, float, int]:
+    """Of a step its rows, their pairs with a token before them, and the rows of prompts."""
+    rows = sum(e.rows for e in plan)
+    pairs = sum(e.rows * (e.start + e.rows / 2) for e in plan)
+    prompt = sum(e.count for e in plan if e.count > 1 or not e.samples)
+    return rows, pairs, prompt

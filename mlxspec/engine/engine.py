@@ -182,9 +182,8 @@ class Engine:
         if self._disk_busy:  # its time says nothing about the next one's
             self.step_seconds = 0.0
             return
-        prefill = sum(e.count for e in step.plan if e.count > 1)
+        self.scheduler.prefill_budget.learn(step.plan, self.step_seconds)
         decoding = any(e.count == 1 for e in step.plan)
-        self.scheduler.prefill_budget.learn(prefill, decoding, self.step_seconds)
         if decoding and not any(len(e.draft) for e in step.plan):
             self.spec_metrics.parked += self.step_seconds
 

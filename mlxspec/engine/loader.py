@@ -16,7 +16,7 @@ from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
-from mlxspec.engine.budget import PrefillBudget
+from mlxspec.engine.budget import ATTENTION, GRID, PrefillBudget
 from mlxspec.engine.drafting import add_drafters, load_drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
@@ -40,6 +40,9 @@ from mlxspec.progress import progress
 from mlxspec.types import ModelInfo, Request, UnsupportedModel
 
 KERNELS_DIR = "kernels"  # in the cache directory: the verdicts about kernels
+READ = 2080  # tokens
+LEAST, SLOW = 1e-3, 0.7  # seconds of a step
+GROWTH = 1.87  # what twice the rows cost at most: less than twice, so that they are tried
 
 
 def load_engine(
@@ -81,7 +84,7 @@ def load_engine(
     facts = versions() | {"kept": kept}  # what a KV block depends on, beside its tokens
     identity = fingerprint(path, facts)
     engine = _build(model, layout, plan, context, identity, config)
-    _warm_up(engine, config)
+    _warm_up(engine, config, cache)
     if config.speculate == "on":
         add_drafters(engine, cache, drafting, config)
     cache.save(file)
@@ -170,7 +173,7 @@ def _build(
     return Engine(runner, scheduler, vocab=layout.vocab)
 
 
-def _warm_up(engine: Engine, config: Config) -> None:
+def _warm_up(engine: Engine, config: Config, cache: WarmupCache) -> None:
     """Run two requests through the real pools, which compiles what is compiled lazily. The prefill
     budget is made afterwards, so that it learns nothing from compiling."""
     limit = engine.scheduler.limit
@@ -182,6 +185,31 @@ def _warm_up(engine: Engine, config: Config) -> None:
         engine.add(Request("warm-up", (token,), 1))
     while engine.busy:
         engine.step()
+    cache.prefill = known = cache.prefill or _prefill_seconds(engine)
     engine.reset()
-    gap = config.decode_gap_ms / 1000
-    engine.scheduler.prefill_budget = PrefillBudget(gap, config.prefill_budget)
+    engine.scheduler.prefill_budget = PrefillBudget(
+        config.decode_gap_ms / 1000, config.prefill_budget, known, ATTENTION * known[-1]
+    )
+
+
+def _prefill_seconds(engine: Engine) -> tuple[float, ...]:
+    """What steps that read the beginning of a prompt take, by their rows. Behind a step that is
+    SLOW no larger one is tried. Twice the rows count as less than twice the time, because a part of
+    that is attention."""
+    size = min(engine.scheduler.limit - 1, READ)
+    prompt = Request("warm-up", tuple(i % engine.vocab for i in range(size)), 1)
+    seconds = []
+    last = 0.0
+    for rows in GRID.tolist():
+        most = GROWTH * last
+        if last < SLOW and rows < size:
+            engine.scheduler.prefill_budget.fixed = rows
+            engine.add(prompt)
+            engine.step()
+            engine.abort(prompt.id)
+            engine.reset()
+            last = min(most or engine.step_seconds, engine.step_seconds)
+        else:
+            last = most
+        seconds.append(max(LEAST, last))
+    return tuple(seconds)

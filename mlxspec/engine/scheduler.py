@@ -121,16 +121,14 @@ class Scheduler:
                 self._add_entry(plan, seq, 1)
         # A token in flight is also a running answer that this step would delay.
         decoding = bool(plan) or any(s.pending for s in self.running)
-        budget = self.prefill_budget.rows(decoding)
         prefills = [s for s in ready if s.remaining > 1]
         prefills.sort(key=lambda s: (s.deferred < MAX_DEFERRED, s.remaining, s.order))
         for seq in prefills:
-            n = self.kv.limit_rows(seq, min(seq.remaining, budget))
+            n = min(seq.remaining, self.prefill_budget.rows(plan, seq.computed, decoding))
+            n = self.kv.limit_rows(seq, n)
             if n > 0 and self._add_entry(plan, seq, n):
-                budget -= n
                 seq.deferred = 0
-                if plan[-1].samples:  # its answer begins with this step: it is delayed as well
-                    budget = min(budget, self.prefill_budget.rows(decoding=True))
+                decoding |= plan[-1].samples  # its answer begins with this step: it waits as well
             else:
                 seq.deferred += 1
         for entry in plan:

@@ -21,11 +21,12 @@ from mlxspec.types import Tap
 
 
 class WarmupCache(BaseModel):
-    """The measurements of one model; `costs` were measured with `kernels` in use, `taps` are the
-    hidden states that MTP heads read, by their fingerprints."""
+    """The measurements of one model; `costs` were measured with `kernels` in use, `prefill` is
+    the PrefillBudget's, `taps` are the hidden states that MTP heads read, by their fingerprints."""
 
     layout: LayoutChoice
     costs: Costs | None = None
+    prefill: tuple[float, ...] = ()
     kernels: str = ""
     taps: dict[str, Tap] = {}
 

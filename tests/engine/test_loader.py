@@ -49,7 +49,7 @@ def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:
     assert info.kv_blocks == memory.CONTEXTS * 512 // 16 + 1
     pools = [p for pages in e.runner.caches for p in pages.pools()]
     assert info.kv_bytes == sum(p.nbytes for p in pools) and info.weight_bytes > 0
-    assert e.scheduler.prefill_budget.rows(decoding=True) > 0
+    assert e.scheduler.prefill_budget.rows([], 0, decoding=True) > 0
     stats = e.stats()
     assert (stats.steps, stats.blocks_cached, stats.blocks_used) == (0, 0, 0), (
         "warm-up leaves no trace"

@@ -4,61 +4,89 @@ Rule: listing downloads nothing and reads no weights beyond their headers.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 from mlxspec import blas
 from mlxspec.commands.table import print_table
 from mlxspec.config import Config
 from mlxspec.files import format_size, weight_bytes, weight_files
+from mlxspec.types import Json, OutOfMemory, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
     """A model by the name that `serve` takes, or a head, which only --draft takes. Without a path
-    it is not downloaded, and `bytes` is the size of the download."""
+    it is not downloaded, and `bytes` is the size of the download. `fits`: whether it can be loaded
+    here, by its config.json and the sizes of its files; `head`: what drafts for it."""
 
     name: str
     kind: str  # "model" or "head"
     path: Path | None
     bytes: int
+    fits: str = ""
+    head: str = ""
 
 
 def local_models(config: Config) -> list[LocalModel]:
-    """The models of the settings, the built-in model, and those in Hugging Face's cache."""
-    from mlxspec.model.cards import cards, target_of
+    """The models of the settings, the built-in model, and those that mlx-lm can load in the folders
+    of other programs."""
+    from mlxspec.model.cards import cards, head_of, target_of
+    from mlxspec.model.hub import Resolved, cache_of, installed, learned_head
+    from mlxspec.model.layout import has_code
     from mlxspec.resolve import models_of, on_disk
-    from mlxspec.speculate.heads.files import find_head
+    from mlxspec.speculate.heads.files import find_head, flat
 
-    known, found = cards(), []
-    for name in dict.fromkeys((*models_of(config), *known, *_cached_repos())):
-        path = on_disk(name, config)
-        size = 0
-        if path:
-            size = weight_bytes(path)
-        elif name in known:
-            size = known[name].source.bytes
-        head = find_head(path).standalone if path else target_of(name)
-        found.append(LocalModel(name, "head" if head else "model", path, size))
+    known, found, there = cards(), [], installed()
+    for name in dict.fromkeys((*models_of(config), *known, *sorted(there))):
+        path = there.get(name) or on_disk(name, config)
+        if not path:
+            size = known[name].source.bytes if name in known else 0
+            found.append(LocalModel(name, "head" if target_of(name) else "model", None, size))
+            continue
+        head = find_head(path)
+        size = weight_bytes(path)
+        if head.standalone:
+            found.append(LocalModel(name, "head", path, size))
+        elif name not in there or has_code(head.config):
+            fits = _fits(config, path, size, flat(head.config))
+            learned = learned_head(Resolved(path, name), cache_of(config))
+            drafts = head.kind or str(learned or head_of(name))
+            found.append(LocalModel(name, "model", path, size, fits, drafts))
     return found
 
 
-def _cached_repos() -> Iterator[str]:
-    """Repositories in Hugging Face's cache that look like models in mlx-lm's format."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
+def _fits(config: Config, path: Path, size: int, files: Json) -> str:
+    """Whether a model can be loaded here, by the plan that is made before its weights are read."""
+    from mlxspec.engine.memory import make_plan, total
+    from mlxspec.model.hub import resolve
+    from mlxspec.model.layout import context_of
+    from mlxspec.model.meter import working_set
 
+    free = min(config.memory_bytes or total(), working_set())
+    context = min(context_of(files), config.context or 1 << 31)
     try:
-        repos = sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id)
-    except CacheNotFound:
-        return
-    for repo in repos:
-        names = {file.file_name for revision in repo.revisions for file in revision.files}
-        weights = any(fnmatch(name, "model*.safetensors") for name in names)
-        if repo.repo_type == "model" and "/" in repo.repo_id and "config.json" in names and weights:
-            yield repo.repo_id
+        resolve(str(path), path, False)  # is it complete?
+        make_plan(config, context, size, [(_token_bytes(files), (), 0)], free)
+    except OutOfMemory:
+        return "no"
+    except UnsupportedModel:
+        return "incomplete"
+    return "incomplete" if damage(path) else "yes"
+
+
+def _token_bytes(files: Json) -> int:
+    """About what a token's K and V take in 16 bits, by the text model's fields of config.json."""
+
+    def number(key: str) -> int:
+        value = files.get(key)
+        return value if isinstance(value, int) else 0
+
+    heads = number("num_attention_heads")
+    size = number("head_dim") or number("hidden_size") // max(1, heads)
+    values = number("kv_lora_rank") or 2 * size * (number("num_key_value_heads") or heads)
+    return 2 * values * number("num_hidden_layers")
 
 
 def damage(path: Path) -> list[str]:
@@ -93,8 +121,6 @@ def show(found: Sequence[LocalModel], as_json: bool) -> None:
         return
     rows = []
     for one in found:
-        path = "not downloaded"
-        if one.path:
-            path = str(one.path).replace(str(Path.home()), "~")
-        rows.append((one.name, one.kind, format_size(one.bytes), path))
-    print_table(("name", "kind", "size", "path"), rows)
+        path = str(one.path or "not downloaded").replace(str(Path.home()), "~")
+        rows.append((one.name, one.kind, format_size(one.bytes), one.fits, one.head, path))
+    print_table(("name", "kind", "size", "fits", "head", "path"), rows)

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice, product
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +19,15 @@ from mlxspec.model.cards import Mode, cards, target_of
 from mlxspec.types import Json, UnsupportedModel, line_of
 
 DEFAULT = "smollm2-135m-instruct"
+# Where other programs keep models in mlx-lm's format: NAME or PUBLISHER/NAME in each.
+FOLDERS = (
+    "~/.lmstudio/models",
+    "~/.cache/lm-studio/models",
+    "~/.omlx/models",
+    "~/.swama/models",
+    "~/MLXModels",  # Osaurus
+)
+MOST = 5000  # models that are looked at in each place
 HUB_FILES = (
     *WEIGHT_FILES,
     "*.json",
@@ -79,9 +89,27 @@ def learned_head(found: Resolved, cache_dir: Path) -> Path | None:
     return next((path for path in places if (path / "config.json").is_file()), None)
 
 
+def installed() -> dict[str, Path]:
+    """The models and heads in Hugging Face's cache and in FOLDERS, whole or not, by hub id or name;
+    of equal names the first."""
+    from huggingface_hub import constants
+
+    found = {}
+    for repo in islice(Path(constants.HF_HUB_CACHE).glob("models--*"), MOST):
+        name = repo.name[8:].replace("--", "/", 1)
+        if path := _cached(name):
+            found[name] = path
+    for folder, depth in product(FOLDERS, ("*", "*/*")):
+        root = Path(folder).expanduser()
+        for file in islice(root.glob(f"{depth}/config.json"), MOST):
+            found.setdefault(str(file.parent.relative_to(root)), file.parent)
+    return found
+
+
 def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Resolved:
-    """The model called `name`, downloaded if it is missing; "" is the built-in default. `draft`: it
-    may be a head, which has no tokenizer.
+    """The model called `name`, downloaded if it is missing; "" is the built-in default. Of an
+    installed model the last part of its id is enough. `draft`: it may be a head, which has no
+    tokenizer.
 
     Raises UnsupportedModel with the reason and the fix.
     """
@@ -100,13 +128,22 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
         raise UnsupportedModel(
             f"{name} is a file; give the directory that holds it, in mlx-lm's format"
         )
+    there = installed()
     if _is_hub_id(name):
         if not draft:  # before gigabytes come
             _refuse_head(name, {})
-        return _found(_download(name), name, draft)
+        lies = there.get(name)
+        if not lies or lies.parent.name == "snapshots":  # of the hub's cache: with what is new
+            lies = _download(name)
+        return _found(lies, name, draft)
+    named = [each for each in there if Path(each).name == name]
+    if len(named) > 1:
+        raise UnsupportedModel(f"{name!r} may be any of {named}; give the whole name")
+    for each in named:
+        return _found(there[each], each, draft)
     raise UnsupportedModel(
         f"no model {name!r}: it is neither a directory, nor a hub id such as mlx-community/NAME,"
-        f" nor the built-in model ({', '.join(known)})"
+        f" nor one of `mlxspec models` ({', '.join(known)})"
     )
 
 
@@ -122,7 +159,7 @@ def find_local(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> 
         return path if path.is_dir() else None
     if os.path.exists(os.path.expanduser(name)) or not _is_hub_id(name):
         return resolve(name, cache_dir, metal, draft).path
-    return _cached(name)
+    return _cached(name) or installed().get(name)
 
 
 def _cached(name: str) -> Path | None:
@@ -191,10 +228,7 @@ def _shards(path: Path) -> set[str]:
     try:
         return set(Index.model_validate_json(index.read_bytes()).weight_map.values())
     except ValidationError as error:
-        why = error.errors()[0]["msg"]
-        raise UnsupportedModel(
-            f"{index} is not an index of weight files: {why}; download it again"
-        ) from error
+        raise UnsupportedModel(f"{index} is not an index of weight files; download it") from error
 
 
 def _download(name: str) -> Path:

@@ -127,6 +127,15 @@ def _classes(config: Json) -> Any:
     return built, arguments
 
 
+def has_code(config: Json) -> bool:
+    """Whether mlx-lm has code for a config.json's architecture."""
+    try:
+        _get_classes(config)
+        return "model_file" not in config
+    except (Exception, SystemExit):  # some models exit where a package is missing
+        return False
+
+
 def context_of(config: Json) -> int:
     """The longest context the model was trained for, in tokens; 8192 if its config has none."""
     inner = config.get("text_config")

@@ -1,10 +1,13 @@
 """What is on this disk: found, measured, fetched; weights that were cut off are named."""
 
 import json
+import os
+import shutil
 import struct
+import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +15,8 @@ from typer.testing import CliRunner
 from mlxspec import cli
 from mlxspec.commands import models
 from mlxspec.config import Config
+from mlxspec.model.hub import storage_name
+from tests.heads import packagings
 from tests.heads.packagings import SIDECAR
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -54,29 +59,143 @@ def test_damage(model: Path) -> None:
         )
 
 
-def test_local_models(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def repo(name: str, *files: str, kind: str = "model") -> SimpleNamespace:
-        named = [SimpleNamespace(file_name=file) for file in files]
-        return SimpleNamespace(
-            repo_id=name, repo_type=kind, revisions=[SimpleNamespace(files=named)]
-        )
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
 
-    repos = [
-        repo("b/fits", "config.json", "model-00001-of-00002.safetensors"),
-        repo("a/gguf", "model.gguf"),
-        repo("a/data", "config.json", "model.safetensors", kind="dataset"),
-    ]
-    monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda: SimpleNamespace(repos=repos))
-    found = models.local_models(Config(model=str(model), cache_dir=str(tmp_path / "cache")))
-    assert [(one.name, one.path) for one in found] == [
-        (str(model), model),
-        ("smollm2-135m-instruct", None),
-        ("b/fits", None),
-    ]
-    assert (
-        found[0].bytes == (model / "model.safetensors").stat().st_size
-        and found[1].bytes > 9 * 10**7
-    )
+
+def placed(path: Path, **config: Any) -> Path:
+    """A whole model of a few bytes."""
+    save_tokenizer(path)
+    (path / "config.json").write_text(json.dumps(LLAMA | config))
+    weights(path / "model.safetensors")
+    return path
+
+
+def cached(hub: Path, name: str, **config: Any) -> Path:
+    """In Hugging Face's cache, where files are links to blobs."""
+    repo = hub / f"models--{name.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text("f" * 40)
+    path = placed(repo / "snapshots" / ("f" * 40), **config)
+    blob = repo / "blobs" / "weights"
+    blob.parent.mkdir()
+    (path / "model.safetensors").rename(blob)
+    (path / "model.safetensors").symlink_to(blob)
+    return path
+
+
+def listed(tmp_path: Path, **settings: Any) -> dict[str, models.LocalModel]:
+    config = Config(cache_dir=str(tmp_path / "cache"), **settings)
+    return {one.name: one for one in models.local_models(config)}
+
+
+def test_models_are_found_where_they_lie(model: Path, tmp_path: Path) -> None:
+    studio, older = tmp_path / ".lmstudio/models", tmp_path / ".cache/lm-studio/models"
+    there = {
+        "a/hub": cached(tmp_path / "hub", "a/hub"),
+        "b/studio": placed(studio / "b/studio"),
+        "b/older": placed(older / "b/older"),
+        "flat": placed(tmp_path / ".omlx/models/flat"),
+        "c/omlx": placed(tmp_path / ".omlx/models/c/omlx"),
+    }
+    shutil.copytree(SIDECAR, studio / "b/head")
+    placed(older / "b/studio")  # a second copy: the first counts
+    (studio / "b/gguf").mkdir()
+    weights(studio / "b/gguf/model.gguf")
+    placed(studio / "b/unknown", model_type="no_such_model")
+    placed(studio / "b/own-code", model_file="model.py")
+    found = listed(tmp_path, model=str(model))
+    assert {name: found[name].path for name in there} == there
+    assert [*found] == [str(model), "smollm2-135m-instruct", *sorted([*there, "b/head"])]
+    assert all((found[name].kind, found[name].fits) == ("model", "yes") for name in there)
+    assert (found["b/head"].kind, found["b/head"].fits) == ("head", "")
+    assert found["smollm2-135m-instruct"].bytes > 9 * 10**7
+
+
+def test_what_is_half_there_is_named_so(tmp_path: Path) -> None:
+    studio, hub = tmp_path / ".lmstudio/models/x", tmp_path / "hub"
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (placed(studio / "shard") / "model.safetensors.index.json").write_text(json.dumps(index))
+    (placed(studio / "cut") / "model.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
+    (placed(studio / "no-weights") / "model.safetensors").unlink()
+    (placed(studio / "no-tokenizer") / "tokenizer.json").unlink()
+    (studio / "no-tokenizer/tokenizer_config.json").unlink()
+    (cached(hub, "x/blob").parents[1] / "blobs/weights").unlink()
+    names = {"x/shard", "x/cut", "x/no-weights", "x/no-tokenizer", "x/blob"}
+    found = listed(tmp_path)
+    assert {one.name for one in found.values() if one.fits == "incomplete"} == names
+
+
+def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    studio, hub = tmp_path / ".lmstudio/models", tmp_path / "hub"
+    studio.mkdir(parents=True)
+    (studio / "loop").symlink_to(studio / "loop")
+    (studio / "gone").symlink_to(tmp_path / "nowhere")
+    (studio / "round").symlink_to(studio)
+    (studio / "file").write_text("")
+    for text in ("", "[]", "{", '{"model_type": 3}', '{"model_type": "../llama"}', "\0"):
+        path = studio / "p" / f"config {len(text)}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(text)
+    odd = {"hidden_size": "4", "num_attention_heads": 0, "text_config": [1], "head_dim": -1}
+    placed(studio / "p/odd", **odd)
+    (hub / "models--a--none").mkdir(parents=True)
+    (hub / "models--a--ref/refs").mkdir(parents=True)
+    (hub / "models--a--ref/refs/main").write_text("../../..")
+    (hub / "models--").mkdir()
+    (tmp_path / ".omlx").write_text("")
+    assert {*listed(tmp_path)} == {"smollm2-135m-instruct", "p/odd"}
+
+
+def test_whether_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the machine's memory, or the limit of the settings."""
+    path = placed(tmp_path / ".lmstudio/models/x/model")
+    monkeypatch.setattr("mlxspec.engine.memory.total", lambda: 16 << 30)
+    monkeypatch.setattr(models, "damage", lambda path: [])
+    for size, settings, fits in (
+        (8 << 30, {}, "yes"),
+        (14 << 30, {}, "no"),  # 1 GiB of K/V for 8,192 tokens, twice; and headroom
+        (8 << 30, {"memory_gb": 8.0}, "no"),
+        (14 << 30, {"context": 512}, "yes"),
+        (1 << 42, {}, "no"),
+    ):
+        os.truncate(path / "model.safetensors", size)
+        assert listed(tmp_path, **settings)["x/model"].fits == fits, (size, settings)
+
+
+def test_the_head_of_each_is_named(tmp_path: Path) -> None:
+    """In its files, learned here, or published."""
+    target = "mlx-community/Qwen3.8-27B-4bit"
+    studio = tmp_path / ".lmstudio/models"
+    placed(studio / target)
+    packagings.write("embedded", studio / "x/embedded")
+    learner = placed(studio / "x/learner")
+    head = tmp_path / "cache/heads" / storage_name("x/learner", learner)
+    head.mkdir(parents=True)
+    (head / "config.json").write_text("{}")
+    placed(studio / "x/plain")
+    found = listed(tmp_path)
+    names = [found[name].head for name in (target, "x/embedded", "x/learner", "x/plain")]
+    assert names == ["mlx-community/Qwen3.8-27B-MTP-4bit", "mtp", str(head), ""]
+
+
+def test_thousands_of_entries(tmp_path: Path) -> None:
+    studio = tmp_path / ".lmstudio/models"
+    for i in range(50):
+        for j in range(60):
+            (studio / f"{i}/{j}").mkdir(parents=True)
+    for i in range(1000):
+        (tmp_path / f"hub/models--x--{i}/refs").mkdir(parents=True)
+    placed(studio / "x/model")
+    began = time.perf_counter()
+    assert "x/model" in listed(tmp_path)
+    assert time.perf_counter() - began < 10
 
 
 def test_models_and_pull(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +208,7 @@ def test_models_and_pull(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert run("pull", str(model)).startswith(f"model is in {model}, ")
     monkeypatch.setenv("MLXSPEC_MODEL", str(model))
     lines = run("models").splitlines()
-    assert lines[0].split() == ["name", "kind", "size", "path"]
+    assert lines[0].split() == ["name", "kind", "size", "fits", "head", "path"]
     assert "~/model" in lines[1] and "not downloaded" in lines[2]
     rows = json.loads(run("models", "--json"))
     assert rows[0]["path"] == str(model) and rows[0]["bytes"] > 64

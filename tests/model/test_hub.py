@@ -1,6 +1,7 @@
 """Model names become directories: cards, directories, hub ids, and what can be wrong with them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,52 @@ def test_a_local_model_is_found_without_a_download(
     assert find_local("owner/repo", tmp_path, False) is None
     with pytest.raises(UserError, match="neither a directory"):
         find_local("nonsense", tmp_path, False)
+
+
+@pytest.fixture
+def studio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes models in LM Studio's folder; there is no hub."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub, "_download", lambda name: pytest.fail(f"{name} was downloaded"))
+
+    def make(name: str) -> Path:
+        path = tmp_path / ".lmstudio/models" / name
+        path.mkdir(parents=True)
+        for file in FILES:
+            (path / file).touch()
+        return path
+
+    return make
+
+
+def test_another_program_s_model_is_taken_by_its_name(
+    studio: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By all of it or by its last part, and it is served under all of it."""
+    path = studio("owner/My-Model")
+    for name in ("owner/My-Model", "My-Model"):
+        assert resolve(name, tmp_path, False) == hub.Resolved(path, "owner/My-Model")
+        assert find_local(name, tmp_path, False) == path
+    for other in ("Model", "owner", "my-model"):
+        with pytest.raises(UserError, match=r"no model .*mlxspec models"):
+            resolve(other, tmp_path, False)
+
+
+def test_a_name_that_several_have_lists_them(studio: Callable[[str], Path], tmp_path: Path) -> None:
+    studio("one/model")
+    path = studio("two/model")
+    with pytest.raises(UserError, match=r"'model' .*(one|two)/model.*(one|two)/model.* whole name"):
+        resolve("model", tmp_path, False)
+    assert resolve("two/model", tmp_path, False).path == path
+
+
+def test_a_model_that_is_half_there_is_refused_with_what_is_missing(
+    studio: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (studio("owner/model") / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"not a complete mlx-lm model: 1 missing \(tokenizer"):
+        resolve("model", tmp_path, False)
 
 
 def test_what_is_kept_of_a_model_is_named_after_it(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class HeadFiles:
         """How many MTP layers a model's config.json promises; 0 for a head's own directory."""
         if _is_sidecar(self.config):
             return 0
-        config = _flat(self.config)
+        config = flat(self.config)
         layers = config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0
         return layers if isinstance(layers, int) else 0
 
@@ -97,7 +97,7 @@ def _head_in(none: HeadFiles, found: dict[str, mx.array]) -> HeadFiles:
     return none
 
 
-def _flat(config: Json) -> Json:
+def flat(config: Json) -> Json:
     """The config with its text model's fields in place of its own."""
     inner = config.get("text_config")
     return config | (inner if isinstance(inner, dict) else {})
@@ -105,7 +105,7 @@ def _flat(config: Json) -> Json:
 
 def _sizes(config: Json) -> list[Any]:
     """What is equal in all precisions of a model."""
-    return [_flat(config).get(name) for name in ("hidden_size", "num_hidden_layers")]
+    return [flat(config).get(name) for name in ("hidden_size", "num_hidden_layers")]
 
 
 def _is_sidecar(config: Json) -> bool:

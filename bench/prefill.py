@@ -63,9 +63,11 @@ def took(engine: Engine) -> float:
     return engine.step_seconds
 
 
-def alone(engine: Engine, own: PrefillBudget, tokens: int, rounds: int) -> Table:
+def alone(
+    engine: Engine, own: PrefillBudget, fixed: Sequence[int], tokens: int, rounds: int
+) -> Table:
     """Tokens a second of our budget and of fixed ones."""
-    budgets = {"by time": own} | {str(n): PrefillBudget(fixed=n) for n in FIXED}
+    budgets = {"by time": own} | {str(n): PrefillBudget(fixed=n) for n in fixed}
     seconds: dict[str, list[float]] = {name: [] for name in budgets}
     for turn in range(rounds):
         for i, (name, budget) in enumerate(budgets.items()):
@@ -100,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.prefill", description=__doc__)
     parser.add_argument("model", nargs="?", default="", help="as for serve; default: built in")
     parser.add_argument("--tokens", type=int, default=2000, help="of a prompt that is read alone")
+    parser.add_argument("--fixed", type=int, nargs="*", default=FIXED, help="rows a step")
     parser.add_argument("--contexts", type=int, nargs="+", default=[500, 6000])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -107,7 +110,7 @@ def main() -> None:
     engine, _ = resolve_model(config).load()
     own = engine.scheduler.prefill_budget
     console = Console()
-    console.print(alone(engine, own, args.tokens, args.rounds))
+    console.print(alone(engine, own, args.fixed, args.tokens, args.rounds))
     console.print(beside(engine, own, args.contexts, args.rounds))
 
 

@@ -165,6 +165,7 @@ class Stats:
     mlx_active_bytes: int = 0
     mlx_cache_bytes: int = 0
     live_arrays: int = 0  # that Python holds
+    ranks: int = 1  # processes that hold a part of the model
     states: int = 0  # of recurrent layers, kept for later prompts
     disk_bytes: int = 0  # of the prefix cache, all models'
     disk_read_bytes: int = 0
@@ -207,6 +208,10 @@ class UserError(ValueError):
 
 class InvalidRequest(UserError):
     """A request that this server cannot run."""
+
+
+class RankLost(UserError):
+    """Another process that holds a part of the model is gone, or computes something else."""
 
 
 class UnsupportedModel(UserError):
@@ -255,7 +260,7 @@ class Draft:
         return len(self.tokens)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Seq:
     """One choice of a request while it runs. Owned by the engine thread.
 

@@ -22,6 +22,7 @@ from mlx_lm.utils import _get_classes, load_model
 from mlxspec import log
 from mlxspec.kernels.quantized_kv import Packing
 from mlxspec.model import quantized
+from mlxspec.model.parallel import split
 from mlxspec.model.runner import Layout, Runner, arrays_in, flat_caches
 from mlxspec.progress import progress
 from mlxspec.types import Draft, Entry, Json, Request, Seq, UnsupportedModel, blame, line_of
@@ -87,15 +88,17 @@ class LayoutChoice:
         return Runner(model, self.layout, block_size, blocks, **options)
 
 
-def load(path: Path) -> tuple[Module, Json]:
-    """The model and its config; the weights stay on disk until `load_weights`. Raises
-    UnsupportedModel."""
+def load(path: Path, ranks: Any = None) -> tuple[Module, Json]:
+    """The model, this rank's part of it if it is split among `ranks` (a group of mx.distributed),
+    and its config; the weights stay on disk until `load_weights`. Raises UnsupportedModel."""
     try:
         model, config = load_model(path, lazy=True, get_model_classes=_classes)
     except (Exception, SystemExit) as error:  # some models exit where a package is missing
         raise UnsupportedModel(
             f"mlx-lm cannot load {path}: {blame(error)}; give a complete model directory"
         ) from error
+    if ranks:
+        split(model, ranks)
     # Each layer drew initial weights, which are never computed; MLX's random state would keep the
     # graph of all these draws.
     mx.eval(mx.random.state)

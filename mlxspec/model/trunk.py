@@ -54,7 +54,10 @@ def embedding_and_lm_head(model: Module) -> tuple[Any, Any]:
     found = find_trunk(model)
     if found is None or embed is None:
         raise UnsupportedModel("a head cannot be used: the model has no embed_tokens")
-    return embed, found[0].get("lm_head") or embed.as_linear
+    lm_head = found[0].get("lm_head") or embed.as_linear
+    if hasattr(lm_head, "group"):
+        raise UnsupportedModel("a head cannot be used: lm_head is split among the ranks")
+    return embed, lm_head
 
 
 @dataclass(eq=False)

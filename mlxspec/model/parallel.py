@@ -1,0 +1,230 @@
+"""Ranks: the processes among which a model is split, connected by MLX (mx.distributed).
+
+Rule: all ranks exchange the same messages in the same order, on the stream of the model's own sums.
+Rank 0 decides; the others hear of it, and the samples of all are compared.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import mlx.core as mx
+import numpy as np
+from mlx.core import array as Array
+from mlx.nn import Module
+
+from mlxspec.types import Json, RankLost, UnsupportedModel, UserError, line_of
+
+WORDS = 1024  # int32 of a message; where that is too few, another follows
+TIMEOUT_S = 60.0  # without a message, unless a model is being loaded
+WATCH_S = 1.0
+EXIT_S = 0.5  # in which a rank that broke a connection has ended
+# Attributes of mlx-lm's modules that its shard() divides, rounding down.
+HEADS = ["n_heads", "n_kv_heads", "num_heads", "num_attention_heads", "num_key_value_heads"]
+HEADS += ["num_k_heads", "num_v_heads"]
+
+
+def split(model: Module, group: mx.distributed.Group) -> None:
+    """Keep this rank's part of a model's weights, which are not read yet, by mlx-lm's own shard().
+    Raises UnsupportedModel."""
+    ranks = group.size()
+    name = type(model).__module__
+    if not hasattr(model, "shard"):
+        raise UnsupportedModel(f"{name} cannot split a model among ranks; serve it with one")
+    for module in model.modules():
+        for heads in HEADS:
+            count = getattr(module, heads, 0)
+            if count % ranks:
+                raise UnsupportedModel(f"{heads} = {count} cannot be split among {ranks} ranks")
+    try:
+        model.shard(group)
+    except Exception as error:  # the model's own code
+        why = f"{name} cannot split this model among {ranks} ranks: {line_of(error)}"
+        raise UnsupportedModel(why) from error
+
+
+@dataclass(slots=True, eq=False)
+class Ranks:
+    """This process among all ranks; alone without a `group`. `children` are the others if this one
+    started them. Messages are for the thread that owns MLX."""
+
+    group: Any = None
+    children: Sequence[subprocess.Popen[bytes]] = ()
+    rank: int = 0
+    size: int = 1
+    level: int = 0  # the worst memory pressure of the others
+    # Samples of each step, until they are in the checksum.
+    samples: deque[Array] = field(default_factory=deque)
+    _checksum: int = 0
+    _heard: float = 0.0  # time of the last message; 0: none is expected
+    _sent: Array | None = None  # the last message, with what the others gave
+
+    def __post_init__(self) -> None:
+        if self.group:
+            self.rank, self.size = self.group.rank(), self.group.size()
+
+    # ---- all ranks ---------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, JSON of at most 4 * WORDS bytes, by rank."""
+        return _decode(self._post(json.dumps(value).encode())) if self.group else [value]
+
+    def same(self, facts: str, what: str) -> None:
+        """Check that all ranks have the same facts. Raises UnsupportedModel."""
+        found = self.gather(crc32(facts.encode()))
+        for rank, each in enumerate(found):
+            if each != found[0]:
+                raise UnsupportedModel(f"rank {rank} has another {what} than rank 0")
+
+    def share(self, tokens: Array) -> Array:
+        """Rank 0's tokens, int32 [n], lazily; the others give zeros."""
+        shared = mx.distributed.all_sum(tokens, group=self.group, stream=mx.cpu)
+        mx.async_eval(shared)
+        return shared
+
+    def _check(self) -> int:
+        """The checksum of all samples but those of the last step, which may be in flight."""
+        while len(self.samples) > 1:
+            tokens = _read(self.samples.popleft())
+            self._checksum = crc32(tokens.tobytes(), self._checksum)
+        return self._checksum
+
+    def _post(self, data: bytes, words: int = WORDS) -> Array:
+        """Exchange a row of so many int32, without waiting: [ranks, words]."""
+        row = np.frombuffer(data.ljust(4 * words), np.int32).reshape(1, words)
+        rows = mx.distributed.all_gather(mx.array(row), group=self.group, stream=mx.cpu)
+        mx.async_eval(rows)
+        return rows
+
+    def _expect(self, message: Json) -> None:
+        """Expect another message soon after this one, unless a model is loaded first."""
+        self._heard = 0.0 if "load" in message else time.monotonic()
+
+    # ---- rank 0 ------------------------------------------------------------------------------
+
+    def send(self, message: Json) -> None:
+        """Tell the others, without waiting for them. Raises RankLost if their samples differ."""
+        if not self.group:
+            return
+        if self._sent is not None:
+            self._compare(*_decode(self._sent)[1:])
+        self._check()
+        data = json.dumps(message).encode()
+        words = -(-len(data) // 4)
+        self._sent = self._post(data if words <= WORDS else b"%d" % words)
+        if words > WORDS:
+            self._post(data, words)
+        self._expect(message)
+
+    def _compare(self, *statuses: list[int]) -> None:
+        self.level = max(level for _, level in statuses)
+        for rank, (checksum, _) in enumerate(statuses, 1):
+            if checksum != self._checksum:
+                why = "all ranks need the same chip, macOS and mlx"
+                raise RankLost(f"rank {rank} sampled other tokens than rank 0: {why}")
+
+    def end(self) -> None:
+        """Let the others end."""
+        self.children = ()  # which are expected to end
+        if self.group:
+            self.send({"end": True})
+            mx.synchronize(mx.default_stream(mx.cpu))
+
+    # ---- the others --------------------------------------------------------------------------
+
+    def receive(self, level: int) -> Json:
+        """Wait for what rank 0 says next, and tell it this process's memory pressure."""
+        message = self.gather([self._check(), level])[0]
+        if isinstance(message, int):
+            message = _decode(self._post(b"0", message))[0]
+        self._expect(message)
+        return dict(message)
+
+    # ---- when one is lost --------------------------------------------------------------------
+
+    def watch(self, lost: Callable[[str], object]) -> None:
+        """From now on call `lost`, on a thread of its own, when no message came for TIMEOUT_S or a
+        process that started this one, or was started by it, has ended: not every connection that
+        breaks tells so, and MLX may wait for ever."""
+        parent = os.getppid()
+
+        def loop() -> None:
+            silent = 0.0
+            while silent < TIMEOUT_S and not any(map(_ended, self.children)):
+                if self.rank and os.getppid() != parent:
+                    break
+                time.sleep(WATCH_S)
+                silent = time.monotonic() - self._heard if self._heard else 0.0
+            lost(self._suspect(f"no message for {silent:.0f} s"))
+
+        if self.group:
+            threading.Thread(target=loop, name="ranks", daemon=True).start()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What an error of MLX's connections means. Further messages would never come back."""
+        if self.group and isinstance(error, RuntimeError) and "connection" in str(error):
+            error = RankLost(self._suspect(line_of(error)))
+        return error
+
+    def _suspect(self, why: str) -> str:
+        """Which rank is gone, as far as this process can know."""
+        time.sleep(EXIT_S)
+        for rank, child in enumerate(self.children, 1):
+            if _ended(child):
+                return f"rank {rank} has ended with status {child.returncode}"
+        beside = {(self.rank + step) % self.size for step in (1, -1)}
+        return f"rank {' or '.join(map(str, beside))} is gone: {why}"
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
+
+
+def _read(array: Array) -> Any:
+    """The numpy array of what was exchanged: without this eval, numpy swallows MLX's error."""
+    mx.eval(array)
+    return np.array(array)
+
+
+def _decode(rows: Array) -> list[Any]:
+    return [json.loads(row.tobytes()) for row in _read(rows)]
+
+
+def join(count: int, flags: Sequence[str] = ()) -> Ranks:
+    """This process's ranks: those that mlx.launch started; else `count` on this machine, the others
+    started here as `mlxspec serve` with `flags`. Raises UserError."""
+    children = []
+    if "MLX_RANK" not in os.environ:
+        if count == 1:
+            return Ranks()
+        command = [sys.executable, "-m", "mlxspec", "serve", *flags]
+        variables = os.environ | {"MLX_HOSTFILE": _write_hosts(count)}
+        for rank in range(1, count):
+            variables["MLX_RANK"] = str(rank)
+            children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables))
+        os.environ.update(variables, MLX_RANK="0")
+    try:
+        return Ranks(mx.distributed.init(strict=True), children)
+    except RuntimeError as error:
+        raise UserError(f"the ranks cannot be connected: {line_of(error)}") from error
+
+
+def _write_hosts(count: int) -> str:
+    """A file with a free port of this machine for each rank, as the ring wants it."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    for each in sockets:
+        each.close()
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(hosts, file)
+    return file.name

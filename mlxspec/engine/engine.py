@@ -154,7 +154,7 @@ class Engine:
             new = cut_at_stop(e, tokens, logprobs)
             accepted.append(new)
             if len(new.tokens) < len(tokens) and not e.seq.finish:
-                self.runner.states.cut(step.recordings, e, e.count + new.drafts)
+                self.runner.cut(step, e, e.count + new.drafts)
             if new.tokens and not e.seq.finish:
                 self.counters["rounds"] += 1
                 self.spec_metrics.record(e.draft, new.drafts)

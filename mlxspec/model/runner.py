@@ -104,6 +104,7 @@ class Runner:
             recurrent.install(model)
         self.trunk = install_trunk(model, self.view) if trunk else None
         self._adopted: list[Pages] = []
+        self.mirror: Any = None  # on rank 0 of several: a Mirror
 
     def adopt(self, layers: Sequence[Pages]) -> None:
         """Let the blocks of full attention hold K and V of these layers, a head's, as well: they
@@ -190,6 +191,8 @@ class Runner:
         """Copy whole blocks, (group, source, target) each. Waits for the step in flight."""
         if copies:
             self.grow()
+        if self.mirror:
+            self.mirror.copies += copies
         for group in {group for group, _, _ in copies}:
             sources = [source for g, source, _ in copies if g == group]
             targets = [target for g, _, target in copies if g == group]
@@ -214,6 +217,8 @@ class Runner:
         slots = len(ends) * max(ends, default=0)
         self._split = self.layout == "gather" and slots > MAX_PADDED_SLOTS
         plan = sorted(plan, key=self._order)
+        if self.mirror and self._highest:
+            self.mirror.tell(plan, previous is not None, self._highest(), self.view.taps)
         shift = row_shift = None
         if previous is not None and any(e.inflight_drafts for e in plan):
             shift = previous.shift_of(plan)
@@ -235,9 +240,18 @@ class Runner:
         if not step.rows:
             return None
         sampled = sample(step.logits, step.rows, step.ids, step.shift)
+        if self.mirror:
+            self.mirror.ranks.samples.append(sampled.tokens)
         if sampled.accepted is not None:
             step.recordings = self.states.keep_accepted(sampled.accepted, list(step.first_row))
         return sampled
+
+    def cut(self, step: Step, entry: Entry, rows: int) -> None:
+        """Bring the recurrent state of an entry that ended at a stop to that after its first `rows`
+        rows."""
+        if self.mirror and step.recordings:
+            self.mirror.cut(entry, rows)
+        self.states.cut(step.recordings, entry, rows)
 
     def submit(
         self,

@@ -1,0 +1,191 @@
+"""Ranks to test: `python -m tests.ranks` in each of several processes that a ring connects.
+
+Rule: rank 0 runs tests of test_lossless as they are, over engines whose runner tells its plans to
+the other ranks. The truth stays plain decoding by mlx-lm on one rank.
+"""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+from zlib import crc32
+
+from mlxspec import blas
+
+blas.load()
+
+import mlx.core as mx  # noqa: E402  after BLAS
+import numpy as np  # noqa: E402
+
+from mlxspec.engine.engine import Engine  # noqa: E402
+from mlxspec.model.layout import weights  # noqa: E402
+from mlxspec.model.mirror import Follower, Mirror  # noqa: E402
+from mlxspec.model.parallel import Ranks, join, split  # noqa: E402
+from tests import architectures, test_lossless, tiny  # noqa: E402
+
+MORE_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+class Group:
+    """Processes that are ranks, started here; rank 0 reads calls."""
+
+    def __init__(self, size: int) -> None:
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+        hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+        for each in sockets:
+            each.close()
+        self.file = tempfile.NamedTemporaryFile("w", suffix=".json")
+        json.dump(hosts, self.file)
+        self.file.flush()
+        self.processes = [self._start(rank) for rank in range(size)]
+
+    def _start(self, rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": self.file.name},
+        )
+
+    def call(self, name: str, *args: Any) -> Any:
+        """What a function of this module or a test of test_lossless returns on rank 0."""
+        first = self.processes[0]
+        assert first.stdin and first.stdout
+        print(json.dumps([name, args]), file=first.stdin, flush=True)
+        while not (line := first.stdout.readline()).startswith("{"):
+            assert line, f"rank 0 ended with status {first.wait()}"
+        answer = json.loads(line)
+        assert not answer["failed"], answer["failed"]
+        return answer["result"]
+
+    def close(self) -> None:
+        for each in self.processes:
+            each.stdin.close()
+            each.stdout.close()
+        for each in self.processes:
+            each.wait(20)
+        self.file.close()
+
+
+@functools.cache
+def model(kind: str) -> Any:
+    """A tiny model's part for this rank."""
+    made = tiny.model(kind)
+    split(made, mx.distributed.init())
+    mx.eval(made.parameters())
+    made.kind = kind
+    return made
+
+
+def lead(ranks: Ranks) -> None:
+    """Rank 0: answer calls until there are no more."""
+    build = tiny.engine
+
+    def engine(m: Any, proposer: Any = None, **options: Any) -> Engine:
+        ranks.send({"load": [m.kind, options]})
+        made = build(m, **options)
+        if proposer:
+            made.proposer = proposer
+        made.runner.mirror = mirror = Mirror(ranks, "")
+        if made.scheduler.kv.states is not None:
+            made.scheduler.kv.states.copy = mirror.keep
+        return made
+
+    tiny.engine = engine
+    test_lossless.model = model
+    for line in sys.stdin:
+        name, args = json.loads(line)
+        answer: dict[str, Any] = {"failed": "", "result": None}
+        try:
+            if name in CALLS:
+                answer["result"] = CALLS[name](ranks, *args)
+            else:
+                getattr(test_lossless, name)(*args)
+        except Exception:
+            answer["failed"] = traceback.format_exc()
+        print(json.dumps(answer), flush=True)
+    ranks.end()
+
+
+def follow(ranks: Ranks) -> None:
+    follower = None
+    while True:
+        match message := ranks.receive(0):
+            case {"load": [kind, options]}:
+                made = tiny.engine(model(kind), **options)
+                follower = Follower(made.runner, ranks)
+            case {"step": _}:
+                assert follower
+                follower.step(message)
+            case {"call": [name, args]}:
+                CALLS[name](ranks, *args)
+            case {"end": _}:
+                return
+
+
+def logits(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """All ranks: checksums of their logits, bytes of their weights; and on rank 0 how far its
+    logits are from those of the whole model."""
+    if ranks.rank == 0:
+        ranks.send({"call": ["logits", [kind]]})
+    found = np.array(model(kind)(mx.array([PROMPT])))
+    whole = tiny.model(kind)
+    expected = np.array(whole(mx.array([PROMPT])))
+    return {
+        "checksums": ranks.gather(crc32(found.tobytes())),
+        "bytes": ranks.gather(weights(model(kind))),
+        "whole": weights(whole),
+        "off": float(np.abs(found - expected).max()),
+    }
+
+
+def overlap(ranks: Ranks, kind: str, layout: str, sequences: int, n: int) -> dict[str, Any]:
+    """Of plain decoding: messages and bytes for each step, and whether each step after the first
+    was told before the one in front of it was read."""
+    e = tiny.engine(model(kind), layout=layout, budget=64)
+    events: list[tuple[str, int]] = []
+    e.trace = lambda event, step: events.append((event, step))
+    for i in range(sequences):
+        e.add(tiny.request(f"r{i}", [i + 1, 2, 3], n))
+    told_bytes: list[int] = []
+    gather = mx.distributed.all_gather
+
+    def counting(row: mx.array, **options: Any) -> mx.array:
+        if row.dtype == mx.int32:  # not a model's logits
+            told_bytes.append(row.nbytes)
+        return gather(row, **options)
+
+    mx.distributed.all_gather = counting
+    began = time.perf_counter()
+    tiny.run(e)
+    mx.distributed.all_gather = gather
+    steps = e.counters["steps"]
+    told = {step: at for at, (event, step) in enumerate(events) if event == "submit"}
+    read = {step: at for at, (event, step) in enumerate(events) if event == "read"}
+    return {
+        "steps": steps,
+        "seconds": time.perf_counter() - began,
+        "messages": len(told_bytes),
+        "bytes": sum(told_bytes),
+        "overlapping": sum(told[step + 1] < read[step] for step in range(1, steps)),
+    }
+
+
+CALLS = {"logits": logits, "overlap": overlap}
+
+if __name__ == "__main__":
+    mx.set_default_device(mx.cpu)
+    own = join(1)
+    if own.size > 2:
+        for each in tiny.CONFIGS.values():
+            each.update(MORE_HEADS)
+        architectures.SIZES.update(MORE_HEADS)
+    follow(own) if own.rank else lead(own)

@@ -1,0 +1,81 @@
+"""Several processes that share a model give the tokens of one, by ==, whatever the batch and the
+drafter."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from mlxspec.model.parallel import WORDS
+from tests.drafters import OTHER_HEADS
+from tests.ranks import Group
+from tests.rows import in_turn
+
+KINDS = [("llama", "rows"), ("qwen3", "rows"), ("qwen3_moe", "rows"), ("gpt_oss", "rows")]
+KINDS += [("qwen3_5", "rect")]
+NAMES = [kind for kind, _ in KINDS]
+ROWS = [kind for kind in NAMES if kind != "qwen3_5"]
+DRAFTERS = ["plain", "liar", "chain"]
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=SLOW)])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    ranks = Group(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_logits(group: Group, kind: str) -> None:
+    """The same bits on each rank, next to those of the whole model; each has its part of the
+    weights."""
+    told = group.call("logits", kind)
+    assert len(set(told["checksums"])) == 1
+    assert told["off"] < 1e-3
+    assert max(told["bytes"]) < told["whole"]
+
+
+@pytest.mark.parametrize(
+    "kind, layout, name, budget, temperature",
+    in_turn(KINDS, DRAFTERS, [7, 64], [0.0, 0.8], every=9),
+)
+def test_batch(
+    group: Group, kind: str, layout: str, name: str, budget: int, temperature: float
+) -> None:
+    group.call("test_batch", kind, layout, False, name, budget, temperature)
+
+
+@pytest.mark.parametrize("kind, name, temperature", in_turn(ROWS, DRAFTERS, [0.0, 0.8], every=9))
+def test_hits(group: Group, kind: str, name: str, temperature: float) -> None:
+    group.call("test_hits", kind, name, temperature)
+
+
+@pytest.mark.parametrize("kind, name, temperature", in_turn(ROWS, DRAFTERS, [0.0, 0.8], every=9))
+def test_preemption(group: Group, kind: str, name: str, temperature: float) -> None:
+    group.call("test_preemption", kind, name, temperature)
+
+
+@pytest.mark.parametrize(
+    "name", ["chain", *(pytest.param(name, marks=SLOW) for name in DRAFTERS[:2])]
+)
+def test_recurrent_layers(group: Group, name: str) -> None:
+    """Snapshots of states on all ranks: hits from them, states cut at a stop, preemption."""
+    group.call("test_more_hits", "qwen3_5", "rect", True, name)
+    group.call("test_more_kinds", "qwen3_5", "rect", True, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["told", *(pytest.param(name, marks=SLOW) for name in OTHER_HEADS)]
+)
+def test_heads(group: Group, name: str) -> None:
+    """A head is on rank 0 alone; its drafts reach the others on the device."""
+    group.call("test_batch", "qwen3", "rows", False, name, 7, 0.8)
+
+
+@pytest.mark.parametrize("kind, layout", [KINDS[0], KINDS[-1]])
+def test_overlap(group: Group, kind: str, layout: str) -> None:
+    """A step is told before the one in front of it is read, in one message of fixed size."""
+    told = group.call("overlap", kind, layout, 4, 24)
+    assert told["overlapping"] >= 20
+    assert told["messages"] <= told["steps"] + 2
+    assert told["bytes"] == told["messages"] * 4 * WORDS

@@ -76,6 +76,13 @@ class Config:
         "Idle seconds after which a model that is not pinned is unloaded; 0: never.",
         10_000_000,
     )
+    ranks: int = option(
+        1,
+        "Processes on this machine that share the model, to try it; for several Macs see"
+        " docs/ranks.md.",
+        16,
+        low=1,
+    )
     max_sequences: int = option(
         16, "Most sequences that run at the same time, in one batch.", 256, low=1
     )

@@ -55,6 +55,7 @@ PROCESS = {
     "mlx_active_bytes": "Memory in MLX's arrays.",
     "mlx_cache_bytes": "Memory of freed buffers that MLX keeps.",
     "live_arrays": "Arrays that Python holds; buffers are more.",
+    "ranks": "Processes that hold a part of the model.",
     "disk_bytes": "Size of the prefix cache on disk.",
 }
 

@@ -20,15 +20,17 @@ from mlxspec.engine import memory
 from mlxspec.engine.drafting import NONE
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.loader import load_engine
-from mlxspec.engine.models import ModelManager, ModelSlot
+from mlxspec.engine.models import ModelManager, ModelSlot, release_memory
 from mlxspec.files import format_size, weight_bytes
 from mlxspec.model import meter
 from mlxspec.model.cards import head_of
 from mlxspec.model.hub import DEFAULT, Resolved, cache_of, find_local, learned_head, resolve
 from mlxspec.model.layout import context_of
+from mlxspec.model.mirror import Follower
+from mlxspec.model.parallel import Ranks
 from mlxspec.speculate.heads.files import find_draft, find_head
 from mlxspec.text.chat import Tokenizer, check_draft, load_tokenizer
-from mlxspec.types import ModelInfo, UnsupportedModel, blame
+from mlxspec.types import Json, ModelInfo, UnsupportedModel, blame
 
 LEAST = 1 << 28  # bytes for a small KV pool, in addition to weights and headroom
 METAL = sys.platform == "darwin" and platform.machine() == "arm64"
@@ -45,10 +47,15 @@ class ResolvedModel:
     config: Config
     share: float = 1.0
 
-    def load(self, reserved: int = 0) -> tuple[Engine, ModelInfo]:
-        """`reserved`: bytes that other models may still take."""
+    def load(self, reserved: int = 0, ranks: Ranks | None = None) -> tuple[Engine, ModelInfo]:
+        """`reserved`: bytes that other models may still take. Several ranks have no kernels of our
+        own, as their results must be equal to the last bit, and no prefix cache on disk."""
+        config = self.config
+        if ranks and ranks.group:
+            log.info("rank %d of %d: no kernels of our own, no disk", ranks.rank, ranks.size)
+            config = replace(config, kernels="off", cache_gb=0.0)
         draft = self.draft.path if self.draft else None
-        return load_engine(self.path, self.name, self.config, draft, self.share, reserved)
+        return load_engine(self.path, self.name, config, draft, self.share, reserved, ranks)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -176,17 +183,40 @@ def resolve_models(config: Config) -> list[ResolvedModel]:
     return list(models.values())
 
 
+def follow(config: Config, ranks: Ranks) -> None:
+    """Do what rank 0 says until it ends. Raises UserError and what MLX raises."""
+    models = {each.name: each for each in resolve_models(replace(config, speculate="off"))}
+    monitor = memory.MemoryMonitor()
+    followers: dict[str, Follower] = {}
+    message: Json = {}
+    while "end" not in message:
+        message = ranks.receive(monitor.poll())
+        match message:
+            case {"step": name}:
+                followers[name].step(message)
+            case {"load": name}:
+                engine, _ = models[name].load(0, ranks)
+                followers[name] = Follower(engine.runner, ranks)
+            case {"unload": name}:
+                del followers[name]
+                release_memory()
+
+
 def make_manager(
-    models: Sequence[ResolvedModel], config: Config, load_on_request: bool = False
+    models: Sequence[ResolvedModel],
+    config: Config,
+    load_on_request: bool = False,
+    ranks: Ranks | None = None,
 ) -> ModelManager:
     """The models for the engine thread. `load_on_request`: none is loaded at launch."""
+    ranks = ranks or Ranks()
 
     def reserved() -> int:
         """Bytes by which the caches of the loaded models may still grow."""
         return max(0, sum(slot.nbytes for slot in slots.values()) - meter.held()[0])
 
     def start(model: ResolvedModel) -> tuple[Engine, ModelInfo]:
-        return model.load(reserved())
+        return model.load(reserved(), ranks)
 
     slots = {
         each.name: ModelSlot(partial(start, each), each.info, each.name in config.pin)
@@ -210,7 +240,9 @@ def make_manager(
         list(slots.values()),
         memory_check,
         config.idle_ttl,
+        monitor=memory.MemoryMonitor(others=lambda: ranks.level),
         load_on_request=load_on_request,
+        ranks=ranks,
         wired=config.wired,
     )
 

@@ -34,6 +34,8 @@ from mlxspec.model.layout import (
     load_weights,
     weights,
 )
+from mlxspec.model.mirror import Mirror
+from mlxspec.model.parallel import Ranks
 from mlxspec.model.quantized import kernel_cases
 from mlxspec.model.transfer import Transfer
 from mlxspec.progress import progress
@@ -52,29 +54,32 @@ def load_engine(
     draft: Path | None = None,
     share: float = 1.0,
     reserved: int = 0,
+    ranks: Ranks | None = None,
 ) -> tuple[Engine, ModelInfo]:
     """Load the model at `path` and what drafts for it, a small model or a head at `draft` or the
     head in its own files; this thread owns MLX from now on. `share` is the model's part of the
-    memory for caches, `reserved` the bytes that other models may still take. Raises
-    UnsupportedModel.
-    """
+    memory for caches, `reserved` the bytes that other models may still take. Of several `ranks`,
+    those above 0 do what a Follower needs. Raises UnsupportedModel."""
     began = time.perf_counter()
-    model, files = load(path)  # the weights stay on disk
+    ranks = ranks or Ranks()
+    model, files = load(path, ranks.group)  # the weights stay on disk
     drafting = load_drafting(model, path, draft, config)
     context = min(context_of(files), config.context or 1 << 31)
     size = weights(model)  # a Runner hides some of them
     cases = []  # likewise
     if config.kernels == "auto":  # the K/V of what drafts are not quantized
         cases = kernel_cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
-    free = _free_bytes(config) - reserved
+    settings = f"{context} {config.block_size} {config.kv_bits} {config.layout}"
+    ranks.same(f"{files} {size} {settings} {versions()}", "model, version or setting")
+    free = min(ranks.gather(_free_bytes(config) // config.ranks - reserved))
     make = partial(make_plan, config, context, free=free, share=share)
     plan_for = partial(drafting.plan, make, size)
     plan_for()  # the weights alone: with some models, geometry() reads weights
     plan_for(geometry(model, config.kv_bits))
     load_weights(model)
     drafting.load_weights()
-    file = cache_file(path, config)
-    cache = WarmupCache.load(file) or _find_layout(path, model, config)
+    file = cache_file(path, config, ranks)
+    cache = _find_layout(path, model, config, file, ranks)
     layout = cache.layout
     drafting.fit(layout)
     with progress("Trying kernels") as report:  # before the pools take memory
@@ -83,7 +88,12 @@ def load_engine(
     kept = f"{layout.layout} {config.kv_bits} {config.block_size} {sorted(plan.windows)}"
     facts = versions() | {"kept": kept}  # what a KV block depends on, beside its tokens
     identity = fingerprint(path, facts)
-    engine = _build(model, layout, plan, context, identity, config)
+    ranks.same(kept, "layout")
+    mirror = Mirror(ranks, name) if ranks.size > 1 and not ranks.rank else None
+    engine = _build(model, layout, plan, context, identity, config, mirror)
+    if ranks.rank:
+        cache.save(file)
+        return engine, _info(engine.scheduler, name, layout, plan)
     _warm_up(engine, config, cache)
     if config.speculate == "on":
         add_drafters(engine, cache, drafting, config)
@@ -99,8 +109,13 @@ def load_engine(
     return engine, _info(engine.scheduler, name, layout, plan)
 
 
-def _find_layout(path: Path, model: Module, config: Config) -> WarmupCache:
-    """Find the layout, at the first start of a model."""
+def _find_layout(
+    path: Path, model: Module, config: Config, file: Path, ranks: Ranks
+) -> WarmupCache:
+    """What earlier starts of the model found, on all ranks; else find its layout."""
+    known = WarmupCache.load(file)
+    if all(ranks.gather(known is not None)) and known:
+        return known
     try:
         return WarmupCache(layout=find_layout(model, config.layout, config.kv_bits))
     except UnsupportedModel as error:
@@ -150,16 +165,19 @@ def _build(
     context: int,
     identity: str,
     config: Config,
+    mirror: Mirror | None,
 ) -> Engine:
     """Runner, pools and scheduler. The pools grow as they are used."""
     meter.bound(memory.headroom() // 2)  # the other half is for a step's activations
     runner = layout.runner(
         model, config.block_size, plan.blocks, windows=plan.windows, kv_bits=config.kv_bits
     )
+    runner.mirror = mirror
     pool = partial(BlockPool, block_size=config.block_size, salt=identity.encode())
     states = None
     if layout.cache_bytes.state:
-        states = StateCache(plan.snapshots, plan.snapshot_stride, recurrent.own)
+        copy = mirror.keep if mirror else recurrent.own
+        states = StateCache(plan.snapshots, plan.snapshot_stride, copy)
     windows = [Window(tokens, pool(blocks)) for tokens, blocks in plan.windows.items()]
     kv = KVCacheManager(pool(plan.blocks), windows, states)
     runner.grow_on_demand(lambda: [pool.highest for pool in kv.pools])

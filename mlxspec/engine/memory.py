@@ -125,6 +125,7 @@ class MemoryMonitor:
     """
 
     clock: Callable[[], float] = time.monotonic
+    others: Callable[[], int] = lambda: NORMAL  # the level of other ranks
     level: int = NORMAL
     footprint: int = 0  # bytes of this process, for the metrics
     _read: float = -math.inf  # time of the last reading
@@ -139,7 +140,7 @@ class MemoryMonitor:
         self.footprint = footprint()
         free = available()
         short = total() // FREE_PART
-        found = system_level()
+        found = max(system_level(), self.others())
         if free < short:
             found = max(found, CRITICAL if free < short // 2 else WARN)
         before = self.level

@@ -17,6 +17,7 @@ from mlxspec import log
 from mlxspec.engine import memory
 from mlxspec.engine.engine import Engine, SpecDecodeMetrics
 from mlxspec.model import meter
+from mlxspec.model.parallel import Ranks
 from mlxspec.types import (
     Finish,
     ModelInfo,
@@ -108,6 +109,7 @@ class ModelManager:
     clock: Callable[[], float] = time.monotonic
     monitor: memory.MemoryMonitor = field(default_factory=memory.MemoryMonitor)
     load_on_request: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
     wired: str = "off"  # "on": the first model that is loaded; then "done"
     loading: str = ""  # the model being loaded, which blocks the thread; readable from any thread
     _waiting: deque[Request | LoadCommand] = field(default_factory=deque)  # the first is next
@@ -140,9 +142,11 @@ class ModelManager:
             if slot.engine:
                 slot.engine.close(CLOSE_S)
                 slot.engine = None
+        self.ranks.end()
 
     def poll(self) -> None:
         """While idle: check the engines' invariants, and evict caches if memory is short."""
+        self.ranks.send({})
         for engine in self._engines():
             engine.check()
             engine.housekeep()
@@ -171,6 +175,7 @@ class ModelManager:
                 live_arrays=meter.arrays(),
                 memory_pressure=self.monitor.level,
                 footprint_bytes=self.monitor.footprint,
+                ranks=self.ranks.size,
             )
             served[slot.info.name] = Served(
                 slot.info, status, stats, slot.pinned, slot.loads, slot.error, slot.used
@@ -304,6 +309,7 @@ class ModelManager:
         return self._fail(slot, reason)
 
     def _start(self, slot: ModelSlot) -> None:
+        self.ranks.send({"load": slot.info.name})
         slot.engine, info = slot.start()
         slot.engine.monitor = self.monitor
         slot.engine.counters = slot.counters
@@ -339,6 +345,7 @@ class ModelManager:
         slot.last_stats = replace(stats, blocks_cached=0, blocks_free=0, states=0, step_seconds=0)
         slot.engine.close(UNLOAD_S)
         slot.engine = None
+        self.ranks.send({"unload": slot.info.name})
         release_memory()
         log.info("%s: unloaded", slot.info.name)
 

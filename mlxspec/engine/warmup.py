@@ -16,6 +16,7 @@ from mlxspec.files import write_atomic
 from mlxspec.kernels.verify import KERNELS, machine
 from mlxspec.model.hub import cache_of
 from mlxspec.model.layout import LayoutChoice
+from mlxspec.model.parallel import Ranks
 from mlxspec.speculate.controller import Costs
 from mlxspec.types import Tap
 
@@ -48,9 +49,11 @@ class WarmupCache(BaseModel):
             log.warning("%s: %s; the next start measures again", file, error.strerror)
 
 
-def cache_file(model: Path, config: Config) -> Path:
-    """The file for `model` under these settings."""
+def cache_file(model: Path, config: Config, ranks: Ranks) -> Path:
+    """The file for this rank's part of `model` under these settings."""
     settings = f"{config.layout} {config.kv_bits} {config.block_size}"
+    if ranks.size > 1:
+        settings += f" rank {ranks.rank} of {ranks.size}"
     facts = machine() | versions() | {"mlxspec": __version__, "settings": settings}
     return cache_of(config) / "costs" / f"known-{fingerprint(model, facts)}.json"
 

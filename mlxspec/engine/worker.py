@@ -28,6 +28,7 @@ from mlxspec.types import (
     ModelInfo,
     Output,
     Outputs,
+    RankLost,
     Request,
     Served,
     UnsupportedModel,
@@ -236,6 +237,15 @@ class Worker:
             self._error = error
             self._stop_soon()
 
+    def lose(self, reason: str) -> None:
+        """Another rank is gone and the engine's thread may wait for it for ever; for any thread."""
+        if self._error is None:
+            self._error = RankLost(reason)
+            log.critical("%s", reason)
+            if not self._started.done():
+                self._started.set_exception(self._error)
+            self._call_loop(lambda: self._finish_all("error", error=reason))
+
     # ---- engine thread
 
     def _main(self) -> None:
@@ -246,17 +256,22 @@ class Worker:
             self._started.set_result(None)
             while self._turn(manager):
                 pass
-        except BaseException as error:
-            self._error = error
-            if self._started.done():
-                log.critical("the engine thread died", exc_info=error)
+        except BaseException as failure:
+            error = manager.ranks.explain(failure)
+            if isinstance(error, RankLost):
+                self.lose(str(error))
             else:
-                self._started.set_exception(error)
+                self._error = error
+                if self._started.done():
+                    log.critical("the engine thread died", exc_info=error)
+                else:
+                    self._started.set_exception(error)
         finally:
             reason = line_of(self._error) if self._error else STOPPING
             self._call_loop(lambda: self._finish_all("error", error=reason))
-            manager.close()
-            mx.clear_streams()
+            if not isinstance(self._error, RankLost):  # MLX would wait for the other rank
+                manager.close()
+                mx.clear_streams()
 
     def _turn(self, manager: ModelManager) -> bool:
         """Wait for work and do one step; False when stopping."""

@@ -7,6 +7,7 @@ that launchd restarts it. Nothing heavy is imported before BLAS is loaded.
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -49,6 +50,8 @@ def serve_model(
     are accepted at once, and the first one loads the model. `note` is for /health; `ended` gets the
     status if the process exits here.
     """
+    if os.environ.get("MLX_RANK", "0") != "0":
+        return follow(config)
     load_on_request = listener is not None
     if listener:
         host, port = listener.getsockname()[:2]
@@ -66,6 +69,29 @@ def serve_model(
     with listener or bind(config) as listener:  # a used port is reported before the loading
         app, worker = _load(config, load_on_request, note)
         return serve(app, worker, config, listener=listener, ended=ended)
+
+
+def follow(config: Config) -> int:
+    """Run as a rank above 0, until rank 0 ends; returns the process's exit status. What stops a
+    server is for rank 0, which gets it too. Raises UserError."""
+    for number in _signals():
+        signal.signal(number, signal.SIG_IGN)
+    blas.load()
+    from mlxspec import resolve
+    from mlxspec.model.parallel import join
+
+    ranks = join(config.ranks)
+
+    def lost(reason: str) -> None:
+        log.critical("%s", reason)
+        _exit(1)  # a connection may block its thread for ever
+
+    ranks.watch(lost)
+    try:
+        resolve.follow(config, ranks)
+    except RuntimeError as error:
+        lost(str(ranks.explain(error)))
+    return 0
 
 
 def _signals() -> list[int]:
@@ -90,11 +116,13 @@ def _load(
     """The application and its engine, with the default model loaded unless `load_on_request`."""
     blas.load()
     from mlxspec.engine.worker import Worker
+    from mlxspec.model.parallel import join
     from mlxspec.resolve import make_manager, resolve_models
 
-    chosen, *others = resolve_models(config)
+    chosen, *others = resolve_models(config)  # downloads once for ranks that share a disk
+    ranks = join(config.ranks, shlex.split(as_flags(config)))
     worker = Worker(
-        make_manager([chosen, *others], config, load_on_request),
+        make_manager([chosen, *others], config, load_on_request, ranks),
         max_sequences=config.max_sequences,
         max_queue=config.max_queue,
     )
@@ -104,6 +132,7 @@ def _load(
         chosen.tokenizer  # noqa: B018  cached
         import mlxspec.server.app  # noqa: F401
 
+    ranks.watch(worker.lose)
     worker.launch(meanwhile)
     from mlxspec.server.app import create_app
 

@@ -38,6 +38,7 @@ class Status:
     tokens_per_round: float = 0.0  # in the last answers
     accepted: float = 0.0  # share of their drafted tokens
     footprint: int = 0  # bytes of the process, 0 before it has worked
+    ranks: int = 1
 
 
 def get_status(url: str, api_key: str = "") -> Status:
@@ -104,6 +105,7 @@ def parse(url: str, service: Service, page: Mapping[str, Any]) -> Status:
         tokens_per_round=total("generated") / max(total("rounds"), 1),
         accepted=total("kept") / max(total("drafted"), 1),
         footprint=process["footprint_bytes"],
+        ranks=process["ranks"],
     )
 
 
@@ -122,6 +124,7 @@ def facts(now: Status) -> dict[str, str]:
         lines["speed"] = f"{now.speed:.1f} tokens/s, {now.tokens_per_round:.1f} per round"
         lines["drafts"] = f"{now.accepted:.0%} accepted"
         lines["memory"] = format_size(now.footprint)
+        lines["ranks"] = str(now.ranks) if now.ranks > 1 else ""
         lines["version"] = f"{now.version}, process {now.pid}"
     return {name: printable(text) for name, text in lines.items() if text}
 

@@ -218,7 +218,8 @@ function memory(now) {
   const disk = p.disk_bytes ? `; ${bytes(p.disk_bytes)} of prompts on disk` : "";
   fill($("memory"), (box) => {
     stack(box, named, sum(parts, ([, n]) => n), `Memory: ${said}`);
-    element(box, "p", "sub", `The process holds ${bytes(p.footprint_bytes)}${disk}`);
+    const ranks = p.ranks > 1 ? `; it is one of ${p.ranks} ranks` : "";
+    element(box, "p", "sub", `The process holds ${bytes(p.footprint_bytes)}${ranks}${disk}`);
   });
 }
 

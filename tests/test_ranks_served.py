@@ -1,0 +1,258 @@
+"""`mlxspec serve --ranks 2`: one server of several processes, which end together."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.test_layout import save
+from tests.server.scripted import MESSAGES
+from tests.tiny_tokenizer import save_tokenizer
+
+KINDS = ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+END_S = 30  # for all processes to end
+KILLS = 20
+ANSWER = 100  # tokens
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_tokenizer(tmp_path_factory.mktemp("model"))
+    save(path, request.param)
+    return path
+
+
+class Served:
+    """A running `mlxspec serve` and what it says."""
+
+    def __init__(self, path: Path, cache: Path, *flags: str) -> None:
+        words = ["serve", str(path), "--port", "0", "--kv-blocks", "64", "--context", "512"]
+        words += ["--cache-dir", str(cache), *flags]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlxspec", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said = ""
+        assert self.process.stderr
+        self.reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self.reader.start()
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if found := re.search(r"http://\S+(?=/v1$)", line):
+                self.url = found[0]
+                return
+        self.reader.join()
+        raise AssertionError(self.said)
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            self.said += line
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return str(response.read().decode())
+
+    def complete(self, n: int = 16, **more: Any) -> dict[str, Any]:
+        body = {"max_tokens": n, "ignore_eos": True, "seed": 3} | more
+        chat = "response_format" in body
+        body |= {"messages": MESSAGES} if chat else {"prompt": more.get("prompt", "hello")}
+        return self.post("/v1/chat/completions" if chat else "/v1/completions", body)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return dict(json.load(response))
+
+    def stream(self, n: int) -> Iterator[str]:
+        """The same answer, ever longer. Raises OSError where an error ends it."""
+        body = {"prompt": "hello", "max_tokens": n, "ignore_eos": True, "seed": 3, "stream": True}
+        request = urllib.request.Request(
+            self.url + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        text = ""
+        with urllib.request.urlopen(request, timeout=60) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    if "error" in event:
+                        raise OSError(event["error"])
+                    text += event["choices"][0]["text"] if event["choices"] else ""
+                    yield text
+
+    def others(self) -> list[int]:
+        """The processes of the other ranks."""
+        rows = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+        ).stdout
+        pairs = [tuple(map(int, row.split())) for row in rows.splitlines()]
+        return [pid for pid, parent in pairs if parent == self.process.pid]
+
+
+@contextmanager
+def served(path: Path, cache: Path, *flags: str) -> Iterator[Served]:
+    server = Served(path, cache, *flags)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+        server.reader.join(END_S)
+        server.process.stdout.close()
+        server.process.stderr.close()
+
+
+def alive(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(state.stdout.strip()) and not state.stdout.startswith("Z")
+
+
+def ended(pids: list[int]) -> bool:
+    """Whether all these processes end in time."""
+    until = time.monotonic() + END_S
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_two_ranks_answer_as_one(path: Path, tmp_path: Path) -> None:
+    """The same answers, with a grammar and without; the ranks are shown; a signal ends all."""
+    schema = {"type": "array", "items": {"type": "integer"}, "maxItems": 4}
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {"7": 3}},
+        {"prompt": "hello " * 30, "temperature": 0},
+        {"prompt": "hello " * 30, "temperature": 0, "n": 2},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            }
+        },
+    ]
+    told = {}
+    vectors: list[list[float]] = []
+    for ranks in (1, 2):
+        with served(path, tmp_path, "--ranks", str(ranks)) as server:
+            told[ranks] = [
+                [
+                    choice.get("text") or choice["message"]
+                    for choice in server.complete(**each)["choices"]
+                ]
+                for each in asked
+            ]
+            embedded = server.post("/v1/embeddings", {"input": ["hello " * 40]})["data"][0]
+            vectors.append(embedded["embedding"])
+            assert f"mlxspec_ranks {ranks}.0" in server.get("/metrics")
+            others = server.others()
+            assert len(others) == ranks - 1
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(END_S) == 0, server.said
+            assert ended(others)
+            assert "CRITICAL" not in server.said
+    assert told[1] == told[2]
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("victim", ["other", pytest.param("first", marks=pytest.mark.slow)])
+def test_all_end_with_one(path: Path, tmp_path: Path, victim: str) -> None:
+    kill_one(path, tmp_path, victim, 1.0)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(path: Path, tmp_path: Path) -> None:
+    rng = random.Random(4)
+    for _ in range(KILLS):
+        kill_one(path, tmp_path, rng.choice(["other", "first"]), rng.uniform(0, 2))
+
+
+def kill_one(path: Path, cache: Path, victim: str, after: float) -> None:
+    """kill -9 of a rank ends all, with an error for each client and a line that says which."""
+    with served(path, cache, "--ranks", "2") as server:
+        truth = server.complete(ANSWER)["choices"][0]["text"]
+        failed: list[str] = []
+
+        def call() -> None:
+            try:
+                while True:
+                    for text in server.stream(ANSWER):
+                        assert truth.startswith(text), (truth, text)
+            except (OSError, HTTPException) as error:
+                failed.append(str(error))
+
+        callers = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+        for each in callers:
+            each.start()
+        time.sleep(after)
+        (other,) = server.others()
+        killed = other if victim == "other" else server.process.pid
+        subprocess.run(["kill", "-9", str(killed)], check=True)
+        status = server.process.wait(END_S)
+        assert ended([other])
+        for each in callers:
+            each.join(END_S)
+            assert not each.is_alive()
+        assert len(failed) == 2
+        server.reader.join(END_S)
+        if victim == "other":
+            assert status == 1
+            assert "rank 1 has ended with status -9" in server.said
+            assert "Traceback" not in server.said
+        else:
+            assert "rank 0 is gone" in server.said
+
+
+@pytest.mark.slow
+def test_a_silent_rank_counts_as_gone(path: Path, tmp_path: Path) -> None:
+    """A process that stands still keeps its connections, as a Mac does whose cable was pulled."""
+    with served(path, tmp_path, "--ranks", "2") as server:
+        (other,) = server.others()
+        subprocess.run(["kill", "-STOP", str(other)], check=True)
+        with pytest.raises(OSError):
+            server.complete(300)
+        assert server.process.wait(END_S) == 1
+        server.reader.join(END_S)
+        assert "rank 1 is gone: no message for" in server.said
+        subprocess.run(["kill", "-CONT", str(other)], check=True)
+        assert ended([other])
+
+
+@pytest.mark.slow
+def test_mlx_launch(path: Path, tmp_path: Path) -> None:
+    """MLX's own launcher starts the ranks."""
+    launch = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2", "--backend", "ring"]
+    words = [sys.executable, "-m", "mlxspec", "serve", str(path), "--port", "0"]
+    words += ["--kv-blocks", "64", "--cache-dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [*launch, "--", *words],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout and process.stdin
+    with process, process.stdin:
+        url = next(filter(None, (re.search(r"http://\S+(?=/v1$)", x) for x in process.stdout)))[0]
+        with urllib.request.urlopen(url + "/metrics", timeout=30) as response:
+            assert b"mlxspec_ranks 2.0" in response.read()
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+        process.wait(END_S)

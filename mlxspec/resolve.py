@@ -189,8 +189,12 @@ def follow(config: Config, ranks: Ranks) -> None:
     monitor = memory.MemoryMonitor()
     followers: dict[str, Follower] = {}
     message: Json = {}
+    level = memory.NORMAL
     while "end" not in message:
-        message = ranks.receive(monitor.poll())
+        before, level = level, monitor.poll()
+        if level > before:
+            meter.trim()
+        message = ranks.receive(level)
         match message:
             case {"step": name}:
                 followers[name].step(message)

@@ -16,7 +16,7 @@ from mlxspec.cache.offload import KVOffloader
 from mlxspec.cache.prefix import KVCacheManager, StateCache, Window
 from mlxspec.config import Config
 from mlxspec.engine import memory
-from mlxspec.engine.budget import ATTENTION, GRID, PrefillBudget
+from mlxspec.engine.budget import ATTENTION, GRID, MIN_ROWS, PrefillBudget
 from mlxspec.engine.drafting import add_drafters, load_drafting
 from mlxspec.engine.engine import Engine
 from mlxspec.engine.memory import MemoryPlan, make_plan
@@ -71,7 +71,7 @@ def load_engine(
         cases = kernel_cases(model, config.block_size, config.kv_bits) + drafting.cases(config)
     settings = f"{context} {config.block_size} {config.kv_bits} {config.layout}"
     ranks.same(f"{files} {size} {settings} {versions()}", "model, version or setting")
-    free = min(ranks.gather(_free_bytes(config) // config.ranks - reserved))
+    free = min(ranks.gather(_free_bytes(config) - reserved))
     make = partial(make_plan, config, context, free=free, share=share)
     plan_for = partial(drafting.plan, make, size)
     plan_for()  # the weights alone: with some models, geometry() reads weights
@@ -154,8 +154,8 @@ def _free_bytes(config: Config) -> int:
     """What this model may take, beside what other models hold."""
     free = min(memory.available(), meter.device_free())
     if config.memory_gb:
-        free = config.memory_bytes - meter.held()[0]
-    return free
+        return config.memory_bytes // config.ranks - meter.held()[0]
+    return free // config.ranks
 
 
 def _build(
@@ -218,16 +218,24 @@ def _prefill_seconds(engine: Engine) -> tuple[float, ...]:
     prompt = Request("warm-up", tuple(i % engine.vocab for i in range(size)), 1)
     seconds = []
     last = 0.0
+    _step_seconds(engine, prompt, MIN_ROWS)  # the first compiles
     for rows in GRID.tolist():
         most = GROWTH * last
+        took = None
         if last < SLOW and rows < size:
-            engine.scheduler.prefill_budget.fixed = rows
-            engine.add(prompt)
-            engine.step()
-            engine.abort(prompt.id)
-            engine.reset()
-            last = min(most or engine.step_seconds, engine.step_seconds)
-        else:
-            last = most
+            took = _step_seconds(engine, prompt, rows)
+        last = most if took is None else min(most or took, took)
         seconds.append(max(LEAST, last))
     return tuple(seconds)
+
+
+def _step_seconds(engine: Engine, prompt: Request, rows: int) -> float | None:
+    """What a step that reads so many rows of a prompt takes; None where the model reads fewer at
+    once."""
+    engine.scheduler.prefill_budget.fixed = rows
+    engine.add(prompt)
+    engine.step()
+    read = engine.scheduler.running[0].computed
+    engine.abort(prompt.id)
+    engine.reset()
+    return engine.step_seconds if read == rows else None

@@ -6,6 +6,7 @@ imports mlx before a model has to be converted.
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice, product
@@ -133,9 +134,10 @@ def resolve(name: str, cache_dir: Path, metal: bool, draft: bool = False) -> Res
         if not draft:  # before gigabytes come
             _refuse_head(name, {})
         lies = there.get(name)
-        if not lies or lies.parent.name == "snapshots":  # of the hub's cache: with what is new
-            lies = _download(name)
-        return _found(lies, name, draft)
+        if lies and lies.parent.name != "snapshots":  # not of the hub's cache
+            with suppress(UnsupportedModel):  # it may lie there in part, or in another format
+                return _found(lies, name, draft)
+        return _found(_download(name), name, draft)
     named = [each for each in there if Path(each).name == name]
     if len(named) > 1:
         raise UnsupportedModel(f"{name!r} may be any of {named}; give the whole name")

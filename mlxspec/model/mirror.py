@@ -48,8 +48,9 @@ class Mirror:
         on the device follows on the device."""
         entries = list(map(self._entry, plan))
         message = {"step": self.model, "plan": [overlaps, highest, taps, self.copies, entries]}
-        self.ranks.send(message | {"events": self._events})
-        self._events.clear()
+        events = self._events[:]
+        del self._events[: len(events)]  # what is dropped while this is sent is told next time
+        self.ranks.send(message | {"events": events})
         self.copies = []
         self._steps.append(plan)
         for e in plan:

@@ -217,6 +217,9 @@ def join(count: int, flags: Sequence[str] = ()) -> Ranks:
         return Ranks(mx.distributed.init(strict=True), children)
     except RuntimeError as error:
         raise UserError(f"the ranks cannot be connected: {line_of(error)}") from error
+    finally:
+        if children:
+            os.unlink(os.environ["MLX_HOSTFILE"])
 
 
 def _write_hosts(count: int) -> str:

@@ -3,7 +3,6 @@
 Rule: an endpoint is a function of a request; what they share is the `ServerState`.
 """
 
-import asyncio
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from mlxspec.server.anthropic import endpoints as anthropic
 from mlxspec.server.body import FIRST, Items, Strict, Token, receive
 from mlxspec.server.chat_request import check_ids, encode_prompt, template_options
 from mlxspec.server.content import READABLE
-from mlxspec.server.errors import HANDLERS, ApiError, HttpRequest, Json, invalid
+from mlxspec.server.errors import HANDLERS, HttpRequest, Json, invalid
 from mlxspec.server.ollama import endpoints as ollama
 from mlxspec.server.openai import endpoints as openai
 from mlxspec.server.openai.schema import RENDERING
@@ -158,17 +157,7 @@ class Unload(Strict):
 async def unload(http: HttpRequest) -> Response:
     """Responds when the model's memory is free; 409 if it is pinned or stays busy."""
     body, ignored, model = await receive(http, Unload)
-    name, server = model.name, model.server
-    if server.worker.models[name].pinned and not body.force:
-        why = f"{name} is pinned; send force: true, or load it with pin: false"
-        raise ApiError(409, why, "model")
-    seconds = max(1.0, server.config.drain_s)
-    try:
-        async with asyncio.timeout(seconds):
-            return await _change(http, model, server.worker.unload(name), ignored)
-    except TimeoutError as error:
-        why = f"{name} was still busy after {seconds:.0f} s and stays loaded; try again later"
-        raise ApiError(409, why, "model") from error
+    return await _change(http, model, model.server.unload(model.name, body.force), ignored)
 
 
 async def _change(

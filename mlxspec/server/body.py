@@ -59,6 +59,8 @@ class Strict(BaseModel):
         return {name: one for name, one in value.items() if one is not None}
 
 
+MOST_NAMED = 32  # in a line of the log
+
 Body = TypeVar("Body", bound=Strict)
 
 
@@ -88,7 +90,7 @@ def parse(kind: type[Body], data: bytes, strict: bool = False) -> tuple[Body, li
             raise invalid(name, why, "unsupported_parameter")
     left_out = [*dict.fromkeys(left_out)]
     if left_out:
-        log.info("left out of the prompt: %s", ", ".join(left_out))
+        log.info("left out of the prompt: %s", ", ".join(left_out[:MOST_NAMED]))
     return body, _unknown(body) + left_out
 
 

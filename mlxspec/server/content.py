@@ -18,6 +18,7 @@ UNREAD = (
     " video video_url input_video container_upload browser_state computer_screenshot"
 ).split()
 HOSTED = ("_tool_use", "_tool_result")  # ends of the types of what another server's tools did
+MOST_CHARS = 64  # of such a type
 HOLD_PARTS = ("content", "output")  # fields of messages, items and parts
 
 
@@ -34,7 +35,7 @@ def _read(value: Any, left_out: list[str]) -> Any:
     match value:
         case list():
             return [_read(each, left_out) for each in value]
-        case {"type": str(kind)} if kind in UNREAD or kind.endswith(HOSTED):
+        case {"type": str(kind)} if kind in UNREAD or _is_hosted(kind):
             return {"type": "text", "text": _text(value, kind, left_out)}
         case dict():
             return {
@@ -42,6 +43,11 @@ def _read(value: Any, left_out: list[str]) -> Any:
                 for key, each in value.items()
             }
     return value
+
+
+def _is_hosted(kind: str) -> bool:
+    """The type is shown in the log and in the prompt, so that it must be a short name."""
+    return kind.endswith(HOSTED) and kind.isidentifier() and len(kind) <= MOST_CHARS
 
 
 def _text(part: Json, kind: str, left_out: list[str]) -> str:

@@ -74,13 +74,13 @@ def serve_model(
 def follow(config: Config) -> int:
     """Run as a rank above 0, until rank 0 ends; returns the process's exit status. What stops a
     server is for rank 0, which gets it too. Raises UserError."""
-    for number in _signals():
-        signal.signal(number, signal.SIG_IGN)
     blas.load()
     from mlxspec import resolve
     from mlxspec.model.parallel import join
 
     ranks = join(config.ranks)
+    for number in _signals():
+        signal.signal(number, signal.SIG_IGN)
 
     def lost(reason: str) -> None:
         log.critical("%s", reason)
@@ -90,7 +90,10 @@ def follow(config: Config) -> int:
     try:
         resolve.follow(config, ranks)
     except RuntimeError as error:
-        lost(str(ranks.explain(error)))
+        told = ranks.explain(error)
+        if told is error:
+            log.critical("this rank failed", exc_info=error)
+        lost(str(told))
     return 0
 
 
@@ -119,8 +122,11 @@ def _load(
     from mlxspec.model.parallel import join
     from mlxspec.resolve import make_manager, resolve_models
 
-    chosen, *others = resolve_models(config)  # downloads once for ranks that share a disk
-    ranks = join(config.ranks, shlex.split(as_flags(config)))
+    flags = shlex.split(as_flags(config))
+    # Ranks that mlx.launch started wait half a minute for each other, less than a download takes.
+    ranks = join(config.ranks) if "MLX_RANK" in os.environ else None
+    chosen, *others = resolve_models(config)
+    ranks = ranks or join(config.ranks, flags)
     worker = Worker(
         make_manager([chosen, *others], config, load_on_request, ranks),
         max_sequences=config.max_sequences,

@@ -147,6 +147,20 @@ class ServerState:
         job.add_done_callback(self.text_jobs.discard)
         return job
 
+    async def unload(self, name: str, force: bool = False) -> None:
+        """Unload a model. Raises ApiError 409 where it is pinned, unless by `force`, or stays
+        busy."""
+        if self.worker.models[name].pinned and not force:
+            why = f"{name} is pinned; send force: true, or load it with pin: false"
+            raise ApiError(409, why, "model")
+        seconds = max(1.0, self.config.drain_s)
+        try:
+            async with asyncio.timeout(seconds):
+                await self.worker.unload(name)
+        except TimeoutError as error:
+            why = f"{name} was still busy after {seconds:.0f} s and stays loaded; try again later"
+            raise ApiError(409, why, "model") from error
+
     def resolve_name(self, name: str | None) -> str:
         """The served model that `name`, its directory or its id on the hub means. Names that agents
         have built in mean the default one. Raises ApiError 404."""

@@ -30,7 +30,7 @@ JSON_HEAD = SKIPPED + (
     r'(?:"\s*,\s*"(?:arguments|parameters)"\s*:|\s*\[ARGS\]|:\d+\s*<\|tool_call_argument_begin\|>)'
     r'\s*(?=\{\s*["}])'
 )
-MARKS = re.compile(r'\\.?|["{}\[\]]|(?=<)', re.DOTALL)
+MARKS = re.compile(r'\\.?|["{}\[\]\x00-\x1f]|(?=<)', re.DOTALL)
 DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 # The end of a text that may become the end of a value.
 MAYBE_CLOSE = re.compile(r"\n?(?:</[\w:]{1,24}>\s{0,64}(?:<[\w/=]{0,12})?|<[\w:/]{0,24})?\Z")
@@ -83,9 +83,13 @@ class JsonArguments:
     def feed(self, text: str) -> str:
         """What this text adds to the arguments."""
         text, self.rest = self.rest + text, ""
+        made, done = "", 0
         for found in MARKS.finditer(text):
             mark, at = found[0], found.end()
-            if mark == '"':
+            if mark and mark < " ":
+                if self._string:  # JSON has no bare control characters there
+                    made, done = made + text[done : found.start()] + _dumped(mark)[1:-1], at
+            elif mark == '"':
                 self._string = not self._string
             elif mark == "\\":  # what it escapes is not here yet
                 text, self.rest = text[:-1], mark
@@ -93,8 +97,8 @@ class JsonArguments:
                 self._depth += DEPTHS.get(mark, 0)
                 if not mark or self._depth == 0:
                     self.ended, self.rest = True, text[at:]
-                    return text[:at]
-        return text
+                    return made + text[done:at]
+        return made + text[done:]
 
 
 @dataclass(slots=True)

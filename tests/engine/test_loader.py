@@ -11,8 +11,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlxspec.cache.prefix import KVCacheManager
 from mlxspec.config import Config
 from mlxspec.engine import loader, memory
+from mlxspec.engine.budget import GRID
 from mlxspec.engine.loader import load_engine
 from mlxspec.kernels import verify
 from mlxspec.kernels.verify import KERNELS, Case, Verdict
@@ -41,6 +43,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def path(tmp_path: Path) -> Path:
     save(tmp_path)
     return tmp_path
+
+
+def test_steps_that_a_model_cuts_are_not_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of 64 rows is not taken for that of 128."""
+    monkeypatch.setattr(KVCacheManager, "limit_rows", lambda self, seq, rows: min(rows, 64))
+    e, _ = load_engine(path, "tiny", settings())
+    known = dict(zip(GRID.tolist(), e.scheduler.prefill_budget.seconds, strict=True))
+    for rows in (64, 128, 256, 512, 1024):
+        assert known[2 * rows] == pytest.approx(loader.GROWTH * known[rows])
 
 
 def test_sizes_and_layout_are_derived_and_reported(path: Path) -> None:

@@ -288,3 +288,13 @@ def test_whatever_a_message_holds_is_taken_or_refused(value: Any) -> None:
                 chat_messages([], body.input)
         except ApiError as error:
             assert error.status == 400
+
+
+async def test_a_type_that_is_no_name_is_refused_and_not_logged(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, body = chat({"type": "x\n2026 forged line_tool_use"})
+    with caplog.at_level(logging.INFO, "mlxspec"):
+        answer = await make().post(path, body)
+    assert answer.status == 400
+    assert not any("left out" in record.getMessage() for record in caplog.records)

@@ -624,4 +624,16 @@ async def test_a_call_cut_by_max_tokens_is_a_partial_call(
     assert unnamed(found[-1]["response"]["output"]) == unnamed(whole["output"])
     [item] = whole["output"]
     assert (item["type"], item["name"], item["status"]) == (kind, name, "incomplete")
-    assert ARGUMENTS.startswith(item.get("arguments", "")) and not item.get("input")
+    wrote = item.get("arguments", item.get("input"))
+    assert wrote and ARGUMENTS.startswith(wrote)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("f", "function_call"), ("patch", "custom_tool_call")])
+async def test_a_call_that_the_model_breaks_off_is_incomplete(
+    make: Callable[..., Server], name: str, kind: str
+) -> None:
+    """A client must not run half a patch as if it were a whole one."""
+    broken = (LONG % name)[:60]
+    [item] = (await ask(make(broken), tools=TOOLS)).json["output"]
+    assert (item["type"], item["status"]) == (kind, "incomplete")
+    assert ARGUMENTS.startswith(item.get("arguments", item.get("input")))

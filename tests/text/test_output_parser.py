@@ -225,6 +225,14 @@ def test_reasoning_that_the_prompt_opened(hermes: Any) -> None:
     assert told(hermes, "never ends", thinking=True) == [("reasoning", "never ends")]
 
 
+def test_a_bare_line_feed_in_json_is_escaped(hermes: Any) -> None:
+    """Small models write code so; a client would not parse it."""
+    said = '<tool_call>\n{"name": "run", "arguments": {"x": "a\n\tb",\n "y": 1}}\n</tool_call>'
+    for pieces in ([said], list(said)):
+        [part] = read(hermes, pieces)
+        assert json.loads(part.text) == {"x": "a\n\tb", "y": 1}
+
+
 def test_why_a_call_is_text_is_logged(hermes: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mlxspec")
     told(hermes, '<tool_call>\n{"name": "read", "arg')

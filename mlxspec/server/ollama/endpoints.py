@@ -105,18 +105,24 @@ async def embed(http: HttpRequest) -> Response:
     body, ignored, model = await receive(http, Embed)
     work = embeddings.embed(model, body.input, body.dimensions)
     vectors, tokens = await while_connected(http.receive, work)
-    found = [vector.tolist() for vector in vectors]
-    made = {"model": body.model or model.name, "embeddings": found, "prompt_eval_count": tokens}
-    if http.url.path == "/api/embeddings":
-        made = {"embedding": found[0]}
-    return JSONResponse(made, headers=report(ignored))
+
+    def response() -> Response:
+        """Thousands of vectors take a second to write."""
+        found = [vector.tolist() for vector in vectors]
+        made = {"model": body.model or model.name, "embeddings": found, "prompt_eval_count": tokens}
+        if http.url.path == "/api/embeddings":
+            made = {"embedding": found[0]}
+        return JSONResponse(made, headers=report(ignored))
+
+    return await model.server.on_text_thread(response)
 
 
 async def _load(http: HttpRequest, model: Model, keep: str) -> Json:
-    """Unload the model where `keep` is 0, else load it, to stay where `keep` is negative."""
-    worker, unloads = model.server.worker, keep in ("0", "0s", "0m")
+    """Unload the model where `keep` is 0, else load it, to stay where `keep` is negative. Raises
+    ApiError."""
+    server, unloads = model.server, keep in ("0", "0s", "0m")
     pin = keep.startswith("-") or None
-    work = worker.unload(model.name) if unloads else worker.load(model.name, pin)
+    work = server.unload(model.name) if unloads else server.worker.load(model.name, pin)
     await while_connected(http.receive, work)
     return {"done": True, "done_reason": "unload" if unloads else "load"}
 

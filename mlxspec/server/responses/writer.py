@@ -67,6 +67,7 @@ class ResponsesWriter:
     _item: Json = field(default_factory=dict)  # the one that text is added to; empty: none
     _at: Json = field(default_factory=dict)  # the place of its text
     _text: list[str] = field(default_factory=list)
+    _cut: Call | None = None  # of that item, while its end has not come
 
     def opening(self, usage: Usage) -> bytes:
         self._event("created", response=self.response)
@@ -154,7 +155,9 @@ class ResponsesWriter:
         if tool.namespace:
             fields["namespace"] = tool.namespace
         self._add(kind, text, **fields)
+        self._cut = call
         if part.ends:
+            self._cut = None
             self._close()
 
     def _close(self, status: str = "completed") -> None:
@@ -163,6 +166,12 @@ class ResponsesWriter:
             return
         item, text = self._item, "".join(self._text)
         form = TYPES[item["type"]]
+        if self._cut:
+            status = "incomplete"
+            if item["type"] == "custom_tool_call":
+                text = plain_input(self._cut.arguments)
+                self._event(f"{form.text_event}.delta", **self._at, delta=text, **form.extra)
+            self._cut = None
         self._event(
             f"{form.text_event}.done",
             **self._at,

@@ -39,9 +39,10 @@ class PrefillBudget:
     def rows(self, plan: Plan, context: int, decoding: bool) -> int:
         """How many rows of a prompt, of which `context` tokens are computed, a step may have beside
         its `plan`; `decoding`: a running answer waits for it."""
-        rows, pairs, prompt = _work(plan)
+        prompt = _prompt_rows(plan)
         if self.fixed:
             return max(0, self.fixed - prompt)
+        rows, pairs = _work(plan)
         more = np.maximum(0, CHOICES - prompt)
         seconds = self._cost(rows + more, pairs + more * context)
         took = seconds + self.attention / 2 * more**2
@@ -56,9 +57,9 @@ class PrefillBudget:
 
     def learn(self, plan: Plan, seconds: float) -> None:
         """A step took `seconds`, 0: unknown."""
-        rows, pairs, prompt = _work(plan)
-        if not prompt or seconds <= 0:
+        if seconds <= 0 or not _prompt_rows(plan):
             return
+        rows, pairs = _work(plan)
         expected = self._cost(rows, pairs)
         own = self._cost(rows, 0) / expected  # the part that is not attention
         rest = DOUBT * (1 - own)
@@ -72,9 +73,12 @@ class PrefillBudget:
         return self.factor * np.interp(rows, GRID, self.seconds) + self.attention * pairs
 
 
-def _work(plan: Plan) -> tuple[int, float, int]:
-    """Of a step its rows, their pairs with a token before them, and the rows of prompts."""
+def _prompt_rows(plan: Plan) -> int:
+    return sum(e.count for e in plan if e.count > 1 or not e.samples)
+
+
+def _work(plan: Plan) -> tuple[int, float]:
+    """The rows of a step, and their pairs with a token before them."""
     rows = sum(e.rows for e in plan)
     pairs = sum(e.rows * (e.start + e.rows / 2) for e in plan)
-    prompt = sum(e.count for e in plan if e.count > 1 or not e.samples)
-    return rows, pairs, prompt
+    return rows, pairs

@@ -37,11 +37,8 @@ POLL_S = 0.5  # between checks that the engine still accepts requests
 BODY_S = 60.0  # to receive a request's body
 MAX_FINISHED = 24  # rows of finished generations
 ALIASES = ("default", "local")
-FAMILIES = (
-    "claude-",
-    "gpt-",
-    "text-embedding-",
-)  # names built into agents; they mean the default model
+# Beginnings of names that are built into agents; they mean the default model.
+FAMILIES = ("claude-", "gpt-", "text-embedding-")
 
 STATES = ("writing", "reading", "waiting")  # decoding, in prefill, queued
 

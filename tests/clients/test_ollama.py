@@ -1,4 +1,4 @@
-"""Clients of Ollama's API: its own SDK, LangChain's ChatOllama, and litellm's provider."""
+"""Clients of Ollama's API: its own SDK and LangChain's ChatOllama (litellm: test_litellm)."""
 
 import json
 
@@ -88,36 +88,6 @@ schema = {"title": "River", "type": "object", "properties": {"river": {"type": "
 print(model.with_structured_output(schema, method="json_schema").invoke("Name one"))
 """
 
-LITELLM = """
-import json, sys
-import litellm
-
-url, key, stream = sys.argv[1:]
-number = {"type": "integer"}
-parameters = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
-add = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": parameters}}
-messages = [{"role": "user", "content": "What is 2 + 3?"}]
-
-
-def ask():
-    wanted = dict(
-        model="ollama_chat/local", api_base=url, api_key=key, messages=messages, tools=[add],
-        temperature=0, max_tokens=99,
-    )
-    if stream == "whole":
-        return litellm.completion(**wanted).choices[0].message
-    chunks = list(litellm.completion(**wanted, stream=True))
-    return litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
-
-
-said = ask()
-messages.append(said.model_dump())
-for call in said.tool_calls:
-    total = sum(json.loads(call.function.arguments).values())
-    messages.append({"role": "tool", "tool_call_id": call.id, "content": f"the sum: {total}"})
-print(ask().content)
-"""
-
 
 @pytest.mark.parametrize("stream", ["whole", "stream"])
 def test_the_sdk(stream: str, world: World) -> None:
@@ -140,15 +110,3 @@ def test_langchain(world: World) -> None:
     assert len(world.asked("/api/chat")) == 3
     assert "the sum: 5" in world.player.prompts[1]
     assert world.player.submitted[-1].grammar is not None
-
-
-@pytest.mark.parametrize("stream", ["whole", "stream"])
-def test_litellm(stream: str, world: World) -> None:
-    python = install.pip("litellm", "1.106.2", "[mcp]") / "python"
-    world.player.play = steps(think("I add.") + call("add", {"a": 2, "b": 3}), "It is 5.")
-    words = [str(python), "-c", LITELLM, world.url, KEY, stream]
-    out = world.run([], *words, LITELLM_LOCAL_MODEL_COST_MAP="True")
-    assert out.endswith("It is 5.\n")  # it prints advice first where it streams
-    # It also asks /api/show for a model's price, without the key, and goes on without an answer.
-    assert [e.status for e in world.exchanges if e.path == "/api/chat"] == [200, 200]
-    assert "the sum: 5" in world.player.prompts[-1]

@@ -11,7 +11,27 @@ from typing import Any
 import uvicorn
 
 from mlxspec.config import Config
+from mlxspec.engine.worker import Worker
 from mlxspec.server.process import bind, make_server
+from mlxspec.types import ModelInfo
+from tests import tiny
+from tests.drafters import attach
+
+
+@contextmanager
+def tiny_worker(kind: str, context: int, drafter: str = "", **bounds: int) -> Iterator[Worker]:
+    """The real engine's thread with a tiny random model, until the block ends."""
+
+    def start() -> Any:
+        engine = tiny.engine(tiny.model(kind), blocks=256, context=context, vocab=tiny.VOCAB)
+        if drafter:
+            attach(engine, drafter)
+        return engine, ModelInfo("tiny", context, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
+
+    made = Worker(tiny.manager(start), **bounds)
+    made.launch()
+    yield made
+    made.stop()
 
 
 @contextmanager

@@ -18,9 +18,8 @@ from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.server.embeddings import embed
 from mlxspec.text.chat import encode
-from mlxspec.types import ModelInfo
 from tests import tiny
-from tests.server.live import live
+from tests.server.live import live, tiny_worker
 from tests.server.scripted import Answer, Connection, server
 
 pytestmark = pytest.mark.anyio
@@ -31,14 +30,8 @@ TEXTS = ["hello world", "the system and the user", "a", "you and the other one i
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    def start() -> Any:
-        engine = tiny.engine(tiny.model("qwen3"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
-        return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
-
-    made = Worker(tiny.manager(start), max_sequences=4, max_queue=4)
-    made.launch()
-    yield made
-    made.stop()
+    with tiny_worker("qwen3", CONTEXT, max_sequences=4, max_queue=4) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

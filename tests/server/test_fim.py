@@ -11,9 +11,8 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode, load_tokenizer
-from mlxspec.types import ModelInfo
 from tests import tiny
-from tests.drafters import attach
+from tests.server.live import tiny_worker
 from tests.server.scripted import END, Connection, Server, server
 from tests.tiny_tokenizer import save_tokenizer
 
@@ -174,15 +173,8 @@ PREFIX = "def hello(world):\n" + "    the = a + world\n" * 4
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    def start() -> Any:
-        engine = tiny.engine(tiny.model("qwen3"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
-        attach(engine, "lookup")
-        return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
-
-    made = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
-    made.launch()
-    yield made
-    made.stop()
+    with tiny_worker("qwen3", CONTEXT, "lookup", max_sequences=8, max_queue=16) as made:
+        yield made
 
 
 async def complete(worker: Worker, known: tuple[Any, Path], **body: Any) -> Any:

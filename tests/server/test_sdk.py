@@ -17,9 +17,8 @@ from mlxspec.config import Config
 from mlxspec.engine.worker import Worker
 from mlxspec.server.app import create_app
 from mlxspec.text.chat import encode
-from mlxspec.types import ModelInfo
 from tests import tiny
-from tests.server.live import live
+from tests.server.live import live, tiny_worker
 from tests.server.scripted import MESSAGES, server
 
 pytestmark = pytest.mark.anyio
@@ -29,16 +28,8 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    """The real engine's thread with a tiny random model."""
-
-    def start() -> Any:
-        engine = tiny.engine(tiny.model("llama"), blocks=256, context=CONTEXT, vocab=tiny.VOCAB)
-        return engine, ModelInfo("tiny", CONTEXT, tiny.VOCAB, "rows", 8, 256, 1, 1, 1_700_000_000)
-
-    made = Worker(tiny.manager(start), max_sequences=8, max_queue=16)
-    made.launch()
-    yield made
-    made.stop()
+    with tiny_worker("llama", CONTEXT, max_sequences=8, max_queue=16) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

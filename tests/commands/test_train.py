@@ -40,7 +40,7 @@ def better(monkeypatch: pytest.MonkeyPatch, *figures: float) -> None:
     monkeypatch.setattr(train, "_tokens_per_round", lambda config, samples, wait: next(left))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_a_trained_head_is_used_from_then_on(
     kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

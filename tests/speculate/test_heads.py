@@ -110,7 +110,10 @@ def assert_simulated(run: runs.Run, sampling: Sampling = runs.GREEDY) -> None:
         )
 
 
-@pytest.mark.parametrize("depth", [2, 4, pytest.param(7, marks=pytest.mark.slow)])
+DEPTHS = [4, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (2, 7))]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_the_engine_drafts_what_a_simulation_drafts(depth: int) -> None:
     """Before it knows how many of the last drafts were kept."""
     run = ours(depth)
@@ -169,7 +172,7 @@ def test_as_much_is_accepted_as_by_mlx_vlm(depth: int) -> None:
 SLOW = ("sidecar-poisoned", "embedded", "beside", "raw")  # the same head as the sidecar
 
 
-@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("depth", DEPTHS[:2])
 @pytest.mark.parametrize(
     "packaging", ["sidecar-4bit", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
@@ -220,6 +223,7 @@ def test_the_targets_noise_pays_where_the_target_is_unsure(
     assert coupled.tokens_per_round(4) > 1.2 * greedy.tokens_per_round(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_measured_rates_decide_how_drafts_are_drawn(
     temperature: float, monkeypatch: pytest.MonkeyPatch

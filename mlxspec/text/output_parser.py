@@ -16,12 +16,8 @@ from mlxspec import log
 from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, SKIPPED, Arguments, begun
 from mlxspec.text.detokenizer import held_back
 from mlxspec.text.messages import Tools
-from mlxspec.text.tool_calls import (
-    FUNCTION,
-    FUNCTION_END,
-    is_xml,
-    read_calls,
-)
+from mlxspec.text.tool_calls import FUNCTION, FUNCTION_END, is_xml, read_calls
+from mlxspec.types import line_of
 
 Kind = Literal["reasoning", "content", "call"]
 Edges = dict[str, dict[str, str]]  # state -> marker -> the next state
@@ -93,8 +89,6 @@ class PartBuffer:
         self.after_call = False
         if kind == "content":
             self.has_content = True
-        if self._made and self._made[-1].kind == kind:
-            shown = self._made.pop().text + shown
         self._made.append(Part(kind, shown))
 
     def add_call(self, call: Call, text: str, opens: bool = False, ends: bool = False) -> None:
@@ -140,7 +134,6 @@ class OutputParser:
         self._held = ""  # text of a call that has not ended, or of what may be one
         self._reader: Arguments | None = None  # of the last call, while its arguments come
         self._sent = False  # a call since the last marker
-        self._error = ""
         self.calls: list[Call] = []
         first = tokenizer.response_initial_state or (REASONING if self.thinking else NORMAL)
         self._parts = PartBuffer("reasoning" if first == REASONING else "content")
@@ -171,8 +164,8 @@ class OutputParser:
             named = re.match(CUT_CALL, self._held) if cut else None
             if named and named[1] in self._schemas:
                 self._open_call(named[1])
-            elif not self._end_call():
-                self._call_as_text("")
+            else:
+                self._end_call()
         self._end_untagged()
         if not self.calls:
             self._parts.add_last_space()
@@ -200,81 +193,65 @@ class OutputParser:
 
     def _on_marker(self, marker: str) -> None:
         before, after = self._state, self._edges[self._state][marker]
+        content = before in CONTENT_STATES
+        said = self._parts.has_content or self.calls
         if before in CALL_STATES or self._reader:
-            self._leave_call(marker, after)
-        elif before in CONTENT_STATES and after == NORMAL:  # a marker that leads nowhere
+            if self._reader:
+                self._stream(marker)
+                if self._reader:  # a part of the arguments
+                    return
+            end = marker in (self.tokenizer.tool_call_end, FUNCTION_END) and not self._sent
+            self._end_call(marker if end else "")
+            self._enter(after, marker)
+        elif content and after == NORMAL:  # a marker that leads nowhere
             if marker == self.tokenizer.tool_call_end and not self._parts.after_call:
                 self._add(marker)
-        elif before in CONTENT_STATES and after == REASONING and self._begun():
-            self._add(marker)
+        elif content and after == REASONING and (said or self._held.strip()):
+            self._add(marker)  # nothing in the answer itself opens the reasoning any more
         else:
             self._end_untagged()
             self._enter(after, marker)
-
-    def _begun(self) -> bool:
-        """Whether the answer itself has begun: nothing in it opens the reasoning any more."""
-        return self._parts.has_content or bool(self.calls or self._held.strip())
 
     def _stream(self, text: str) -> None:
         """Add text of calls, and the arguments that it makes certain."""
         self._held += text
         while self._held:
-            reader = self._reader = self._reader or self._next_call()
-            if reader is None:
-                return
+            if not self._reader:
+                if self._state == NORMAL and self._start()[:1] not in ("{", "`"):
+                    return
+                found = begun(self._held, self.tokenizer, self._schemas)
+                if not found:
+                    return
+                name, self._reader, at = found
+                self._held, self._sent = self._held[at:], True
+                self._open_call(name)
+            reader = self._reader
             made, self._held = reader.feed(self._held), ""
             if made or reader.ended:
                 self._parts.add_call(self.calls[-1], made, ends=reader.ended)
             if reader.ended:
                 self._reader, self._held = None, reader.rest
 
-    def _next_call(self) -> Arguments | None:
-        """The reader of the call that the held text begins with; None where no arguments have
-        begun."""
-        if self._state == NORMAL and self._start()[:1] not in ("{", "`"):
-            return None
-        if not (found := begun(self._held, self.tokenizer, self._schemas)):
-            return None
-        name, reader, at = found
-        self._held, self._sent = self._held[at:], True
-        self._open_call(name)
-        return reader
-
     def _open_call(self, name: str) -> None:
         self.calls.append(Call(self.new_id(), name, ""))
         self._parts.add_call(self.calls[-1], "", opens=True)
 
-    def _leave_call(self, marker: str, after: str) -> None:
-        """The end of a call, unless it is part of the arguments."""
-        if self._reader:
-            self._stream(marker)
-            if self._reader:
-                return
-        if not self._end_call():
-            end = marker in (self.tokenizer.tool_call_end, FUNCTION_END) and not self._sent
-            self._call_as_text(marker if end else "")
-        self._enter(after, marker)
-
-    def _end_call(self) -> bool:
-        """Whether nothing is left of the held text when its calls have been read."""
+    def _end_call(self, end: str = "") -> None:
+        """Add the calls of the held text. One that cannot be read is text, with its marker `end`."""
         if self._sent:
             self._held = re.sub(rf"\A{SKIPPED}", "", self._held)
         if not self._held:
-            return True
+            return
         text = self._held.removeprefix(self.tokenizer.tool_call_start)
         try:
             calls = read_calls(text, self.tokenizer, self.tools)
         except Exception as error:  # a parser raises whatever its author chose
-            self._error = f"{type(error).__name__}: {error}"
-            return False
+            log.info("a tool call cannot be read and is shown as text: %s", line_of(error))
+            self._say(self._held + end)
+            return
         for name, arguments in calls:
             self._open_call(name)
             self._parts.add_call(self.calls[-1], arguments, ends=True)
-        return True
-
-    def _call_as_text(self, end: str) -> None:
-        log.info("a tool call cannot be read and is shown as text: %s", self._error)
-        self._say(self._held + end)
 
     def _start(self) -> str:
         """The held text from where it may begin a call."""

@@ -242,8 +242,15 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, generation_promp
 def _applied(
     tokenizer: Tokenizer, conversation: Conversation, rewrite: Rewrite, generation_prompt: bool
 ) -> str:
-    """The text of rewritten messages. Tools are spelled out where the template knows none."""
-    options, messages, tools = _marked(tokenizer, conversation)
+    """The text of rewritten messages, in which no text is a control token. Tools are spelled out
+    where the template knows none."""
+    special = control_tokens_of(tokenizer)
+    messages = []
+    for turn in conversation.messages:
+        pattern = special.answers if turn["role"] == "assistant" else special.begins
+        messages.append({**marked(turn, pattern), "role": turn["role"]})
+    tools = marked(conversation.tools, special.begins)
+    options = marked(conversation.options, special.begins)
     if not template_reads(tokenizer, "tools"):
         messages = spelled_out(messages, tools)
     elif tools:
@@ -253,14 +260,3 @@ def _applied(
         options |= {"add_generation_prompt": False, "continue_final_message": True}
     apply: Callable[..., str] = tokenizer.apply_chat_template
     return clean(apply(rewrite(messages), **options))
-
-
-def _marked(tokenizer: Tokenizer, conversation: Conversation) -> tuple[Json, Messages, list[Any]]:
-    """The options, messages and tools of a conversation, in which no text is a control token."""
-    special = control_tokens_of(tokenizer)
-    messages = []
-    for turn in conversation.messages:
-        pattern = special.answers if turn["role"] == "assistant" else special.begins
-        messages.append({**marked(turn, pattern), "role": turn["role"]})
-    options = {name: marked(value, special.begins) for name, value in conversation.options.items()}
-    return options, messages, marked(conversation.tools, special.begins)

@@ -116,29 +116,23 @@ class Detokenizer:
 def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
     """The UTF-8 bytes that a token stands for, also of a part of a character; none for an unknown
     id."""
-    piece: str | None = None
-    if token < len(tokenizer):
-        piece = tokenizer.convert_ids_to_tokens(token)
+    known = token < len(tokenizer)
+    piece: str | None = tokenizer.convert_ids_to_tokens(token) if known else None
     if piece is None:  # a model's vocabulary may be padded with ids that mean nothing
         return b""
     if byte := BYTE_PIECE.fullmatch(piece):
-        return bytes([int(byte[1], 16)])
-    if isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer):
+        return bytes.fromhex(byte[1])
+    own = tokenizer.detokenizer
+    if isinstance(own, SPMStreamingDetokenizer):
         return piece.replace("▁", " ").encode()
-    if not isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer):
+    if not isinstance(own, BPEStreamingDetokenizer):
         before = tokenizer.encode(NEUTRAL, add_special_tokens=False)
         text = str(tokenizer.decode([*before, token]))
         return text.removeprefix(tokenizer.decode(before)).encode()
-    if token in _added(tokenizer):
+    if token in tokenizer.added_tokens_decoder:  # spelled out
         return piece.encode()
     alphabet = _byte_decoder()  # GPT-2's byte alphabet: a character for each byte
     made = bytearray()
     for char in piece:
         made += bytes([alphabet[char]]) if char in alphabet else char.encode()
     return bytes(made)
-
-
-@lru_cache(maxsize=4)
-def _added(tokenizer: TokenizerWrapper) -> frozenset[int]:
-    """Ids of tokens that are spelled out, not in the byte alphabet."""
-    return frozenset(tokenizer.added_tokens_decoder)

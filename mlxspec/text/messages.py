@@ -75,7 +75,7 @@ def canonical(messages: Sequence[Any]) -> Messages:
         turn = _message(message, f"messages[{i}]")
         last = made[-1] if made else {}
         split = turn.get("tool_calls") and not turn["content"] and not last.get("tool_calls")
-        if split and turn["role"] == last.get("role") == "assistant":
+        if split and last.get("role") == "assistant":
             made[-1] = _joined(last, turn)  # goose sends one reply as two messages
         else:
             made.append(turn)
@@ -110,9 +110,7 @@ def _message(message: Any, at: str) -> Json:
     if calls and (role != "assistant" or not isinstance(calls, list)):
         raise rejected(f"{at}.tool_calls", "must be a list, of an assistant's message")
     if calls:
-        made = []
-        for i, call in enumerate(calls):
-            made.append(_call(call, f"{at}.tool_calls[{i}]"))
+        made = [_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
         plain["tool_calls"] = made
     return plain
 

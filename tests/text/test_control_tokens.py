@@ -4,6 +4,7 @@ were."""
 import json
 import re
 from collections import Counter
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,7 @@ def before(
 ) -> tuple[str, list[int]]:
     """Text and ids as they were when a client's text was as good as the template's."""
     with pytest.MonkeyPatch.context() as patch:
-        same = lambda _, talk: (dict(talk.options), talk.messages, list(talk.tools))  # noqa: E731
-        patch.setattr(chat, "_marked", same)
+        patch.setattr(chat, "marked", lambda value, _: copy(value))
         text = chat._rendered(tokenizer, conversation_of(messages, tools, options, History()), True)
     return text, list(tokenizer.encode(text, add_special_tokens=False))
 

@@ -46,16 +46,37 @@ class Grammars:
     _compiled: OrderedDict[tuple[str, bool | None], LLMatcher] = field(default_factory=OrderedDict)
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
-        """The Lark rule of calls of these tools, or only of the one called `name`; the rules that
-        it refers to follow on further lines."""
-        functions = []
+        """The Lark rule of calls of these tools, or only of the one called `name`: JSON objects with
+        name and arguments between the model's markers; the rules that it refers to follow on
+        further lines. Without an end marker all calls follow one begin marker.
+
+        Whatever the rule takes, the output parser reads as that call, with arguments that conform,
+        also for a model that would write its calls in another format. Only numbers too large for a
+        float are not read."""
+        tokenizer = self.tokenizer
+        if tokenizer.response_transitions:
+            why = "cannot be honoured with calls in this model's format; send tool_choice 'auto' and"
+            raise rejected(where, f"{why} no format, or 'none'")
+        bodies = []
         for tool in tools:
-            if not name or tool["function"]["name"] == name:
-                functions.append(tool["function"])
-        if not functions:
+            function = tool["function"]
+            if not name or function["name"] == name:
+                own = json.dumps(function["name"], ensure_ascii=False)
+                head = json.dumps(f'{{"name": {own}, "arguments": ')
+                bodies.append(f'{head} {json_rule(_arguments(function), where)} "}}"')
+        if not bodies:
             wanted = name or "a call"
             raise rejected(where, f"asks for {wanted}, which is not in tools; send it there")
-        return call_rules(self.tokenizer, functions, single, where)
+        call, calls, end = "call", "body", ""
+        if tokenizer.tool_call_end:
+            end = f'"\\n" {marker(tokenizer, tokenizer.tool_call_end)}'
+            if not single:
+                call = 'call ("\\n" call)*'
+        elif not single:
+            calls = 'body ("\\n" body)*'
+        begin = marker(tokenizer, tokenizer.tool_call_start)
+        body = " | ".join(bodies)
+        return "\n".join([call, f'call: {begin} "\\n" {calls} {end}', f"body: {body}"])
 
     def rules(self, parts: Iterable[str]) -> str:
         """A whole Lark grammar: the alternative of several rules, each followed by the rules that
@@ -270,34 +291,6 @@ def marker(tokenizer: TokenizerWrapper, text: str) -> str:
     token = tokenizer.convert_tokens_to_ids(text)
     known = token is not None and tokenizer.convert_ids_to_tokens(token) == text
     return f"<[{token}]>" if known else json.dumps(text)
-
-
-def call_rules(tokenizer: TokenizerWrapper, functions: Tools, single: bool, where: str) -> str:
-    """The rule of calls of these functions: JSON objects with name and arguments between the
-    model's markers; the rules that it refers to follow on further lines. Without an end marker all
-    calls follow one begin marker. Raises RejectedRequest.
-
-    Whatever the rule takes, the output parser reads as that call, with arguments that conform, also
-    for a model that would write its calls in another format. Only numbers too large for a float are
-    not read."""
-    if tokenizer.response_transitions:
-        why = "cannot be honoured with calls in this model's format; send tool_choice 'auto' and"
-        raise rejected(where, f"{why} no format, or 'none'")
-    call, calls, end = "call", "body", ""
-    if tokenizer.tool_call_end:
-        end = f'"\\n" {marker(tokenizer, tokenizer.tool_call_end)}'
-        if not single:
-            call = 'call ("\\n" call)*'
-    elif not single:
-        calls = 'body ("\\n" body)*'
-    begin = marker(tokenizer, tokenizer.tool_call_start)
-    bodies = []
-    for function in functions:
-        name = json.dumps(function["name"], ensure_ascii=False)
-        head = json.dumps(f'{{"name": {name}, "arguments": ')
-        bodies.append(f'{head} {json_rule(_arguments(function), where)} "}}"')
-    body = " | ".join(bodies)
-    return "\n".join([call, f'call: {begin} "\\n" {calls} {end}', f"body: {body}"])
 
 
 def _arguments(function: Mapping[str, Any]) -> Json:

@@ -58,15 +58,7 @@ control_tokens_of = lru_cache(16)(ControlTokens)
 
 
 def _beginnings(words: Iterable[str]) -> re.Pattern[str]:
-    # Only a whole one may begin with a letter: "user" at an end is a word, "<|" hardly is.
-    whole, cut_off = [], []
-    for word in words:
-        if word[0].isalnum():
-            whole.append(word)
-        else:
-            cut_off.append(word)
-    one, other = _any_of(whole), _any_of(cut_off, END)
-    return re.compile(f"(?={one}|{other}).", re.DOTALL)
+    return re.compile(f"(?={_any_of(words, END)}).", re.DOTALL)
 
 
 def _any_of(words: Iterable[str], end: str = "") -> str:

@@ -302,23 +302,21 @@ def gumbel(
     return noise
 
 
-def allow(
-    x: Array,
-    masks: Sequence[bytes],
-) -> Array:
-    """x [R, vocab] with -inf for the tokens that the rows' masks exclude; those beyond a mask's end
-    are excluded."""
-    if not any(masks):
-        return x
-    width = max(ceil(x.shape[-1] / 8), *map(len, masks))
+def mask_rows(masks: Sequence[bytes], vocab: int) -> np.ndarray:
+    """uint8 [R, bytes], 8 at least: tokens beyond a mask's end are excluded, none by an empty mask."""
+    width = max(8, ceil(vocab / 8), *map(len, masks))
     packed = b"".join((mask or b"\xff" * width).ljust(width, b"\0") for mask in masks)
     rows = np.frombuffer(packed, np.uint8)
-    allowed = np.unpackbits(
-        rows.reshape(len(masks), width),
-        axis=1,
-        count=x.shape[-1],
-        bitorder="little",
-    )
+    return rows.reshape(len(masks), width)
+
+
+def allow(x: Array, masks: Sequence[bytes]) -> Array:
+    """x [R, vocab] with -inf for the tokens that the rows' masks exclude."""
+    if not any(masks):
+        return x
+    vocab = x.shape[-1]
+    bits = mask_rows(masks, vocab)
+    allowed = np.unpackbits(bits, axis=1, count=vocab, bitorder="little")
     allowed = allowed.view(np.bool_)
     return mx.where(mx.array(allowed), x, -mx.inf)
 

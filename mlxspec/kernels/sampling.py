@@ -82,8 +82,9 @@ def _parts(logits: Array, draws: Draws) -> list[Array]:
     params = _params(draws)
     floor = params.view(mx.float32) if draws.min_logits is None else draws.min_logits
     shift = params if draws.shift is None else draws.shift.astype(mx.uint32)
+    masks = reference.mask_rows(draws.masks, vocab if any(draws.masks) else 0)
     return PART(
-        [logits, params, _masks(draws.masks, vocab), floor, shift],
+        [logits, params, mx.array(masks), floor, shift],
         (32 * SIMDS * ceil(parts / SIMDS), rows, 1),
         (32 * SIMDS, 1, 1),
         [(rows, parts), (rows, parts)],
@@ -104,19 +105,6 @@ def _params(draws: Draws) -> Array:
     params[:, 4] = draws.shift is not None
     params[:, 5] = draws.min_logits is not None
     return mx.array(params)
-
-
-def _masks(
-    masks: Sequence[bytes],
-    vocab: int,
-) -> Array:
-    """uint8 [R, bytes], zeros for rows without a mask; tokens beyond a mask's end are excluded."""
-    width = SMALLEST
-    if any(masks):
-        width = max(width, ceil(vocab / 8), *map(len, masks))
-    packed = b"".join(mask.ljust(width, b"\0") for mask in masks)
-    rows = np.frombuffer(packed, np.uint8)
-    return mx.array(rows.reshape(-1, width))
 
 
 def _case_name(vocab: int, dtype: mx.Dtype) -> str:

@@ -52,12 +52,11 @@ void qmm_run(
   }
 }
 
-// Adds to sums[m] what row rows[m] of x gives with QMM_COLUMNS columns, those from n0 on, for m < count: of K,
-// the spans that are the turn of `part` of SPLIT. Lanes share a span; each sums over its values in rising order.
+// Adds to sums[m] what row m of x gives with QMM_COLUMNS columns, those from n0 on, for m < count: of K, the
+// spans that are the turn of `part` of SPLIT. Lanes share a span; each sums over its values in rising order.
 template <int M, int BITS, int GROUP, int SPLIT, typename T, typename S>
 void qmm_add(
     const device T* x,
-    const thread int* rows,
     int count,
     const device uint* w,
     const device S* scales,
@@ -85,7 +84,7 @@ void qmm_add(
         if (m < count) {
 #pragma unroll
           for (int i = 0; i < QMM_RUN; i++) {
-            const float at = float(x[rows[m] * K + k + i]);
+            const float at = float(x[m * K + k + i]);
 #pragma unroll
             for (int c = 0; c < QMM_COLUMNS; c++) {
               sums[m][c] = fma(values[c][i], at, sums[m][c]);
@@ -97,12 +96,11 @@ void qmm_add(
   }
 }
 
-// Writes the sums to the rows of y that `rows` names: over the lanes by simd_sum, then over the parts in order.
+// Writes the sums to y: over the lanes by simd_sum, then over the parts in order.
 // `partial` has SPLIT * M * QMM_COLUMNS floats; where SPLIT is 1 it is not touched.
 template <int M, int SPLIT, typename T>
 void qmm_put(
     const thread float (&sums)[M][QMM_COLUMNS],
-    const thread int* rows,
     int count,
     device T* y,
     int n0,
@@ -119,7 +117,7 @@ void qmm_put(
         if (SPLIT > 1 && lane == 0) {
           partial[(part * M + m) * QMM_COLUMNS + c] = sum;
         } else if (lane == 0 && n0 + c < N) {
-          y[rows[m] * N + n0 + c] = T(sum);
+          y[m * N + n0 + c] = T(sum);
         }
       }
     }
@@ -127,13 +125,8 @@ void qmm_put(
   if (SPLIT > 1) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const int at = 32 * part + int(lane);  // 64 threads or more, so one value for each
-    const int c = at % QMM_COLUMNS;
-    int row = -1;
-#pragma unroll
-    for (int m = 0; m < M; m++) {  // an index that the compiler does not know would put `rows` into memory
-      row = m < count && m == at / QMM_COLUMNS ? rows[m] : row;
-    }
-    if (row >= 0 && n0 + c < N) {
+    const int row = at / QMM_COLUMNS, c = at % QMM_COLUMNS;
+    if (row < count && n0 + c < N) {
       float sum = partial[at];
 #pragma unroll
       for (int s = 1; s < SPLIT; s++) {
@@ -161,74 +154,9 @@ void small_qmm(
     uint lane) {
   const int n0 = QMM_COLUMNS * int(SPLIT > 1 ? tile : 2 * tile + simd);
   const int part = SPLIT > 1 ? int(simd) : 0;
-  int rows[M];
-#pragma unroll
-  for (int m = 0; m < M; m++) {
-    rows[m] = m;
-  }
   float sums[M][QMM_COLUMNS] = {};
-  qmm_add<M, BITS, GROUP, SPLIT>(x, rows, count, w, scales, biases, n0, N, K, part, lane, sums);
-  qmm_put<M, SPLIT>(sums, rows, count, y, n0, N, partial, part, lane);
-}
-
-// Which of the lanes' pairs, those from `at` on, lie in [first, end) and go to `expert`: a bit for each.
-template <typename I>
-uint qmm_same(I experts, uint expert, int at, int first, int end, uint lane) {
-  const int i = at + int(lane);
-  return uint((simd_vote::vote_t)simd_ballot(i >= first && i < end && experts[i] == expert));
-}
-
-// The same with experts: row `pair` of y is row pair / share of x times the weights of experts[pair], out of
-// w [E, N, ...]. There is a threadgroup for each pair, but only every M-th of an expert's pairs stays, and does
-// the next M of them: weights are read once for all rows, those of no row not at all. Finding them here costs
-// a few loads; sorting them first would cost a launch. `experts` lies in device memory or, if short, in constant.
-template <int M, int BITS, int GROUP, int SPLIT, typename I, typename T, typename S>
-void gather_small_qmm(
-    const device T* x,
-    I experts,
-    const device uint* w,
-    const device S* scales,
-    const device S* biases,
-    device T* y,
-    int pairs,
-    int share,
-    int N,
-    int K,
-    threadgroup float* partial,
-    int pair,
-    uint tile,
-    uint simd,
-    uint lane) {
-  const uint expert = experts[pair];
-  int before = 0;
-  for (int at = 0; at < pair; at += 32) {
-    before += popcount(qmm_same(experts, expert, at, 0, pair, lane));
-  }
-  if (before % M != 0) {
-    return;
-  }
-  int count = 0, mine = 0;  // lane m keeps pair m; what is found beyond M is not used
-  for (int at = pair / 32 * 32; at < pairs; at += 32) {
-    uint same = qmm_same(experts, expert, at, pair, pairs, lane);
-    for (; same != 0; same &= same - 1) {
-      mine = int(lane) == count ? at + int(ctz(same)) : mine;
-      count++;
-    }
-  }
-  int from[M], to[M];
-#pragma unroll
-  for (int m = 0; m < M; m++) {
-    to[m] = simd_broadcast(mine, ushort(m));
-    from[m] = to[m] / share;
-  }
-  const int n0 = QMM_COLUMNS * int(SPLIT > 1 ? tile : 2 * tile + simd);
-  const int part = SPLIT > 1 ? int(simd) : 0;
-  const size_t column = size_t(expert) * N;
-  const size_t group = column * (K / GROUP);
-  float sums[M][QMM_COLUMNS] = {};
-  qmm_add<M, BITS, GROUP, SPLIT>(
-      x, from, count, w + column * (K / 32 * BITS), scales + group, biases + group, n0, N, K, part, lane, sums);
-  qmm_put<M, SPLIT>(sums, to, count, y, n0, N, partial, part, lane);
+  qmm_add<M, BITS, GROUP, SPLIT>(x, count, w, scales, biases, n0, N, K, part, lane, sums);
+  qmm_put<M, SPLIT>(sums, count, y, n0, N, partial, part, lane);
 }
 
 constant constexpr int QMM_TILES = 2;                 // of 8 columns, that a SIMD-group computes

@@ -1,13 +1,12 @@
-"""Quantized products of few rows by metal/small_qmm.metal, also with the weights of experts.
+"""Quantized products of few rows by metal/small_qmm.metal.
 
 Rule: a function has the signature of its reference; `verify` decides whether it runs.
 """
 
-from functools import cache, partial
-from math import ceil, prod
+from functools import partial
+from math import ceil
 
 import mlx.core as mx
-import numpy as np
 from mlx.core import array as Array
 
 from mlxspec.kernels import reference
@@ -16,9 +15,7 @@ from mlxspec.kernels.reference import Weights
 from mlxspec.kernels.trial import Call, Case, Inputs
 
 ROWS = 16  # small_qmm takes at most
-MAX_PAIRS = 128  # (token, expert) pairs that gather_small_qmm takes at most
 RACED = (1, 2, 3, 5, 8, 9, 16)  # the fewest and the most rows of each instance
-SORTED = 64  # pairs from which on mlx-lm sorts them by expert
 COLUMNS = 4  # of a SIMD-group; as in small_qmm.metal
 SPAN = 256  # values of K that a SIMD-group reads at once; as in small_qmm.metal
 MAX_SPLIT = 8  # SIMD-groups that share K
@@ -50,15 +47,6 @@ SMALL_QMM_MATRIX = MetalKernel(
     + _OPERANDS
     + _PLACE,
 )
-GATHER_SMALL_QMM = MetalKernel(
-    "gather_small_qmm",
-    "small_qmm",
-    "x experts w scales biases",
-    "y",
-    _PARTIAL + "gather_small_qmm<M, BITS, GROUP, SPLIT>(x, experts, w, scales, biases, y,"
-    " experts_shape[0], experts_shape[0] / x_shape[0], w_shape[1], x_shape[1], partial,"
-    " threadgroup_position_in_grid.y, " + _PLACE,
-)
 
 
 def _split(n: int, k: int) -> int:
@@ -67,14 +55,6 @@ def _split(n: int, k: int) -> int:
     while split < MAX_SPLIT and 2 * split * SPAN <= k and split * ceil(n / COLUMNS) < FILL:
         split *= 2
     return split
-
-
-def _plain(n: int, k: int) -> tuple[int, int, int]:
-    """SPLIT, threads of a threadgroup, and threads in x."""
-    split = _split(n, k)
-    threads = 32 * max(2, split)
-    columns = COLUMNS if split > 1 else 2 * COLUMNS
-    return split, threads, threads * ceil(n / columns)
 
 
 def _capacity(rows: int) -> int:
@@ -87,17 +67,19 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
     rows, k = x.shape
     columns = len(weights.w)
     if matrix:
-        threads = 32 * MATRIX_SIMDS
-        grid = threads * ceil(columns / MATRIX_COLUMNS)
         kernel = SMALL_QMM_MATRIX
+        threads = 32 * MATRIX_SIMDS
+        width = MATRIX_COLUMNS  # of a threadgroup
         template = {"M": _capacity(max(8, rows))}
     else:
-        split, threads, grid = _plain(columns, k)
         kernel = SMALL_QMM
+        split = _split(columns, k)
+        threads = 32 * max(2, split)
+        width = COLUMNS if split > 1 else 2 * COLUMNS
         template = {"M": _capacity(rows), "SPLIT": split}
     return kernel(
         [x, weights.w, weights.scales, weights.biases],
-        (grid, 1, 1),
+        (threads * ceil(columns / width), 1, 1),
         (threads, 1, 1),
         [(rows, columns)],
         [x.dtype],
@@ -107,56 +89,19 @@ def small_qmm(x: Array, weights: Weights, matrix: bool = False) -> Array:
     )[0]
 
 
-def gather_small_qmm(
-    x: Array,
-    weights: Weights,
-    experts: Array,
-    tokens: int = ROWS,
-) -> Array:
-    """As reference.gather_small_qmm in x's dtype, for at most MAX_PAIRS pairs. An expert's weights
-    are read again after `tokens` of its pairs."""
-    pairs = experts.size
-    columns = weights.w.shape[1]
-    split, threads, grid = _plain(columns, x.shape[1])
-    return GATHER_SMALL_QMM(
-        [x, experts.astype(mx.uint32), weights.w, weights.scales, weights.biases],
-        (grid, pairs, 1),
-        (threads, 1, 1),
-        [(pairs, columns)],
-        [x.dtype],
-        M=_capacity(min(tokens, ROWS, pairs)),
-        BITS=weights.bits,
-        GROUP=weights.group_size,
-        SPLIT=split,
-    )[0]
-
-
-def _random_weights(
-    shape: tuple[int, ...],
-    k: int,
-    bits: int,
-    group: int,
-    dtype: mx.Dtype,
-    key: Array,
-) -> Inputs:
-    """Arrays of weights [*shape, k] made of random bits: quantizing random weights would take eight
-    times their memory."""
-    of_w, of_scales = mx.random.split(key)
-    words = prod(shape) * k * bits // 32
-    w = mx.random.split(of_w, words // 2).reshape(*shape, -1)  # a key is a pair of random words
-    scales = mx.random.uniform(0.5, 1.5, (*shape, k // group), key=of_scales) / 2**bits
-    return w, scales.astype(dtype), (-scales * 2 ** (bits - 1)).astype(dtype)
-
-
 def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Case:
     """For weights [n, k] whose scales, like the rows, are `dtype`. Columns beyond MAX_CASE_BYTES
     are left out, as far as this changes nothing in the others' order of summing."""
     columns = min(n, max(FILL * COLUMNS, MAX_CASE_BYTES * 8 // (k * bits)))
 
     def inputs(seed: int) -> Inputs:
-        key, of_x = mx.random.split(mx.random.key(seed))
+        of_x, of_w, of_scales = mx.random.split(mx.random.key(seed), 3)
         x = mx.random.normal((ROWS, k), key=of_x).astype(dtype)
-        return x, *_random_weights((columns,), k, bits, group, dtype, key)
+        # Random bits: quantizing random weights would take eight times their memory.
+        words = columns * k * bits // 32
+        w = mx.random.split(of_w, words // 2).reshape(columns, -1)  # a key is a pair of words
+        scales = mx.random.uniform(0.5, 1.5, (columns, k // group), key=of_scales) / 2**bits
+        return x, w, scales.astype(dtype), (-scales * 2 ** (bits - 1)).astype(dtype)
 
     def run(multiply: Call, *arrays: Array) -> Array:
         x, w, scales, biases = arrays
@@ -173,56 +118,5 @@ def small_qmm_case(n: int, k: int, bits: int, group: int, dtype: mx.Dtype) -> Ca
             "plain": partial(run, small_qmm),
             "matrix": partial(run, partial(small_qmm, matrix=True)),
         },
-        tolerance=TOLERANCE,
-    )
-
-
-@cache
-def gather_small_qmm_case(
-    e: int, n: int, k: int, bits: int, group: int, dtype: mx.Dtype, top: int, apart: bool
-) -> Case:
-    """For e experts of weights [n, k], `top` of them for a token.
-
-    The case's rows are tokens, each with one row of x, or if `apart` one for each of its experts.
-    Weights are made only for the experts that some token has.
-    """
-    most = max(1, min(ROWS, MAX_PAIRS // top))
-
-    def inputs(seed: int) -> Inputs:
-        rng = np.random.default_rng(seed)
-        key, of_x = mx.random.split(mx.random.key(seed))
-        drawn = [rng.choice(e, top, replace=False) for _ in range(most)]
-        used, at = np.unique(drawn, return_inverse=True)
-        x = mx.random.normal((most, top if apart else 1, k), key=of_x).astype(dtype)
-        experts = mx.array(at.reshape(most, top).astype(np.uint32))
-        return x, experts, *_random_weights((len(used), n), k, bits, group, dtype, key)
-
-    def run(multiply: Call, *arrays: Array) -> Array:
-        """Many pairs are sorted by expert, as in mlx-lm."""
-        x, indices, w, scales, biases = arrays
-        rows, experts = x.flatten(0, 1), indices.flatten()
-        weights = Weights(w, scales, biases, group, bits)
-        if experts.size < SORTED:
-            return multiply(rows, weights, experts)
-        order = mx.argsort(experts)
-        rows = rows[order // (experts.size // len(rows))]
-        return multiply(rows, weights, experts[order])[mx.argsort(order)]
-
-    def stock(x: Array, weights: Weights, experts: Array) -> Array:
-        return reference.gather_small_qmm(x, weights, experts, x.dtype, experts.size >= SORTED)
-
-    def kernel(x: Array, weights: Weights, experts: Array) -> Array:
-        return gather_small_qmm(x, weights, experts, tokens=experts.size // top)
-
-    shape = f"{e}x{n}x{k} of {bits} bits, group {group}, {dtype_name(dtype)}, top {top}"
-    return Case(
-        name=f"gather_small_qmm {shape}{' apart' if apart else ''}",
-        rows=tuple(range(1, 1 + most)),
-        raced=(*(rows for rows in RACED if rows < most), most),
-        inputs=inputs,
-        by_row=2,
-        stock=partial(run, stock),
-        reference=partial(run, reference.gather_small_qmm),
-        variants={"plain": partial(run, kernel)},
         tolerance=TOLERANCE,
     )

@@ -6,7 +6,7 @@ gathered block is contiguous within its head.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import ceil
 
@@ -224,7 +224,7 @@ def _turn(x: Array, n: int) -> Array:
 @dataclass(slots=True)
 class Weights:
     """A quantized layer's arrays as from mx.quantize: w uint32 [N, K * bits / 32], scales and
-    biases [N, K / group_size]; with a dimension of experts before these, [E, N, ...]."""
+    biases [N, K / group_size]."""
 
     w: Array
     scales: Array
@@ -239,39 +239,19 @@ def small_qmm(
 ) -> Array:
     """x dequantized(w)^T, float32 [M, N] of x [M, K] float: weights, products and sums in fp32.
 
-    A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit.
-    """
-    expert = replace(weights, w=weights.w[None])
-    expert.scales = weights.scales[None]
-    expert.biases = weights.biases[None]
-    return gather_small_qmm(x, expert, mx.zeros(len(x), mx.uint32))
-
-
-def gather_small_qmm(
-    x: Array,
-    weights: Weights,
-    experts: Array,
-    dtype: mx.Dtype = mx.float32,
-    sorted_indices: bool = False,
-) -> Array:
-    """small_qmm with the weights of experts.
-
-    `experts` int [P] of P (token, expert) pairs; x [R, K] has a row for P / R pairs in turn.
-    Returns [P, N] in `dtype`, in which it computes. A kernel's row must be that of small_qmm, to
-    the bit. In x's dtype, with `sorted_indices` if they are, it is MLX's own operation as mlx-lm
-    calls it. Unsorted, rows are multiplied one by one: of several an M5 may compute TF32.
+    A kernel rounds it once to x's dtype, and its row must not depend on M, to the bit. Rows are
+    multiplied one by one, as if each had an expert: of several an M5 may compute TF32.
     """
     y = mx.gather_qmm(
-        x.astype(dtype)[:, None, None],
-        weights.w,
-        weights.scales.astype(dtype),
-        weights.biases.astype(dtype),
-        rhs_indices=experts.astype(mx.uint32).reshape(len(x), -1),
+        x.astype(mx.float32)[:, None],
+        weights.w[None],
+        weights.scales[None].astype(mx.float32),
+        weights.biases[None].astype(mx.float32),
+        rhs_indices=mx.zeros(len(x), mx.uint32),
         group_size=weights.group_size,
         bits=weights.bits,
-        sorted_indices=sorted_indices,
     )
-    return y.reshape(experts.size, -1)
+    return y[:, 0]
 
 
 @dataclass(slots=True)
@@ -303,7 +283,8 @@ def gumbel(
 
 
 def mask_rows(masks: Sequence[bytes], vocab: int) -> np.ndarray:
-    """uint8 [R, bytes], 8 at least: tokens beyond a mask's end are excluded, none by an empty mask."""
+    """uint8 [R, bytes], 8 at least, with a bit for each token that may come: all for an empty mask,
+    none beyond a mask's end."""
     width = max(8, ceil(vocab / 8), *map(len, masks))
     packed = b"".join((mask or b"\xff" * width).ljust(width, b"\0") for mask in masks)
     rows = np.frombuffer(packed, np.uint8)

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.core import array as Array
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlxspec import log
 from mlxspec.kernels import matmul
@@ -26,27 +25,22 @@ from mlxspec.types import Entry, Request, Seq
 TOKENS = (0, 0, 0)  # of the step whose cases are recorded
 
 
-def _variant(
-    layer: Any,
-    x: Array,
-    rows: int,
-) -> str:
-    """The variant of the layer's kernel that runs for `rows` rows; "": MLX's own operation."""
-    if KERNELS.recorded is not None:
-        KERNELS.recorded.append(layer.case)
-    if x.dtype != layer.scales.dtype:
-        return ""
-    return KERNELS.variant(layer.case.name, rows)
-
-
 def _multiply(layer: Any, x: Array, otherwise: Callable[[Array], Any]) -> Any:
     """x [..., K] times the layer's weights, [..., N]; `otherwise` is MLX's own operation."""
+    if KERNELS.recorded is not None:
+        KERNELS.recorded.append(layer.case)
     *batch, k = x.shape
-    variant = _variant(layer, x, prod(batch))
-    if not variant:
+    variant = KERNELS.variant(layer.case.name, prod(batch))
+    if not variant or x.dtype != layer.scales.dtype:
         return otherwise(x)
-    rows = x.reshape(-1, k)
-    y = matmul.small_qmm(rows, _weights(layer), variant == "matrix")
+    weights = Weights(
+        layer.weight,
+        layer.scales,
+        layer.biases,
+        layer.group_size,
+        layer.bits,
+    )
+    y = matmul.small_qmm(x.reshape(-1, k), weights, variant == "matrix")
     y = y.reshape(*batch, -1)
     return y + layer["bias"] if "bias" in layer else y
 
@@ -61,45 +55,9 @@ class KernelEmbedding(nn.QuantizedEmbedding):
         return _multiply(self, x, super().as_linear)
 
 
-class KernelSwitchLinear(QuantizedSwitchLinear):
-    """Experts; the rows of its verdict are tokens.
-
-    mlx-lm calls it with indices [..., top] and x [..., 1, 1, K], or `apart` x [..., top, 1, K]; or,
-    for many tokens, with sorted indices [P] and x [P, 1, K], whose case is that of the call before
-    it.
-    """
-
-    case: Case | None = None
-    top = 1
-
-    def __call__(
-        self,
-        x: Array,
-        indices: Array,
-        sorted_indices: bool = False,
-    ) -> Any:
-        *batch, rows, k = x.shape
-        *tokens, top = indices.shape
-        known = rows == 1
-        if tokens:
-            apart = batch == [*tokens, top]
-            known = known and (apart or batch == [*tokens, 1])
-            self.top = top
-            self.case = matmul.gather_small_qmm_case(*_shape(self), top, apart)
-        count = indices.size // self.top
-        if not known or self.case is None or not _variant(self, x, count):
-            return super().__call__(x, indices, sorted_indices)  # type: ignore[no-untyped-call]
-        pairs = indices.flatten()
-        y = matmul.gather_small_qmm(x.reshape(-1, k), _weights(self), pairs, count)
-        if "bias" in self:
-            y += self["bias"][pairs]
-        return y.reshape(*indices.shape, 1, -1)
-
-
 CLASSES: dict[Any, Any] = {
     nn.QuantizedLinear: KernelLinear,
     nn.QuantizedEmbedding: KernelEmbedding,
-    QuantizedSwitchLinear: KernelSwitchLinear,
 }
 
 
@@ -108,8 +66,7 @@ def install(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) in CLASSES and _supported(layer):
             layer.__class__ = CLASSES[type(layer)]
-            if not isinstance(layer, KernelSwitchLinear):
-                layer.case = matmul.small_qmm_case(*_shape(layer))
+            layer.case = _case(layer)
 
 
 def linear_cases(model: nn.Module) -> list[Case]:
@@ -124,21 +81,10 @@ def _supported(layer: Any) -> bool:
     return bool(layer.scales.size >= SMALLEST and layer.scales.dtype == layer.biases.dtype)
 
 
-def _weights(layer: Any) -> Weights:
-    return Weights(
-        layer.weight,
-        layer.scales,
-        layer.biases,
-        layer.group_size,
-        layer.bits,
-    )
-
-
-def _shape(layer: Any) -> tuple[Any, ...]:
-    """Experts if any, N, K, bits, group and dtype: what a case is made for."""
-    *experts_and_n, groups = layer.scales.shape
-    k = groups * layer.group_size
-    return *experts_and_n, k, layer.bits, layer.group_size, layer.scales.dtype
+def _case(layer: Any) -> Case:
+    n, groups = layer.scales.shape
+    bits, group, dtype = layer.bits, layer.group_size, layer.scales.dtype
+    return matmul.small_qmm_case(n, groups * group, bits, group, dtype)
 
 
 def kernel_cases(

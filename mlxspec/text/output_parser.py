@@ -237,7 +237,7 @@ class OutputParser:
         self._parts.add_call(self.calls[-1], "", opens=True)
 
     def _end_call(self, end: str = "") -> None:
-        """Add the calls of the held text. One that cannot be read is text, with its marker `end`."""
+        """Add the calls of the held text. What cannot be read is text, with its marker `end`."""
         if self._sent:
             self._held = re.sub(rf"\A{SKIPPED}", "", self._held)
         if not self._held:

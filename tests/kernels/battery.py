@@ -7,7 +7,6 @@ raises.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,6 @@ from mlxspec.kernels import matmul
 from mlxspec.kernels.reference import Weights
 from tests import metalsim
 from tests.kernels import test_attention as attention
-from tests.kernels import test_moe as moe
 from tests.kernels import test_sampling as draw
 from tests.kernels import test_small_qmm as qmm
 
@@ -78,6 +76,7 @@ def small_qmm() -> Iterator[Trial]:
             ((3, 1), 33, 288, 32, 8, mx.float32),
             ((16, 2), 15, 96, 32, 4, mx.float16),
             ((5,), 21, 1216, 64, 8, mx.bfloat16),
+            ((4, 3), 13, 2112, 64, 4, mx.float16),
         ):
             yield partial(small_qmm_trial, *case, matrix)
         x, weights = qmm.some(3, 33, 288, 32, 8, mx.float32)
@@ -85,18 +84,6 @@ def small_qmm() -> Iterator[Trial]:
             all_are_needed, partial(matmul.small_qmm, x, Weights(*weights, 32, 8), matrix)
         )
         yield partial(nothing_is_past_the_end, matrix)
-
-
-def gather_small_qmm() -> Iterator[Trial]:
-    for k, group, bits, dtype, share in (
-        (96, 32, 4, mx.bfloat16, 4),
-        (640, 128, 8, mx.float32, 1),
-        (2112, 64, 4, mx.float16, 1),
-    ):
-        yield partial(moe.test_each_row_is_that_of_small_qmm, k, group, bits, dtype, share)
-    yield partial(moe.test_room_for_fewer_rows_reads_weights_again_and_changes_no_bit, 3)
-    for of in (moe.experts(4, 1, 4), moe.experts(*[3] * 9, *[0] * 9), moe.drawn(128, 5)[::-1]):
-        yield partial(moe.test_runs_wherever_they_lie, of, 0)
 
 
 def paged_attention() -> Iterator[Trial]:
@@ -162,5 +149,5 @@ def sample_accept() -> Iterator[Trial]:
 BATTERY: dict[str, Callable[[], Iterator[Trial]]] = {
     "paged_attention": paged_attention,
     "sample_accept": sample_accept,
-    "small_qmm": lambda: chain(small_qmm(), gather_small_qmm()),
+    "small_qmm": small_qmm,
 }

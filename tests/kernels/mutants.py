@@ -77,12 +77,6 @@ EQUIVALENT = {
     ): "a mask that is none is not read",
     ("sample_accept", "uint high = 0, at = 0;", "0", "1"): "every value's order is above it",
     ("sample_accept", "const uint first = simd_min", "0u", "1u"): "no token is as high as either",
-    (
-        "small_qmm",
-        "for (int at = pair / 32 * 32;",
-        "pair",
-        "BITS",
-    ): "a search that begins too early",
 }
 
 

@@ -76,21 +76,9 @@ def multiplies(seen: Any, rows: int, n: int, k: int, bits: int, matrix: bool) ->
         matmul.small_qmm(mx.zeros((rows, k)), Weights(w, scales, biases, 32, bits), matrix)
 
 
-@given(counts, few, counts, st.sampled_from([4, 8]))
-@settings(max_examples=60)
-def of_experts(seen: Any, pairs: int, e: int, n: int, bits: int) -> None:
-    w, scales, biases = mx.quantize(mx.zeros((e, n, 32)), 32, bits)
-    if scales.size >= SMALLEST:
-        weights = Weights(w, scales, biases, 32, bits)
-        matmul.gather_small_qmm(mx.zeros((pairs, 32)), weights, mx.zeros(pairs, mx.uint32))
-
-
 def test_products_of_few_rows_and_columns(seen: Any) -> None:
     multiplies(seen)
-    of_experts(seen)
     assert choices(seen, "small_qmm") and choices(seen, "small_qmm_matrix")
-    small = choices(seen, "gather_small_qmm")
-    assert {"experts" in each for each in small} == {True, False}
 
 
 # No model has fewer tokens than 8; its trial of one row would keep the kernel from it.

@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxspec.model import quantized
 from mlxspec.model.quantized import kernel_cases
@@ -65,18 +64,6 @@ def test_quantized_weights_and_kv() -> None:
     (paged,) = (name for name in found if name.startswith("paged_attention float32 "))
     assert paged.endswith("block 8 window 0 kv_bits 8 sinks 0")
     assert len(found) > 2 and sum(name.startswith("small_qmm ") for name in found) == len(found) - 1
-
-
-def test_experts_as_a_step_calls_them() -> None:
-    model = tiny.model("qwen3_moe")
-    nn.quantize(model, 32, 4, class_predicate=lambda _, m: isinstance(m, SwitchLinear))
-    quantized.install(model)
-    top = model.args.num_experts_per_tok
-    names = [case.name for case in kernel_cases(model, 8)]
-    assert sorted(names)[:2] == [
-        f"gather_small_qmm 4x32x64 of 4 bits, group 32, float32, top {top}",
-        f"gather_small_qmm 4x64x32 of 4 bits, group 32, float32, top {top} apart",
-    ]
 
 
 def test_no_weight_is_read_and_the_model_stays(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ class Grammars:
     _compiled: OrderedDict[tuple[str, bool | None], LLMatcher] = field(default_factory=OrderedDict)
 
     def calls(self, tools: Tools, name: str | None, single: bool, where: str) -> str:
-        """The Lark rule of calls of these tools, or only of the one called `name`: JSON objects with
-        name and arguments between the model's markers; the rules that it refers to follow on
+        """The Lark rule of calls of these tools, or only of the one called `name`: JSON objects
+        with name and arguments between the model's markers; the rules that it refers to follow on
         further lines. Without an end marker all calls follow one begin marker.
 
         Whatever the rule takes, the output parser reads as that call, with arguments that conform,
@@ -55,7 +55,9 @@ class Grammars:
         float are not read."""
         tokenizer = self.tokenizer
         if tokenizer.response_transitions:
-            why = "cannot be honoured with calls in this model's format; send tool_choice 'auto' and"
+            why = (
+                "cannot be honoured with calls in this model's format; send tool_choice 'auto' and"
+            )
             raise rejected(where, f"{why} no format, or 'none'")
         bodies = []
         for tool in tools:

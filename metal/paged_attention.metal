@@ -50,30 +50,17 @@ constexpr int paged_stride() {
   return paged_columns<T>() + 16 / int(sizeof(T));
 }
 
-// sum + a b. Without matrices: lane by lane, over a's columns in rising order.
-template <bool MATRIX>
-float2 paged_mac(float2 sum, float2 a, float2 b, uint lane) {
-  if (MATRIX) {
-    simdgroup_float8x8 x, y, z;
-    x.thread_elements()[0] = a.x;
-    x.thread_elements()[1] = a.y;
-    y.thread_elements()[0] = b.x;
-    y.thread_elements()[1] = b.y;
-    z.thread_elements()[0] = sum.x;
-    z.thread_elements()[1] = sum.y;
-    simdgroup_multiply_accumulate(z, x, y, z);
-    return float2(z.thread_elements()[0], z.thread_elements()[1]);
-  }
-#pragma unroll
-  for (int k = 0; k < 8; k += 2) {
-    const float2 at = simd_shuffle(a, ushort((lane & 22) | (k & 4) << 1 | (k & 2) >> 1));
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const float2 with = simd_shuffle(b, ushort(((k + j) & 4) << 2 | ((k + j) & 3) << 1 | (lane & 9)));
-      sum = fma(float2(at[j]), with, sum);
-    }
-  }
-  return sum;
+// sum + a b.
+inline float2 paged_mac(float2 sum, float2 a, float2 b) {
+  simdgroup_float8x8 x, y, z;
+  x.thread_elements()[0] = a.x;
+  x.thread_elements()[1] = a.y;
+  y.thread_elements()[0] = b.x;
+  y.thread_elements()[1] = b.y;
+  z.thread_elements()[0] = sum.x;
+  z.thread_elements()[1] = sum.y;
+  simdgroup_multiply_accumulate(z, x, y, z);
+  return float2(z.thread_elements()[0], z.thread_elements()[1]);
 }
 
 // x, or 0 for what is not finite: told by its bits, since fast math takes all for finite.
@@ -149,7 +136,7 @@ void paged_load(
 // where these suffice (else it is read again for each tile of keys). `tile` has PAGED_KEYS * paged_stride<T>(),
 // `scores` 8 * TILES * PAGED_PITCH and `rescale` 8 * TILES values. sums [rows, heads, parts, DV], stats [rows, heads,
 // parts, 2]: largest score, total.
-template <typename T, int D, int DV, int BITS, int GQA, int TILES, int SIMDS, int BLOCK, int WINDOW, bool MATRIX, typename P>
+template <typename T, int D, int DV, int BITS, int GQA, int TILES, int SIMDS, int BLOCK, int WINDOW, typename P>
 void paged_attention(
     const device T* q, const device P* keys, const device P* values,
     const device int* sequences, const device int* tables,
@@ -238,7 +225,7 @@ void paged_attention(
               } else {
                 a = *(const device vec<T, 2>*)(queries[n] + c0 + d);
               }
-              dots[n] = paged_mac<MATRIX>(dots[n], float2(float(a.x), float(a.y)), b, lane);
+              dots[n] = paged_mac(dots[n], float2(float(a.x), float(a.y)), b);
             }
           }
         }
@@ -312,7 +299,7 @@ void paged_attention(
 #pragma unroll
             for (int m = 0; m < MINE; m++) {
               if (8 * (m * SIMDS + int(simd)) < columns) {
-                out[chunk][m][n] = paged_mac<MATRIX>(out[chunk][m][n], a, b[m], lane);
+                out[chunk][m][n] = paged_mac(out[chunk][m][n], a, b[m]);
               }
             }
           }

@@ -26,7 +26,7 @@ LONG = 32768  # context of a case, at most
 MAX_POOL_BYTES = 76 << 20  # of K and V in a case before quantization: 19,456 slots of an 8B model
 SHIFT = 3  # positions of a batch's starts, which only the device knows
 RACED = (1, 2, 4, 8, 16)  # with 8 heads of q for each of K and V: one for each instance
-VARIANTS = ("matrix", "plain")  # by simdgroup_matrix or not
+VARIANT = "matrix"
 TOLERANCE = 1e-4  # fp32's own in scores of 256 products and exponentials, with room for a GPU's
 
 PART = MetalKernel(
@@ -36,7 +36,7 @@ PART = MetalKernel(
     "sums stats",
     "threadgroup vec<T, 4> tile[PAGED_KEYS * paged_stride<T>() / 4];"
     " threadgroup float scores[8 * TILES * PAGED_PITCH]; threadgroup float rescale[8 * TILES];"
-    " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW, MATRIX>("
+    " paged_attention<T, D, DV, BITS, GQA, TILES, SIMDS, BLOCK, WINDOW>("
     "q, keys, values, sequences, tables, sums, stats, as_type<float>(SCALE), keys_shape[0],"
     " size_t(keys_shape[1]) * keys_shape[2], size_t(values_shape[1]) * values_shape[2],"
     " tables_shape[1], threadgroups_per_grid.x, (threadgroup T*)tile, scores, rescale,"
@@ -165,7 +165,6 @@ def _instance(
 def _launch(
     a: Attention,
     shape: Shape,
-    matrix: bool,
 ) -> Array:
     """For groups of up to ROWS rows for each sequence."""
     sequences, tables, most_parts = _metadata(tuple(a.groups), shape.window)
@@ -188,7 +187,6 @@ def _launch(
         D=shape.dim,
         BITS=shape.bits,
         BLOCK=shape.block_size,
-        MATRIX=matrix,
         GQA=shape.gqa,
         TILES=tiles,
         SIMDS=simds,
@@ -210,39 +208,38 @@ def paged_attention(
     variant: str = "",
 ) -> Array:
     """As reference.paged_attention. Neighbouring groups whose shape and rows are proven go through
-    the kernel in one launch, the others through the reference. `variant`: use this one without
-    proof, where the kernel supports the shape."""
+    the kernel in one launch, the others through the reference. With `variant` no proof is asked
+    for, where the kernel supports the shape."""
     shape = _shape(a)
     if shape and KERNELS.recorded is not None:
         KERNELS.recorded += paged_attention_cases(shape)
 
-    def choose(group: Group) -> str:
+    def proven(group: Group) -> bool:
         if not shape or group.length > ROWS:
-            return ""
-        return variant or _proven(shape, group.length)
+            return False
+        return bool(variant) or _proven(shape, group.length)
 
     out = []
     first = a.groups[0].lo
-    for chosen, run in groupby(a.groups, choose):
+    for ours, run in groupby(a.groups, proven):
         groups = list(run)
         q = a.q[groups[0].lo - first : groups[-1].hi - first]
         part = replace(a, q=q, groups=groups)
-        if shape and chosen:
-            out.append(_launch(part, shape, chosen == "matrix"))
+        if shape and ours:
+            out.append(_launch(part, shape))
         else:
             out.append(reference.paged_attention(part))
     return mx.concatenate(out)
 
 
-def _proven(shape: Shape, rows: int) -> str:
-    """The variant that is proven in all contexts; "": none."""
-    variants = {KERNELS.variant(case.name, rows) for case in paged_attention_cases(shape)}
-    return variants.pop() if len(variants) == 1 else ""
+def _proven(shape: Shape, rows: int) -> bool:
+    """Whether the kernel is proven in all contexts."""
+    return all(KERNELS.variant(case.name, rows) for case in paged_attention_cases(shape))
 
 
 @cache
 def paged_attention_cases(shape: Shape) -> list[Case]:
-    """The cases that one variant must win: one sequence with a short context, one with a long
+    """The cases that the kernel must win: one sequence with a short context, one with a long
     context, as far as MAX_POOL_BYTES allows, and a batch that passes the window. Their rows are
     those of one sequence."""
     slot_bytes = shape.kv_heads * (shape.dim + shape.dim_v) * shape.dtype.size
@@ -293,7 +290,7 @@ def _case(
         inputs=partial(_inputs, shape, starts, slots),
         stock=partial(run, reference.paged_attention),
         reference=partial(run, _exact),
-        variants={way: partial(run, partial(paged_attention, variant=way)) for way in VARIANTS},
+        variants={VARIANT: partial(run, partial(paged_attention, variant=VARIANT))},
         tolerance=TOLERANCE,
     )
 

@@ -88,41 +88,25 @@ def small_qmm() -> Iterator[Trial]:
 
 def paged_attention() -> Iterator[Trial]:
     step = attention.Step
-    for matrix in (True, False):
-        yield partial(
-            attention.check,
-            step(window=20, sinks=True, shapes=((1, (0, 37)), (5, (290,)))),
-            matrix=matrix,
-        )
-        yield partial(
-            attention.check,
-            step(((1, (3, 270)), (2, (40,))), mx.bfloat16, 7, 1, (96, 96), 260, True, 8),
-            matrix=matrix,
-        )
-        yield partial(
-            attention.check,
-            step(((3, (300,)),), mx.float16, 8, 1, (64, 160), None, False, 4),
-            matrix=matrix,
-        )
-        for alone in (attention.ALONE[1], attention.ALONE[3], attention.ALONE[4]):
-            yield partial(
-                attention.test_a_row_does_not_depend_on_what_runs_beside_it, alone, matrix
-            )
-    yield partial(
-        attention.check, step(((2, (40,)),), heads=4, dims=(32, 64))
-    )  # heads of V lie elsewhere
+    for case in (
+        step(window=20, sinks=True, shapes=((1, (0, 37)), (5, (290,)))),
+        step(((1, (3, 270)), (2, (40,))), mx.bfloat16, 7, 1, (96, 96), 260, True, 8),
+        step(((3, (300,)),), mx.float16, 8, 1, (64, 160), None, False, 4),
+        step(((2, (40,)),), heads=4, dims=(32, 64)),  # heads of V lie elsewhere
+    ):
+        yield partial(attention.check, case)
+    for alone in (attention.ALONE[1], attention.ALONE[3], attention.ALONE[4]):
+        yield partial(attention.test_a_row_does_not_depend_on_what_runs_beside_it, alone)
     yield from (partial(attention.check, far) for far in attention.FAR)
     once = attention.test_k_and_v_are_read_once_for_all_rows_and_heads
-    yield partial(once, mx.bfloat16, 128, 8, 100, True)
-    yield partial(once, mx.float32, 64, 0, None, True)
+    yield partial(once, mx.bfloat16, 128, 8, 100)
+    yield partial(once, mx.float32, 64, 0, None)
     yield partial(
         attention.test_a_part_costs_its_sums_once_and_its_rows_of_q_once, mx.bfloat16, 16, 128
     )
-    yield partial(attention.test_starts_that_only_the_device_knows, 257, True)
+    yield partial(attention.test_starts_that_only_the_device_knows, 257)
     unlike = attention.test_what_is_not_finite_stays_with_the_rows_that_see_it
-    yield from (
-        partial(unlike, dtype, bits, True) for dtype, bits in ((mx.float16, 0), (mx.bfloat16, 8))
-    )
+    yield from (partial(unlike, dtype, bits) for dtype, bits in ((mx.float16, 0), (mx.bfloat16, 8)))
     yield partial(attention.check, step(window=1))
     yield attention.test_nothing_is_read_of_a_sum_that_nobody_wrote
 

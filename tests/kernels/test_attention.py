@@ -23,11 +23,10 @@ SUMMING = (
 RAGGED = ((1, (0, 37, 300)), (5, (0, 250)))
 Shapes = Sequence[tuple[int, Sequence[int]]]
 pytestmark = pytest.mark.usefixtures("device")
-both = pytest.mark.parametrize("matrix", [False, True], ids=["plain", "matrix"])
 
 
-def kernel(*args: object, matrix: bool = True) -> mx.array:
-    return attention.paged_attention(Attention(*args), "matrix" if matrix else "plain")
+def kernel(*args: object) -> mx.array:
+    return attention.paged_attention(Attention(*args), attention.VARIANT)
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,9 @@ class Step:
         return [slots * self.kv * width for width in widths]
 
 
-def simulated(args: tuple, matrix: bool = True, order: int = 0) -> mx.array:
+def simulated(args: tuple, order: int = 0) -> mx.array:
     with metalsim.patch(order=order):
-        return kernel(*args, matrix=matrix)
+        return kernel(*args)
 
 
 @contextmanager
@@ -156,17 +155,12 @@ def check(step: Step, **how: object) -> None:
     assert (off <= allowed + STEP[step.dtype] * np.abs(want)).all(), off.max()
 
 
-@both
 @pytest.mark.parametrize("window, sinks", [(None, False), (None, True), (20, True), (300, False)])
 @pytest.mark.parametrize("bits", [0, 8])
-def test_masks(bits: int, window: int | None, sinks: bool, matrix: bool) -> None:
-    check(
-        Step(window=window, sinks=sinks, bits=bits, shapes=((1, (0, 37)), (5, (290,)))),
-        matrix=matrix,
-    )
+def test_masks(bits: int, window: int | None, sinks: bool) -> None:
+    check(Step(window=window, sinks=sinks, bits=bits, shapes=((1, (0, 37)), (5, (290,)))))
 
 
-@both
 @pytest.mark.parametrize(
     "dtype, dim, heads, kv, bits",
     [
@@ -182,17 +176,16 @@ def test_masks(bits: int, window: int | None, sinks: bool, matrix: bool) -> None
         (mx.bfloat16, 256, 8, 1, 8),
     ],
 )
-def test_shapes(dtype: mx.Dtype, dim: int, heads: int, kv: int, bits: int, matrix: bool) -> None:
+def test_shapes(dtype: mx.Dtype, dim: int, heads: int, kv: int, bits: int) -> None:
     shapes = ((1, (3, 150)), (2, (40,)), (5, (127,)))
-    check(Step(shapes, dtype, heads, kv, (dim, dim), 140, True, bits), matrix=matrix)
+    check(Step(shapes, dtype, heads, kv, (dim, dim), 140, True, bits))
 
 
-@both
 @pytest.mark.parametrize("first, window", [(1, None), (1, 20), (150, None), (150, 40)])
-def test_slots_before_the_first_are_not_seen(first: int, window: int | None, matrix: bool) -> None:
+def test_slots_before_the_first_are_not_seen(first: int, window: int | None) -> None:
     """Also where they fill whole parts."""
     shapes = ((1, (first, first + 37, 300)), (5, (290,)))
-    check(Step(shapes, window=window, first=first), matrix=matrix)
+    check(Step(shapes, window=window, first=first))
 
 
 FAR = [  # parts of each length, without a window and with one
@@ -202,43 +195,37 @@ FAR = [  # parts of each length, without a window and with one
 ]
 
 
-@both
 @pytest.mark.parametrize("step", FAR, ids=["all", "window-256", "window-512"])
-def test_parts_of_all_lengths(step: Step, matrix: bool) -> None:
-    check(step, matrix=matrix)
+def test_parts_of_all_lengths(step: Step) -> None:
+    check(step)
 
 
 @pytest.mark.slow
-@both
 @pytest.mark.parametrize("window, sinks", [*product((None, 100), (False, True))])
 @pytest.mark.parametrize("dtype", list(STEP), ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("heads", [2, 7, 8])
 def test_every_shape(
-    heads: int, dim: int, dtype: mx.Dtype, window: int | None, sinks: bool, matrix: bool
+    heads: int, dim: int, dtype: mx.Dtype, window: int | None, sinks: bool
 ) -> None:
     for rows, bits in product((1, 4, 16), (0, 8, 4)):
         if not bits or dim % 32 == 0:
             shapes = ((1, (0, 260)), (rows, (250, 31)))
             for kv in {1, 2 - heads % 2}:
-                check(
-                    Step(shapes, dtype, heads, kv, (dim, dim), window, sinks, bits), matrix=matrix
-                )
+                check(Step(shapes, dtype, heads, kv, (dim, dim), window, sinks, bits))
 
 
-@both
 @pytest.mark.parametrize("dims", [(64, 32), (32, 160), (24, 16)])
-def test_k_and_v_of_different_widths(dims: tuple[int, int], matrix: bool) -> None:
+def test_k_and_v_of_different_widths(dims: tuple[int, int]) -> None:
     shapes = ((1, (0, 37, 200)), (5, (150,)))
-    check(Step(shapes, dims=dims, dtype=mx.bfloat16), matrix=matrix)
+    check(Step(shapes, dims=dims, dtype=mx.bfloat16))
 
 
-@both
 @pytest.mark.parametrize("order, bits", [(1, 0), (7, 8)])
-def test_any_order_of_threads(order: int, bits: int, matrix: bool) -> None:
+def test_any_order_of_threads(order: int, bits: int) -> None:
     """Which also shows that what threads share is not read before it is written."""
     args = Step(((1, (37,)), (5, (130,))), bits=bits, dims=(160, 160)).make()
-    assert mx.array_equal(simulated(args, matrix, order), simulated(args, matrix))
+    assert mx.array_equal(simulated(args, order), simulated(args))
 
 
 def spoilt(pool: mx.array, packing: Packing | None, slot: int, value: float) -> mx.array:
@@ -256,29 +243,26 @@ def spoilt(pool: mx.array, packing: Packing | None, slot: int, value: float) -> 
     return pool
 
 
-@both
 @pytest.mark.parametrize("bits", [0, 8])
 @pytest.mark.parametrize("dtype", list(STEP), ids=str)
-def test_what_is_not_finite_stays_with_the_rows_that_see_it(
-    dtype: mx.Dtype, bits: int, matrix: bool
-) -> None:
+def test_what_is_not_finite_stays_with_the_rows_that_see_it(dtype: mx.Dtype, bits: int) -> None:
     """At positions behind a row and before its window; V's counts as 0."""
     step = Step(((4, (40,)),), dtype, window=16, bits=bits)
     q, k, v, (group,), *rest = step.make()
     slots = [
         group.tables[None][0][at // step.size] * step.size + at % step.size for at in range(44)
     ]
-    want = simulated((q, k, v, [group], *rest), matrix)
+    want = simulated((q, k, v, [group], *rest))
     for value in (float("nan"), float("inf"), -float("inf")):
         for at, clean in ((43, [0, 1, 2]), (42, [0, 1]), (25, [1, 2, 3]), (26, [2, 3])):
             bad = [
                 spoilt(x, p, slots[at], value) for x, p in zip((k, v), step.packings, strict=True)
             ]
-            got = simulated((q, *bad, [group], *rest), matrix)
+            got = simulated((q, *bad, [group], *rest))
             assert mx.array_equal(got[mx.array(clean)], want[mx.array(clean)]), (value, at)
-        held = simulated((q, k, bad[1], [group], *rest), matrix)
+        held = simulated((q, k, bad[1], [group], *rest))
         zero = spoilt(v, step.packings[1], slots[26], 0.0)
-        assert mx.array_equal(held, simulated((q, k, zero, [group], *rest), matrix))
+        assert mx.array_equal(held, simulated((q, k, zero, [group], *rest)))
 
 
 # Rows on both sides of parts' bounds, of a window's and of a block's.
@@ -293,18 +277,17 @@ ALONE = [
 ]
 
 
-@both
 @pytest.mark.parametrize("step", ALONE, ids=["parts", "window", "packed", "wide", "far"])
-def test_a_row_does_not_depend_on_what_runs_beside_it(step: Step, matrix: bool) -> None:
+def test_a_row_does_not_depend_on_what_runs_beside_it(step: Step) -> None:
     q, k, v, (group,), *rest = step.make()
-    whole = simulated((q, k, v, [group], *rest), matrix)
+    whole = simulated((q, k, v, [group], *rest))
     ((rows, (start,)),) = step.shapes
 
     def part(lo: int, hi: int, at: int = 0) -> Group:
         return Group(at, at + hi - lo, hi - lo, [start + lo], group.tables, step.size)
 
     for lo, hi in ((0, 1), (15, 16), (6, 11)):
-        got = simulated((q[lo:hi], k, v, [part(lo, hi)], *rest), matrix)
+        got = simulated((q[lo:hi], k, v, [part(lo, hi)], *rest))
         assert mx.array_equal(got, whole[lo:hi]), (lo, hi)
     # A neighbour that sees less, and one that sees as much with more rows, in one launch.
     table = group.tables[None][0]
@@ -314,28 +297,27 @@ def test_a_row_does_not_depend_on_what_runs_beside_it(step: Step, matrix: bool) 
         Group(1, 9, 4, [start + 3, early], {None: [table, table]}, step.size),
         part(2, 14, 9),
     ]
-    got = simulated((mx.concatenate([q[7:8], q[3:7], q[:4], q[2:14]]), k, v, groups, *rest), matrix)
+    got = simulated((mx.concatenate([q[7:8], q[3:7], q[:4], q[2:14]]), k, v, groups, *rest))
     for mine, lo, hi in ((got[:1], 7, 8), (got[1:5], 3, 7), (got[9:], 2, 14)):
         assert mx.array_equal(mine, whole[lo:hi]), (lo, hi)
     assert rows == 16 and mx.isfinite(got).all()
 
 
 @on_simulator
-@both
 @pytest.mark.parametrize("window", [None, 20, 257])
-def test_starts_that_only_the_device_knows(window: int | None, matrix: bool) -> None:
+def test_starts_that_only_the_device_knows(window: int | None) -> None:
     """A larger grid and longer tables, and the same bits; what is not needed is not read either."""
     step = Step(((3, (126, 40)), (5, (254,))), window=window)
     q, k, v, groups, *rest = step.make()
     with reports() as known:
-        want = kernel(q, k, v, groups, *rest, matrix=matrix)
+        want = kernel(q, k, v, groups, *rest)
     for behind in ((2, 0), (0, 2), (3, 3)):
         a = replace(
             groups[0], starts=[126 - behind[0], 40 - behind[1]], max_shift=3, shift=mx.array(behind)
         )
         b = replace(groups[1], starts=[250], max_shift=4, shift=mx.array([4]))
         with reports() as shifted:
-            got = kernel(q, k, v, [a, b], *rest, matrix=matrix)
+            got = kernel(q, k, v, [a, b], *rest)
         assert mx.array_equal(got, want)
         for name, one, other in (
             ("keys", known[0], shifted[0]),
@@ -344,20 +326,19 @@ def test_starts_that_only_the_device_knows(window: int | None, matrix: bool) -> 
         ):
             assert one.traffic[name].read == other.traffic[name].read
     mixed = [replace(groups[0]), b]
-    assert mx.array_equal(simulated((q, k, v, mixed, *rest), matrix), want)
+    assert mx.array_equal(simulated((q, k, v, mixed, *rest)), want)
 
 
 @on_simulator
-@both
 @pytest.mark.parametrize("bits, window", [(0, None), (8, 100), (4, None)])
 @pytest.mark.parametrize("dtype, dim", [(mx.bfloat16, 128), (mx.float32, 64), (mx.float16, 256)])
 def test_k_and_v_are_read_once_for_all_rows_and_heads(
-    dtype: mx.Dtype, dim: int, bits: int, window: int | None, matrix: bool
+    dtype: mx.Dtype, dim: int, bits: int, window: int | None
 ) -> None:
     """Each byte that a row sees by one lane of the whole grid, no other byte: GQA 8, 5 rows."""
     step = Step(((1, (17,)), (5, (125, 260))), dtype, 16, 2, (dim, dim), window, False, bits)
     with reports() as found:
-        kernel(*step.make(), matrix=matrix)
+        kernel(*step.make())
     traffic = found[0].traffic
     assert len(found) == 2
     for name, needed in zip(("keys", "values"), step.needed(), strict=True):
@@ -445,9 +426,8 @@ def test_longer_groups_go_through_the_reference(shapes: Shapes, rows: slice) -> 
     assert mx.allclose(got, want, atol=1e-5)
 
 
-@both
 @pytest.mark.parametrize("heads, kv", [(1, 1), (2, 1), (3, 1), (3, 3)])
 @pytest.mark.parametrize("start", [3, 40, 140])
-def test_few_heads(start: int, heads: int, kv: int, matrix: bool) -> None:
+def test_few_heads(start: int, heads: int, kv: int) -> None:
     """One row of a short context has few sums: MLX passes fewer than 8 values otherwise."""
-    check(Step(((1, (start,)),), heads=heads, kv=kv, dims=(16, 16)), matrix=matrix)
+    check(Step(((1, (start,)),), heads=heads, kv=kv, dims=(16, 16)))

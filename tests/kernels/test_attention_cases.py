@@ -48,9 +48,8 @@ def test_only_what_is_proven_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             and mx.array_equal(got[3:], want[3:])
         )
         assert found[0].traffic["q"].size == 2 * 8 * 32 * 4
-        for way in ("plain", ""):  # another than for the others; parked
-            verdicts[0].way = way
-            assert mx.array_equal(attention.paged_attention(args), want) and len(found) == 2
+        verdicts[0].way = ""  # parked
+        assert mx.array_equal(attention.paged_attention(args), want) and len(found) == 2
         assert {case.name for case in recorded} == set(contexts)
 
 
@@ -77,10 +76,7 @@ def test_the_kernel_matches_its_cases(
         assert case.rows == tuple(range(1, 17)) and set(case.raced) < set(case.rows)
         less, out = replace(case, rows=(1, 3)), {}
         with metalsim.patch():
-            assert sorted(trial.compare(less, out, math.inf)) == [
-                "matrix",
-                "plain",
-            ], out
+            assert trial.compare(less, out, math.inf) == [attention.VARIANT], out
         given = case.cut(case.inputs(0), 3)
         stock = case.stock(*given)
         assert stock.shape == (5 if case.name.endswith("ragged") else 3, 4, 64), (
@@ -173,7 +169,7 @@ def test_what_it_does_not_do_runs_in_the_reference(change: dict) -> None:
     q, k, v, *rest = Step(((1, (3,)),), **change).make()
     clean = Attention(q, mx.nan_to_num(k), mx.nan_to_num(v), *rest)
     with reports() as found:
-        got = attention.paged_attention(clean, "plain")
+        got = attention.paged_attention(clean, attention.VARIANT)
     assert not found and mx.array_equal(got, reference.paged_attention(clean))
 
 
@@ -208,7 +204,7 @@ def test_an_engine_with_the_kernel_says_the_same(
     asked = equip(e, name, kind, asked)
 
     monkeypatch.setitem(KERNELS.verdicts, "all", Verdict("matrix", 1, 16))
-    monkeypatch.setattr(attention, "_proven", lambda shape, rows: "matrix")
+    monkeypatch.setattr(attention, "_proven", lambda shape, rows: True)
     metadata, shifted = attention._metadata, []
     monkeypatch.setattr(
         attention,

@@ -212,7 +212,8 @@ def paged_attention(a: Attention) -> Array:
         )
         if turned:
             o = _turn(o, sequences)
-        out.append(o.swapaxes(1, 2).flatten(0, 1))
+        o = o.swapaxes(1, 2)
+        out.append(o.flatten(0, 1))
     return mx.concatenate(out)
 
 
@@ -346,7 +347,8 @@ def count_accepted(
     is not the sample of the row before it. Exact at any temperature: only samples are emitted."""
     at_tokens, at_inputs, drafted = _compared(tuple(drafts))
     same = drafted & (tokens[at_tokens] == inputs[at_inputs])
-    kept = mx.cumprod(same.astype(mx.int32), axis=1)
+    same = same.astype(mx.int32)
+    kept = mx.cumprod(same, axis=1)
     return kept.sum(axis=1)
 
 
@@ -355,7 +357,8 @@ def _compared(drafts: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]
     """[entries, longest draft] each: which of the tokens is compared with which of the inputs, and
     whether there is a drafted token at all."""
     firsts, counts = np.array(drafts).T[:, :, None]
-    rows = np.cumsum(1 + counts, axis=0) - 1 - counts
+    ends = np.cumsum(1 + counts, axis=0)
+    rows = ends - 1 - counts
     steps = np.arange(max(1, counts.max()))
     drafted = steps < counts
     at_tokens = np.where(drafted, rows + steps, 0)

@@ -155,7 +155,10 @@ class RenderedPrompt:
 
 
 def conversation_of(
-    messages: Sequence[Any], tools: Any, options: Mapping[str, Any], history: History
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+    history: History,
 ) -> Conversation:
     """What a client sent, in canonical form, its calls as the model made them, unless the client
     has changed more than to add defaults. Raises RejectedRequest."""

@@ -164,10 +164,8 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def check_tools(tools: Any) -> Tools:
+def check_tools(tools: Sequence[Any] | None) -> Tools:
     """The tools of a request, checked; none for None. Raises RejectedRequest."""
-    if not isinstance(tools, list | None):
-        raise rejected_value("tools", tools, "is not a list; send one")
     names: set[str] = set()
     for i, tool in enumerate(tools or ()):
         at, function = f"tools[{i}]", _function(tool)

@@ -34,12 +34,15 @@ class ThinkingBudget:
     def masks(self, draft: Sequence[int]) -> list[bytes]:
         """GrammarMatcher.masks; an empty mask allows every token. A draft is cut where the end of
         the reasoning begins, and goes on in it."""
-        rows = self.inner.masks(draft) if self.inner else [b""] * (len(draft) + 1)
-        if self.thinking is not False:
-            closing = self._closing()
-            rows = rows[: max(len(closing) + 1, self.left)]
-            for i, token in enumerate(closing[: len(rows)]):
-                rows[i] = (1 << token).to_bytes(token // 8 + 1, "little")
+        rows = [b"" for _ in range(1 + len(draft))]
+        if self.inner:
+            rows = self.inner.masks(draft)
+        if self.thinking is False:
+            return rows
+        closing = self._closing()
+        rows = rows[: max(len(closing) + 1, self.left)]
+        for i, token in enumerate(closing[: len(rows)]):
+            rows[i] = (1 << token).to_bytes(token // 8 + 1, "little")
         return rows
 
     def take(self, tokens: Sequence[int]) -> None:

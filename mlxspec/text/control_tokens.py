@@ -46,7 +46,7 @@ class ControlTokens:
         self.answers = _beginnings(said)
         cuts = []
         for (before, after), some in kinds.items():
-            cuts.append(rf"{before}{_any_of(some)}(?!{MARK}){after}")
+            cuts.append(rf"{before}{any_of(some)}(?!{MARK}){after}")
         every = "|".join(cuts) or NOTHING
         self.cut = re.compile(f"({every})")
         alone = t.encode("a", add_special_tokens=False)
@@ -58,10 +58,10 @@ control_tokens_of = lru_cache(16)(ControlTokens)
 
 
 def _beginnings(words: Iterable[str]) -> re.Pattern[str]:
-    return re.compile(f"(?={_any_of(words, END)}).", re.DOTALL)
+    return re.compile(f"(?={any_of(words, END)}).", re.DOTALL)
 
 
-def _any_of(words: Iterable[str], end: str = "") -> str:
+def any_of(words: Iterable[str], end: str = "") -> str:
     """A pattern for the longest of `words`, or for the beginning of one before `end`. It is a trie:
     some models have a thousand, too many to try in turn."""
     rests: dict[str, list[str]] = {}
@@ -72,7 +72,7 @@ def _any_of(words: Iterable[str], end: str = "") -> str:
         return "" if whole else NOTHING
     branches = []
     for first, rest in rests.items():
-        branches.append(re.escape(first) + _any_of(rest, end))
+        branches.append(re.escape(first) + any_of(rest, end))
     choice = "|".join(branches)
     pattern = f"(?:{choice}{end})"
     if whole:

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import log
 from mlxspec.text.call_arguments import BETWEEN, MAX_HEAD, SKIPPED, Arguments, begun
-from mlxspec.text.detokenizer import held_back
+from mlxspec.text.control_tokens import END, any_of
 from mlxspec.text.messages import Tools
 from mlxspec.text.tool_calls import FUNCTION, FUNCTION_END, is_xml, read_calls
 from mlxspec.types import line_of
@@ -124,7 +124,7 @@ class OutputParser:
         self._edges = transitions(tokenizer, calls, self.constrained)
         self._patterns = {}
         for state, edges in self._edges.items():
-            self._patterns[state] = re.compile("|".join(map(re.escape, edges)) or "(?!)")
+            self._patterns[state] = re.compile(any_of(edges, END) + END)
         self._untagged = calls and not self.constrained
         self._tail = ""  # of the text: it may begin a marker
         self._schemas = {}  # of parameters, by tool and name
@@ -146,12 +146,10 @@ class OutputParser:
         text, at = self._tail + text, 0
         while found := self._patterns[self._state].search(text, at):
             self._add(text[at : found.start()])
-            self._on_marker(found[0])
-            at = found.end()
-        text = text[at:]
-        ready = len(text) - held_back(text, self._edges[self._state])
-        self._add(text[:ready])
-        self._tail = text[ready:]
+            at, self._tail = found.end(), found[0]
+            if self._tail not in self._edges[self._state]:  # it may become one
+                break
+            self._on_marker(self._tail)
         return self._parts.take()
 
     def finish(self, cut: bool = False) -> list[Part]:
